@@ -1,0 +1,1 @@
+"""Engines: what computes a placed model. The catalogue is pure; each engine file imports its library."""

@@ -1,0 +1,62 @@
+"""Columns: named tensors with one row per sample. Their shapes and types are fixed before a run, and so are bytes moved.
+
+P = data.max_prompt_tokens, R = data.max_response_tokens. Prompts are left-padded, responses right-padded; padding is
+known from the masks alone, never from the token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Width = Literal["row", "prompt", "response", "response+1", "sequence"]
+DType = Literal["int32", "uint8", "float32"]
+Quantity = Literal["logprobs", "values", "scores"]
+
+_ITEM_BYTES: dict[DType, int] = {"int32": 4, "uint8": 1, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Column:
+    """``width`` "row" is one number per sample. ``quantity``: what a model computes when the column is a forward's output."""
+
+    name: str
+    width: Width
+    dtype: DType
+    quantity: Quantity | None = None
+
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        Column("prompts", "prompt", "int32"),
+        Column("prompt_mask", "prompt", "uint8"),
+        Column("tokens", "sequence", "int32"),
+        Column("attention_mask", "sequence", "uint8"),
+        Column("response_mask", "response", "uint8"),
+        Column("finished", "row", "uint8"),
+        Column("logprobs", "response", "float32", "logprobs"),
+        Column("ref_logprobs", "response", "float32", "logprobs"),
+        Column("values", "response+1", "float32", "values"),
+        Column("scores", "row", "float32", "scores"),
+        Column("advantages", "response", "float32"),
+        Column("returns", "response", "float32"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """P and R of the run, in tokens."""
+
+    prompt: int
+    response: int
+
+    def width(self, column: Column) -> int | None:
+        """Numbers per row; None for a column without a second dim."""
+        widths = {"prompt": self.prompt, "response": self.response, "response+1": self.response + 1}
+        return None if column.width == "row" else widths.get(column.width, self.prompt + self.response)
+
+    def row_bytes(self, name: str) -> int:
+        column = COLUMNS[name]
+        return (self.width(column) or 1) * _ITEM_BYTES[column.dtype]

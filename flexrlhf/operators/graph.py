@@ -1,0 +1,75 @@
+"""The operator graph of one algorithm step. Edges follow from the columns that operators read and write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["generate", "forward", "combine", "train"]
+DataNeeds = Literal["prompts", "responses", "pairs"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One model call.
+
+    ``function`` names the mathematics of a combine or the loss of a train (operators/functions.py).
+    ``barrier``: needs every row of the step at once, so chunks end here (and for all that reads what it writes).
+    """
+
+    name: str
+    kind: Kind
+    role: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    function: str = ""
+    barrier: bool = False
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operators in the order a person would read them.
+
+    ``roles``: in vector order. ``inputs``: columns that come from the data set. ``evaluation``: operators of one role
+    that look at held-out rows. ``can_shadow``: whether inference may run on a copy while the trained weights change.
+    """
+
+    operators: tuple[Operator, ...]
+    roles: tuple[str, ...]
+    data: DataNeeds
+    inputs: tuple[str, ...]
+    evaluation: tuple[Operator, ...] = ()
+    can_shadow: bool = False
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        trained = {operator.role for operator in self.operators if operator.kind == "train"}
+        return tuple(role for role in self.roles if role in trained)
+
+    @cached_property
+    def producers(self) -> dict[str, Operator]:
+        return {column: operator for operator in self.operators for column in operator.writes}
+
+    def parents(self, operator: Operator) -> list[Operator]:
+        """Operators that write what ``operator`` reads, in graph order."""
+        wanted = {self.producers[column].name for column in operator.reads if column in self.producers}
+        return [candidate for candidate in self.operators if candidate.name in wanted]
+
+    @cached_property
+    def waves(self) -> dict[str, int]:
+        """Depth of every operator by name: 0 without parents, else one more than the deepest parent."""
+        waves: dict[str, int] = {}
+        for operator in self.operators:
+            assert all(p.name in waves for p in self.parents(operator)), f"{operator.name} stands before a parent"
+            waves[operator.name] = max((waves[parent.name] + 1 for parent in self.parents(operator)), default=0)
+        return waves
+
+    @cached_property
+    def whole_step(self) -> frozenset[str]:
+        """Operators that cannot be chunked: barriers and all that depends on one."""
+        names: set[str] = set()
+        for operator in self.operators:
+            if operator.barrier or any(parent.name in names for parent in self.parents(operator)):
+                names.add(operator.name)
+        return frozenset(names)

@@ -1,0 +1,25 @@
+"""Reward-model training on preference pairs: a graph with one train operator; a pair is two samples of one prompt."""
+
+from __future__ import annotations
+
+from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.spec import RewardSpec
+
+TEXT = ("tokens", "attention_mask")
+
+
+def reward(spec: RewardSpec) -> Graph:
+    return Graph(
+        operators=(
+            Operator(
+                "train_reward", "train", "reward", (*TEXT, "response_mask"), function="pair_loss", barrier=spec.epochs > 1
+            ),
+        ),
+        roles=("reward",),
+        data="pairs",
+        inputs=(*TEXT, "response_mask"),
+        evaluation=(
+            Operator("scores", "forward", "reward", TEXT, ("scores",)),
+            Operator("accuracy", "combine", "reward", ("scores",), function="pair_accuracy"),
+        ),
+    )

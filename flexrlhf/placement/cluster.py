@@ -1,0 +1,87 @@
+"""The devices of a run: one rank per device, node-major, each with a class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """Figures of one device class. tflops: dense 16-bit tensor-core peak; memory_gb: 10^9 bytes."""
+
+    name: str
+    memory_gb: float
+    tflops: float
+
+
+# Vendor data sheets and whitepapers (NVIDIA V100, A100, H100, H200); H20: public board listings.
+DEVICE_CLASSES = {
+    item.name: item
+    for item in (
+        DeviceClass("V100-16G", 16, 125),
+        DeviceClass("V100-32G", 32, 125),
+        DeviceClass("A100-40G", 40, 312),
+        DeviceClass("A100-80G", 80, 312),
+        DeviceClass("H100-80G", 80, 989),
+        DeviceClass("H200-141G", 141, 989),
+        DeviceClass("H20-96G", 96, 148),
+        DeviceClass("L40S-48G", 48, 362),
+        DeviceClass("A10-24G", 24, 125),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    rank: int
+    node: int
+    device_class: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    devices: tuple[Device, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(device.rank for device in self.devices)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(device.device_class for device in self.devices))
+
+    @property
+    def num_nodes(self) -> int:
+        return len({device.node for device in self.devices})
+
+    def ranks_on(self, device_class: str) -> tuple[int, ...]:
+        return tuple(device.rank for device in self.devices if device.device_class == device_class)
+
+    def resolve_class(self, wanted: str) -> str:
+        """``V100`` names ``V100-32G`` when the cluster has just one class that starts so."""
+        matches = [name for name in self.classes if name == wanted] or [n for n in self.classes if n.startswith(wanted)]
+        if len(matches) != 1:
+            found = ", ".join(self.classes)
+            raise UserError(f"on: {wanted!r} names no single device class of the cluster{nearest(wanted, self.classes)}; found {found}")
+        return matches[0]
+
+    def speed(self, rank: int) -> int:
+        """Relative speed for default row shares; a class without figures counts 1."""
+        figures = DEVICE_CLASSES.get(self.devices[rank].device_class)
+        return int(figures.tflops) if figures else 1
+
+
+def make_cluster(spec: ClusterSpec) -> Cluster:
+    """Number the devices node by node. A cluster given as one number is one node."""
+    if not spec.nodes:
+        return Cluster(tuple(Device(rank, 0, "any") for rank in range(spec.devices or 1)))
+    devices: list[Device] = []
+    node = 0
+    for group in spec.nodes:
+        for _ in range(group.count):
+            devices += [Device(len(devices) + i, node, group.device_class) for i in range(group.devices)]
+            node += 1
+    return Cluster(tuple(devices))

@@ -1,0 +1,64 @@
+"""Placed models: copies of a role's weights on given ranks; together the placement of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from flexrlhf.placement.layout import Layout
+
+SHADOW = ".shadow"
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """One copy of ``role``'s weights. ``trained`` copies own an optimizer; shadows follow them by Sync."""
+
+    name: str
+    role: str
+    layout: Layout
+    engine: str
+    trained: bool
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.layout.ranks
+
+    @property
+    def is_shadow(self) -> bool:
+        return self.name.endswith(SHADOW)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All placed models of a run, in vector order, and what a person should know about them."""
+
+    models: tuple[PlacedModel, ...]
+    num_ranks: int
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> PlacedModel:
+        return next(model for model in self.models if model.name == name)
+
+    def __contains__(self, name: str) -> bool:
+        return any(model.name == name for model in self.models)
+
+    def on_rank(self, rank: int) -> tuple[PlacedModel, ...]:
+        return tuple(model for model in self.models if rank in model.ranks)
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        used = {rank for model in self.models for rank in model.ranks}
+        return tuple(rank for rank in range(self.num_ranks) if rank not in used)
+
+    @property
+    def shadows(self) -> tuple[PlacedModel, ...]:
+        return tuple(model for model in self.models if model.is_shadow)
+
+    def inference_copy(self, role: str) -> PlacedModel:
+        """The copy that generates and forwards: the shadow where there is one."""
+        return self[role + SHADOW] if role + SHADOW in self else self[role]
+
+    def co_located_pairs(self) -> list[tuple[str, str]]:
+        """Pairs of placed models that share a device."""
+        return [(a.name, b.name) for a, b in combinations(self.models, 2) if set(a.ranks) & set(b.ranks)]

@@ -1,0 +1,231 @@
+"""From a ratio vector, a mapping or explicit ranks to placed models.
+
+Ratios are exact fractions of a pool of devices. A pool is the whole cluster, or one device class when models are pinned
+``on`` it, then the others share what remains. With shadows a pool that serves both training and inference models is cut
+into a training side (first ranks) and an inference side (the rest); FlexRLHF, section 3 (Disaggregated).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.packing import Packing, Request, pack
+from flexrlhf.placement.placed import SHADOW, PlacedModel, Placement
+from flexrlhf.spec import PlacementEntry, PlacementMap, Spec
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles of a graph in vector order; the trained ones may have shadows."""
+
+    all: tuple[str, ...]
+    trained: tuple[str, ...]
+
+    @property
+    def shadows(self) -> tuple[str, ...]:
+        return tuple(role + SHADOW for role in self.trained)
+
+    @property
+    def with_shadows(self) -> tuple[str, ...]:
+        return self.shadows + self.all
+
+
+def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Placement:
+    """Place every model of ``roles``. Raises UserError with the nearest placement that works."""
+    request = _entries(spec, roles, can_shadow)
+    ranks, warnings = _ranks(request, roles, cluster)
+    models = tuple(_placed(name, request.models[name], ranks[name], spec, roles, cluster) for name in request.models)
+    _check_classes(models, request, cluster)
+    return Placement(models, len(cluster.devices), tuple(warnings))
+
+
+def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
+    """The mapping form of whatever the user wrote, in vector order."""
+    if spec.placement is None:
+        return PlacementMap(models={name: PlacementEntry(ratio=Fraction(1)) for name in roles.all})
+    if isinstance(spec.placement, PlacementMap):
+        return _check_names(spec.placement, roles, can_shadow)
+    names = {len(roles.all): roles.all}
+    if can_shadow:
+        names[len(roles.with_shadows)] = roles.with_shadows
+    if len(spec.placement) not in names:
+        forms = " or ".join(f"{n} [{', '.join(order)}]" for n, order in names.items())
+        raise UserError(
+            f"placement: {spec.algorithm.name} takes a vector of {forms}, found {len(spec.placement)} entries {_shown(spec.placement)}"
+        )
+    entries = zip(names[len(spec.placement)], spec.placement, strict=True)
+    return PlacementMap(models={name: PlacementEntry(ratio=ratio) for name, ratio in entries})
+
+
+def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> PlacementMap:
+    allowed = roles.with_shadows if can_shadow else roles.all
+    for name in placement.models:
+        if name not in allowed:
+            raise UserError(f"placement: no model {name!r}{nearest(name, allowed)}; known: {', '.join(allowed)}")
+    wanted = roles.with_shadows if any(name.endswith(SHADOW) for name in placement.models) else roles.all
+    missing = [name for name in wanted if name not in placement.models]
+    if missing:
+        raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(wanted)}")
+    return placement.model_copy(update={"models": {name: placement.models[name] for name in wanted}})
+
+
+def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Ranks by placed model: explicit ones as written, the others pool by pool."""
+    ranks = {name: _explicit(name, e.ranks, cluster) for name, e in request.models.items() if e.ranks is not None}
+    warnings: list[str] = []
+    for pool, names in _pools(request, cluster).items():
+        packing = _place_in_pool({n: request.models[n].ratio or Fraction(1) for n in names}, pool, roles, request, cluster)
+        ranks |= packing.ranks
+        warnings += packing.warnings
+    _check_sides(ranks, roles)
+    return ranks, warnings
+
+
+def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
+    if max(ranks) >= len(cluster.devices):
+        raise UserError(f"placement: {name} on rank {max(ranks)}, but the cluster has {len(cluster.devices)} devices (0 to {len(cluster.devices) - 1})")
+    return tuple(sorted(ranks))
+
+
+def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
+    """With shadows, no device serves both training and inference, else one side would wait for the other."""
+    if not any(name.endswith(SHADOW) for name in ranks):
+        return
+    for trained in roles.trained:
+        for name in ranks:
+            both = sorted(set(ranks[trained]) & set(ranks[name])) if name not in roles.trained else []
+            if both:
+                raise UserError(f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, both sit on rank {both[0]}")
+
+
+def _pools(request: PlacementMap, cluster: Cluster) -> dict[tuple[int, ...], list[str]]:
+    """Devices → the placed models whose ratios count them."""
+    pinned = {name: cluster.resolve_class(e.on) for name, e in request.models.items() if e.on and e.ranks is None}
+    rest = tuple(d.rank for d in cluster.devices if d.device_class not in pinned.values())
+    pools: dict[tuple[int, ...], list[str]] = {}
+    for name, entry in request.models.items():
+        if entry.ranks is not None:
+            continue
+        pool = cluster.ranks_on(pinned[name]) if name in pinned else rest
+        if not pool:
+            raise UserError(f"placement: no device is left for {name}: every class is pinned by another model; give it an `on:` too")
+        pools.setdefault(pool, []).append(name)
+    return pools
+
+
+def _place_in_pool(
+    ratios: dict[str, Fraction], pool: tuple[int, ...], roles: Roles, request: PlacementMap, cluster: Cluster
+) -> Packing:
+    counts = {name: whole_devices(name, ratio, len(pool)) for name, ratio in ratios.items()}
+    training = [name for name in counts if name in roles.trained]
+    inference = [name for name in counts if name not in roles.trained]
+    has_shadows = any(name.endswith(SHADOW) for name in request.models)
+    if not (has_shadows and training and inference):
+        return pack([Request(name, count) for name, count in counts.items()], pool, cluster)
+    fitting = [
+        _pack_sides(counts, training, inference, pool, side, cluster)
+        for side in _side_readings(counts, training, len(pool), request.train_share)
+        if _fits(counts, training, inference, side, len(pool))
+    ]
+    if not fitting:
+        raise UserError(_no_reading(ratios, counts, training, inference, len(pool), request.train_share))
+    return min(fitting, key=_num_shared_pairs)
+
+
+def whole_devices(name: str, ratio: Fraction, num_devices: int) -> int:
+    """``ratio`` of ``num_devices``, which must be whole: never rounded silently."""
+    if not 0 < ratio <= 1:
+        raise UserError(f"placement: ratio of {name} must lie in (0, 1], found {_number(ratio)}")
+    count = ratio * num_devices
+    if count.denominator != 1:
+        low, high = max(1, int(count)), int(count) + 1
+        near = " and ".join(f"{_number(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high)))
+        raise UserError(
+            f"placement: ratio {_number(ratio)} of {name} is {_number(count)} of {num_devices} devices; the nearest that work are {near}"
+        )
+    return int(count)
+
+
+def _side_readings(counts: dict[str, int], training: list[str], size: int, train_share: Fraction | None) -> list[int]:
+    """Sizes of the training side to try; side by side first, so that it wins a tie."""
+    if train_share is not None:
+        return [whole_devices("train_share", train_share, size)]
+    sizes = [counts[name] for name in training]
+    return list(dict.fromkeys((sum(sizes), max(sizes))))
+
+
+def _fits(counts: dict[str, int], training: list[str], inference: list[str], side: int, size: int) -> bool:
+    return max(counts[n] for n in training) <= side and max(counts[n] for n in inference) <= size - side
+
+
+def _pack_sides(
+    counts: dict[str, int], training: list[str], inference: list[str], pool: tuple[int, ...], side: int, cluster: Cluster
+) -> Packing:
+    left = pack([Request(name, counts[name]) for name in training], pool[:side], cluster)
+    right = pack([Request(name, counts[name]) for name in inference], pool[side:], cluster)
+    return Packing(left.ranks | right.ranks, left.warnings + right.warnings)
+
+
+def _num_shared_pairs(packing: Packing) -> int:
+    return sum(1 for a, b in combinations(packing.ranks.values(), 2) if set(a) & set(b))
+
+
+def _no_reading(
+    ratios: dict[str, Fraction],
+    counts: dict[str, int],
+    training: list[str],
+    inference: list[str],
+    size: int,
+    train_share: Fraction | None,
+) -> str:
+    """Name the nearest vector that fits: the one that takes the fewest devices away."""
+    found = f"placement: {_shown(ratios.values())} fits no split of {size} devices into a training and an inference side"
+    if size < 2:
+        return f"{found}: shadows need at least 2 devices"
+    sides = [whole_devices("train_share", train_share, size)] if train_share is not None else range(1, size)
+
+    def shrunk(side: int) -> dict[str, int]:
+        return {name: min(count, side if name in training else size - side) for name, count in counts.items()}
+
+    best = max((shrunk(side) for side in sides if 0 < side < size), key=lambda new: sum(new.values()), default=None)
+    if best is None:
+        return f"{found}: train_share must leave devices on both sides"
+    return f"{found}; the nearest that does is {_shown(Fraction(best[name], size) for name in ratios)}"
+
+
+def _placed(
+    name: str, entry: PlacementEntry, ranks: tuple[int, ...], spec: Spec, roles: Roles, cluster: Cluster
+) -> PlacedModel:
+    role = name.removesuffix(SHADOW)
+    shares = entry.row_shares or tuple(Fraction(cluster.speed(rank)) for rank in ranks)
+    if len(shares) != len(ranks):
+        raise UserError(f"placement: {name} has {len(ranks)} replicas, but row_shares has {len(shares)} entries")
+    equal = len(set(shares)) == 1
+    model = getattr(spec.models, role)
+    engine = model.engine if model else "torch"
+    return PlacedModel(name, role, Layout(ranks, row_shares=() if equal else shares), engine, name in roles.trained)
+
+
+def _check_classes(models: tuple[PlacedModel, ...], request: PlacementMap, cluster: Cluster) -> None:
+    """A model over two device classes runs at the slower one's pace, so it must be asked for."""
+    for model in models:
+        classes = {cluster.devices[rank].device_class for rank in model.ranks}
+        if len(classes) > 1 and not request.span_classes and request.models[model.name].ranks is None:
+            raise UserError(
+                f"placement: {model.name} would span the device classes {', '.join(sorted(classes))}; "
+                f"pin it with `on:` or set placement.span_classes: true"
+            )
+
+
+def _number(value: Fraction) -> str:
+    return f"{float(value):g}" if Fraction(f"{float(value):g}") == value else str(value)
+
+
+def _shown(ratios: Iterable[Fraction]) -> str:
+    return "[" + ",".join(_number(ratio) for ratio in ratios) + "]"

@@ -1,0 +1,78 @@
+"""Which rows go where, and by which primitive. Planned here, executed by comm/move.py.
+
+A transfer is the rows of one column that one rank sends to another. The primitive over the union of ranks, first match:
+
+* nothing missing               -> none
+* every rank gives the same equal share to all others -> all_gather
+* no rank both sends and receives -> point_to_point
+* else                          -> all_to_all with exact splits (an unequal all_gather, too)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Primitive = Literal["none", "all_gather", "point_to_point", "all_to_all"]
+Holdings = dict[int, set[int]]
+"""Rank → prompts of one column."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows of ``prompts`` of one column, from one rank to another."""
+
+    column: str
+    source: int
+    destination: int
+    prompts: tuple[int, ...]
+
+
+def route(column: str, produced: Holdings, held: Holdings, needed: Holdings) -> list[Transfer]:
+    """Send each rank of ``needed`` the prompts that it lacks, from the ranks that produced them.
+
+    Of several producers (tp and pp ranks of one replica produce the same rows) receivers take turns.
+    """
+    owners: dict[int, list[int]] = defaultdict(list)
+    for rank, prompts in produced.items():
+        for prompt in prompts:
+            owners[prompt].append(rank)
+    transfers: list[Transfer] = []
+    for turn, destination in enumerate(sorted(needed)):
+        parts: dict[int, list[int]] = defaultdict(list)
+        for prompt in sorted(needed[destination] - held.get(destination, set())):
+            holders = owners[prompt]
+            assert holders, f"nobody produced prompt {prompt} of {column}"
+            parts[holders[turn % len(holders)]].append(prompt)
+        transfers += [Transfer(column, source, destination, tuple(part)) for source, part in sorted(parts.items())]
+    return transfers
+
+
+def primitive_of(transfers: Iterable[Transfer], ranks: tuple[int, ...]) -> Primitive:
+    """The primitive that carries ``transfers`` among ``ranks``, by the module's rule."""
+    payloads: dict[int, dict[int, list[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(list))
+    receivers = set()
+    for transfer in transfers:
+        payloads[transfer.source][transfer.destination].append((transfer.column, transfer.prompts))
+        receivers.add(transfer.destination)
+    if not payloads:
+        return "none"
+    if _is_all_gather(payloads, ranks):
+        return "all_gather"
+    return "all_to_all" if receivers & set(payloads) else "point_to_point"
+
+
+def _is_all_gather(payloads: dict[int, dict[int, list[tuple[str, tuple[int, ...]]]]], ranks: tuple[int, ...]) -> bool:
+    """Whether every rank sends one and the same payload to every other, all of one size."""
+    sizes = set()
+    for rank in ranks:
+        sent = payloads.get(rank, {})
+        if set(sent) != set(ranks) - {rank}:
+            return False
+        contents = list(sent.values())
+        if any(content != contents[0] for content in contents):
+            return False
+        sizes.add(tuple((column, len(prompts)) for column, prompts in contents[0]))
+    return len(sizes) == 1

@@ -1,0 +1,133 @@
+"""Parameter shapes of a model before it is loaded, so that bytes are known from the plan.
+
+Read from the header of the safetensors files where the directory has them (exact for any architecture), else computed
+from ``config.json`` or ``init`` for the Llama-like families. Names are those of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.spec import ModelSpec
+
+Head = Literal["causal", "scalar"]
+HEAD_OF_ROLE: dict[str, Head] = {"actor": "causal", "ref": "causal", "critic": "scalar", "reward": "scalar"}
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+PARAMETER_BYTES = 4
+"""float32 in memory, whatever the file holds."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Parameter name → shape, in sorted order of names."""
+
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def tensor_bytes(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) * PARAMETER_BYTES for _, shape in self.parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_parameters * PARAMETER_BYTES
+
+
+def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a role. Raises UserError when there is none or it is a mixture of experts."""
+    config = model.init if model.init is not None else _config_file(role, model.path)
+    experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
+    if experts or "moe" in str(config.get("model_type", "")) or config.get("model_type") == "mixtral":
+        raise UserError(
+            f"models.{role}: {config.get('model_type')} is a mixture-of-experts model ({experts or 'by its type'}), not supported; use a dense one"
+        )
+    return config
+
+
+def _config_file(role: str, path: str | None) -> dict[str, Any]:
+    if path is None:
+        raise UserError(f"models.{role}: give a path (a Hugging Face model directory) or init (a config)")
+    directory = Path(path)
+    if not directory.is_dir():
+        siblings = [str(p) for p in directory.parent.iterdir()] if directory.parent.is_dir() else []
+        raise UserError(f"models.{role}.path {path}: no such directory{nearest(path, siblings)}")
+    file = directory / "config.json"
+    if not file.is_file():
+        raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
+
+
+def model_shape(role: str, model: ModelSpec) -> ModelShape | None:
+    """Shapes of the parameters of ``role``; None for an architecture that only loading can tell."""
+    config = read_config(role, model)
+    head = HEAD_OF_ROLE[role]
+    shapes = _from_files(Path(model.path)) if model.path is not None else {}
+    if not shapes:
+        if config.get("model_type") not in LLAMA_LIKE:
+            return None
+        shapes = llama_like_shapes(config)
+    return ModelShape(tuple(sorted(_with_head(shapes, head, config).items())))
+
+
+def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """A scalar head replaces the vocabulary head; a causal model drops a scalar head."""
+    shapes = dict(shapes)
+    if head == "scalar":
+        shapes.pop("lm_head.weight", None)
+        shapes["score.weight"] = (1, config.get("hidden_size") or config["n_embd"])
+    else:
+        shapes.pop("score.weight", None)
+    return shapes
+
+
+def _from_files(directory: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        shapes |= {name: tuple(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__"}
+    return shapes
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file: 8 bytes little-endian length, then the text."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return header
+
+
+def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Parameters of a dense Llama, Mistral, Qwen2 or Qwen3 causal model, named as transformers names them."""
+    defaults = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+    layers, hidden, ffn, heads = (int(config.get(key, default)) for key, default in defaults.items())
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    kind = config["model_type"]
+    vocabulary = int(config.get("vocab_size", 32000))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    for index in range(layers):
+        prefix = f"model.layers.{index}"
+        for name, width in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (width, hidden)
+            if kind == "qwen2" or config.get("attention_bias"):
+                shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (width,)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+        if config.get("attention_bias") and kind == "llama":
+            shapes[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
+        if kind == "qwen3":
+            shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_dim,) for name in ("q", "k")}
+        shapes |= {f"{prefix}.mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, ffn)
+        shapes |= {f"{prefix}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes

@@ -1,0 +1,144 @@
+"""A run as data: everything that the ranks will do, known before a process starts.
+
+``make_plan`` is pure: the same spec gives the same plan on every rank, and nobody sends a plan to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flexrlhf.engines.catalogue import check_engines
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.placement.reshard import sync_bytes
+from flexrlhf.placement.shapes import ModelShape, model_shape, read_config
+from flexrlhf.spec import ModelSpec, Spec
+from flexrlhf.strategies.instructions import Instruction, Move, Sync
+from flexrlhf.strategies.registry import STRATEGIES, choose_strategy
+from flexrlhf.strategies.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate for one purpose: compute (a placed model), move or sync. None shares with another purpose."""
+
+    purpose: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``shapes``: parameter shapes by role; a role is absent when only loading the model can tell."""
+
+    spec: Spec
+    cluster: Cluster
+    graph: Graph
+    placement: Placement
+    strategy: str
+    schedule: Schedule
+    batch: BatchShape
+    lengths: Lengths
+    shapes: dict[str, ModelShape]
+    groups: tuple[Group, ...]
+
+    def move_bytes(self, move: Move) -> int:
+        """Bytes that cross between ranks when ``move`` runs once."""
+        samples = self.batch.samples_per_prompt
+        return sum(len(t.prompts) * samples * self.lengths.row_bytes(t.column) for t in move.transfers)
+
+    def sync_bytes(self, sync: Sync) -> int | None:
+        """Bytes that cross between ranks when ``sync`` runs once; None before an unknown architecture is loaded."""
+        shape = self.shapes.get(self.placement[sync.source].role)
+        if shape is None:
+            return None
+        settings = self.spec.sync
+        return sync_bytes(shape.tensor_bytes, bucket_bytes(self.spec), settings.checksum, len(sync.transfers))
+
+    def parameter_bytes(self, rank: int) -> dict[str, int | None]:
+        """Bytes of weights by placed model on ``rank``."""
+        return {
+            model.name: self.shapes[model.role].num_bytes if model.role in self.shapes else None
+            for model in self.placement.on_rank(rank)
+        }
+
+
+def bucket_bytes(spec: Spec) -> int:
+    return int(spec.sync.bucket_mb * 1e6)
+
+
+def make_plan(spec: Spec, pending: Iterable[str] = ()) -> Plan:
+    """Plan a run. ``pending``: model directories that an earlier run of the same command will write.
+
+    Raises UserError for everything that a user can mend: models, placement, strategy, engine.
+    """
+    graph = make_graph(spec)
+    spec = resolve_models(spec, graph)
+    cluster = make_cluster(spec.cluster)
+    placement = place(spec, Roles(graph.roles, graph.trained), graph.can_shadow, cluster)
+    strategy = choose_strategy(spec, placement)
+    check_engines(graph, placement)
+    shapes = _shapes(spec, graph, frozenset(pending))
+    batch = BatchShape(
+        spec.algorithm.prompts_per_step,
+        spec.algorithm.samples_per_prompt,
+        spec.algorithm.num_mini_batches,
+        spec.schedule.num_chunks,
+    )
+    lengths = Lengths(spec.data.max_prompt_tokens, spec.data.max_response_tokens)
+    instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
+    schedule = Schedule(instructions, max((i.lag for i in instructions), default=0))
+    groups = tuple(_groups(placement, instructions))
+    return Plan(spec, cluster, graph, placement, strategy, schedule, batch, lengths, shapes, groups)
+
+
+def resolve_models(spec: Spec, graph: Graph) -> Spec:
+    """Fill in ref (the actor's weights) and critic (the reward's), and refuse roles that the algorithm does not have."""
+    written = {role for role in type(spec.models).model_fields if getattr(spec.models, role) is not None}
+    surplus = sorted(written - set(graph.roles))
+    if surplus:
+        raise UserError(f"models.{surplus[0]}: {spec.algorithm.name} has no {surplus[0]}; it has {', '.join(graph.roles)}")
+    filled = dict(spec.models)
+    for role, origin in (("ref", "actor"), ("critic", "reward")):
+        if role in graph.roles:
+            filled[role] = _weights_of(filled[role] or ModelSpec(), filled[origin])
+    for role in graph.roles:
+        if filled[role] is None:
+            raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}")
+    return spec.model_copy(update={"models": spec.models.model_copy(update=filled)})
+
+
+def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
+    if origin is None or model.path is not None or model.init is not None:
+        return model
+    return model.model_copy(update={"path": origin.path, "init": origin.init})
+
+
+def _shapes(spec: Spec, graph: Graph, pending: frozenset[str]) -> dict[str, ModelShape]:
+    shapes = {}
+    for role in graph.roles:
+        model = getattr(spec.models, role)
+        if model.path in pending:
+            continue
+        read_config(role, model)
+        shape = model_shape(role, model)
+        if shape is not None:
+            shapes[role] = shape
+    return shapes
+
+
+def _groups(placement: Placement, instructions: tuple[Instruction, ...]) -> list[Group]:
+    """All groups in the order in which every rank creates them. A single rank needs none."""
+    groups = [Group(f"compute {model.name}", model.ranks) for model in placement.models]
+    for instruction in instructions:
+        if isinstance(instruction, Move):
+            groups.append(Group("move", instruction.ranks))
+        elif isinstance(instruction, Sync):
+            groups.append(Group(f"sync {instruction.source}", instruction.ranks))
+    return [group for group in dict.fromkeys(groups) if len(group.ranks) > 1]

@@ -1,0 +1,371 @@
+"""The YAML schema: what a user may write, with every default on its field.
+
+All classes are frozen and refuse unknown keys, naming the nearest known one. ``load_spec`` is the only reader.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+
+from flexrlhf.errors import UserError, nearest
+
+Role = Literal["actor", "critic", "ref", "reward"]
+
+
+class Section(BaseModel):
+    """One mapping of the YAML: frozen, with no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            for key in value:
+                if key not in known:
+                    raise ValueError(f"unknown key {key!r}{nearest(str(key), known)}; known: {', '.join(sorted(known))}")
+        return value
+
+
+def _exact(value: Any) -> Any:
+    """Read 0.375 as 3/8, not as the nearest binary float; ``"1/3"`` is accepted too."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
+        raise ValueError(f"expected a number such as 0.5 or '1/3', found {value!r}")
+    try:
+        return Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"expected a number such as 0.5 or '1/3', found {value!r}") from None
+
+
+def _written(value: Fraction) -> float | int | str:
+    """Write a fraction so that reading it gives the same fraction back."""
+    if value.denominator == 1:
+        return int(value)
+    return float(value) if Fraction(str(float(value))) == value else str(value)
+
+
+Exact = Annotated[Fraction, BeforeValidator(_exact), PlainSerializer(_written)]
+
+
+class OptimizerSpec(Section):
+    """AdamW (Loshchilov & Hutter 2019) and the clipping of the global gradient norm."""
+
+    learning_rate: float = Field(1e-6, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float | None = Field(1.0, gt=0, description="None: the gradient is not clipped")
+
+
+class ModelSpec(Section):
+    """The weights of one role and how they are trained."""
+
+    path: str | None = Field(None, description="Hugging Face model directory; default: see Models")
+    init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
+    engine: str = "torch"
+    optimizer: OptimizerSpec = OptimizerSpec()
+    micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward or backward pass")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path is not None and self.init is not None:
+            raise ValueError("path and init exclude each other: remove one")
+        return self
+
+
+class ModelsSpec(Section):
+    """Models by role. ref defaults to the actor's path, critic to the reward's path."""
+
+    actor: ModelSpec | None = None
+    critic: ModelSpec | None = None
+    ref: ModelSpec | None = None
+    reward: ModelSpec | None = None
+
+
+class AlgorithmSpec(Section):
+    """What all algorithms have: the size of a step and of its mini-batches."""
+
+    prompts_per_step: int = Field(32, ge=1)
+    num_mini_batches: int = Field(1, ge=1, description="optimizer steps per epoch of one step")
+    epochs: int = Field(1, ge=1, description="passes over the rows of one step")
+
+    @model_validator(mode="after")
+    def _mini_batches_have_rows(self) -> Self:
+        if self.num_mini_batches > self.prompts_per_step:
+            raise ValueError(
+                f"num_mini_batches {self.num_mini_batches} exceeds prompts_per_step {self.prompts_per_step}: "
+                f"use at most {self.prompts_per_step}"
+            )
+        return self
+
+
+LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+class TruncationPenalty(Section):
+    penalty: float = Field(description="subtracted from the score of an answer that was cut off")
+
+
+class PpoSpec(AlgorithmSpec):
+    """Proximal Policy Optimization (Schulman et al. 2017) with GAE and a KL penalty in the reward (Ouyang et al. 2022)."""
+
+    name: Literal["ppo"] = "ppo"
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    kl_coefficient: float = Field(0.05, ge=0)
+    gamma: float = Field(1.0, gt=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0)
+    value_clip: float = Field(0.2, gt=0)
+    reward_clip: float | None = Field(None, gt=0, description="None: scores are not clipped")
+    entropy_coefficient: float = Field(0.0, ge=0)
+    truncation: Literal["none", "bootstrap"] | TruncationPenalty = "none"
+    whiten: Literal["batch", "mini_batch", "none"] = "batch"
+    loss_aggregation: LossAggregation = "token-mean"
+
+
+class SftSpec(AlgorithmSpec):
+    """Supervised fine-tuning: the negative log-likelihood of the answers."""
+
+    name: Literal["sft"] = "sft"
+    samples_per_prompt: Literal[1] = 1
+    loss_aggregation: LossAggregation = "token-mean"
+
+
+class RewardSpec(AlgorithmSpec):
+    """Reward model on preference pairs, Bradley-Terry loss (Ouyang et al. 2022, eq. 1). A pair is one prompt, two samples."""
+
+    name: Literal["reward"] = "reward"
+    samples_per_prompt: Literal[2] = 2
+
+
+Algorithm = Annotated[PpoSpec | SftSpec | RewardSpec, Field(discriminator="name")]
+
+
+class NodeSpec(Section):
+    """``count`` equal machines."""
+
+    count: int = Field(1, ge=1)
+    devices: int = Field(ge=1, description="devices in each machine")
+    device_class: str = Field("any", alias="class")
+
+
+class ClusterSpec(Section):
+    """The devices, as one number or as nodes with a device class each."""
+
+    devices: int | None = Field(None, ge=1)
+    nodes: tuple[NodeSpec, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        total = sum(node.count * node.devices for node in self.nodes)
+        if self.nodes and self.devices not in (None, total):
+            raise ValueError(f"devices {self.devices} but the nodes hold {total}: remove devices or correct the nodes")
+        return self
+
+
+class PlacementEntry(Section):
+    """Where one placed model sits, in the mapping form."""
+
+    ratio: Exact | None = None
+    ranks: tuple[int, ...] | None = None
+    on: str | None = Field(None, description="device class; the ratio then counts devices of this class only")
+    row_shares: tuple[Exact, ...] | None = Field(None, description="relative share of the rows per replica")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.ratio is None) == (self.ranks is None):
+            raise ValueError("give either ratio or ranks")
+        if self.ranks is not None and (not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0):
+            raise ValueError(f"ranks must be distinct and not negative, found {list(self.ranks)}")
+        if self.row_shares is not None and (min(self.row_shares, default=-1) < 0 or sum(self.row_shares) == 0):
+            raise ValueError("row_shares must not be negative and must not all be 0")
+        return self
+
+
+def _entry(value: Any) -> Any:
+    return value if isinstance(value, dict | PlacementEntry) else {"ratio": value}
+
+
+class PlacementMap(BaseModel):
+    """The mapping form: placed-model name → ratio, or → ratio, ranks, on, row_shares. Names are checked by placement/."""
+
+    model_config = ConfigDict(frozen=True)
+
+    models: dict[str, Annotated[PlacementEntry, BeforeValidator(_entry)]]
+    train_share: Exact | None = None
+    span_classes: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_settings(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "models" in value:
+            return value
+        settings = {key: value[key] for key in ("train_share", "span_classes") if key in value}
+        return {"models": {key: entry for key, entry in value.items() if key not in settings}, **settings}
+
+
+class ScheduleSpec(Section):
+    """When instructions run. Changes times, never numbers (lag changes the policy version, by its stated rule)."""
+
+    strategy: Literal["co-located", "interleaving", "disaggregated"] | None = Field(
+        None, description="follows from the placement; may only confirm it"
+    )
+    num_chunks: int = Field(1, ge=1)
+    lag: Literal[0, 1] = 0
+
+
+class SyncSpec(Section):
+    """Weights of a trained model → its shadow."""
+
+    every: int = Field(1, ge=1, description="steps between two syncs")
+    checksum: bool = True
+    snapshot: bool = Field(False, description="copy the weights first, so that training goes on while they travel")
+    bucket_mb: float = Field(64.0, gt=0)
+
+
+class DataSpec(Section):
+    """Prompts, answers or preference pairs, and the widths that they are padded to."""
+
+    path: str
+    form: Literal["auto", "prompt", "pairs", "instruction", "question"] = "auto"
+    tokenizer: str | None = Field(None, description="directory; default: that of the first model")
+    max_prompt_tokens: int = Field(128, ge=1)
+    max_response_tokens: int = Field(128, ge=1)
+    long_prompts: Literal["error", "drop"] = "error"
+
+
+class EvalSpec(Section):
+    """Held-out rows, looked at every ``every`` steps and after the last."""
+
+    path: str
+    every: int | None = Field(None, ge=1, description="None: after the last step only")
+
+
+class SaveSpec(Section):
+    every: int | None = Field(None, ge=1, description="None: after the last step only")
+
+
+class DebugSpec(Section):
+    """For tests and for finding out where two runs part."""
+
+    record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
+    run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
+
+
+class Spec(Section):
+    """One run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="results go to runs/<name>")
+    algorithm: Algorithm
+    models: ModelsSpec
+    data: DataSpec
+    steps: int = Field(100, ge=1)
+    seed: int = 0
+    cluster: ClusterSpec = ClusterSpec()
+    placement: tuple[Exact, ...] | PlacementMap | None = Field(None, description="None: every model on all devices")
+    schedule: ScheduleSpec = ScheduleSpec()
+    sync: SyncSpec = SyncSpec()
+    eval: EvalSpec | None = None
+    save: SaveSpec = SaveSpec()
+    debug: DebugSpec = DebugSpec()
+    runs: str = "runs"
+    timeout_seconds: float = Field(1800.0, gt=0, description="no rank waits longer than this for another")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _placement_form(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("placement"), str | int | float):
+            raise ValueError(f"placement: expected a vector such as [1,1,0.5,0.5] or a mapping, found {value['placement']!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _chunks_divide_mini_batches(self) -> Self:
+        chunks, mini_batches = self.schedule.num_chunks, self.algorithm.num_mini_batches
+        if mini_batches % chunks:
+            divisors = [str(n) for n in range(1, mini_batches + 1) if mini_batches % n == 0]
+            raise ValueError(
+                f"schedule.num_chunks {chunks} does not divide algorithm.num_mini_batches {mini_batches}: "
+                f"use one of {', '.join(divisors)}"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.runs) / self.name
+
+
+def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
+    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError in one sentence."""
+    path = Path(path)
+    if not path.is_file():
+        found = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise UserError(f"config {path}: no such file{nearest(str(path), found)}")
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"config {path}: expected a mapping at the top, found {type(raw).__name__}")
+    for override in overrides:
+        apply_override(raw, override)
+    return parse_spec(raw, str(path))
+
+
+def parse_spec(raw: dict[str, Any], origin: str = "config") -> Spec:
+    """Validate a mapping. The first problem is reported as one UserError sentence."""
+    try:
+        return Spec.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_first_problem(error)}") from None
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set ``a.b.c=value`` in a nested mapping; the value is read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override}: expected key=value")
+    *parents, last = key.split(".")
+    node = raw
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"--set {override}: {parent} is {child!r}, not a mapping")
+        node = child
+    try:
+        node[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override}: the value is not YAML") from None
+
+
+def dump_spec(spec: Spec) -> str:
+    """The resolved YAML: loading it gives the same spec."""
+    raw = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if isinstance(spec.placement, PlacementMap):
+        raw["placement"] = {**raw["placement"].pop("models"), **raw["placement"]}
+    return yaml.safe_dump(raw, sort_keys=False)
+
+
+_UNION_TAGS = {"ppo", "sft", "reward", "tuple[...]", "PlacementMap"}
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One sentence for the first problem: the dotted key, what is wrong, what was found."""
+    problem = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
+    parts = [str(part) for part in problem["loc"]]
+    if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in _UNION_TAGS:
+        del parts[1]
+    if parts[:1] == ["placement"]:
+        parts = [part for part in parts if part not in {"PlacementMap", "models"} and not part.startswith(("tuple[", "function-"))]
+    message = problem["msg"].removeprefix("Value error, ")
+    where = ".".join(parts)
+    shown = "" if problem["type"] in {"value_error", "missing"} else f", found {problem['input']!r}"
+    return f"{where}: {message}{shown}" if where else f"{message}{shown}"

@@ -1,0 +1,1 @@
+"""Strategies: who sits where and who runs when, as instructions. Pure Python."""

@@ -1,0 +1,34 @@
+"""Disaggregated: training on the first devices, inference with shadow copies on the others.
+
+``lag: 0``: chunks pipeline through generate → forward → train; the result equals co-located.
+``lag: 1``: first the rows of the last batch move to the training side; after that nothing but the weight sync at the end
+joins the two sides, so the next batch is generated while the last one trains.
+"""
+
+from __future__ import annotations
+
+from flexrlhf.operators.graph import Graph
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import Placement
+from flexrlhf.spec import Spec
+from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.strategies.schedule import Builder, by_wave, closing, make_tasks, with_syncs
+
+NAME = "disaggregated"
+
+
+def matches(placement: Placement) -> bool:
+    return bool(placement.shadows)
+
+
+def order(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
+    if spec.schedule.lag == 0:
+        return by_wave(graph, placement, shape, spec)
+    builder = Builder(graph, placement, shape)
+    training = [o for o in graph.operators if not builder.model_of(o).is_shadow and o.role in graph.trained]
+    inference = builder.emit(make_tasks(graph, shape, [o for o in graph.operators if o not in training]))
+    builder.lag = 1
+    tasks = make_tasks(graph, shape, training)
+    joining = builder.moves(tasks, only=frozenset(c for o in graph.operators if o not in training for c in o.writes))
+    instructions = [*joining, *inference, *builder.emit(tasks)]
+    return with_syncs(instructions, placement, spec, lag=1) + closing(graph, placement, spec, lag=1)

@@ -1,0 +1,186 @@
+"""From operators and placed models to the ordered list of instructions of one step.
+
+Every rank walks the same list and does the instructions that name it, so the earliest unfinished instruction always has
+all its ranks at it: no circular wait by construction. A ``Tick`` is what may run at the same time: wave + chunk. Inside
+a tick deeper waves stand first, so that a finished chunk leaves before the next one is generated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+
+from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.reshard import pair_ranks
+from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
+from flexrlhf.spec import Spec
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The instructions of one step. ``lag``: the largest lag among them."""
+
+    instructions: tuple[Instruction, ...]
+    lag: int
+
+    def for_rank(self, rank: int) -> tuple[Instruction, ...]:
+        return tuple(instruction for instruction in self.instructions if rank in instruction.ranks)
+
+
+def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, Instruction]]:
+    """What ``rank`` does in a run of ``steps`` steps: (step of the batch, instruction), in order."""
+    mine = schedule.for_rank(rank)
+    for step in range(steps + schedule.lag):
+        for instruction in mine:
+            if instruction.due(step - instruction.lag, steps):
+                yield step - instruction.lag, instruction
+
+
+@dataclass(frozen=True)
+class Task:
+    """An operator on one chunk; ``chunk`` None is the whole step."""
+
+    operator: Operator
+    wave: int
+    chunk: int | None
+    tick: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.tick, -self.wave
+
+
+def make_tasks(graph: Graph, shape: BatchShape, operators: Iterable[Operator]) -> list[Task]:
+    """Tasks in schedule order: by tick, the deepest wave first, then as the graph lists them."""
+    tasks = []
+    for operator in operators:
+        wave = graph.waves[operator.name]
+        if operator.name in graph.whole_step or shape.num_chunks == 1:
+            tasks.append(Task(operator, wave, None, wave + shape.num_chunks - 1))
+        else:
+            tasks += [Task(operator, wave, chunk, wave + chunk) for chunk in range(shape.num_chunks)]
+    return sorted(tasks, key=lambda task: task.order)
+
+
+@dataclass
+class Builder:
+    """Emits runs and the moves that they need, remembering which rank holds which prompts of which column."""
+
+    graph: Graph
+    placement: Placement
+    shape: BatchShape
+    lag: int = 0
+    produced: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    held: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+
+    def __post_init__(self) -> None:
+        self._prompts = lru_cache(maxsize=None)(self.shape.held)
+
+    def emit(self, tasks: list[Task]) -> list[Instruction]:
+        """By wave: all moves of a wave (and chunk), then all its runs."""
+        out: list[Instruction] = []
+        for _, group in groupby(tasks, key=lambda task: (task.order, task.chunk)):
+            members = list(group)
+            out += self.moves(members)
+            out += [self.run(task) for task in members]
+        return out
+
+    def run(self, task: Task) -> Run:
+        model = self.model_of(task.operator)
+        mini_batches = self.mini_batches(task)
+        for rank in model.ranks:
+            prompts = self._prompts(model.layout, rank, mini_batches)
+            for column in task.operator.writes:
+                self.produced[column][rank].update(prompts)
+                self.held[column][rank].update(prompts)
+        return Run(model.ranks, self.lag, task.operator, model.name, mini_batches, task.chunk)
+
+    def moves(self, tasks: list[Task], only: frozenset[str] | None = None) -> list[Move]:
+        """One move for all columns (of ``only``) that the same models lack."""
+        readers: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        needed: dict[str, Holdings] = {}
+        columns = self.graph.producers.keys() if only is None else only
+        for column in dict.fromkeys(c for task in tasks for c in task.operator.reads if c in columns):
+            lacking = [task for task in tasks if column in task.operator.reads and self._lacks(column, task)]
+            if lacking:
+                needed[column] = self._needs(lacking)
+                readers[tuple(dict.fromkeys(self.model_of(task.operator).name for task in lacking))].append(column)
+        chunk = tasks[0].chunk if len({task.chunk for task in tasks}) == 1 else None
+        return [self._move(together, names, needed, chunk) for names, together in readers.items()]
+
+    def model_of(self, operator: Operator) -> PlacedModel:
+        """Trained copies train and combine; the inference copy generates and forwards."""
+        if operator.kind in ("train", "combine"):
+            return self.placement[operator.role]
+        return self.placement.inference_copy(operator.role)
+
+    def mini_batches(self, task: Task) -> range:
+        return self.shape.mini_batches if task.chunk is None else self.shape.chunk(task.chunk)
+
+    def _needs(self, tasks: list[Task]) -> Holdings:
+        needs: Holdings = defaultdict(set)
+        for task in tasks:
+            model = self.model_of(task.operator)
+            for rank in model.ranks:
+                needs[rank].update(self._prompts(model.layout, rank, self.mini_batches(task)))
+        return needs
+
+    def _lacks(self, column: str, task: Task) -> bool:
+        held = self.held[column]
+        return any(not prompts <= held.get(rank, set()) for rank, prompts in self._needs([task]).items())
+
+    def _move(
+        self, columns: list[str], destinations: tuple[str, ...], needed: dict[str, Holdings], chunk: int | None
+    ) -> Move:
+        transfers: list[Transfer] = []
+        for column in columns:
+            transfers += route(column, self.produced[column], self.held[column], needed[column])
+        for transfer in transfers:
+            self.held[transfer.column][transfer.destination].update(transfer.prompts)
+        ranks = tuple(sorted({rank for t in transfers for rank in (t.source, t.destination)}))
+        sources = dict.fromkeys(self.model_of(self.graph.producers[column]).name for column in columns)
+        primitive = primitive_of(transfers, ranks)
+        return Move(ranks, self.lag, tuple(columns), tuple(sources), destinations, primitive, tuple(transfers), chunk)
+
+
+def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
+    """Insert a Sync behind the last train of every role that has a shadow; at the end when training lags.
+
+    With a lag the inference side reaches its syncs only after its whole batch, so one in the midst of training would
+    make the models that train after it wait.
+    """
+    out = list(instructions)
+    for shadow in placement.shadows:
+        source = placement[shadow.role]
+        ranks = tuple(sorted({*source.ranks, *shadow.ranks}))
+        transfers = pair_ranks(source.ranks, shadow.ranks)
+        sync = Sync(ranks, lag, spec.sync.every, False, source.name, shadow.name, transfers)
+        trains = [i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name]
+        out.insert(len(out) if lag else trains[-1] + 1, sync)
+    return out
+
+
+def closing(graph: Graph, placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
+    """Eval and Save of the trained models, after everything else of the step."""
+    out: list[Instruction] = []
+    if spec.eval is not None and graph.evaluation:
+        model = placement[graph.evaluation[0].role]
+        out.append(Eval(model.ranks, lag, spec.eval.every or spec.steps, True, model.name))
+    for role in graph.trained:
+        out.append(Save(placement[role].ranks[:1], lag, spec.save.every or spec.steps, True, placement[role].name))
+    return out
+
+
+Order = Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
+
+
+def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
+    """Every operator in its tick, nothing lagging."""
+    instructions = Builder(graph, placement, shape).emit(make_tasks(graph, shape, graph.operators))
+    return with_syncs(instructions, placement, spec, lag=0) + closing(graph, placement, spec, lag=0)
