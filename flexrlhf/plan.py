@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexrlhf.engines.catalogue import check_engines
@@ -18,7 +18,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.placement.reshard import sync_bytes
-from flexrlhf.placement.shapes import ModelShape, model_shape, read_config
+from flexrlhf.placement.shapes import ModelShape, model_shape
 from flexrlhf.spec import ModelSpec, Spec
 from flexrlhf.strategies.instructions import Instruction, Move, Sync
 from flexrlhf.strategies.registry import STRATEGIES, choose_strategy
@@ -73,8 +73,8 @@ def bucket_bytes(spec: Spec) -> int:
     return int(spec.sync.bucket_mb * 1e6)
 
 
-def make_plan(spec: Spec, pending: Iterable[str] = ()) -> Plan:
-    """Plan a run. ``pending``: model directories that an earlier run of the same command will write.
+def make_plan(spec: Spec, pending: Mapping[str, ModelSpec] | None = None) -> Plan:
+    """Plan a run. ``pending``: directory → model, for models that an earlier run of the same command will write there.
 
     Raises UserError for everything that a user can mend: models, placement, strategy, engine.
     """
@@ -84,7 +84,7 @@ def make_plan(spec: Spec, pending: Iterable[str] = ()) -> Plan:
     placement = place(spec, Roles(graph.roles, graph.trained), graph.can_shadow, cluster)
     strategy = choose_strategy(spec, placement)
     check_engines(graph, placement)
-    shapes = _shapes(spec, graph, frozenset(pending))
+    shapes = _shapes(spec, graph, pending or {})
     batch = BatchShape(
         spec.algorithm.prompts_per_step,
         spec.algorithm.samples_per_prompt,
@@ -103,7 +103,9 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     written = {role for role in type(spec.models).model_fields if getattr(spec.models, role) is not None}
     surplus = sorted(written - set(graph.roles))
     if surplus:
-        raise UserError(f"models.{surplus[0]}: {spec.algorithm.name} has no {surplus[0]}; it has {', '.join(graph.roles)}")
+        raise UserError(
+            f"models.{surplus[0]}: {spec.algorithm.name} has no {surplus[0]}; it has {', '.join(graph.roles)}"
+        )
     filled = dict(spec.models)
     for role, origin in (("ref", "actor"), ("critic", "reward")):
         if role in graph.roles:
@@ -120,13 +122,12 @@ def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
     return model.model_copy(update={"path": origin.path, "init": origin.init})
 
 
-def _shapes(spec: Spec, graph: Graph, pending: frozenset[str]) -> dict[str, ModelShape]:
+def _shapes(spec: Spec, graph: Graph, pending: Mapping[str, ModelSpec]) -> dict[str, ModelShape]:
     shapes = {}
     for role in graph.roles:
-        model = getattr(spec.models, role)
-        if model.path in pending:
-            continue
-        read_config(role, model)
+        model: ModelSpec = getattr(spec.models, role)
+        while model.path is not None and model.path in pending:
+            model = pending[model.path]
         shape = model_shape(role, model)
         if shape is not None:
             shapes[role] = shape

@@ -29,7 +29,9 @@ class Section(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             for key in value:
                 if key not in known:
-                    raise ValueError(f"unknown key {key!r}{nearest(str(key), known)}; known: {', '.join(sorted(known))}")
+                    raise ValueError(
+                        f"unknown key {key!r}{nearest(str(key), known)}; known: {', '.join(sorted(known))}"
+                    )
         return value
 
 
@@ -105,7 +107,9 @@ class AlgorithmSpec(Section):
         return self
 
 
-LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 class TruncationPenalty(Section):
@@ -184,7 +188,9 @@ class PlacementEntry(Section):
     def _one_form(self) -> Self:
         if (self.ratio is None) == (self.ranks is None):
             raise ValueError("give either ratio or ranks")
-        if self.ranks is not None and (not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0):
+        if self.ranks is not None and (
+            not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0
+        ):
             raise ValueError(f"ranks must be distinct and not negative, found {list(self.ranks)}")
         if self.row_shares is not None and (min(self.row_shares, default=-1) < 0 or sum(self.row_shares) == 0):
             raise ValueError("row_shares must not be negative and must not all be 0")
@@ -284,7 +290,9 @@ class Spec(Section):
     @classmethod
     def _placement_form(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(value.get("placement"), str | int | float):
-            raise ValueError(f"placement: expected a vector such as [1,1,0.5,0.5] or a mapping, found {value['placement']!r}")
+            raise ValueError(
+                f"placement: expected a vector such as [1,1,0.5,0.5] or a mapping, found {value['placement']!r}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -316,8 +324,39 @@ def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
     if not isinstance(raw, dict):
         raise UserError(f"config {path}: expected a mapping at the top, found {type(raw).__name__}")
     for override in overrides:
-        apply_override(raw, override)
+        scope, setting = split_scope(override)
+        if scope in (None, raw.get("name")):
+            apply_override(raw, setting)
     return parse_spec(raw, str(path))
+
+
+def split_scope(override: str) -> tuple[str | None, str]:
+    """``NAME:key=value`` is for the run of that name alone."""
+    key, equals, value = override.partition("=")
+    scope, colon, name = key.rpartition(":")
+    return (scope if colon else None), name + equals + value
+
+
+def check_scopes(overrides: tuple[str, ...], specs: list[Spec]) -> None:
+    """Raise UserError for an override that is for a run which the command does not have."""
+    names = [spec.name for spec in specs]
+    for override in overrides:
+        scope, _ = split_scope(override)
+        if scope is not None and scope not in names:
+            raise UserError(
+                f"--set {override}: no run is named {scope!r}{nearest(scope, names)}; there are {', '.join(names)}"
+            )
+
+
+def parse_vector(text: str) -> list[Any]:
+    """Read ``[1,1,0.5,0.5]``; its numbers are checked with the spec."""
+    try:
+        vector = yaml.safe_load(text)
+    except yaml.YAMLError:
+        vector = None
+    if not isinstance(vector, list):
+        raise UserError(f"--placement-ratio {text}: expected a vector such as [1,1,0.5,0.5]")
+    return vector
 
 
 def parse_spec(raw: dict[str, Any], origin: str = "config") -> Spec:
@@ -364,7 +403,11 @@ def _first_problem(error: ValidationError) -> str:
     if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in _UNION_TAGS:
         del parts[1]
     if parts[:1] == ["placement"]:
-        parts = [part for part in parts if part not in {"PlacementMap", "models"} and not part.startswith(("tuple[", "function-"))]
+        parts = [
+            part
+            for part in parts
+            if part not in {"PlacementMap", "models"} and not part.startswith(("tuple[", "function-"))
+        ]
     message = problem["msg"].removeprefix("Value error, ")
     where = ".".join(parts)
     shown = "" if problem["type"] in {"value_error", "missing"} else f", found {problem['input']!r}"

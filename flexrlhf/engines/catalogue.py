@@ -15,7 +15,9 @@ def check_engines(graph: Graph, placement: Placement) -> None:
     """Raise UserError where a placed model's engine cannot serve an operator of its role."""
     for model in placement.models:
         if model.engine not in SERVES:
-            raise UserError(f"models.{model.role}.engine: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; known: {', '.join(SERVES)}")
+            raise UserError(
+                f"models.{model.role}.engine: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; known: {', '.join(SERVES)}"
+            )
         for operator in graph.operators:
             if operator.role == model.role and operator.kind != "combine" and operator.kind not in SERVES[model.engine]:
                 raise UserError(f"models.{model.role}.engine: engine {model.engine} cannot serve {operator.kind}")

@@ -12,7 +12,12 @@ def reward(spec: RewardSpec) -> Graph:
     return Graph(
         operators=(
             Operator(
-                "train_reward", "train", "reward", (*TEXT, "response_mask"), function="pair_loss", barrier=spec.epochs > 1
+                "train_reward",
+                "train",
+                "reward",
+                (*TEXT, "response_mask"),
+                function="pair_loss",
+                barrier=spec.epochs > 1,
             ),
         ),
         roles=("reward",),

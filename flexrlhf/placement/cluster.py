@@ -65,7 +65,9 @@ class Cluster:
         matches = [name for name in self.classes if name == wanted] or [n for n in self.classes if n.startswith(wanted)]
         if len(matches) != 1:
             found = ", ".join(self.classes)
-            raise UserError(f"on: {wanted!r} names no single device class of the cluster{nearest(wanted, self.classes)}; found {found}")
+            raise UserError(
+                f"on: {wanted!r} names no single device class of the cluster{nearest(wanted, self.classes)}; found {found}"
+            )
         return matches[0]
 
     def speed(self, rank: int) -> int:

@@ -80,7 +80,9 @@ def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[
     ranks = {name: _explicit(name, e.ranks, cluster) for name, e in request.models.items() if e.ranks is not None}
     warnings: list[str] = []
     for pool, names in _pools(request, cluster).items():
-        packing = _place_in_pool({n: request.models[n].ratio or Fraction(1) for n in names}, pool, roles, request, cluster)
+        packing = _place_in_pool(
+            {n: request.models[n].ratio or Fraction(1) for n in names}, pool, roles, request, cluster
+        )
         ranks |= packing.ranks
         warnings += packing.warnings
     _check_sides(ranks, roles)
@@ -89,7 +91,9 @@ def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[
 
 def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
     if max(ranks) >= len(cluster.devices):
-        raise UserError(f"placement: {name} on rank {max(ranks)}, but the cluster has {len(cluster.devices)} devices (0 to {len(cluster.devices) - 1})")
+        raise UserError(
+            f"placement: {name} on rank {max(ranks)}, but the cluster has {len(cluster.devices)} devices (0 to {len(cluster.devices) - 1})"
+        )
     return tuple(sorted(ranks))
 
 
@@ -101,7 +105,9 @@ def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
         for name in ranks:
             both = sorted(set(ranks[trained]) & set(ranks[name])) if name not in roles.trained else []
             if both:
-                raise UserError(f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, both sit on rank {both[0]}")
+                raise UserError(
+                    f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, both sit on rank {both[0]}"
+                )
 
 
 def _pools(request: PlacementMap, cluster: Cluster) -> dict[tuple[int, ...], list[str]]:
@@ -114,7 +120,9 @@ def _pools(request: PlacementMap, cluster: Cluster) -> dict[tuple[int, ...], lis
             continue
         pool = cluster.ranks_on(pinned[name]) if name in pinned else rest
         if not pool:
-            raise UserError(f"placement: no device is left for {name}: every class is pinned by another model; give it an `on:` too")
+            raise UserError(
+                f"placement: no device is left for {name}: every class is pinned by another model; give it an `on:` too"
+            )
         pools.setdefault(pool, []).append(name)
     return pools
 
@@ -145,7 +153,9 @@ def whole_devices(name: str, ratio: Fraction, num_devices: int) -> int:
     count = ratio * num_devices
     if count.denominator != 1:
         low, high = max(1, int(count)), int(count) + 1
-        near = " and ".join(f"{_number(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high)))
+        near = " and ".join(
+            f"{_number(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high))
+        )
         raise UserError(
             f"placement: ratio {_number(ratio)} of {name} is {_number(count)} of {num_devices} devices; the nearest that work are {near}"
         )
@@ -165,7 +175,12 @@ def _fits(counts: dict[str, int], training: list[str], inference: list[str], sid
 
 
 def _pack_sides(
-    counts: dict[str, int], training: list[str], inference: list[str], pool: tuple[int, ...], side: int, cluster: Cluster
+    counts: dict[str, int],
+    training: list[str],
+    inference: list[str],
+    pool: tuple[int, ...],
+    side: int,
+    cluster: Cluster,
 ) -> Packing:
     left = pack([Request(name, counts[name]) for name in training], pool[:side], cluster)
     right = pack([Request(name, counts[name]) for name in inference], pool[side:], cluster)
@@ -185,7 +200,9 @@ def _no_reading(
     train_share: Fraction | None,
 ) -> str:
     """Name the nearest vector that fits: the one that takes the fewest devices away."""
-    found = f"placement: {_shown(ratios.values())} fits no split of {size} devices into a training and an inference side"
+    found = (
+        f"placement: {_shown(ratios.values())} fits no split of {size} devices into a training and an inference side"
+    )
     if size < 2:
         return f"{found}: shadows need at least 2 devices"
     sides = [whole_devices("train_share", train_share, size)] if train_share is not None else range(1, size)

@@ -113,7 +113,10 @@ def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     head_dim = config.get("head_dim") or hidden // heads
     kind = config["model_type"]
     vocabulary = int(config.get("vocab_size", 32000))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
     for index in range(layers):
         prefix = f"model.layers.{index}"
         for name, width in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):

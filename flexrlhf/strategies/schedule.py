@@ -33,13 +33,17 @@ class Schedule:
         return tuple(instruction for instruction in self.instructions if rank in instruction.ranks)
 
 
-def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, Instruction]]:
-    """What ``rank`` does in a run of ``steps`` steps: (step of the batch, instruction), in order."""
-    mine = schedule.for_rank(rank)
+def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, Instruction]]:
+    """What ``rank`` does in a run: (position, step of the batch, instruction), in order.
+
+    ``position`` counts along the list that all ranks walk, so that ranks can be compared.
+    """
+    length = len(schedule.instructions)
+    mine = [(i, x) for i, x in enumerate(schedule.instructions) if rank in x.ranks]
     for step in range(steps + schedule.lag):
-        for instruction in mine:
+        for index, instruction in mine:
             if instruction.due(step - instruction.lag, steps):
-                yield step - instruction.lag, instruction
+                yield step * length + index, step - instruction.lag, instruction
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,9 @@ def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec
         ranks = tuple(sorted({*source.ranks, *shadow.ranks}))
         transfers = pair_ranks(source.ranks, shadow.ranks)
         sync = Sync(ranks, lag, spec.sync.every, False, source.name, shadow.name, transfers)
-        trains = [i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name]
+        trains = [
+            i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name
+        ]
         out.insert(len(out) if lag else trains[-1] + 1, sync)
     return out
 

@@ -1,0 +1,1 @@
+"""Communication: groups, moving columns, moving weights. Executes what placement/ planned; knows no engine."""

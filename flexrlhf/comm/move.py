@@ -1,0 +1,162 @@
+"""Execute a Move: pack the planned rows to bytes, send by the planned primitive, unpack on arrival.
+
+Receives are posted when the Move is reached and awaited when a column is first read. Sends are awaited before the same
+edge's send two later, which bounds the memory in flight to two buffers per edge.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.operators.columns import COLUMNS, Lengths
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.routes import Transfer
+from flexrlhf.strategies.instructions import Move
+
+DTYPES = {"int32": torch.int32, "uint8": torch.uint8, "float32": torch.float32}
+Work = dist.Work
+Wait = Callable[[Work], None]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What columns look like on the wire: shapes and types from the plan."""
+
+    batch: BatchShape
+    lengths: Lengths
+    device: torch.device
+
+    def num_bytes(self, transfers: list[Transfer]) -> int:
+        samples = self.batch.samples_per_prompt
+        return sum(len(t.prompts) * samples * self.lengths.row_bytes(t.column) for t in transfers)
+
+    def pack(self, transfers: list[Transfer], rows: RowStore) -> Tensor:
+        """Bytes of all rows of ``transfers``, one after another."""
+        parts = [
+            rows.get(t.column, self.batch.rows(t.prompts)).contiguous().view(-1).view(torch.uint8) for t in transfers
+        ]
+        return torch.cat(parts) if parts else self.empty(0)
+
+    def unpack(self, buffer: Tensor, transfers: list[Transfer], rows: RowStore) -> None:
+        start = 0
+        for transfer in transfers:
+            end = start + self.num_bytes([transfer])
+            column = COLUMNS[transfer.column]
+            width = self.lengths.width(column)
+            numbers = self.batch.rows(transfer.prompts)
+            # a clone, since a view of bytes at an odd offset cannot be read as int32
+            values = buffer[start:end].clone().view(DTYPES[column.dtype])
+            rows.put(transfer.column, numbers, values if width is None else values.view(len(numbers), width))
+            start = end
+
+    def empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+
+@dataclass
+class InFlight:
+    """Buffers and handles of one Move on this rank. ``bytes_sent``: bytes handed to torch for other ranks."""
+
+    works: list[Work]
+    buffers: list[Tensor]
+    bytes_sent: int
+
+
+class Mover:
+    """Moves rows for one rank."""
+
+    def __init__(self, rank: int, wire: Wire, wait: Wait) -> None:
+        self._rank = rank
+        self._wire = wire
+        self._wait = wait
+        self._edges: dict[str, deque[InFlight]] = {}
+
+    def start(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> int:
+        """Post ``move`` on this rank and return the bytes sent. ``rows`` will hold the columns once they are read."""
+        edge = self._edges.setdefault(move.label, deque())
+        if len(edge) == 2:
+            self._finish(edge.popleft())
+        launch = {
+            "all_gather": self._all_gather,
+            "point_to_point": self._point_to_point,
+            "all_to_all": self._all_to_all,
+        }
+        flight, arrive = launch[move.primitive](move, rows, group)
+        edge.append(flight)
+
+        def arrival() -> None:
+            self._finish(flight)
+            arrive()
+
+        rows.expect(move.columns, arrival)
+        return flight.bytes_sent
+
+    def close(self) -> None:
+        for edge in self._edges.values():
+            for flight in edge:
+                self._finish(flight)
+
+    def _finish(self, flight: InFlight) -> None:
+        while flight.works:
+            self._wait(flight.works.pop())
+
+    def _sent(self, move: Move, destination: int) -> list[Transfer]:
+        return [t for t in move.transfers if t.source == self._rank and t.destination == destination]
+
+    def _received(self, move: Move, source: int) -> list[Transfer]:
+        return [t for t in move.transfers if t.destination == self._rank and t.source == source]
+
+    def _all_gather(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> tuple[InFlight, Callable[[], None]]:
+        other = next(rank for rank in move.ranks if rank != self._rank)
+        mine = self._wire.pack(self._sent(move, other), rows)
+        out = self._wire.empty(len(mine) * len(move.ranks))
+        work = dist.all_gather(list(out.split(len(mine))), mine, group=group, async_op=True)
+        flight = InFlight([work], [mine, out], len(mine) * (len(move.ranks) - 1))
+
+        def arrive() -> None:
+            for buffer, rank in zip(out.split(len(mine)), move.ranks, strict=True):
+                self._wire.unpack(buffer, self._received(move, rank), rows)
+
+        return flight, arrive
+
+    def _all_to_all(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> tuple[InFlight, Callable[[], None]]:
+        sent = [self._wire.pack(self._sent(move, rank), rows) for rank in move.ranks]
+        sizes = [self._wire.num_bytes(self._received(move, rank)) for rank in move.ranks]
+        packed, out = torch.cat(sent), self._wire.empty(sum(sizes))
+        work = dist.all_to_all_single(out, packed, sizes, [len(part) for part in sent], group=group, async_op=True)
+        flight = InFlight([work], [packed, out], len(packed))
+
+        def arrive() -> None:
+            for buffer, rank in zip(out.split(sizes), move.ranks, strict=True):
+                self._wire.unpack(buffer, self._received(move, rank), rows)
+
+        return flight, arrive
+
+    def _point_to_point(
+        self, move: Move, rows: RowStore, group: dist.ProcessGroup
+    ) -> tuple[InFlight, Callable[[], None]]:
+        flight = InFlight([], [], 0)
+        incoming: list[tuple[Tensor, list[Transfer]]] = []
+        for rank in move.ranks:
+            if sent := self._sent(move, rank):
+                buffer = self._wire.pack(sent, rows)
+                flight.works.append(dist.isend(buffer, rank, group=group))
+                flight.buffers.append(buffer)
+                flight.bytes_sent += len(buffer)
+            if received := self._received(move, rank):
+                buffer = self._wire.empty(self._wire.num_bytes(received))
+                flight.works.append(dist.irecv(buffer, rank, group=group))
+                incoming.append((buffer, received))
+
+        def arrive() -> None:
+            for buffer, received in incoming:
+                self._wire.unpack(buffer, received, rows)
+
+        return flight, arrive

@@ -1,0 +1,44 @@
+"""Sums and gathers over the replicas of one placed model, in its compute group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a placed model. ``group`` None: there is one, and every result is its own."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    wait: Callable[[dist.Work], None]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the replicas, in place; the same on all of them."""
+        if self.group is not None:
+            self._done(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return tensor
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """Concatenate int64 vectors of any length over the replicas."""
+        if self.group is None:
+            return vector
+        longest = self._longest(vector)
+        padded = torch.cat([vector, vector.new_full((longest - len(vector),), -1)])
+        out = vector.new_empty(longest * self.size)
+        self._done(dist.all_gather(list(out.split(longest)), padded, group=self.group, async_op=True))
+        return out[out >= 0]
+
+    def _longest(self, vector: Tensor) -> int:
+        length = torch.tensor([len(vector)], device=vector.device)
+        self._done(dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        return int(length)
+
+    def _done(self, work: dist.Work | None) -> None:
+        assert work is not None
+        self.wait(work)

@@ -1,0 +1,159 @@
+"""The job's world: rank, store, device, and the process groups of a plan.
+
+WORLD itself is sealed: its back end refuses every collective, because an instruction may communicate only among the
+ranks that it names, in a group of its own purpose (docs: the three rules of the schedule).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexrlhf.plan import Group
+
+
+class SealedWorld(dist.ProcessGroup):
+    """A back end for WORLD without any collective."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return "sealed"
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("collective on WORLD: after start-up use the group that the plan made for this purpose")
+
+    allreduce = broadcast = allgather = alltoall_base = barrier = reduce = gather = scatter = _refuse
+    reduce_scatter = _allgather_base = _reduce_scatter_base = send = recv = alltoall = recv_anysource = _refuse
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = allreduce_coalesced = allgather_coalesced = (
+        _refuse
+    )
+
+
+def _make_sealed(_: dist.Store, rank: int, size: int, __: timedelta) -> SealedWorld:
+    return SealedWorld(rank, size)
+
+
+@dataclass(frozen=True)
+class World:
+    """``backend`` carries data: gloo on CPU, nccl on GPUs. ``store``: key-value store of the job, not a collective."""
+
+    rank: int
+    size: int
+    store: dist.Store
+    device: torch.device
+    backend: str
+
+    def make_groups(self, groups: Iterable[Group], timeout_seconds: float) -> Groups:
+        """Create all groups in plan order. Every rank calls this with the same list; NCCL groups are warmed up."""
+        made: dict[Group, dist.ProcessGroup | None] = {}
+        for group in groups:
+            handle = dist.new_group(
+                list(group.ranks),
+                backend=self.backend,
+                timeout=timedelta(seconds=timeout_seconds),
+                group_desc=group.purpose,
+            )
+            mine = self.rank in group.ranks
+            if mine and self.backend == "nccl":
+                dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
+            made[group] = handle if mine else None
+        return Groups(made)
+
+    def meet(self, what: str, timeout_seconds: float) -> None:
+        """Wait until every rank has come here, through the store; on a deadline name those that have not."""
+        self.store.set(f"meet/{what}/{self.rank}", "here")
+        keys = {rank: f"meet/{what}/{rank}" for rank in range(self.size)}
+        with deadline(
+            f"rank {self.rank} at {what}",
+            lambda: ", ".join(f"rank {rank}" for rank, key in keys.items() if not self.store.check([key])),
+        ):
+            self.store.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups by purpose and ranks. A single rank has none and gets None: nothing to communicate."""
+
+    handles: dict[Group, dist.ProcessGroup | None]
+
+    def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return None if len(ranks) == 1 else self.handles[Group(purpose, ranks)]
+
+    def close(self) -> None:
+        for handle in self.handles.values():
+            if handle is not None:
+                dist.destroy_process_group(handle)
+
+
+@contextmanager
+def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
+    """Join the job that the launcher described in the environment."""
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    store = dist.PrefixStore("flexrlhf", store)
+    dist.Backend.register_backend("sealed", _make_sealed, devices=["cpu", "cuda"])
+    dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(place)
+    try:
+        yield World(rank, size, store, place, "nccl" if cuda else "gloo")
+    finally:
+        dist.destroy_process_group()
+
+
+class Whereabouts:
+    """Where every rank is, in the job's store, so that whoever waits too long can name whom it waits for."""
+
+    def __init__(self, world: World, run: str) -> None:
+        self._world = world
+        self._run = run
+
+    def _key(self, rank: int) -> str:
+        return f"{self._run}/at/{rank}"
+
+    def report(self, position: int, what: str) -> None:
+        """``position`` grows along the list that all ranks walk."""
+        self._world.store.set(self._key(self._world.rank), json.dumps([position, what]))
+
+    def missing(self, ranks: Iterable[int], position: int) -> str:
+        """The ranks that have not come to ``position``, and what each was last seen doing."""
+        lines = []
+        for rank in ranks:
+            seen = self._world.store.check([self._key(rank)])
+            at, what = json.loads(self._world.store.get(self._key(rank))) if seen else (-1, "not started")
+            if rank != self._world.rank and at < position:
+                lines.append(f"rank {rank} (at: {what})")
+        return ", ".join(lines) or "nobody: all ranks arrived, one failed inside"
+
+
+class DeadlineError(RuntimeError):
+    """A wait that ended without its ranks."""
+
+
+@contextmanager
+def deadline(what: str, who_is_missing: Callable[[], str]) -> Iterator[None]:
+    """Give a failed wait its name: what was waited for, and who has not arrived."""
+    try:
+        yield
+    except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
+        if isinstance(error, DeadlineError) or not _is_wait(error):
+            raise
+        raise DeadlineError(f"{what}: waited in vain for {who_is_missing()} ({str(error).splitlines()[0]})") from error
+
+
+def _is_wait(error: Exception) -> bool:
+    text = str(error).lower()
+    return any(
+        sign in text for sign in ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")
+    )

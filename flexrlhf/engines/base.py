@@ -1,0 +1,118 @@
+"""The engine contract. An engine computes one placed model on this rank; it is told its replicas and knows no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flexrlhf.operators.columns import Column, Quantity
+
+Moments = dict[str, Tensor]
+"""Statistic name → float64 (3,): weight, weighted sum, weighted sum of squares. Sums over rows, chunks and ranks add up."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of this rank. ``rows`` int64 (n,): their global numbers; samples of one prompt are neighbours."""
+
+    columns: Mapping[str, Tensor]
+    rows: Tensor
+    samples_per_prompt: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, column: str) -> Tensor:
+        return self.columns[column]
+
+    def select(self, part: slice) -> Batch:
+        columns = {name: tensor[part] for name, tensor in self.columns.items()}
+        return Batch(columns, self.rows[part], self.samples_per_prompt)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn. Noise is a function of (seed, step, row, position), never of a process's state."""
+
+    seed: int
+    step: int
+    temperature: float
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model computed for a loss: (n, R) log-probs, (n, R+1) values or (n,) scores; entropy (n, R) of a policy."""
+
+    quantity: Tensor
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Response tokens, sequences and prompts of the whole mini-batch over all replicas, known before backward."""
+
+    tokens: float
+    sequences: float
+    prompts: float
+
+
+LossFunction = Callable[[Outputs, Batch, Totals], tuple[Tensor, Moments]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """``function`` returns this part's contribution: contributions of all parts and ranks add up to the loss.
+
+    ``statistics``: the names that it reports, so that a rank without rows reports the same ones.
+    """
+
+    quantity: Quantity
+    function: LossFunction
+    statistics: tuple[str, ...]
+
+
+class Engine(Protocol):
+    """One placed model on this rank. Batches may be empty; calls that communicate are made by all ranks of the model."""
+
+    config: Any
+    """The Hugging Face config of the model."""
+
+    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
+        """Read prompts, prompt_mask; return tokens, attention_mask, response_mask, finished."""
+        ...
+
+    def forward(self, batch: Batch, column: Column) -> Tensor:
+        """Compute ``column`` for every row, without gradients."""
+        ...
+
+    def train(self, batch: Batch, loss: Loss) -> Moments:
+        """One optimizer step on one mini-batch; moments of this rank's rows."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live parameters under Hugging Face names."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite the named parameters."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def moments(values: Tensor, weights: Tensor | None = None) -> Tensor:
+    """(weight, weighted sum, weighted sum of squares) of ``values``, float64."""
+    values = values.detach().double()
+    weights = torch.ones_like(values) if weights is None else weights.double()
+    return torch.stack([weights.sum(), (weights * values).sum(), (weights * values * values).sum()])
+
+
+def add_moments(total: Moments, part: Moments) -> None:
+    for name, value in part.items():
+        total[name] = total[name] + value if name in total else value

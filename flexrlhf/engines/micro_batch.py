@@ -1,0 +1,58 @@
+"""Cut a batch into micro-batches by a token budget, without the columns that are padding in all their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flexrlhf.engines.base import Batch
+from flexrlhf.operators.columns import Lengths
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows with their text cut to ``[first, last)`` of the padded sequence; the cut always keeps the last prompt token."""
+
+    batch: Batch
+    first: int
+    last: int
+    lengths: Lengths
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.batch["tokens"][:, self.first : self.last].long()
+
+    @property
+    def attention_mask(self) -> Tensor:
+        return self.batch["attention_mask"][:, self.first : self.last].long()
+
+    @property
+    def position_ids(self) -> Tensor:
+        return (self.attention_mask.cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def response_width(self) -> int:
+        return self.last - self.lengths.prompt
+
+
+def micro_batches(batch: Batch, lengths: Lengths, token_budget: int) -> Iterator[MicroBatch]:
+    """Contiguous rows, at most ``token_budget`` padded tokens (but at least one prompt); samples of a prompt stay together."""
+    if not len(batch):
+        return
+    mask = batch["attention_mask"].bool()
+    firsts = mask.int().argmax(1).tolist()
+    lasts = (mask.shape[1] - mask.flip(1).int().argmax(1)).tolist()
+    step = batch.samples_per_prompt
+    start, first, last = 0, mask.shape[1], 0
+    for row in range(0, len(batch), step):
+        new_first = min(first, lengths.prompt - 1, *firsts[row : row + step])
+        new_last = max(last, lengths.prompt + 1, *lasts[row : row + step])
+        if row > start and (row + step - start) * (new_last - new_first) > token_budget:
+            yield MicroBatch(batch.select(slice(start, row)), first, last, lengths)
+            start = row
+            new_first = min(lengths.prompt - 1, *firsts[row : row + step])
+            new_last = max(lengths.prompt + 1, *lasts[row : row + step])
+        first, last = new_first, new_last
+    yield MicroBatch(batch.select(slice(start, len(batch))), first, last, lengths)

@@ -1,0 +1,108 @@
+"""Start the ranks of a command on this machine through torch's elastic launcher, and say which rank ended it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from flexrlhf.errors import UserError
+from flexrlhf.plan import Plan
+from flexrlhf.spec import Spec, dump_spec
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the machines of a job meet. One machine needs none of it."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    endpoint: str = ""
+
+
+class RankFailure(RuntimeError):
+    """A rank ended the run; the message names it."""
+
+
+class Interrupted(RuntimeError):
+    """The run was stopped by a signal."""
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher started this process as one of several ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+
+
+def check_world(plan: Plan) -> None:
+    """Under torchrun the number of ranks is given."""
+    size = int(os.environ["WORLD_SIZE"])
+    if size != plan.placement.num_ranks:
+        raise UserError(
+            f"cluster: {plan.placement.num_ranks} devices planned, but torchrun started {size} ranks; "
+            f"use --devices {size} or --nproc-per-node {plan.placement.num_ranks}"
+        )
+
+
+def is_first_rank() -> bool:
+    return os.environ.get("RANK") == "0"
+
+
+def launch(specs: Sequence[Spec], plan: Plan, rendezvous: Rendezvous) -> None:
+    """Run the worker on every rank of this machine and wait. Raises RankFailure or Interrupted; no process is left."""
+    if plan.placement.num_ranks % rendezvous.nnodes:
+        raise UserError(
+            f"--nnodes {rendezvous.nnodes} does not divide the {plan.placement.num_ranks} devices of the cluster"
+        )
+    config = _config(plan.placement.num_ranks // rendezvous.nnodes, rendezvous)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with TemporaryDirectory(prefix="flexrlhf-") as directory:
+        file = Path(directory) / "specs.yaml"
+        file.write_text("---\n".join(dump_spec(spec) for spec in specs))
+        try:
+            elastic_launch(config, sys.executable)("-m", "flexrlhf.worker", str(file))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise RankFailure(_sentence(rank, failure, plan)) from None
+        except (SignalException, KeyboardInterrupt):
+            raise Interrupted("stopped; all ranks have ended") from None
+
+
+def _config(per_node: int, rendezvous: Rendezvous) -> LaunchConfig:
+    several = rendezvous.nnodes > 1
+    return LaunchConfig(
+        min_nodes=rendezvous.nnodes,
+        max_nodes=rendezvous.nnodes,
+        nproc_per_node=per_node,
+        run_id="flexrlhf" if several else f"flexrlhf-{os.getpid()}",
+        role="rank",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=rendezvous.endpoint or "localhost:0",
+        rdzv_configs={"rank": rendezvous.node_rank, "timeout": 900} if several else {"is_host": True},
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+        local_addr=None if several else "localhost",
+    )
+
+
+def _sentence(rank: int, failure: ProcessFailure, plan: Plan) -> str:
+    models = ", ".join(model.name for model in plan.placement.on_rank(rank)) or "no model"
+    message: Any = failure.message
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    reason = str(message).strip().splitlines()[0] if failure.error_file_data else ""
+    detail = f": {reason}" if reason else ""
+    return f"rank {rank} ({models}) ended the run, {_exit(failure)}{detail}"
+
+
+def _exit(failure: ProcessFailure) -> str:
+    return f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"

@@ -1,0 +1,92 @@
+"""Every metric of a run, defined once, and how it follows from the statistics that operators report.
+
+An operator reports moments (weight, weighted sum, weighted sum of squares) of a statistic. Moments add up over rows,
+chunks and ranks, so a metric does not depend on placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``kind`` "mean" is sum / weight; "std" the population standard deviation. ``progress``: shown while training."""
+
+    name: str
+    statistic: str
+    definition: str
+    kind: Literal["mean", "std"] = "mean"
+    progress: bool = False
+
+
+METRICS = (
+    Metric("reward_mean", "reward", "score of the reward model, mean over answers, before any shaping", progress=True),
+    Metric("reward_std", "reward", "its standard deviation over the answers of the step", "std"),
+    Metric("kl", "kl", "sum over an answer's tokens of logprob - ref_logprob, mean over answers (nats)", progress=True),
+    Metric("kl_token", "kl_token", "logprob - ref_logprob, mean over tokens (nats)"),
+    Metric("response_length", "response_length", "tokens per answer, end token included", progress=True),
+    Metric("truncated", "truncated", "share of answers without an end token"),
+    Metric("reward_clipped", "reward_clipped", "share of scores beyond algorithm.reward_clip"),
+    Metric("advantage_mean", "advantage", "advantage before whitening, mean over tokens"),
+    Metric("advantage_std", "advantage", "its standard deviation over tokens", "std"),
+    Metric("return_mean", "return", "advantage + value, mean over tokens"),
+    Metric("value_mean", "value", "critic's value before the update, mean over tokens"),
+    Metric("policy_loss", "policy_loss", "clipped surrogate, mean over tokens and optimizer steps", progress=True),
+    Metric("ratio_clipped", "ratio_clipped", "share of tokens where the clipped ratio sets the loss"),
+    Metric("update_kl", "update_kl", "k3 estimate of KL(old || new) within the step, mean over tokens (nats)"),
+    Metric("entropy", "entropy", "entropy of softmax(logits / T), mean over tokens (nats)"),
+    Metric("value_loss", "value_loss", "half the clipped squared error, mean over tokens", progress=True),
+    Metric("value_clipped", "value_clipped", "share of tokens where the clipped value sets the loss"),
+    Metric("actor_grad_norm", "train_actor/grad_norm", "global norm before clipping, mean over optimizer steps"),
+    Metric("critic_grad_norm", "train_critic/grad_norm", "global norm before clipping, mean over optimizer steps"),
+    Metric("reward_grad_norm", "train_reward/grad_norm", "global norm before clipping, mean over optimizer steps"),
+    Metric("nll", "nll", "negative log-likelihood of the answers, mean over tokens (nats)", progress=True),
+    Metric("pair_loss", "pair_loss", "-log sigmoid(chosen - rejected), mean over pairs", progress=True),
+    Metric("pair_accuracy", "pair_correct", "share of training pairs with chosen above rejected", progress=True),
+    Metric("eval_nll", "eval_nll", "nll on held-out rows", progress=True),
+    Metric("eval_accuracy", "eval_accuracy", "share of held-out pairs with chosen above rejected", progress=True),
+    Metric(
+        "eval_distinct_2",
+        "eval_distinct_2",
+        "different bigrams / bigrams of sampled answers to held-out prompts",
+        progress=True,
+    ),
+    Metric("eval_response_length", "eval_response_length", "tokens per answer to held-out prompts"),
+)
+
+_STATISTICS = {metric.statistic for metric in METRICS}
+
+
+def statistic_name(operator: str, name: str) -> str:
+    """Statistics that every train operator reports get its name in front; each must be defined in METRICS."""
+    full = f"{operator}/{name}" if name == "grad_norm" else name
+    assert full in _STATISTICS, f"statistic {full} of {operator} has no metric"
+    return full
+
+
+def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
+    for name, (weight, first, second) in part.items():
+        before = total.get(name, (0.0, 0.0, 0.0))
+        total[name] = (before[0] + weight, before[1] + first, before[2] + second)
+
+
+def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
+    """The metrics of a step; those without rows are left out."""
+    row = {}
+    for metric in METRICS:
+        weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
+        if weight:
+            mean = first / weight
+            row[metric.name] = mean if metric.kind == "mean" else math.sqrt(max(second / weight - mean * mean, 0.0))
+    return row
+
+
+def progress_line(run: str, step: int, steps: int, row: Mapping[str, float], seconds: float) -> str:
+    shown = [f"{m.name} {row[m.name]:.4g}" for m in METRICS if m.progress and m.name in row]
+    return f"{run}  step {step + 1}/{steps}  " + "  ".join(shown) + f"  {seconds:.1f} s"

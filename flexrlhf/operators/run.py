@@ -1,0 +1,88 @@
+"""Run one operator on this rank's rows of a placed model: read columns, call the engine or the mathematics, write columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.engines.base import Batch, Engine, Moments, Sampling, add_moments
+from flexrlhf.operators.columns import COLUMNS
+from flexrlhf.operators.functions import COMBINES, LOSSES
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.spec import AlgorithmSpec
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A placed model on this rank."""
+
+    model: PlacedModel
+    engine: Engine
+    replicas: Replicas
+
+
+@dataclass(frozen=True)
+class OperatorRun:
+    """An operator over whole mini-batches on this rank. ``rows`` of a mini-batch may be empty."""
+
+    operator: Operator
+    resident: Resident
+    shape: BatchShape
+    mini_batches: range
+    rank: int
+
+    def rows_of(self, mini_batches: range) -> tuple[int, ...]:
+        return self.shape.rows(self.shape.held(self.resident.model.layout, self.rank, mini_batches))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self.rows_of(self.mini_batches)
+
+    def segments(self) -> list[slice]:
+        """Where each mini-batch's rows lie among ``rows``."""
+        ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
+        columns = {name: store.get(name, rows) for name in self.operator.reads}
+        return Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), self.shape.samples_per_prompt)
+
+
+def run_operator(
+    work: OperatorRun, store: RowStore, algorithm: AlgorithmSpec, sampling: Sampling, device: torch.device
+) -> Moments:
+    """Execute ``work``; its columns are in ``store`` afterwards. Returns the moments of this rank's rows."""
+    operator, engine = work.operator, work.resident.engine
+    if operator.kind == "train":
+        return _train(work, store, algorithm, device)
+    batch = work.batch(store, work.rows, device)
+    statistics: Moments = {}
+    match operator.kind:
+        case "generate":
+            columns = engine.generate(batch, sampling)
+        case "forward":
+            columns = {name: engine.forward(batch, COLUMNS[name]) for name in operator.writes}
+        case "combine":
+            combine = COMBINES[operator.function]
+            columns, statistics = combine(algorithm, batch, work.segments(), work.resident.replicas)
+    for name, values in columns.items():
+        store.put(name, work.rows, values)
+    return statistics
+
+
+def _train(work: OperatorRun, store: RowStore, algorithm: AlgorithmSpec, device: torch.device) -> Moments:
+    """One optimizer step per mini-batch, in order, ``epochs`` times over."""
+    loss = LOSSES[work.operator.function](algorithm)
+    statistics: Moments = {}
+    for _ in range(algorithm.epochs):
+        for mini_batch in work.mini_batches:
+            batch = work.batch(store, work.rows_of(range(mini_batch, mini_batch + 1)), device)
+            add_moments(statistics, work.resident.engine.train(batch, loss))
+    return statistics

@@ -1,0 +1,175 @@
+"""What a person reads: the plan before a run, the summary after it. Plain text, fixed width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from flexrlhf.metrics import METRICS
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan import Plan
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
+from flexrlhf.strategies.overlap import overlapping_operators
+
+
+def format_plan(plan: Plan) -> str:
+    """The whole plan: sizes, placement, memory of weights, groups, schedule with bytes."""
+    spec = plan.spec
+    head = (
+        f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices, {spec.steps} steps"
+    )
+    sections = [
+        [head],
+        _titled("batch", _batch(plan)),
+        _titled("placement", _placement(plan)),
+        _titled("weights per rank", _weights(plan)),
+        _titled("overlap", _overlap(plan)),
+        _titled("process groups", _groups(plan)),
+        _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _titled(title: str, lines: Iterable[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)]
+
+
+def _batch(plan: Plan) -> list[str]:
+    batch, epochs = plan.batch, plan.spec.algorithm.epochs
+    rows, n, m, c = batch.num_rows, batch.samples_per_prompt, batch.num_mini_batches, batch.num_chunks
+    p, r = plan.lengths.prompt, plan.lengths.response
+    return [
+        f"rows per step        {rows:>8} = {batch.num_prompts} prompts x {n} samples",
+        f"rows per mini-batch  {_spread(rows // m, m, rows):>8} = {rows} rows / {m} mini-batches",
+        f"rows per chunk       {_spread(rows // c, c, rows):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
+        f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
+        f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded",
+        *(_rows_per_replica(model, plan) for model in plan.placement.models),
+    ]
+
+
+def _spread(size: int, parts: int, rows: int) -> str:
+    return str(size) if size * parts == rows else f"{size}-{size + 1}"
+
+
+def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
+    batch = plan.batch
+    counts = [
+        len(batch.held(model.layout, rank, batch.mini_batches)) * batch.samples_per_prompt for rank in model.ranks
+    ]
+    shown = (
+        str(counts[0])
+        if len(set(counts)) == 1
+        else ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
+    )
+    return f"rows of {model.name:<13}{shown:>8} on each of {len(counts)} replicas"
+
+
+def _placement(plan: Plan) -> list[str]:
+    lines = []
+    for model in plan.placement.models:
+        devices = {(plan.cluster.devices[r].node, plan.cluster.devices[r].device_class) for r in model.ranks}
+        where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
+        trained = "trained" if model.trained else "follows " + model.role if model.is_shadow else "frozen"
+        lines.append(f"{model.name:<14}ranks {span_of(model.ranks):<10} {where:<22} {model.engine:<7} {trained}")
+    pairs = plan.placement.co_located_pairs()
+    lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
+    lines.append("idle: " + (f"ranks {span_of(plan.placement.idle_ranks)}" if plan.placement.idle_ranks else "none"))
+    return lines + [f"warning: {text}" for text in plan.placement.warnings]
+
+
+def _weights(plan: Plan) -> list[str]:
+    by_contents: dict[str, list[int]] = {}
+    for rank in range(plan.placement.num_ranks):
+        held = plan.parameter_bytes(rank)
+        text = ", ".join(f"{name} {_bytes(size)}" for name, size in held.items()) or "nothing"
+        total = _bytes(sum(size or 0 for size in held.values()))
+        by_contents.setdefault(f"{total:>9} = {text}", []).append(rank)
+    return [f"ranks {span_of(tuple(ranks)):<8} {text}" for text, ranks in by_contents.items()]
+
+
+def _overlap(plan: Plan) -> list[str]:
+    """Operators that run at the same time, and what keeps others from it."""
+    lines = overlapping_operators(plan.schedule) or ["none"]
+    barriers = sorted(plan.graph.whole_step)
+    if plan.batch.num_chunks > 1 and barriers:
+        lines.append(f"not chunked: {', '.join(barriers)}; whiten: mini_batch and epochs: 1 let them stream")
+    return lines
+
+
+def _groups(plan: Plan) -> list[str]:
+    return [f"{group.purpose:<24} ranks {span_of(group.ranks)}" for group in plan.groups] or ["none: one rank"]
+
+
+def schedule_table(plan: Plan) -> list[str]:
+    """One line for each instruction: ranks, kind, label, and for moves and syncs the primitive and the bytes."""
+    return [_row(plan, instruction).rstrip() for instruction in plan.schedule.instructions]
+
+
+def _row(plan: Plan, instruction: Instruction) -> str:
+    marks = rank_marks(instruction.ranks, plan.placement.num_ranks)
+    kind = type(instruction).__name__.lower()
+    chunk = getattr(instruction, "chunk", None)
+    notes = [f"chunk {chunk}"] if chunk is not None else []
+    notes += ["of the last batch"] if instruction.lag else []
+    match instruction:
+        case Move():
+            text = f"{', '.join(instruction.columns)}  {instruction.edge}"
+            notes = [instruction.primitive, _bytes(plan.move_bytes(instruction)), *notes]
+        case Sync():
+            text = instruction.label
+            notes = ["point_to_point", _bytes(plan.sync_bytes(instruction)), _period(instruction.every), *notes]
+        case Eval() | Save():
+            text = instruction.label
+            last = instruction.every >= plan.spec.steps
+            notes = ["after the last step" if last else _period(instruction.every), *notes]
+        case _:
+            text = instruction.label
+    return f"{marks}  {kind:<5} {text:<42} {'  '.join(notes)}"
+
+
+def _period(every: int) -> str:
+    return "every step" if every == 1 else f"every {every} steps"
+
+
+def rank_marks(ranks: tuple[int, ...], num_ranks: int) -> str:
+    """``##..`` for up to 32 ranks, the ranks themselves beyond."""
+    if num_ranks > 32:
+        return f"{span_of(ranks):<12}"
+    return "".join("#" if rank in ranks else "." for rank in range(num_ranks))
+
+
+def span_of(ranks: tuple[int, ...]) -> str:
+    """``0-3,6`` for (0, 1, 2, 3, 6)."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _bytes(size: int | None) -> str:
+    """Decimal units, as links and device memory are sold."""
+    if size is None:
+        return "? B"
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def format_summary(name: str, directory: str, rows: Sequence[Mapping[str, float]]) -> str:
+    """First and last three steps of every metric, the mean seconds per step, and where the files are."""
+    lines = [f"{name}: {len(rows)} steps, {sum(row['seconds'] for row in rows):.1f} s, results in {directory}"]
+    for metric in METRICS:
+        values = [row[metric.name] for row in rows if metric.name in row]
+        if values and metric.progress:
+            first, last = _mean(values[:3]), _mean(values[-3:])
+            trend = f"{first:.4g} -> {last:.4g}" if len(values) > 1 else f"{last:.4g}"
+            lines.append(f"  {metric.name:<18}{trend:<24}{metric.definition}")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

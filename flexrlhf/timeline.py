@@ -1,0 +1,81 @@
+"""What every rank did when: spans of instructions, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+
+One lane per rank, one span per instruction. ``args`` hold the step, the chunk and, for moves and syncs, the bytes sent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.strategies.instructions import Instruction
+
+
+@dataclass
+class Span:
+    """One instruction on one rank. ``start`` and ``end`` in seconds since the epoch."""
+
+    rank: int
+    kind: str
+    label: str
+    step: int
+    chunk: int | None
+    start: float
+    end: float = 0.0
+    bytes_sent: int | None = None
+
+
+class Timeline:
+    """The spans of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def span(self, instruction: Instruction, step: int) -> Iterator[Span]:
+        kind = type(instruction).__name__.lower()
+        chunk = getattr(instruction, "chunk", None)
+        span = Span(self.rank, kind, instruction.label, step, chunk, time.time())
+        yield span
+        span.end = time.time()
+        self.spans.append(span)
+
+    def dump(self) -> str:
+        return json.dumps([asdict(span) for span in self.spans])
+
+
+def load_spans(text: str) -> list[Span]:
+    return [Span(**item) for item in json.loads(text)]
+
+
+def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> None:
+    """Write a Chrome trace; ``facts`` (weights held per rank, device classes) go to ``otherData``."""
+    spans = sorted(spans, key=lambda span: (span.start, span.rank))
+    origin = spans[0].start if spans else 0.0
+    events = [_event(span, origin) for span in spans]
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({span.rank for span in spans})
+    ]
+    path.write_text(json.dumps({"traceEvents": names + events, "otherData": facts}))
+
+
+def _event(span: Span, origin: float) -> dict[str, Any]:
+    """Chrome traces count microseconds."""
+    optional = {"chunk": span.chunk, "bytes_sent": span.bytes_sent}
+    return {
+        "ph": "X",
+        "name": span.label,
+        "cat": span.kind,
+        "pid": 0,
+        "tid": span.rank,
+        "ts": round((span.start - origin) * 1e6),
+        "dur": round((span.end - span.start) * 1e6),
+        "args": {"step": span.step, **{key: value for key, value in optional.items() if value is not None}},
+    }

@@ -1,0 +1,210 @@
+"""One rank of a run: walk the schedule and execute every instruction that names this rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from flexrlhf.checkpoint import save_model
+from flexrlhf.comm.move import Mover, Wire
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.comm.sync import Syncer
+from flexrlhf.comm.world import Groups, Whereabouts, World, deadline
+from flexrlhf.data import Example, step_indices
+from flexrlhf.engines.base import Moments, Sampling, add_moments
+from flexrlhf.engines.registry import make_engine
+from flexrlhf.metrics import statistic_name
+from flexrlhf.operators.inputs import input_columns
+from flexrlhf.operators.run import OperatorRun, Resident, run_operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan import Plan, bucket_bytes
+from flexrlhf.recorder import Recorder
+from flexrlhf.run_data import RunData
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.schedule import walk
+from flexrlhf.timeline import Span, Timeline
+
+EVAL_STEP = -1
+"""The step that sampling noise of evaluations is drawn for: none of training."""
+
+
+class Trainer:
+    """Owns the engines, the rows and the communication of one rank."""
+
+    def __init__(self, plan: Plan, world: World, data: RunData, directory: Path) -> None:
+        self.plan = plan
+        self._world = world
+        self._data = data
+        self._directory = directory
+        self._at = ""
+        self._position = 0
+        self._ranks_here: tuple[int, ...] = ()
+        self._whereabouts = Whereabouts(world, plan.spec.name)
+        self._groups: Groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
+        self._residents = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
+        self._stores: dict[int, RowStore] = {}
+        self._mover = Mover(world.rank, Wire(plan.batch, plan.lengths, world.device), self._wait)
+        self._syncer = Syncer(world.rank, plan.spec.sync, bucket_bytes(plan.spec), self._wait)
+        self._recorder = Recorder(plan, world.rank, world.store, directory)
+        self.timeline = Timeline(world.rank)
+
+    def run(self) -> None:
+        """The loop, all of it."""
+        for position, step, instruction in walk(self.plan.schedule, self._world.rank, self.plan.spec.steps):
+            self._enter(position, step, instruction)
+            with self.timeline.span(instruction, step) as span:
+                self._execute(instruction, step, span)
+            if self._world.rank == 0:
+                self._recorder.collect()
+        self._finish()
+
+    def close(self) -> None:
+        for resident in self._residents.values():
+            resident.engine.close()
+        self._groups.close()
+
+    def _execute(self, instruction: Instruction, step: int, span: Span) -> None:
+        match instruction:
+            case Run():
+                self._run(instruction, step)
+            case Move():
+                span.bytes_sent = self._move(instruction, step)
+            case Sync():
+                span.bytes_sent = self._sync(instruction)
+            case Eval():
+                self._evaluate(instruction, step)
+            case Save():
+                self._save(instruction)
+
+    def _run(self, run: Run, step: int) -> None:
+        time.sleep(self.plan.spec.debug.run_delay_seconds)
+        resident = self._residents[run.model]
+        work = OperatorRun(run.operator, resident, self.plan.batch, run.mini_batches, self._world.rank)
+        store = self._store(step)
+        statistics = run_operator(work, store, self.plan.spec.algorithm, self._sampling(step), self._world.device)
+        self._publish(step, run, resident, {run.operator.name: statistics})
+        if self.plan.spec.debug.record_columns and run.operator.writes:
+            self._record_columns(run, step, work.rows, store)
+
+    def _move(self, move: Move, step: int) -> int:
+        group = self._groups.get("move", move.ranks)
+        assert group is not None, "a move joins at least two ranks"
+        return self._mover.start(move, self._store(step), group)
+
+    def _sync(self, sync: Sync) -> int:
+        group = self._groups.get(f"sync {sync.source}", sync.ranks)
+        assert group is not None, "a sync joins at least two ranks"
+        sent = 0
+        if sync.source in self._residents:
+            sent = self._syncer.send(sync, self._residents[sync.source].engine.weights(), group)
+        if sync.destination in self._residents:
+            engine = self._residents[sync.destination].engine
+            self._syncer.receive(sync, engine.weights(), engine.load_weights, group)
+        return sent
+
+    def _evaluate(self, instruction: Eval, step: int) -> None:
+        """The evaluation operators over the held-out rows, split over the model's replicas."""
+        resident = self._residents[instruction.model]
+        shape = BatchShape(len(self._data.held_out), self.plan.batch.samples_per_prompt)
+        store = RowStore()
+        rows = shape.rows(shape.held(resident.model.layout, self._world.rank, range(1)))
+        self._put_inputs(store, self._data.held_out, rows)
+        reports: dict[str, Moments] = {}
+        for operator in self.plan.graph.evaluation:
+            work = OperatorRun(operator, resident, shape, range(1), self._world.rank)
+            sampling = self._sampling(EVAL_STEP)
+            reports[operator.name] = run_operator(work, store, self.plan.spec.algorithm, sampling, self._world.device)
+        self._publish(step, instruction, resident, reports)
+
+    def _save(self, save: Save) -> None:
+        engine = self._residents[save.model].engine
+        save_model(self._directory / save.model, engine.weights(), engine.config, self._data.tokenizer)
+
+    def _load(self, model: PlacedModel) -> Resident:
+        handle = self._groups.get(f"compute {model.name}", model.ranks)
+        replicas = Replicas(handle, model.layout.dp, self._wait)
+        return Resident(model, make_engine(model, self.plan, replicas, self._world.device), replicas)
+
+    def _store(self, step: int) -> RowStore:
+        """The rows of a step; those of steps that nothing works on any more are dropped."""
+        if step not in self._stores:
+            for old in [s for s in self._stores if s < step - self.plan.schedule.lag]:
+                self._stores.pop(old).finish()
+            store = self._stores[step] = RowStore()
+            indices = step_indices(self.plan.spec.seed, step, self.plan.batch.num_prompts, len(self._data.examples))
+            self._put_inputs(store, [self._data.examples[i] for i in indices], self._input_rows())
+        return self._stores[step]
+
+    def _input_rows(self) -> tuple[int, ...]:
+        """Rows whose input columns this rank's operators read."""
+        prompts: set[int] = set()
+        for run in self.plan.schedule.for_rank(self._world.rank):
+            if isinstance(run, Run) and set(run.operator.reads) & set(self.plan.graph.inputs):
+                layout = self.plan.placement[run.model].layout
+                prompts.update(self.plan.batch.held(layout, self._world.rank, run.mini_batches))
+        return self.plan.batch.rows(tuple(sorted(prompts)))
+
+    def _put_inputs(self, store: RowStore, examples: list[Example], rows: tuple[int, ...]) -> None:
+        columns = input_columns(
+            examples, rows, self.plan.batch.samples_per_prompt, self.plan.lengths, self._data.pad_token_id
+        )
+        for name in self.plan.graph.inputs:
+            store.put(name, rows, columns[name].to(self._world.device))
+
+    def _sampling(self, step: int) -> Sampling:
+        temperature = getattr(self.plan.spec.algorithm, "temperature", 1.0)
+        return Sampling(self.plan.spec.seed, step, temperature, self._data.eos_token_ids, self._data.pad_token_id)
+
+    def _publish(self, step: int, instruction: Instruction, resident: Resident, reports: Mapping[str, Moments]) -> None:
+        """Sum the operators' statistics over the replicas; the model's first rank reports them."""
+        named: Moments = {}
+        for operator, part in reports.items():
+            add_moments(named, {statistic_name(operator, name): value for name, value in part.items()})
+        if named:
+            names = sorted(named)
+            table = resident.replicas.sum(torch.stack([named[name] for name in names]))
+            named = dict(zip(names, table, strict=True))
+        if self._world.rank == resident.model.ranks[0]:
+            self._recorder.publish(step, instruction, {name: tuple(value.tolist()) for name, value in named.items()})
+
+    def _record_columns(self, run: Run, step: int, rows: tuple[int, ...], store: RowStore) -> None:
+        directory = self._directory / "columns"
+        directory.mkdir(exist_ok=True)
+        columns = {name: store.get(name, rows).cpu().contiguous() for name in run.operator.writes}
+        file = f"step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{self._world.rank}.safetensors"
+        save_file({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)
+
+    def _enter(self, position: int, step: int, instruction: Instruction) -> None:
+        kind = type(instruction).__name__.lower()
+        self._at = f"step {step}, {kind} {instruction.label}"
+        self._position, self._ranks_here = position, instruction.ranks
+        self._whereabouts.report(position, self._at)
+
+    def _wait(self, work: dist.Work) -> None:
+        """Every wait of this rank: with the group's deadline and a name."""
+        with deadline(
+            f"rank {self._world.rank} at {self._at}",
+            lambda: self._whereabouts.missing(self._ranks_here, self._position),
+        ):
+            work.wait()
+
+    def _finish(self) -> None:
+        for store in self._stores.values():
+            store.finish()
+        self._mover.close()
+        self._syncer.close()
+        self._recorder.finish(self.timeline, self._weights_held())
+
+    def _weights_held(self) -> dict[str, int]:
+        """Bytes of weights on this rank by placed model, counted on the tensors."""
+        return {
+            name: sum(tensor.nbytes for tensor in resident.engine.weights().values())
+            for name, resident in self._residents.items()
+        }

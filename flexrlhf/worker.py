@@ -1,0 +1,57 @@
+"""One rank: join the job, then do the runs of the command one after another.
+
+Started by ``launch`` through torch's elastic agent, or by torchrun. Every rank plans for itself; the plan is a pure
+function of the spec.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import yaml
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from flexrlhf.comm.world import open_world
+from flexrlhf.errors import UserError
+from flexrlhf.plan import make_plan
+from flexrlhf.run_data import load_run_data
+from flexrlhf.spec import Spec, parse_spec
+from flexrlhf.trainer import Trainer
+
+
+def work(specs: Sequence[Spec]) -> None:
+    """Run ``specs`` in order on this rank. All runs of a command share the job's ranks."""
+    threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, threads))
+    with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
+        for spec in specs:
+            plan = make_plan(spec)
+            trainer = Trainer(plan, world, load_run_data(plan), spec.directory)
+            trainer.run()
+            trainer.close()
+            # the next run may read what a rank of this one has just written
+            world.meet(f"the end of {spec.name}", spec.timeout_seconds)
+
+
+@record
+def main(specs_file: str) -> None:
+    # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.excepthook = _show
+    work([parse_spec(raw) for raw in yaml.safe_load_all(Path(specs_file).read_text())])
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The launcher prints what a user can mend as one sentence; a traceback would bury it."""
+    if not issubclass(kind, UserError):
+        sys.__excepthook__(kind, error, trace)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
