@@ -27,7 +27,7 @@ from flexrlhf.strategies.schedule import Schedule
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose: compute (a placed model), move or sync. None shares with another purpose."""
+    """Ranks that communicate for one purpose: compute (a placed model), move or sync. Purposes never share a group."""
 
     purpose: str
     ranks: tuple[int, ...]
@@ -99,7 +99,7 @@ def make_plan(spec: Spec, pending: Mapping[str, ModelSpec] | None = None) -> Pla
 
 
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
-    """Fill in ref (the actor's weights) and critic (the reward's), and refuse roles that the algorithm does not have."""
+    """Fill in ref (the actor's weights) and critic (the reward's); refuse roles that the algorithm does not have."""
     written = {role for role in type(spec.models).model_fields if getattr(spec.models, role) is not None}
     surplus = sorted(written - set(graph.roles))
     if surplus:

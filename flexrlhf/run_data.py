@@ -1,4 +1,4 @@
-"""From the data section to examples: the tokenizer and the rows of a run. Raises UserError before anything is written."""
+"""From the data section to examples: the tokenizer and the rows of a run. Bad ones raise UserError."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load_run_data(plan: Plan, pending: Iterable[str] = ()) -> RunData:
 def check_run_data(plan: Plan, pending: set[str]) -> None:
     """Load the data once before any rank starts, so that a bad row is a sentence and nothing is half-written.
 
-    ``pending``: run directories that do not exist yet. A run that takes its tokenizer from there is checked by its ranks.
+    ``pending``: run directories that do not exist yet. A run that takes its tokenizer from one is checked by its ranks.
     """
     if not any(tokenizer_path(plan).startswith(directory + "/") for directory in pending):
         load_run_data(plan, pending)

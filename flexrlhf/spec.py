@@ -117,7 +117,7 @@ class TruncationPenalty(Section):
 
 
 class PpoSpec(AlgorithmSpec):
-    """Proximal Policy Optimization (Schulman et al. 2017) with GAE and a KL penalty in the reward (Ouyang et al. 2022)."""
+    """Proximal Policy Optimization (Schulman et al. 2017), GAE, a KL penalty in the reward (Ouyang et al. 2022)."""
 
     name: Literal["ppo"] = "ppo"
     samples_per_prompt: int = Field(1, ge=1)
@@ -144,7 +144,7 @@ class SftSpec(AlgorithmSpec):
 
 
 class RewardSpec(AlgorithmSpec):
-    """Reward model on preference pairs, Bradley-Terry loss (Ouyang et al. 2022, eq. 1). A pair is one prompt, two samples."""
+    """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
 
     name: Literal["reward"] = "reward"
     samples_per_prompt: Literal[2] = 2
@@ -202,7 +202,7 @@ def _entry(value: Any) -> Any:
 
 
 class PlacementMap(BaseModel):
-    """The mapping form: placed-model name → ratio, or → ratio, ranks, on, row_shares. Names are checked by placement/."""
+    """The mapping form: placed model → ratio, or → ratio, ranks, on, row_shares. placement/ checks the names."""
 
     model_config = ConfigDict(frozen=True)
 

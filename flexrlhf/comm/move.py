@@ -69,6 +69,11 @@ class InFlight:
     bytes_sent: int
 
 
+def _posted(work: Work | None) -> Work:
+    assert work is not None, "this rank is outside the group"
+    return work
+
+
 class Mover:
     """Moves rows for one rank."""
 
@@ -147,12 +152,12 @@ class Mover:
         for rank in move.ranks:
             if sent := self._sent(move, rank):
                 buffer = self._wire.pack(sent, rows)
-                flight.works.append(dist.isend(buffer, rank, group=group))
+                flight.works.append(_posted(dist.isend(buffer, rank, group=group)))
                 flight.buffers.append(buffer)
                 flight.bytes_sent += len(buffer)
             if received := self._received(move, rank):
                 buffer = self._wire.empty(self._wire.num_bytes(received))
-                flight.works.append(dist.irecv(buffer, rank, group=group))
+                flight.works.append(_posted(dist.irecv(buffer, rank, group=group)))
                 incoming.append((buffer, received))
 
         def arrive() -> None:

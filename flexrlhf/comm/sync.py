@@ -131,5 +131,6 @@ class Syncer:
             if expected[i] != buckets.checksum(bucket):
                 name = buckets.names[bucket[0]]
                 raise ChecksumError(
-                    f"sync {sync.label}: rank {self._rank} holds other weights than rank {source} sent, bucket of {name}"
+                    f"sync {sync.label}: rank {self._rank} holds other weights than rank {source} sent, "
+                    f"in the bucket of {name}"
                 )

@@ -24,7 +24,7 @@ class SealedWorld(dist.ProcessGroup):
     """A back end for WORLD without any collective."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "sealed"

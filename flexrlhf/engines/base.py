@@ -12,7 +12,7 @@ from torch import Tensor
 from flexrlhf.operators.columns import Column, Quantity
 
 Moments = dict[str, Tensor]
-"""Statistic name → float64 (3,): weight, weighted sum, weighted sum of squares. Sums over rows, chunks and ranks add up."""
+"""Statistic name → float64 (3,): weight, weighted sum, weighted sum of squares. They add up over rows and ranks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model computed for a loss: (n, R) log-probs, (n, R+1) values or (n,) scores; entropy (n, R) of a policy."""
+    """What a model computed: (n, R) log-probs, (n, R+1) values or (n,) scores; entropy (n, R) of a policy."""
 
     quantity: Tensor
     entropy: Tensor | None = None
@@ -78,7 +78,7 @@ class Loss:
 
 
 class Engine(Protocol):
-    """One placed model on this rank. Batches may be empty; calls that communicate are made by all ranks of the model."""
+    """One placed model on this rank. Batches may be empty; all ranks of the model make the calls that communicate."""
 
     config: Any
     """The Hugging Face config of the model."""

@@ -16,7 +16,8 @@ def check_engines(graph: Graph, placement: Placement) -> None:
     for model in placement.models:
         if model.engine not in SERVES:
             raise UserError(
-                f"models.{model.role}.engine: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; known: {', '.join(SERVES)}"
+                f"models.{model.role}.engine: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; "
+                f"known: {', '.join(SERVES)}"
             )
         for operator in graph.operators:
             if operator.role == model.role and operator.kind != "combine" and operator.kind not in SERVES[model.engine]:

@@ -13,7 +13,7 @@ from flexrlhf.operators.columns import Lengths
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows with their text cut to ``[first, last)`` of the padded sequence; the cut always keeps the last prompt token."""
+    """Rows with their text cut to ``[first, last)`` of the padded sequence; the last prompt token is always in it."""
 
     batch: Batch
     first: int
@@ -38,7 +38,7 @@ class MicroBatch:
 
 
 def micro_batches(batch: Batch, lengths: Lengths, token_budget: int) -> Iterator[MicroBatch]:
-    """Contiguous rows, at most ``token_budget`` padded tokens (but at least one prompt); samples of a prompt stay together."""
+    """Contiguous rows of at most ``token_budget`` padded tokens, but at least one prompt with all its samples."""
     if not len(batch):
         return
     mask = batch["attention_mask"].bool()

@@ -21,7 +21,7 @@ _CLASSES: dict[Head, Any] = {"causal": AutoModelForCausalLM, "scalar": AutoModel
 
 
 def load_model(model: ModelSpec, head: Head, seed: int, device: torch.device) -> PreTrainedModel:
-    """The model in float32 and without dropout. Weights that no file holds are drawn from ``seed``, the same on all ranks."""
+    """The model in float32, without dropout. Weights that no file holds are drawn from ``seed``, alike on all ranks."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     extra = {"num_labels": 1} if head == "scalar" else {}

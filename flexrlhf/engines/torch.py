@@ -128,7 +128,7 @@ class TorchEngine:
         return Totals(tokens, sequences, rows / batch.samples_per_prompt)
 
     def _reduce_gradients(self) -> Tensor:
-        """Sum the gradients over the replicas as one vector, clip by the global norm; return the norm before clipping."""
+        """Sum the gradients over the replicas as one vector and clip it; return the global norm before clipping."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         flat = self._replicas.sum(torch.cat([grad.reshape(-1) for grad in grads]))
         norm = torch.linalg.vector_norm(flat)
@@ -178,7 +178,7 @@ class TorchEngine:
         return self._head(piece).gather(1, last[:, None]).squeeze(1)
 
     def _head(self, piece: MicroBatch) -> Tensor:
-        """The scalar head at every position (n, width). The model's own forward would pool by comparing with the pad token."""
+        """The scalar head at every position (n, width). The model's own forward looks for the pad token to pool."""
         base = getattr(self._model, self._model.base_model_prefix)
         out = base(input_ids=piece.tokens, attention_mask=piece.attention_mask, position_ids=piece.position_ids)
         scores: Tensor = self._model.score(out.last_hidden_state).squeeze(-1).float()

@@ -1,4 +1,4 @@
-"""Columns: named tensors with one row per sample. Their shapes and types are fixed before a run, and so are bytes moved.
+"""Columns: named tensors with one row per sample. Shapes and types are fixed before a run, and so are the bytes moved.
 
 P = data.max_prompt_tokens, R = data.max_response_tokens. Prompts are left-padded, responses right-padded; padding is
 known from the masks alone, never from the token.
@@ -18,7 +18,7 @@ _ITEM_BYTES: dict[DType, int] = {"int32": 4, "uint8": 1, "float32": 4}
 
 @dataclass(frozen=True)
 class Column:
-    """``width`` "row" is one number per sample. ``quantity``: what a model computes when the column is a forward's output."""
+    """``width`` "row" is one number per sample. ``quantity``: what a model computes when a forward writes it."""
 
     name: str
     width: Width

@@ -117,7 +117,7 @@ def last_positions(mask: Tensor) -> Tensor:
 
 
 def token_rewards(spec: PpoSpec, batch: Batch) -> Tensor:
-    """-beta * (logprob - ref_logprob) per token (the k1 estimate of the KL), plus the score on the last response token."""
+    """-beta * (logprob - ref_logprob) per token (k1 estimate of the KL), plus the score on the last response token."""
     mask = batch["response_mask"].float()
     log_ratio = (batch["logprobs"] - batch["ref_logprobs"]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     rewards = -spec.kl_coefficient * log_ratio * mask
@@ -141,7 +141,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16), carried forward over gaps of the mask.
 
-    rewards, mask (n, R); values (n, R+1), of which the first R are used; ``final`` (n,): the value after the last token.
+    rewards, mask (n, R); values (n, R+1), the first R are used; ``final`` (n,): the value after the last token.
     Returns advantages and returns (n, R), 0 outside the mask.
     """
     weights = mask.to(values.dtype)

@@ -1,4 +1,4 @@
-"""Run one operator on this rank's rows of a placed model: read columns, call the engine or the mathematics, write columns."""
+"""Run one operator on this rank's rows: read columns, call the engine or the mathematics, write columns."""
 
 from __future__ import annotations
 

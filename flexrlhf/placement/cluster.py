@@ -66,7 +66,8 @@ class Cluster:
         if len(matches) != 1:
             found = ", ".join(self.classes)
             raise UserError(
-                f"on: {wanted!r} names no single device class of the cluster{nearest(wanted, self.classes)}; found {found}"
+                f"placement: on: {wanted!r} names no single device class{nearest(wanted, self.classes)}; "
+                f"the cluster has {found}"
             )
         return matches[0]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Layout:
-    """``dp * tp * pp`` ranks; tp fastest, then dp, then pp (Megatron's order). Ranks of a replica hold the same rows."""
+    """``dp * tp * pp`` ranks: tp fastest, then dp, pp (Megatron's order). Ranks of a replica hold the same rows."""
 
     ranks: tuple[int, ...]
     tp: int = 1

@@ -57,7 +57,8 @@ def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
     if len(spec.placement) not in names:
         forms = " or ".join(f"{n} [{', '.join(order)}]" for n, order in names.items())
         raise UserError(
-            f"placement: {spec.algorithm.name} takes a vector of {forms}, found {len(spec.placement)} entries {_shown(spec.placement)}"
+            f"placement: {spec.algorithm.name} takes a vector of {forms}, "
+            f"found {len(spec.placement)} entries {_shown(spec.placement)}"
         )
     entries = zip(names[len(spec.placement)], spec.placement, strict=True)
     return PlacementMap(models={name: PlacementEntry(ratio=ratio) for name, ratio in entries})
@@ -92,7 +93,8 @@ def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[
 def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
     if max(ranks) >= len(cluster.devices):
         raise UserError(
-            f"placement: {name} on rank {max(ranks)}, but the cluster has {len(cluster.devices)} devices (0 to {len(cluster.devices) - 1})"
+            f"placement: {name} on rank {max(ranks)}, but the cluster has {len(cluster.devices)} devices "
+            f"(ranks 0 to {len(cluster.devices) - 1})"
         )
     return tuple(sorted(ranks))
 
@@ -106,7 +108,8 @@ def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
             both = sorted(set(ranks[trained]) & set(ranks[name])) if name not in roles.trained else []
             if both:
                 raise UserError(
-                    f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, both sit on rank {both[0]}"
+                    f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, "
+                    f"both sit on rank {both[0]}"
                 )
 
 
@@ -157,7 +160,8 @@ def whole_devices(name: str, ratio: Fraction, num_devices: int) -> int:
             f"{_number(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high))
         )
         raise UserError(
-            f"placement: ratio {_number(ratio)} of {name} is {_number(count)} of {num_devices} devices; the nearest that work are {near}"
+            f"placement: ratio {_number(ratio)} of {name} is {_number(count)} of {num_devices} devices; "
+            f"the nearest that work are {near}"
         )
     return int(count)
 

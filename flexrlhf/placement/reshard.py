@@ -1,4 +1,4 @@
-"""Weights from one placed model to another: who sends to whom, in which buckets. Planned here, executed by comm/sync.py.
+"""Weights from one placed model to another: who sends to whom, in which buckets. comm/sync.py executes it.
 
 Today every rank of a model holds all its weights (replicas), so a destination rank needs one source rank. Sharded
 layouts extend ``WeightTransfer`` by the part that is sent.

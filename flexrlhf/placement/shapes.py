@@ -48,7 +48,8 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
     if experts or "moe" in str(config.get("model_type", "")) or config.get("model_type") == "mixtral":
         raise UserError(
-            f"models.{role}: {config.get('model_type')} is a mixture-of-experts model ({experts or 'by its type'}), not supported; use a dense one"
+            f"models.{role}: {config.get('model_type')} is a mixture-of-experts model ({experts or 'by its type'}), "
+            f"which is not supported; use a dense one"
         )
     return config
 

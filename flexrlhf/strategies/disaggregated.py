@@ -1,8 +1,8 @@
 """Disaggregated: training on the first devices, inference with shadow copies on the others.
 
 ``lag: 0``: chunks pipeline through generate → forward → train; the result equals co-located.
-``lag: 1``: first the rows of the last batch move to the training side; after that nothing but the weight sync at the end
-joins the two sides, so the next batch is generated while the last one trains.
+``lag: 1``: first the rows of the last batch move to the training side; after that nothing but the weight sync at the
+end joins the two sides, so the next batch is generated while the last one trains.
 """
 
 from __future__ import annotations

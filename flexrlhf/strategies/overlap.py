@@ -42,7 +42,7 @@ def play(schedule: Schedule, steps: int) -> list[Slot]:
 
 
 def overlapping_operators(schedule: Schedule) -> list[str]:
-    """Pairs of different operators in one slot of time on different ranks, in schedule order, as a person reads them."""
+    """Pairs of different operators that share a slot of time on different ranks, as a person reads them."""
     by_time: dict[int, list[Slot]] = defaultdict(list)
     for slot in play(schedule, steps=3):
         by_time[slot.start].append(slot)

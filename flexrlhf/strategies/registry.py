@@ -17,7 +17,8 @@ def choose_strategy(spec: Spec, placement: Placement) -> str:
     name = next(name for name, module in STRATEGIES.items() if module.matches(placement))
     if spec.schedule.strategy not in (None, name):
         raise UserError(
-            f"schedule.strategy: {spec.schedule.strategy!r} asked for, but the placement means {name!r}; remove it or change the placement"
+            f"schedule.strategy: {spec.schedule.strategy!r} asked for, but the placement means {name!r}; "
+            f"remove it or change the placement"
         )
     if name != disaggregated.NAME and spec.schedule.lag:
         raise UserError(f"schedule.lag: 1 needs shadow models (a disaggregated placement), found {name}; use lag 0")
