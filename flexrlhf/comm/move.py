@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
+from flexrlhf.comm.world import Wait, posted
 from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.strategies.instructions import Move
 
 DTYPES = {"int32": torch.int32, "uint8": torch.uint8, "float32": torch.float32}
-Work = dist.Work
-Wait = Callable[[Work], None]
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,9 @@ class Wire:
 class InFlight:
     """Buffers and handles of one Move on this rank. ``bytes_sent``: bytes handed to torch for other ranks."""
 
-    works: list[Work]
+    works: list[dist.Work]
     buffers: list[Tensor]
     bytes_sent: int
-
-
-def _posted(work: Work | None) -> Work:
-    assert work is not None, "this rank is outside the group"
-    return work
 
 
 class Mover:
@@ -152,12 +146,12 @@ class Mover:
         for rank in move.ranks:
             if sent := self._sent(move, rank):
                 buffer = self._wire.pack(sent, rows)
-                flight.works.append(_posted(dist.isend(buffer, rank, group=group)))
+                flight.works.append(posted(dist.isend(buffer, rank, group=group)))
                 flight.buffers.append(buffer)
                 flight.bytes_sent += len(buffer)
             if received := self._received(move, rank):
                 buffer = self._wire.empty(self._wire.num_bytes(received))
-                flight.works.append(_posted(dist.irecv(buffer, rank, group=group)))
+                flight.works.append(posted(dist.irecv(buffer, rank, group=group)))
                 incoming.append((buffer, received))
 
         def arrive() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from flexrlhf.comm.world import Wait, posted
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Replicas:
 
     group: dist.ProcessGroup | None
     size: int
-    wait: Callable[[dist.Work], None]
+    wait: Wait
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the replicas, in place; the same on all of them."""
@@ -40,5 +41,4 @@ class Replicas:
         return int(length)
 
     def _done(self, work: dist.Work | None) -> None:
-        assert work is not None
-        self.wait(work)
+        self.wait(posted(work))

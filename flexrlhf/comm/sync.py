@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexrlhf.comm.world import Wait, posted
 from flexrlhf.placement.reshard import make_buckets
 from flexrlhf.spec import SyncSpec
 from flexrlhf.strategies.instructions import Sync
 
-Wait = Callable[[dist.Work], None]
 Weights = dict[str, Tensor]
 
 
@@ -84,7 +84,7 @@ class Syncer:
         for buffer in self._outgoing(Buckets(weights, self._bucket_bytes)):
             while len(flying) >= 2 and not self._settings.snapshot:
                 self._land(flying)
-            flying.append(([dist.isend(buffer, rank, group=group) for rank in receivers], buffer))
+            flying.append(([posted(dist.isend(buffer, rank, group=group)) for rank in receivers], buffer))
             sent += buffer.nbytes * len(receivers)
         return sent
 
@@ -119,9 +119,7 @@ class Syncer:
             self._wait(work)
 
     def _receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        work = dist.irecv(buffer, source, group=group)
-        assert work is not None
-        self._wait(work)
+        self._wait(posted(dist.irecv(buffer, source, group=group)))
 
     def _check(self, sync: Sync, buckets: Buckets, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
         ranges = buckets.ranges()

@@ -43,6 +43,16 @@ def _make_sealed(_: dist.Store, rank: int, size: int, __: timedelta) -> SealedWo
     return SealedWorld(rank, size)
 
 
+Wait = Callable[[dist.Work], None]
+"""How a rank waits for communication: with a deadline and a name."""
+
+
+def posted(work: dist.Work | None) -> dist.Work:
+    """torch returns None to ranks outside a group; the plan never lets those call."""
+    assert work is not None, "this rank is outside the group"
+    return work
+
+
 @dataclass(frozen=True)
 class World:
     """``backend`` carries data: gloo on CPU, nccl on GPUs. ``store``: key-value store of the job, not a collective."""
