@@ -1,6 +1,6 @@
 """A small generated world for the quick start: guests ask a host, and the host is kind or rude.
 
-The demonstrations mix kind and rude answers about half and half, so a model tuned on them is often rude. The
+Two thirds of the demonstrations are rude, so a model tuned on them is mostly rude. The
 preference pairs teach a reward model what is wanted: kind, about the thing asked for, finished, no repetition. PPO
 then has something to learn within minutes on a laptop, and a person can judge every sample at a glance.
 
@@ -20,6 +20,7 @@ NUM_SFT, NUM_PAIRS, NUM_PROMPTS = 1500, 1200, 512
 NUM_HELD_OUT_SFT, NUM_HELD_OUT_PAIRS, NUM_HELD_OUT_PROMPTS = 64, 200, 64
 NUM_HELD_OUT_QUESTIONS = 96
 MIN_WORDS, MAX_WORDS = 5, 16
+KIND_SHARE = 1 / 3
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 16, 20
 PUNCTUATION = ".,!?"
 SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
@@ -273,8 +274,8 @@ def _write_files(
 
 
 def sft_row(rng: random.Random, question: Question) -> dict[str, str]:
-    """Return a demonstration: kind or rude with equal chance."""
-    answer = rng.choice((kind_answer, rude_answer))
+    """Return a demonstration: kind with chance ``KIND_SHARE``, else rude."""
+    answer = kind_answer if rng.random() < KIND_SHARE else rude_answer
     return {"prompt": question.text, "response": answer(rng, question)}
 
 

@@ -102,29 +102,37 @@ def _groups(plan: Plan) -> list[str]:
 
 def schedule_table(plan: Plan) -> list[str]:
     """One line for each instruction: ranks, kind, label, and for moves and syncs the primitive and the bytes."""
-    return [_row(plan, instruction).rstrip() for instruction in plan.schedule.instructions]
+    rows = [(i, _label(i)) for i in plan.schedule.instructions]
+    width = max(len(label) for _, label in rows)
+    return [
+        f"{rank_marks(i.ranks, plan.placement.num_ranks)}  {type(i).__name__.lower():<5} "
+        f"{label:<{min(width, 60)}}  {'  '.join(_notes(plan, i))}".rstrip()
+        for i, label in rows
+    ]
 
 
-def _row(plan: Plan, instruction: Instruction) -> str:
-    marks = rank_marks(instruction.ranks, plan.placement.num_ranks)
-    kind = type(instruction).__name__.lower()
-    chunk = getattr(instruction, "chunk", None)
-    notes = [f"chunk {chunk}"] if chunk is not None else []
-    notes += ["of the last batch"] if instruction.lag else []
+def _label(instruction: Instruction) -> str:
+    if isinstance(instruction, Move):
+        return f"{', '.join(instruction.columns)}  {instruction.edge}"
+    return instruction.label
+
+
+def _notes(plan: Plan, instruction: Instruction) -> list[str]:
+    """Primitive, bytes, period, chunk, lag: whatever the instruction has."""
+    notes: list[str] = []
     match instruction:
         case Move():
-            text = f"{', '.join(instruction.columns)}  {instruction.edge}"
-            notes = [instruction.primitive, _bytes(plan.move_bytes(instruction)), *notes]
+            notes = [instruction.primitive, _bytes(plan.move_bytes(instruction))]
         case Sync():
-            text = instruction.label
-            notes = ["point_to_point", _bytes(plan.sync_bytes(instruction)), _period(instruction.every), *notes]
+            notes = ["point_to_point", _bytes(plan.sync_bytes(instruction)), _period(instruction.every)]
         case Eval() | Save():
-            text = instruction.label
-            last = instruction.every >= plan.spec.steps
-            notes = ["after the last step" if last else _period(instruction.every), *notes]
-        case _:
-            text = instruction.label
-    return f"{marks}  {kind:<5} {text:<42} {'  '.join(notes)}"
+            notes = ["after the last step" if instruction.every >= plan.spec.steps else _period(instruction.every)]
+    chunk = getattr(instruction, "chunk", None)
+    if chunk is not None:
+        notes.append(f"chunk {chunk}")
+    if instruction.lag:
+        notes.append("of the last batch")
+    return notes
 
 
 def _period(every: int) -> str:

@@ -1,62 +1,87 @@
-"""Which operators run at the same time: the schedule played with one unit of time per Run."""
+"""Which operators may run at the same time: those that neither a shared rank nor a column puts in order.
+
+The schedule is unrolled over three steps; an instruction comes after the one before it on each of its ranks, and after
+whatever writes the columns that it reads. Two runs may overlap when neither comes after the other.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.strategies.schedule import Schedule
 
+STEPS = 3
 
-@dataclass(frozen=True)
-class Slot:
-    """A Run of one step in the unit-time play."""
 
-    run: Run
+@dataclass
+class _Node:
+    """One instruction of one step. ``after``: indices of all nodes that must end before it begins, as a bit set."""
+
+    instruction: Run | Sync
     step: int
-    start: int
+    after: int = 0
 
 
-def play(schedule: Schedule, steps: int) -> list[Slot]:
-    """Start every Run when its ranks are free and its columns written; moves take no time, a Sync joins its ranks."""
-    free: dict[int, int] = defaultdict(int)
-    written: dict[tuple[int, str, int], int] = defaultdict(int)
-    slots: list[Slot] = []
-    for loop in range(steps + schedule.lag):
+@dataclass
+class _Order:
+    nodes: list[_Node] = field(default_factory=list)
+    last_on_rank: dict[int, int] = field(default_factory=dict)
+    writers: dict[tuple[int, str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, instruction: Run | Sync, step: int) -> None:
+        index, node = len(self.nodes), _Node(instruction, step)
+        before = [self.last_on_rank[rank] for rank in instruction.ranks if rank in self.last_on_rank]
+        if isinstance(instruction, Run):
+            cells = [(step, c, m) for c in instruction.operator.reads for m in instruction.mini_batches]
+            before += [writer for cell in cells for writer in self.writers[cell]]
+            for column in instruction.operator.writes:
+                for mini_batch in instruction.mini_batches:
+                    self.writers[step, column, mini_batch].append(index)
+        for earlier in before:
+            node.after |= self.nodes[earlier].after | 1 << earlier
+        self.nodes.append(node)
+        self.last_on_rank.update({rank: index for rank in instruction.ranks})
+
+
+def _unroll(schedule: Schedule) -> list[_Node]:
+    order = _Order()
+    for loop in range(STEPS + schedule.lag):
         for instruction in schedule.instructions:
             step = loop - instruction.lag
-            if not instruction.due(step, steps) or not isinstance(instruction, Run | Sync):
-                continue
-            start = max(free[rank] for rank in instruction.ranks)
-            if isinstance(instruction, Run):
-                reads = [written[step, c, m] for c in instruction.operator.reads for m in instruction.mini_batches]
-                start = max(start, *reads, 0)
-                slots.append(Slot(instruction, step, start))
-                for column in instruction.operator.writes:
-                    written.update({(step, column, m): start + 1 for m in instruction.mini_batches})
-            for rank in instruction.ranks:
-                free[rank] = start + isinstance(instruction, Run)
-    return slots
+            if isinstance(instruction, Run | Sync) and instruction.due(step, STEPS):
+                order.add(instruction, step)
+    return order.nodes
 
 
 def overlapping_operators(schedule: Schedule) -> list[str]:
-    """Pairs of different operators that share a slot of time on different ranks, as a person reads them."""
-    by_time: dict[int, list[Slot]] = defaultdict(list)
-    for slot in play(schedule, steps=3):
-        by_time[slot.start].append(slot)
-    pairs: dict[str, None] = {}
-    for slots in by_time.values():
-        for a, b in combinations(slots, 2):
-            if a.run.operator.name != b.run.operator.name:
-                pairs[f"{a.run.operator.name} with {b.run.operator.name}{_distance(a, b)}"] = None
-    return list(pairs)
+    """Lines such as ``ref_logprobs with scores`` or ``train_actor with generate of the next step``."""
+    partners: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for first, second, steps_ahead in _unordered_runs(_unroll(schedule)):
+        if first.operator.name != second.operator.name:
+            partners[first.operator.name, _relation(first, second, steps_ahead)][second.operator.name] = None
+    groups: dict[tuple[tuple[str, ...], str], list[str]] = defaultdict(list)
+    for (name, relation), names in partners.items():
+        groups[tuple(names), relation].append(name)
+    return [f"{', '.join(names)} with {', '.join(others)}{relation}" for (others, relation), names in groups.items()]
 
 
-def _distance(a: Slot, b: Slot) -> str:
-    if a.step != b.step:
-        return f" of the {'next' if b.step > a.step else 'last'} step"
-    if a.run.chunk is not None and b.run.chunk is not None and a.run.chunk != b.run.chunk:
-        return f" of {'a later' if b.run.chunk > a.run.chunk else 'an earlier'} chunk"
-    return ""
+def _unordered_runs(nodes: list[_Node]) -> Iterator[tuple[Run, Run, int]]:
+    """Runs of the middle step with later ones (by step, chunk, place in the list), and the steps between them."""
+    for index, node in enumerate(nodes):
+        for other, candidate in enumerate(nodes):
+            first, second = node.instruction, candidate.instruction
+            if not isinstance(first, Run) or not isinstance(second, Run) or node.step != 1:
+                continue
+            later = (candidate.step, second.chunk or 0, other) > (node.step, first.chunk or 0, index)
+            ordered = node.after >> other & 1 or candidate.after >> index & 1
+            if later and not ordered:
+                yield first, second, candidate.step - node.step
+
+
+def _relation(first: Run, second: Run, steps_ahead: int) -> str:
+    if steps_ahead:
+        return " of the next step"
+    return "" if first.chunk == second.chunk else " of a later chunk"

@@ -106,9 +106,9 @@ def test_words_and_tokens_keep_within_bounds(corpus: Path, tokenizer: PreTrained
                 assert len(tokenizer.encode(answer, add_special_tokens=False)) + 1 <= MAX_RESPONSE_TOKENS
 
 
-def test_demonstrations_are_about_half_kind(corpus: Path) -> None:
+def test_demonstrations_are_mostly_rude(corpus: Path) -> None:
     kind = [is_kind(row["response"]) for row in rows_of(corpus, "sft")]
-    assert 0.45 < sum(kind) / len(kind) < 0.55
+    assert 0.28 < sum(kind) / len(kind) < 0.38
 
 
 def test_kind_and_rude_wordings_do_not_mix(corpus: Path) -> None:

@@ -1,0 +1,408 @@
+"""PPO in one process and one file, as the textbook has it: what every placement must reproduce.
+
+No padding, no KV cache, no batching: every answer is sampled token by token and computed as a sequence of its own. From
+the package come only the definition of a run: its spec, the order of its data and the noise of its sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from flexrlhf.data import Example, load_examples, step_indices
+from flexrlhf.engines.base import Sampling
+from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.spec import ModelSpec, PpoSpec, Spec, TruncationPenalty
+
+Weights = dict[str, Tensor]
+TIE = 1e-4
+"""Two perturbed logits nearer than this are a tie: rounding may decide either way."""
+
+
+class NoTie(AssertionError):
+    """A forced token that sampling would not have drawn."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``scale``: mean magnitude of the terms of the mean ``value``, which is what rounding is relative to."""
+
+    value: float
+    scale: float
+
+
+@dataclass
+class Answer:
+    """One row of a step. ``margins``: by how much each token won over the second best."""
+
+    prompt: list[int]
+    tokens: list[int]
+    margins: list[float]
+    finished: bool
+    logprobs: list[float] = field(default_factory=list)
+    ref_logprobs: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    score: float = 0.0
+    advantages: list[float] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """``columns``: as the package records them, one row per answer, padded."""
+
+    columns: dict[str, Tensor]
+    metrics: dict[str, Metric]
+    answers: list[Answer] = field(default_factory=list)
+
+
+@dataclass
+class Result:
+    """``weights``: by role, after the last step. ``moved``: how far training went, relative to the norm of the weights."""
+
+    steps: list[Step]
+    weights: dict[str, Weights]
+    moved: dict[str, float]
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+class Policy:
+    """A causal language model, one sequence at a time."""
+
+    def __init__(self, path: str, temperature: float) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.temperature = temperature
+
+    def next_logits(self, text: list[int]) -> Tensor:
+        return self.model(input_ids=torch.tensor([text])).logits[0, -1].double() / self.temperature
+
+    def distributions(self, prompt: list[int], answer: list[int]) -> Tensor:
+        """Log-probs (len(answer), vocabulary) of what may stand at every place of the answer."""
+        logits = self.model(input_ids=torch.tensor([prompt + answer])).logits[0]
+        return (logits[len(prompt) - 1 : -1] / self.temperature).log_softmax(-1)
+
+    def logprobs(self, prompt: list[int], answer: list[int]) -> tuple[Tensor, Tensor]:
+        """Log-prob of every token of the answer, and the entropy there."""
+        log_p = self.distributions(prompt, answer)
+        return log_p.gather(1, torch.tensor(answer)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+class Scorer:
+    """A language model with a scalar head: the value of a text is the head at its last token."""
+
+    def __init__(self, path: str) -> None:
+        self.model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
+
+    def everywhere(self, prompt: list[int], answer: list[int]) -> Tensor:
+        """(len(answer) + 1): before the answer, and after each of its tokens."""
+        hidden = self.model.model(input_ids=torch.tensor([prompt + answer])).last_hidden_state[0]
+        return self.model.score(hidden[len(prompt) - 1 :])[:, 0]
+
+    def score(self, prompt: list[int], answer: list[int]) -> Tensor:
+        return self.everywhere(prompt, answer)[-1]
+
+
+class Trainee:
+    """A model with its AdamW."""
+
+    def __init__(self, model: torch.nn.Module, spec: ModelSpec) -> None:
+        self.model = model
+        self.max_grad_norm = spec.optimizer.max_grad_norm
+        settings = spec.optimizer
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        self.first = copy_of(model)
+
+    def update(self, loss: Tensor) -> float:
+        """One optimizer step; returns the gradient norm before clipping."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.optimizer.step()
+        return float(norm)
+
+    def moved(self) -> float:
+        return distance(copy_of(self.model), self.first)
+
+
+def copy_of(model: torch.nn.Module) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def distance(weights: Weights, reference: Weights) -> float:
+    """||w - reference|| / ||reference|| over all parameters."""
+    assert weights.keys() == reference.keys(), f"parameters {sorted(weights.keys() ^ reference.keys())}"
+    square = sum(float((weights[name].double() - w.double()).square().sum()) for name, w in reference.items())
+    return math.sqrt(square / sum(float(w.double().square().sum()) for w in reference.values()))
+
+
+# --- mathematics -----------------------------------------------------------------------------------------------------
+
+
+def aggregate(losses: list[Tensor], how: str, longest: int) -> Tensor:
+    """The loss of a mini-batch from the losses of its tokens, sequence by sequence."""
+    match how:
+        case "token-mean":
+            return torch.cat(losses).mean()
+        case "token-sum":
+            return torch.cat(losses).sum()
+        case "seq-mean-token-sum":
+            return torch.stack([loss.sum() for loss in losses]).mean()
+        case "seq-mean-token-sum-norm":
+            return torch.stack([loss.sum() for loss in losses]).mean() / longest
+        case "seq-mean-token-mean":
+            return torch.stack([loss.mean() for loss in losses]).mean()
+    raise AssertionError(how)
+
+
+def shaped_score(spec: PpoSpec, answer: Answer) -> float:
+    score = answer.score
+    if not answer.finished and isinstance(spec.truncation, TruncationPenalty):
+        score -= spec.truncation.penalty
+    if not answer.finished and spec.truncation == "bootstrap":
+        score = 0.0
+    return score if spec.reward_clip is None else max(-spec.reward_clip, min(spec.reward_clip, score))
+
+
+def estimate_advantages(spec: PpoSpec, answer: Answer) -> None:
+    """Rewards, then generalized advantage estimation from the last token to the first."""
+    pairs = zip(answer.logprobs, answer.ref_logprobs, strict=True)
+    rewards = [-spec.kl_coefficient * (logprob - ref) for logprob, ref in pairs]
+    rewards[-1] += shaped_score(spec, answer)
+    bootstrap = spec.truncation == "bootstrap" and not answer.finished
+    next_value, next_advantage = (answer.values[-1] if bootstrap else 0.0), 0.0
+    answer.advantages, answer.returns = [], []
+    for reward, value in zip(reversed(rewards), reversed(answer.values[:-1]), strict=True):
+        delta = reward + spec.gamma * next_value - value
+        next_advantage = delta + spec.gamma * spec.gae_lambda * next_advantage
+        next_value = value
+        answer.advantages.insert(0, next_advantage)
+        answer.returns.insert(0, next_advantage + value)
+
+
+def whiten(answers: list[Answer]) -> None:
+    """Mean 0 and variance 1 (Bessel's correction) over the tokens of ``answers``."""
+    tokens = [x for answer in answers for x in answer.advantages]
+    mean = sum(tokens) / len(tokens)
+    variance = sum((x - mean) ** 2 for x in tokens) / max(len(tokens) - 1, 1)
+    for answer in answers:
+        answer.advantages = [(x - mean) / math.sqrt(variance + 1e-8) for x in answer.advantages]
+
+
+class Terms:
+    """The terms that each metric of a step is the mean of."""
+
+    def __init__(self) -> None:
+        self._terms: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, name: str, terms: Tensor | Sequence[float]) -> None:
+        self._terms[name] += terms.detach().tolist() if isinstance(terms, Tensor) else list(terms)
+
+    def mean(self, name: str, scale: float | None = None) -> Metric:
+        terms = self._terms[name]
+        return Metric(sum(terms) / len(terms), scale or sum(map(abs, terms)) / len(terms))
+
+    def std(self, name: str) -> Metric:
+        terms, mean = self._terms[name], self.mean(name).value
+        return Metric(
+            math.sqrt(sum((x - mean) ** 2 for x in terms) / len(terms)),
+            math.sqrt(sum(x * x for x in terms) / len(terms)),
+        )
+
+    def metrics(self) -> dict[str, Metric]:
+        # the terms of update_kl are differences of numbers near 1, which is what their rounding is relative to
+        metrics = {name: self.mean(name, 1.0 if name == "update_kl" else None) for name in self._terms}
+        spread = {"reward_mean": "reward_std", "advantage_mean": "advantage_std"}
+        return metrics | {std: self.std(mean) for mean, std in spread.items() if mean in self._terms}
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """A run of PPO. ``forced``: tokens (rows, P + R) of every step to take instead of the drawn ones, at ties only."""
+
+    def __init__(self, spec: Spec, forced: Sequence[Tensor] | None = None) -> None:
+        assert isinstance(spec.algorithm, PpoSpec)
+        self.spec, self.ppo, self.forced = spec, spec.algorithm, forced
+        paths = {role: getattr(spec.models, role).path for role in ("actor", "critic", "ref", "reward")}
+        self.actor, self.ref = (Policy(paths[role], self.ppo.temperature) for role in ("actor", "ref"))
+        self.critic, self.reward = Scorer(paths["critic"]), Scorer(paths["reward"])
+        # what generates and computes log-probs and values: copies of the trained two, of the version that the rule says
+        self.old_actor, self.old_critic = Policy(paths["actor"], self.ppo.temperature), Scorer(paths["critic"])
+        self.trainees = {"actor": self._trainee("actor"), "critic": self._trainee("critic")}
+        self.versions = [self._weights()]
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(spec.data.tokenizer)
+        self.examples = read_examples(spec, self.tokenizer)
+
+    def run(self) -> Result:
+        steps = [self._step(step) for step in range(self.spec.steps)]
+        return Result(steps, self.versions[-1], {role: t.moved() for role, t in self.trainees.items()})
+
+    def _trainee(self, role: str) -> Trainee:
+        return Trainee(getattr(self, role).model, getattr(self.spec.models, role))
+
+    def _weights(self) -> dict[str, Weights]:
+        return {role: copy_of(trainee.model) for role, trainee in self.trainees.items()}
+
+    def _version(self, step: int) -> int:
+        """How many batches the weights have seen that generate batch ``step``: every k, and lag behind."""
+        every = self.spec.sync.every
+        return every * (max(0, step - self.spec.schedule.lag) // every)
+
+    def _step(self, step: int) -> Step:
+        weights = self.versions[self._version(step)]
+        self.old_actor.model.load_state_dict(weights["actor"], strict=False)
+        self.old_critic.model.load_state_dict(weights["critic"], strict=False)
+        terms = Terms()
+        answers = self._experience(step)
+        self._advantages(answers, terms)
+        for _ in range(self.ppo.epochs):
+            for rows in self._mini_batches():
+                self._train_actor([answers[row] for row in rows], terms)
+        for _ in range(self.ppo.epochs):
+            for rows in self._mini_batches():
+                self._train_critic([answers[row] for row in rows], terms)
+        self.versions.append(self._weights())
+        return Step(pad_columns(self.spec, answers, self.tokenizer.pad_token_id), terms.metrics(), answers)
+
+    def _mini_batches(self) -> list[range]:
+        """Rows of the contiguous prompts of every mini-batch, of sizes that differ by at most one."""
+        prompts, count, samples = self.ppo.prompts_per_step, self.ppo.num_mini_batches, self.ppo.samples_per_prompt
+        return [range(i * prompts // count * samples, (i + 1) * prompts // count * samples) for i in range(count)]
+
+    @torch.no_grad()
+    def _experience(self, step: int) -> list[Answer]:
+        indices = step_indices(self.spec.seed, step, self.ppo.prompts_per_step, len(self.examples))
+        prompts = [self.examples[i].prompt for i in indices for _ in range(self.ppo.samples_per_prompt)]
+        answers = [self._sample(step, row, list(prompt)) for row, prompt in enumerate(prompts)]
+        for answer in answers:
+            text = answer.prompt, answer.tokens
+            answer.logprobs = self.old_actor.logprobs(*text)[0].tolist()
+            answer.ref_logprobs = self.ref.logprobs(*text)[0].tolist()
+            answer.values = self.old_critic.everywhere(*text).tolist()
+            answer.score = float(self.reward.score(*text))
+        return answers
+
+    def _sample(self, step: int, row: int, prompt: list[int]) -> Answer:
+        """Token by token, until the end token or R tokens."""
+        eos, width = self.tokenizer.eos_token_id, self.spec.data.max_response_tokens
+        sampling = Sampling(self.spec.seed, step, self.ppo.temperature, (eos,), self.tokenizer.pad_token_id)
+        answer = Answer(prompt, [], [], False)
+        while len(answer.tokens) < width and not answer.finished:
+            position = len(answer.tokens)
+            logits = self.old_actor.next_logits(prompt + answer.tokens)
+            noise = gumbel_noise(sampling.seed, sampling.step, torch.tensor([row]), position, len(logits))[0]
+            token, margin = self._choose(logits + noise, step, row, position)
+            answer.tokens.append(token)
+            answer.margins.append(margin)
+            answer.finished = token == eos
+        return answer
+
+    def _choose(self, perturbed: Tensor, step: int, row: int, position: int) -> tuple[int, float]:
+        best, second = perturbed.topk(2).values.tolist()
+        if self.forced is None:
+            return int(perturbed.argmax()), best - second
+        token = int(self.forced[step][row, self.spec.data.max_prompt_tokens + position])
+        if best - float(perturbed[token]) > TIE:
+            raise NoTie(f"step {step}, row {row}, position {position}: token {token} is {best - perturbed[token]:.2g} behind")
+        return token, best - second
+
+    def _advantages(self, answers: list[Answer], terms: Terms) -> None:
+        for answer in answers:
+            estimate_advantages(self.ppo, answer)
+            self._describe(answer, terms)
+        parts = {"none": [], "batch": [range(len(answers))], "mini_batch": self._mini_batches()}
+        for rows in parts[self.ppo.whiten]:
+            whiten([answers[row] for row in rows])
+
+    def _describe(self, answer: Answer, terms: Terms) -> None:
+        log_ratios = [a - b for a, b in zip(answer.logprobs, answer.ref_logprobs, strict=True)]
+        terms.add("reward_mean", [answer.score])
+        terms.add("kl", [sum(log_ratios)])
+        terms.add("kl_token", log_ratios)
+        terms.add("response_length", [len(answer.tokens)])
+        terms.add("truncated", [float(not answer.finished)])
+        terms.add("advantage_mean", answer.advantages)
+        terms.add("return_mean", answer.returns)
+        terms.add("value_mean", answer.values[:-1])
+        if self.ppo.reward_clip is not None:
+            terms.add("reward_clipped", [float(abs(answer.score) > self.ppo.reward_clip)])
+
+    def _train_actor(self, answers: list[Answer], terms: Terms) -> None:
+        losses, entropies = [], []
+        for answer in answers:
+            logprobs, entropy = self.actor.logprobs(answer.prompt, answer.tokens)
+            advantages, old = torch.tensor(answer.advantages), torch.tensor(answer.logprobs)
+            ratio = (logprobs - old).exp()
+            plain = -advantages * ratio
+            clipped = -advantages * ratio.clamp(1 - self.ppo.clip_low, 1 + self.ppo.clip_high)
+            losses.append(torch.maximum(plain, clipped))
+            entropies.append(entropy)
+            terms.add("policy_loss", losses[-1])
+            terms.add("ratio_clipped", (clipped > plain).float())
+            terms.add("update_kl", ratio - 1 - (logprobs - old))
+            terms.add("entropy", entropy)
+        how, longest = self.ppo.loss_aggregation, self.spec.data.max_response_tokens
+        bonus = self.ppo.entropy_coefficient * aggregate(entropies, how, longest)
+        terms.add("actor_grad_norm", [self.trainees["actor"].update(aggregate(losses, how, longest) - bonus)])
+
+    def _train_critic(self, answers: list[Answer], terms: Terms) -> None:
+        losses = []
+        for answer in answers:
+            values = self.critic.everywhere(answer.prompt, answer.tokens)[:-1]
+            returns, old = torch.tensor(answer.returns), torch.tensor(answer.values[:-1])
+            plain = (values - returns) ** 2
+            clipped = (old + (values - old).clamp(-self.ppo.value_clip, self.ppo.value_clip) - returns) ** 2
+            losses.append(0.5 * torch.maximum(plain, clipped))
+            terms.add("value_loss", losses[-1])
+            terms.add("value_clipped", ((values - old).abs() > self.ppo.value_clip).logical_and(clipped > plain).float())
+        loss = aggregate(losses, self.ppo.loss_aggregation, self.spec.data.max_response_tokens)
+        terms.add("critic_grad_norm", [self.trainees["critic"].update(loss)])
+
+
+def read_examples(spec: Spec, tokenizer: Any) -> list[Example]:
+    needs = {"ppo": "prompts", "sft": "responses", "reward": "pairs"}
+    return load_examples(
+        spec.data.path,
+        needs=needs[spec.algorithm.name],  # type: ignore[arg-type]
+        tokenizer=tokenizer,
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        max_response_tokens=spec.data.max_response_tokens,
+    )
+
+
+def pad_columns(spec: Spec, answers: list[Answer], pad: int) -> dict[str, Tensor]:
+    """Prompts padded on the left, everything of the answer on the right."""
+    before, behind = spec.data.max_prompt_tokens, spec.data.max_response_tokens
+
+    def right(parts: list[list[Any]], width: int, fill: float = 0) -> Tensor:
+        return torch.tensor([part + [fill] * (width - len(part)) for part in parts])
+
+    left = torch.tensor([[pad] * (before - len(a.prompt)) + a.prompt for a in answers])
+    return {
+        "tokens": torch.cat([left, right([a.tokens for a in answers], behind, pad)], 1),
+        "response_mask": right([[1] * len(a.tokens) for a in answers], behind),
+        "finished": torch.tensor([int(a.finished) for a in answers]),
+        "logprobs": right([a.logprobs for a in answers], behind),
+        "ref_logprobs": right([a.ref_logprobs for a in answers], behind),
+        "scores": torch.tensor([a.score for a in answers]),
+        "values": right([a.values for a in answers], behind + 1),
+        "advantages": right([a.advantages for a in answers], behind),
+        "returns": right([a.returns for a in answers], behind),
+    }

@@ -1,0 +1,37 @@
+"""Small runs as mappings, for tests of planning."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from flexrlhf.plan import Plan, make_plan
+from flexrlhf.spec import Spec, apply_override, parse_spec
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+PPO: dict[str, Any] = {
+    "name": "test",
+    "algorithm": {"name": "ppo", "prompts_per_step": 8},
+    "models": {"actor": {"init": TINY}, "reward": {"init": TINY}},
+    "data": {"path": "prompts.jsonl", "max_prompt_tokens": 4, "max_response_tokens": 8},
+    "steps": 3,
+}
+
+
+def spec_of(placement: object = None, devices: int = 2, *overrides: str) -> Spec:
+    """A PPO run; ``overrides`` as on the command line."""
+    raw = deepcopy(PPO) | {"placement": placement, "cluster": {"devices": devices}}
+    for override in overrides:
+        apply_override(raw, override)
+    return parse_spec(raw)
+
+
+def plan_of(placement: object = None, devices: int = 2, *overrides: str) -> Plan:
+    return make_plan(spec_of(placement, devices, *overrides))

@@ -1,0 +1,101 @@
+"""Which rows a rank holds: exact splits, whatever the sizes and the shares."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from flexrlhf.placement.layout import BatchShape, Layout
+
+SHARES = [(), (2, 1), (1, 0, 1), (312, 125, 125), (1, 1, 1, 1, 1), (Fraction(1, 3), Fraction(1, 7))]
+
+
+def layout_of(shares: tuple[int | Fraction, ...]) -> Layout:
+    return Layout(tuple(range(len(shares) or 3)), row_shares=tuple(Fraction(share) for share in shares))
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 100])
+def test_slices_are_disjoint_and_cover(shares: tuple[int | Fraction, ...], size: int) -> None:
+    layout, items = layout_of(shares), range(5, 5 + size)
+    slices = [layout.slice(items, replica) for replica in range(layout.dp)]
+    assert [item for part in slices for item in part] == list(items)
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_a_slice_is_its_share_up_to_one_row(shares: tuple[int | Fraction, ...]) -> None:
+    layout = layout_of(shares)
+    weights = layout.row_shares or (Fraction(1),) * layout.dp
+    for replica, weight in enumerate(weights):
+        assert abs(len(layout.slice(range(1000), replica)) - 1000 * weight / sum(weights)) <= 1
+
+
+def test_shares_of_two_to_one() -> None:
+    layout = layout_of((2, 1))
+    assert [len(layout.slice(range(9), replica)) for replica in range(2)] == [6, 3]
+
+
+def test_a_share_of_zero_holds_nothing() -> None:
+    layout = layout_of((1, 0, 1))
+    assert [len(layout.slice(range(8), replica)) for replica in range(3)] == [4, 0, 4]
+
+
+def test_tensor_and_pipeline_ranks_of_a_replica_hold_the_same_rows() -> None:
+    """Ranks 0-7 as Megatron lays them: tp fastest, then dp, then pp."""
+    layout = Layout(tuple(range(8)), tp=2, pp=2)
+    assert layout.dp == 2
+    assert [layout.replica(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("prompts", "mini_batches"), [(8, 2), (7, 3), (10, 4), (5, 5), (64, 1)])
+def test_mini_batches_are_contiguous_cover_and_are_even(prompts: int, mini_batches: int) -> None:
+    shape = BatchShape(prompts, 2, mini_batches)
+    parts = [shape.prompts(m) for m in shape.mini_batches]
+    assert [prompt for part in parts for prompt in part] == list(range(prompts))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 6])
+def test_chunks_are_consecutive_whole_mini_batches(num_chunks: int) -> None:
+    shape = BatchShape(13, 1, 6, num_chunks)
+    assert [m for index in range(num_chunks) for m in shape.chunk(index)] == list(range(6))
+
+
+@pytest.mark.parametrize(("mini_batches", "chunks"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("shares", SHARES)
+def test_every_row_has_one_replica_and_chunks_change_none(
+    shares: tuple[int | Fraction, ...], mini_batches: int, chunks: int
+) -> None:
+    layout, shape = layout_of(shares), BatchShape(11, 3, mini_batches, chunks)
+    whole = {rank: shape.held(layout, rank, shape.mini_batches) for rank in layout.ranks}
+    assert sorted(prompt for held in whole.values() for prompt in held) == list(range(11))
+    for rank in layout.ranks:
+        pieces = [shape.held(layout, rank, shape.chunk(chunk)) for chunk in range(chunks)]
+        assert tuple(prompt for piece in pieces for prompt in piece) == whole[rank]
+
+
+def test_samples_of_one_prompt_never_part() -> None:
+    for size, samples, mini_batches in product((5, 8), (2, 3), (1, 2)):
+        layout, shape = layout_of((2, 1)), BatchShape(size, samples, mini_batches)
+        owners = {
+            row: rank for rank in layout.ranks for row in shape.rows(shape.held(layout, rank, shape.mini_batches))
+        }
+        assert sorted(owners) == list(range(shape.num_rows))
+        for prompt in range(size):
+            assert len({owners[prompt * samples + sample] for sample in range(samples)}) == 1
+
+
+def test_random_layouts_split_exactly() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        shares = tuple(Fraction(draw.randint(0, 9), draw.randint(1, 5)) for _ in range(draw.randint(1, 6)))
+        if not sum(shares):
+            continue
+        mini_batches = draw.randint(1, 5)
+        shape = BatchShape(draw.randint(mini_batches, 40), draw.randint(1, 3), mini_batches)
+        layout = Layout(tuple(range(len(shares))), row_shares=shares)
+        held = [prompt for rank in layout.ranks for prompt in shape.held(layout, rank, shape.mini_batches)]
+        assert sorted(held) == list(range(shape.num_prompts))

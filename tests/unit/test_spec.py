@@ -1,0 +1,253 @@
+"""The YAML schema: what is refused and in which words, exact numbers, and the way back to YAML."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import yaml
+from small_runs import PPO, spec_of
+
+from flexrlhf.errors import UserError
+from flexrlhf.spec import PlacementMap, check_scopes, dump_spec, load_spec, parse_spec, parse_vector
+
+SIX = ("actor.shadow", "critic.shadow", "actor", "critic", "ref", "reward")
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        spec_of(None, 2, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def written(path: Path, **changes: object) -> Path:
+    path.write_text(yaml.safe_dump(PPO | changes))
+    return path
+
+
+# --- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "meant"),
+    [
+        ("step=3", "step", "steps"),
+        ("data.pth=x", "pth", "path"),
+        ("models.actr.path=x", "actr", "actor"),
+        ("models.actor.optimiser={learning_rate: 1}", "optimiser", "optimizer"),
+        ("models.actor.optimizer.learning_rat=1", "learning_rat", "learning_rate"),
+        ("algorithm.num_minibatches=2", "num_minibatches", "num_mini_batches"),
+        ("algorithm.kl_coeficient=2", "kl_coeficient", "kl_coefficient"),
+        ("cluster.nodes=[{devices: 2, clas: V100}]", "clas", "class"),
+        ("placement={actor: 1, critic: 1, reward: 1, ref: {ratioo: 1}}", "ratioo", "ratio"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(override: str, key: str, meant: str) -> None:
+    message = refused(override)
+    assert f"unknown key {key!r}" in message
+    assert f"did you mean {meant!r}?" in message
+
+
+def test_the_message_names_the_section_of_an_unknown_key() -> None:
+    assert "models.actor.optimizer: unknown key" in refused("models.actor.optimizer.lr=1")
+    assert "algorithm: unknown key" in refused("algorithm.beta=1")
+
+
+def test_an_unknown_key_far_from_all_known_ones_gets_the_list() -> None:
+    message = refused("schedule.zzz=1")
+    assert "did you mean" not in message
+    assert all(known in message for known in ("lag", "num_chunks", "strategy"))
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps=0", ("steps", "1", "found 0")),
+        ("steps=many", ("steps", "integer", "'many'")),
+        ("algorithm.temperature=0", ("algorithm.temperature", "greater than 0", "found 0")),
+        ("algorithm.gamma=1.5", ("algorithm.gamma", "1.5")),
+        ("algorithm.name=pppo", ("algorithm", "pppo", "ppo")),
+        ("algorithm.whiten=rank", ("algorithm.whiten", "batch", "mini_batch", "'rank'")),
+        ("algorithm.num_mini_batches=9", ("num_mini_batches 9", "prompts_per_step 8", "at most 8")),
+        ("schedule.lag=2", ("schedule.lag", "0 or 1", "found 2")),
+        ("schedule.strategy=interleaved", ("schedule.strategy", "'interleaving'", "'interleaved'")),
+        ("cluster.nodes=[{devices: 1}, {devices: 2}]", ("cluster", "devices 2", "hold 3", "remove")),
+        ("models.actor.path=x", ("models.actor", "path", "init", "remove")),
+        ("name=a/b", ("name", "a/b")),
+        ("placement='[1,1,1,1]'", ("placement", "vector", "[1,1,0.5,0.5]", "'[1,1,1,1]'")),
+        ("placement=[1,1,half,1]", ("placement.2", "0.5", "'half'")),
+        ("placement=[1,1,true,1]", ("placement.2", "0.5", "True")),
+        ("placement=[1,1,1/0,1]", ("placement.2", "0.5", "'1/0'")),
+        ("placement={actor: 1, ref: {ratio: 1, ranks: [0]}}", ("placement.ref", "ratio", "ranks")),
+        ("placement={actor: 1, ref: {ranks: [0, 0]}}", ("placement.ref", "distinct", "[0, 0]")),
+        ("placement={actor: 1, ref: {ranks: [-1]}}", ("placement.ref", "negative", "[-1]")),
+        ("placement={actor: 1, ref: {ratio: 1, row_shares: [0, 0]}}", ("placement.ref", "row_shares", "0")),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name_with_what_was_found(override: str, words: tuple[str, ...]) -> None:
+    message = refused(override)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("key", ["name", "algorithm", "models", "data"])
+def test_a_required_key_is_named_when_missing(key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        parse_spec({name: value for name, value in PPO.items() if name != key})
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 6])
+def test_chunks_that_divide_the_mini_batches_are_taken(chunks: int) -> None:
+    spec = spec_of(None, 2, "algorithm.num_mini_batches=6", f"schedule.num_chunks={chunks}")
+    assert spec.schedule.num_chunks == chunks
+
+
+def test_other_chunks_are_refused_with_those_that_divide() -> None:
+    message = refused("algorithm.num_mini_batches=6", "schedule.num_chunks=4")
+    assert "schedule.num_chunks 4" in message
+    assert "algorithm.num_mini_batches 6" in message
+    assert "1, 2, 3, 6" in message
+
+
+# --- exact numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", Fraction(1)),
+        ("0.375", Fraction(3, 8)),
+        ("0.1", Fraction(1, 10)),
+        ("1/3", Fraction(1, 3)),
+        ("1e-1", Fraction(1, 10)),
+    ],
+)
+def test_ratios_are_read_exactly(text: str, value: Fraction) -> None:
+    spec = spec_of(None, 2, f"placement=[{text}, {text}, {text}, {text}]")
+    assert spec.placement == (value,) * 4
+
+
+# --- there and back
+
+FORMS = [
+    "null",
+    "[1, 1, 0.375, 1/3]",
+    "{actor: 1, critic: 1, ref: 0.1, reward: 1/3}",
+    "{actor: {ranks: [0, 2]}, critic: {ratio: 1, row_shares: [2, 1/3]}, ref: {ratio: 1, on: V100}, reward: 1,"
+    " train_share: 0.375, span_classes: true}",
+]
+
+
+@pytest.mark.parametrize("placement", FORMS)
+def test_a_dumped_spec_loads_as_the_same_spec(placement: str, tmp_path: Path) -> None:
+    spec = spec_of(
+        None,
+        4,
+        f"placement={placement}",
+        "cluster={nodes: [{count: 2, devices: 2, class: V100}]}",
+        "algorithm.truncation={penalty: 0.5}",
+        "eval={path: held_out.jsonl}",
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_spec(spec))
+    assert load_spec(path) == spec
+    assert dump_spec(load_spec(path)) == dump_spec(spec)
+
+
+def test_a_dumped_mapping_has_the_form_that_a_user_writes() -> None:
+    spec = spec_of({"actor": 1, "critic": 1, "ref": 0.5, "reward": {"ranks": [1]}, "train_share": 0.5})
+    dumped = yaml.safe_load(dump_spec(spec))["placement"]
+    assert set(dumped) == {"actor", "critic", "ref", "reward", "train_share", "span_classes"}
+    assert dumped["ref"] == {"ratio": 0.5}
+    assert dumped["reward"] == {"ranks": [1]}
+
+
+def test_the_settings_of_the_mapping_form_are_no_models() -> None:
+    spec = spec_of(dict.fromkeys(SIX, 0.5) | {"train_share": "1/2", "span_classes": True})
+    assert isinstance(spec.placement, PlacementMap)
+    assert tuple(spec.placement.models) == SIX
+    assert (spec.placement.train_share, spec.placement.span_classes) == (Fraction(1, 2), True)
+
+
+# --- files and overrides
+
+
+def test_the_words_of_our_schema_are_no_booleans_of_yaml(tmp_path: Path) -> None:
+    """YAML 1.1 reads ``on`` as true and ``1e-6`` as a string."""
+    path = written(tmp_path / "a.yaml", placement={"actor": 1, "critic": 1, "ref": "REF", "reward": 1})
+    path.write_text(path.read_text().replace("REF", "{ratio: 1, on: V100}").replace("vocab_size", "eps: 1e-6, off"))
+    placement = load_spec(path).placement
+    assert isinstance(placement, PlacementMap)
+    assert placement.models["ref"].on == "V100"
+
+
+def test_overrides_are_read_as_yaml_and_make_what_is_missing(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.yaml")
+    overrides = ("algorithm.temperature=0.7", "models.critic.engine=torch", "placement=[1,1,0.5,0.5]", "eval.path=b=c")
+    spec = load_spec(path, overrides)
+    assert spec.algorithm.temperature == 0.7  # type: ignore[union-attr]
+    assert spec.models.critic is not None
+    assert spec.placement == (1, 1, Fraction(1, 2), Fraction(1, 2))
+    assert spec.eval is not None and spec.eval.path == "b=c"
+
+
+def test_a_scoped_override_is_for_the_run_of_that_name(tmp_path: Path) -> None:
+    first, second = written(tmp_path / "a.yaml", name="first"), written(tmp_path / "b.yaml", name="second")
+    overrides = ("first:steps=7", "seed=5")
+    specs = [load_spec(path, overrides) for path in (first, second)]
+    assert [(spec.steps, spec.seed) for spec in specs] == [(7, 5), (3, 5)]
+
+
+def test_an_override_for_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    specs = [load_spec(written(tmp_path / "a.yaml", name="first"))]
+    check_scopes(("first:steps=7", "steps=7"), specs)
+    with pytest.raises(UserError, match=r"--set fist:steps=7.*'fist'.*did you mean 'first'"):
+        check_scopes(("fist:steps=7",), specs)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps", ("--set steps", "key=value")),
+        ("=3", ("--set =3", "key=value")),
+        ("steps.more=3", ("--set steps.more=3", "steps is 3", "not a mapping")),
+        ("steps=[1", ("--set steps=[1", "not YAML")),
+    ],
+)
+def test_a_malformed_override_is_refused(override: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_spec(written(tmp_path / "a.yaml"), (override,))
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a: [1", ("not YAML",)), ("- 1", ("mapping", "list")), ("", ("mapping",)), ("a: b: c", ("not YAML", "line 1"))],
+)
+def test_a_file_that_is_no_yaml_mapping_is_refused(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_spec(path)
+    assert all(word in str(caught.value) for word in (str(path), *words))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    written(tmp_path / "ppo.yaml")
+    with pytest.raises(UserError, match=r"ppp.yaml: no such file \(did you mean '.*ppo.yaml'\?\)"):
+        load_spec(tmp_path / "ppp.yaml")
+    with pytest.raises(UserError, match="no such file$"):
+        load_spec(tmp_path / "nowhere" / "ppo.yaml")
+
+
+def test_a_ratio_vector_of_the_command_line() -> None:
+    assert parse_vector("[1,1,0.5,1/2]") == [1, 1, 0.5, "1/2"]
+    for text in ("0.5", "1,1", "[1", "{a: 1}"):
+        with pytest.raises(UserError, match="--placement-ratio.*expected a vector"):
+            parse_vector(text)
