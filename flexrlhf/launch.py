@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ class Rendezvous:
     nnodes: int = 1
     node_rank: int = 0
     endpoint: str = ""
+
+
+POLL_SECONDS = 5
+STOPPED = "stopped; all ranks have ended"
 
 
 class RankFailure(RuntimeError):
@@ -63,17 +68,39 @@ def launch(specs: Sequence[Spec], plan: Plan, rendezvous: Rendezvous) -> None:
             f"--nnodes {rendezvous.nnodes} does not divide the {plan.placement.num_ranks} devices of the cluster"
         )
     config = _config(plan.placement.num_ranks // rendezvous.nnodes, rendezvous)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_agent()
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
         file = Path(directory) / "specs.yaml"
         file.write_text("---\n".join(dump_spec(spec) for spec in specs))
         try:
             elastic_launch(config, sys.executable)("-m", "flexrlhf.worker", str(file))
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            rank, failure = _cause(error)
+            if failure.exitcode == -signal.SIGINT:
+                raise Interrupted(STOPPED) from None
             raise RankFailure(_sentence(rank, failure, plan)) from None
         except (SignalException, KeyboardInterrupt):
-            raise Interrupted("stopped; all ranks have ended") from None
+            raise Interrupted(STOPPED) from None
+
+
+def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that died of itself rather than one that waited for it in vain or that the agent ended afterwards."""
+    first = error.get_first_failure()
+    # the agent notices a killed rank at its next poll, a neighbour at once; its own SIGKILL comes half a minute later
+    latest = first[1].timestamp + POLL_SECONDS
+    killed = [
+        (rank, failure)
+        for rank, failure in error.failures.items()
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= latest
+    ]
+    return killed[0] if killed else first
+
+
+def _silence_agent() -> None:
+    """The agent logs what the closing sentence says, in three paragraphs for each rank."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _config(per_node: int, rendezvous: Rendezvous) -> LaunchConfig:
@@ -99,7 +126,8 @@ def _sentence(rank: int, failure: ProcessFailure, plan: Plan) -> str:
     message: Any = failure.message
     if isinstance(message, dict):
         message = message.get("message", "")
-    reason = str(message).strip().splitlines()[0] if failure.error_file_data else ""
+    # a rank that a signal killed has nothing to say but the signal
+    reason = str(message).strip().splitlines()[0] if failure.error_file_data and failure.exitcode > 0 else ""
     detail = f": {reason}" if reason else ""
     return f"rank {rank} ({models}) ended the run, {_exit(failure)}{detail}"
 

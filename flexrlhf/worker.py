@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from flexrlhf.comm.world import open_world
+from flexrlhf.comm.world import DeadlineError, open_world
 from flexrlhf.errors import UserError
 from flexrlhf.plan import make_plan
 from flexrlhf.run_data import load_run_data
@@ -48,8 +48,8 @@ def main(specs_file: str) -> None:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The launcher prints what a user can mend as one sentence; a traceback would bury it."""
-    if not issubclass(kind, UserError):
+    """The launcher prints these as one sentence; a traceback would bury it."""
+    if not issubclass(kind, UserError | DeadlineError):
         sys.__excepthook__(kind, error, trace)
 
 

@@ -156,14 +156,17 @@ def deadline(what: str, who_is_missing: Callable[[], str]) -> Iterator[None]:
     """Give a failed wait its name: what was waited for, and who has not arrived."""
     try:
         yield
-    except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
-        if isinstance(error, DeadlineError) or not _is_wait(error):
+    except RuntimeError as error:
+        reason = _reason(str(error).lower())
+        if isinstance(error, DeadlineError) or reason is None:
             raise
-        raise DeadlineError(f"{what}: waited in vain for {who_is_missing()} ({str(error).splitlines()[0]})") from error
+        raise DeadlineError(f"{what}: {reason}, waiting for {who_is_missing()}") from error
 
 
-def _is_wait(error: Exception) -> bool:
-    text = str(error).lower()
-    return any(
-        sign in text for sign in ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")
-    )
+def _reason(text: str) -> str | None:
+    """What torch's message means when a wait failed; None for any other error."""
+    if any(sign in text for sign in ("timed out", "timeout")):
+        return "the deadline passed"
+    if any(sign in text for sign in ("connection closed", "connection reset", "broken pipe")):
+        return "the connection closed"
+    return None
