@@ -29,9 +29,8 @@ class Section(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             for key in value:
                 if key not in known:
-                    raise ValueError(
-                        f"unknown key {key!r}{nearest(str(key), known)}; known: {', '.join(sorted(known))}"
-                    )
+                    hint = nearest(str(key), known) or f"; known: {', '.join(sorted(known))}"
+                    raise ValueError(f"unknown key {key!r}{hint}")
         return value
 
 
@@ -150,6 +149,7 @@ class RewardSpec(AlgorithmSpec):
     samples_per_prompt: Literal[2] = 2
 
 
+ALGORITHMS = ("ppo", "sft", "reward")
 Algorithm = Annotated[PpoSpec | SftSpec | RewardSpec, Field(discriminator="name")]
 
 
@@ -393,14 +393,11 @@ def dump_spec(spec: Spec) -> str:
     return yaml.safe_dump(raw, sort_keys=False)
 
 
-_UNION_TAGS = {"ppo", "sft", "reward", "tuple[...]", "PlacementMap"}
-
-
 def _first_problem(error: ValidationError) -> str:
     """One sentence for the first problem: the dotted key, what is wrong, what was found."""
     problem = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
     parts = [str(part) for part in problem["loc"]]
-    if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in _UNION_TAGS:
+    if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in ALGORITHMS:
         del parts[1]
     if parts[:1] == ["placement"]:
         parts = [
@@ -408,6 +405,9 @@ def _first_problem(error: ValidationError) -> str:
             for part in parts
             if part not in {"PlacementMap", "models"} and not part.startswith(("tuple[", "function-"))
         ]
+    if problem["type"] == "union_tag_invalid":
+        name = str(problem["input"].get("name"))
+        return f"algorithm.name: unknown algorithm {name!r}{nearest(name, ALGORITHMS)}; known: {', '.join(ALGORITHMS)}"
     message = problem["msg"].removeprefix("Value error, ")
     where = ".".join(parts)
     shown = "" if problem["type"] in {"value_error", "missing"} else f", found {problem['input']!r}"

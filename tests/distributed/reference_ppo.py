@@ -65,7 +65,7 @@ class Step:
 
 @dataclass
 class Result:
-    """``weights``: by role, after the last step. ``moved``: how far training went, relative to the norm of the weights."""
+    """``weights``: by role, after the last step. ``moved``: how far training went, relative to their norm."""
 
     steps: list[Step]
     weights: dict[str, Weights]
@@ -319,8 +319,9 @@ class Reference:
         if self.forced is None:
             return int(perturbed.argmax()), best - second
         token = int(self.forced[step][row, self.spec.data.max_prompt_tokens + position])
-        if best - float(perturbed[token]) > TIE:
-            raise NoTie(f"step {step}, row {row}, position {position}: token {token} is {best - perturbed[token]:.2g} behind")
+        behind = best - float(perturbed[token])
+        if behind > TIE:
+            raise NoTie(f"step {step}, row {row}, position {position}: token {token} is {behind:.2g} behind the best")
         return token, best - second
 
     def _advantages(self, answers: list[Answer], terms: Terms) -> None:
@@ -371,7 +372,9 @@ class Reference:
             clipped = (old + (values - old).clamp(-self.ppo.value_clip, self.ppo.value_clip) - returns) ** 2
             losses.append(0.5 * torch.maximum(plain, clipped))
             terms.add("value_loss", losses[-1])
-            terms.add("value_clipped", ((values - old).abs() > self.ppo.value_clip).logical_and(clipped > plain).float())
+            terms.add(
+                "value_clipped", ((values - old).abs() > self.ppo.value_clip).logical_and(clipped > plain).float()
+            )
         loss = aggregate(losses, self.ppo.loss_aggregation, self.spec.data.max_response_tokens)
         terms.add("critic_grad_norm", [self.trainees["critic"].update(loss)])
 

@@ -45,9 +45,8 @@ def _sft_loss(spec: Spec, model: Policy, examples: Sequence[Example], terms: Ter
 
 def _pair_loss(model: Scorer, examples: Sequence[Example], terms: Terms) -> Tensor:
     """-log sigmoid(chosen - rejected), mean over pairs."""
-    gaps = torch.stack(
-        [torch.stack([model.score(list(e.prompt), list(r)) for r in e.responses]) @ torch.tensor([1.0, -1.0]) for e in examples]
-    )
+    scores = [[model.score(list(e.prompt), list(response)) for response in e.responses] for e in examples]
+    gaps = torch.stack([chosen - rejected for chosen, rejected in scores])
     losses = torch.log1p(torch.exp(-gaps))
     terms.add("pair_loss", losses)
     terms.add("pair_accuracy", (gaps > 0).float())

@@ -19,7 +19,7 @@ TINY = {
 PPO: dict[str, Any] = {
     "name": "test",
     "algorithm": {"name": "ppo", "prompts_per_step": 8},
-    "models": {"actor": {"init": TINY}, "reward": {"init": TINY}},
+    "models": {"actor": {"init": dict(TINY)}, "reward": {"init": dict(TINY)}},
     "data": {"path": "prompts.jsonl", "max_prompt_tokens": 4, "max_response_tokens": 8},
     "steps": 3,
 }

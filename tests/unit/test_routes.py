@@ -52,7 +52,9 @@ PRIMITIVES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "destination", "expected"), [p[1:] for p in PRIMITIVES], ids=[p[0] for p in PRIMITIVES])
+@pytest.mark.parametrize(
+    ("source", "destination", "expected"), [p[1:] for p in PRIMITIVES], ids=[p[0] for p in PRIMITIVES]
+)
 def test_the_first_primitive_that_matches_is_taken(source: Layout, destination: Layout, expected: Primitive) -> None:
     shape = BatchShape(8)
     needed = holdings(destination, shape)

@@ -177,13 +177,21 @@ def test_the_settings_of_the_mapping_form_are_no_models() -> None:
 # --- files and overrides
 
 
-def test_the_words_of_our_schema_are_no_booleans_of_yaml(tmp_path: Path) -> None:
-    """YAML 1.1 reads ``on`` as true and ``1e-6`` as a string."""
-    path = written(tmp_path / "a.yaml", placement={"actor": 1, "critic": 1, "ref": "REF", "reward": 1})
-    path.write_text(path.read_text().replace("REF", "{ratio: 1, on: V100}").replace("vocab_size", "eps: 1e-6, off"))
+def test_on_is_a_key_and_not_true(tmp_path: Path) -> None:
+    """YAML 1.1 reads ``on`` as true."""
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump(PPO) + "placement: {actor: 1, critic: 1, ref: {ratio: 1, on: V100}, reward: 1}\n")
     placement = load_spec(path).placement
     assert isinstance(placement, PlacementMap)
     assert placement.models["ref"].on == "V100"
+
+
+def test_a_number_with_an_exponent_is_no_string() -> None:
+    """YAML 1.1 reads ``1e-6`` as a string, which a model's config would keep."""
+    spec = spec_of(None, 2, "models.actor.init={rms_norm_eps: 1e-6}", "models.actor.optimizer.learning_rate=1e-3")
+    assert spec.models.actor is not None
+    assert spec.models.actor.init == {"rms_norm_eps": 1e-6}
+    assert spec.models.actor.optimizer.learning_rate == 1e-3
 
 
 def test_overrides_are_read_as_yaml_and_make_what_is_missing(tmp_path: Path) -> None:
