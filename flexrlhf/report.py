@@ -56,12 +56,14 @@ def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
     counts = [
         len(batch.held(model.layout, rank, batch.mini_batches)) * batch.samples_per_prompt for rank in model.ranks
     ]
-    shown = (
-        str(counts[0])
-        if len(set(counts)) == 1
-        else ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
-    )
-    return f"rows of {model.name:<13}{shown:>8} on each of {len(counts)} replicas"
+    if len(set(counts)) == 1:
+        return f"rows of {model.name:<13}{counts[0]:>8} on each of its {_replicas(len(counts))}"
+    shown = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
+    return f"rows of {model.name:<13}{shown:>8} on its {_replicas(len(counts))}"
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"
 
 
 def _placement(plan: Plan) -> list[str]:
@@ -70,10 +72,10 @@ def _placement(plan: Plan) -> list[str]:
         devices = {(plan.cluster.devices[r].node, plan.cluster.devices[r].device_class) for r in model.ranks}
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
         trained = "trained" if model.trained else "follows " + model.role if model.is_shadow else "frozen"
-        lines.append(f"{model.name:<14}ranks {span_of(model.ranks):<10} {where:<22} {model.engine:<7} {trained}")
+        lines.append(f"{model.name:<14}{ranks_text(model.ranks):<12} {where:<22} {model.engine:<7} {trained}")
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
-    lines.append("idle: " + (f"ranks {span_of(plan.placement.idle_ranks)}" if plan.placement.idle_ranks else "none"))
+    lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
     return lines + [f"warning: {text}" for text in plan.placement.warnings]
 
 
@@ -84,7 +86,7 @@ def _weights(plan: Plan) -> list[str]:
         text = ", ".join(f"{name} {_bytes(size)}" for name, size in held.items()) or "nothing"
         total = _bytes(sum(size or 0 for size in held.values()))
         by_contents.setdefault(f"{total:>9} = {text}", []).append(rank)
-    return [f"ranks {span_of(tuple(ranks)):<8} {text}" for text, ranks in by_contents.items()]
+    return [f"{ranks_text(tuple(ranks)):<12} {text}" for text, ranks in by_contents.items()]
 
 
 def _overlap(plan: Plan) -> list[str]:
@@ -97,7 +99,7 @@ def _overlap(plan: Plan) -> list[str]:
 
 
 def _groups(plan: Plan) -> list[str]:
-    return [f"{group.purpose:<24} ranks {span_of(group.ranks)}" for group in plan.groups] or ["none: one rank"]
+    return [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups] or ["none: one rank"]
 
 
 def schedule_table(plan: Plan) -> list[str]:
@@ -144,6 +146,10 @@ def rank_marks(ranks: tuple[int, ...], num_ranks: int) -> str:
     if num_ranks > 32:
         return f"{span_of(ranks):<12}"
     return "".join("#" if rank in ranks else "." for rank in range(num_ranks))
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {span_of(ranks)}"
 
 
 def span_of(ranks: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ All classes are frozen and refuse unknown keys, naming the nearest known one. ``
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -311,6 +312,25 @@ class Spec(Section):
         return Path(self.runs) / self.name
 
 
+class _Yaml12Loader(yaml.SafeLoader):
+    """YAML 1.2 booleans: ``on`` is a word (a placement key of ours), only true and false are booleans."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def read_yaml(text: str) -> Any:
+    """The first document of ``text``, by the rules of YAML 1.2 where they differ for booleans."""
+    return yaml.load(text, _Yaml12Loader)  # noqa: S506 (derived from SafeLoader)
+
+
 def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError in one sentence."""
     path = Path(path)
@@ -318,7 +338,7 @@ def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
         found = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise UserError(f"config {path}: no such file{nearest(str(path), found)}")
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = read_yaml(path.read_text())
     except yaml.YAMLError as error:
         raise UserError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
@@ -351,7 +371,7 @@ def check_scopes(overrides: tuple[str, ...], specs: list[Spec]) -> None:
 def parse_vector(text: str) -> list[Any]:
     """Read ``[1,1,0.5,0.5]``; its numbers are checked with the spec."""
     try:
-        vector = yaml.safe_load(text)
+        vector = read_yaml(text)
     except yaml.YAMLError:
         vector = None
     if not isinstance(vector, list):
@@ -380,7 +400,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             raise UserError(f"--set {override}: {parent} is {child!r}, not a mapping")
         node = child
     try:
-        node[last] = yaml.safe_load(text)
+        node[last] = read_yaml(text)
     except yaml.YAMLError:
         raise UserError(f"--set {override}: the value is not YAML") from None
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.comm.world import DeadlineError, open_world
 from flexrlhf.errors import UserError
 from flexrlhf.plan import make_plan
 from flexrlhf.run_data import load_run_data
-from flexrlhf.spec import Spec, parse_spec
+from flexrlhf.spec import Spec, parse_spec, read_yaml
 from flexrlhf.trainer import Trainer
 
 
@@ -44,7 +43,7 @@ def main(specs_file: str) -> None:
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = _show
-    work([parse_spec(raw) for raw in yaml.safe_load_all(Path(specs_file).read_text())])
+    work([parse_spec(read_yaml(text)) for text in Path(specs_file).read_text().split("---\n")])
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
