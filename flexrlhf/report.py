@@ -9,6 +9,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
+from flexrlhf.strategies.schedule import whole_step
 
 
 def format_plan(plan: Plan) -> str:
@@ -56,14 +57,11 @@ def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
     counts = [
         len(batch.held(model.layout, rank, batch.mini_batches)) * batch.samples_per_prompt for rank in model.ranks
     ]
-    if len(set(counts)) == 1:
-        return f"rows of {model.name:<13}{counts[0]:>8} on each of its {_replicas(len(counts))}"
     shown = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
-    return f"rows of {model.name:<13}{shown:>8} on its {_replicas(len(counts))}"
-
-
-def _replicas(count: int) -> str:
-    return "1 replica" if count == 1 else f"{count} replicas"
+    if len(set(counts)) == 1:
+        shown = str(counts[0])
+    replicas = "its one replica" if len(counts) == 1 else f"each of {len(counts)} replicas"
+    return f"rows of {model.name:<13}{shown:>8} on {replicas}"
 
 
 def _placement(plan: Plan) -> list[str]:
@@ -92,9 +90,9 @@ def _weights(plan: Plan) -> list[str]:
 def _overlap(plan: Plan) -> list[str]:
     """Operators that run at the same time, and what keeps others from it."""
     lines = overlapping_operators(plan.schedule) or ["none"]
-    barriers = sorted(plan.graph.whole_step)
-    if plan.batch.num_chunks > 1 and barriers:
-        lines.append(f"not chunked: {', '.join(barriers)}; whiten: mini_batch and epochs: 1 let them stream")
+    whole = [name for name in plan.graph.waves if name in whole_step(plan.graph, plan.placement)]
+    if plan.batch.num_chunks > 1 and whole:
+        lines.append(f"not chunked: {', '.join(whole)}; shadows, whiten: mini_batch and epochs: 1 let them stream")
     return lines
 
 

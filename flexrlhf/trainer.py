@@ -113,7 +113,7 @@ class Trainer:
         """The evaluation operators over the held-out rows, split over the model's replicas."""
         resident = self._residents[instruction.model]
         shape = BatchShape(len(self._data.held_out), self.plan.batch.samples_per_prompt)
-        store = RowStore()
+        store = RowStore(self.plan.lengths, self._world.device)
         rows = shape.rows(shape.held(resident.model.layout, self._world.rank, range(1)))
         self._put_inputs(store, self._data.held_out, rows)
         reports: dict[str, Moments] = {}
@@ -137,7 +137,7 @@ class Trainer:
         if step not in self._stores:
             for old in [s for s in self._stores if s < step - self.plan.schedule.lag]:
                 self._stores.pop(old).finish()
-            store = self._stores[step] = RowStore()
+            store = self._stores[step] = RowStore(self.plan.lengths, self._world.device)
             indices = step_indices(self.plan.spec.seed, step, self.plan.batch.num_prompts, len(self._data.examples))
             self._put_inputs(store, [self._data.examples[i] for i in indices], self._input_rows())
         return self._stores[step]

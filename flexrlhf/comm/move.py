@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.rows import RowStore
+from flexrlhf.comm.rows import DTYPES, RowStore
 from flexrlhf.comm.world import Wait, posted
 from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.strategies.instructions import Move
-
-DTYPES = {"int32": torch.int32, "uint8": torch.uint8, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

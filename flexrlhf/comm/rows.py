@@ -7,13 +7,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from flexrlhf.operators.columns import COLUMNS, Lengths
+
+DTYPES = {"int32": torch.int32, "uint8": torch.uint8, "float32": torch.float32}
 Arrival = Callable[[], None]
 
 
 class RowStore:
     """Columns with rows by global row number. Rows that still travel are awaited when they are first read."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: Lengths, device: torch.device) -> None:
+        self._lengths = lengths
+        self._device = device
         self._blocks: dict[str, list[Tensor]] = {}
         self._index: dict[str, dict[int, tuple[int, int]]] = {}
         self._arrivals: list[tuple[frozenset[str], Arrival]] = []
@@ -33,13 +38,19 @@ class RowStore:
     def get(self, column: str, rows: Sequence[int]) -> Tensor:
         """The values of ``rows`` (len(rows), ...), in this order."""
         self._await(column)
+        if not rows:
+            return self._blank(column)
         blocks, index = self._blocks[column], self._index[column]
         places = [index[row] for row in rows]
         if len(blocks) == 1 and [place for _, place in places] == list(range(len(blocks[0]))):
             return blocks[0]
-        if not places:
-            return blocks[0][:0]
         return torch.stack([blocks[block][place] for block, place in places])
+
+    def _blank(self, column: str) -> Tensor:
+        """No rows: of a replica without rows no move brings the column."""
+        kind = COLUMNS[column]
+        width = self._lengths.width(kind)
+        return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self._device)
 
     def _await(self, column: str) -> None:
         due = [item for item in self._arrivals if column in item[0]]

@@ -96,7 +96,7 @@ def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int,
             f"placement: {name} on rank {max(ranks)}, but the cluster has {len(cluster.devices)} devices "
             f"(ranks 0 to {len(cluster.devices) - 1})"
         )
-    return tuple(sorted(ranks))
+    return ranks
 
 
 def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
@@ -227,6 +227,7 @@ def _placed(
     shares = entry.row_shares or tuple(Fraction(cluster.speed(rank)) for rank in ranks)
     if len(shares) != len(ranks):
         raise UserError(f"placement: {name} has {len(ranks)} replicas, but row_shares has {len(shares)} entries")
+    ranks, shares = zip(*sorted(zip(ranks, shares, strict=True)), strict=True)
     equal = len(set(shares)) == 1
     model = getattr(spec.models, role)
     engine = model.engine if model else "torch"

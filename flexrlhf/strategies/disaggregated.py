@@ -26,9 +26,9 @@ def order(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> 
         return by_wave(graph, placement, shape, spec)
     builder = Builder(graph, placement, shape)
     training = [o for o in graph.operators if not builder.model_of(o).is_shadow and o.role in graph.trained]
-    inference = builder.emit(make_tasks(graph, shape, [o for o in graph.operators if o not in training]))
+    inference = builder.emit(make_tasks(graph, placement, shape, [o for o in graph.operators if o not in training]))
     builder.lag = 1
-    tasks = make_tasks(graph, shape, training)
+    tasks = make_tasks(graph, placement, shape, training)
     joining = builder.moves(tasks, only=frozenset(c for o in graph.operators if o not in training for c in o.writes))
     instructions = [*joining, *inference, *builder.emit(tasks)]
     return with_syncs(instructions, placement, spec, lag=1) + closing(graph, placement, spec, lag=1)

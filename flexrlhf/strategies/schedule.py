@@ -60,12 +60,23 @@ class Task:
         return self.tick, -self.wave
 
 
-def make_tasks(graph: Graph, shape: BatchShape, operators: Iterable[Operator]) -> list[Task]:
+def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
+    """Operators that run once over all chunks: barriers, what follows them, and the training of a role without shadow.
+
+    Such a role infers and trains with the same weights: no chunk may be generated or scored with those that another
+    chunk has trained already.
+    """
+    single = {o.name for o in graph.operators if o.kind == "train" and not placement.inference_copy(o.role).is_shadow}
+    return graph.whole_step | single
+
+
+def make_tasks(graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]) -> list[Task]:
     """Tasks in schedule order: by tick, the deepest wave first, then as the graph lists them."""
+    whole = whole_step(graph, placement)
     tasks = []
     for operator in operators:
         wave = graph.waves[operator.name]
-        if operator.name in graph.whole_step or shape.num_chunks == 1:
+        if operator.name in whole or shape.num_chunks == 1:
             tasks.append(Task(operator, wave, None, wave + shape.num_chunks - 1))
         else:
             tasks += [Task(operator, wave, chunk, wave + chunk) for chunk in range(shape.num_chunks)]
@@ -188,5 +199,5 @@ Order = Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
 
 def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
     """Every operator in its tick, nothing lagging."""
-    instructions = Builder(graph, placement, shape).emit(make_tasks(graph, shape, graph.operators))
+    instructions = Builder(graph, placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
     return with_syncs(instructions, placement, spec, lag=0) + closing(graph, placement, spec, lag=0)

@@ -1,0 +1,300 @@
+"""Execute a plan with one thread per rank and symbolic values: no torch, no sockets, every wait with a deadline.
+
+``asynchronous`` follows comm/: sends are buffered, receives are awaited where a column is first read, the send two
+later on an edge awaits its peers. ``rendezvous`` is stricter than any back end: all ranks that an instruction names
+meet at it before one of them does it, and rows arrive at once. A plan that never blocks there blocks nowhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from threading import Thread
+from typing import Literal
+
+from fabric import Fabric, Stopped
+from symbolic import Cell, Value, digest, initial_weights, input_value, statistic, updated, written
+
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.routes import Transfer
+from flexrlhf.plan import Group, Plan
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.schedule import walk
+
+Mode = Literal["asynchronous", "rendezvous"]
+Stream = Iterable[tuple[int, int, Instruction]]
+"""What a rank does: (position, step of the batch, instruction), as ``walk`` gives it."""
+
+DEADLINE_SECONDS = 20.0
+"""Far beyond a pause of a busy machine; a plan that is right never waits for it."""
+
+
+class EmulationError(AssertionError):
+    """A rank that cannot go on: it misses a row, breaks a rule of the schedule, or waits past the deadline."""
+
+
+@dataclass
+class Trace:
+    """What one rank did. ``seen``: every cell it produced or received. ``looks``: (what, model, step, weights)."""
+
+    seen: dict[Cell, Value] = field(default_factory=dict)
+    produced: set[Cell] = field(default_factory=set)
+    weights: dict[str, Value] = field(default_factory=dict)
+    looks: list[tuple[str, str, int, Value]] = field(default_factory=list)
+
+
+def emulate(
+    plan: Plan,
+    mode: Mode,
+    streams: Mapping[int, Stream] | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> dict[int, Trace]:
+    """Run ``plan`` and return every rank's trace. ``streams`` replaces what single ranks do (to break a plan).
+
+    Raises EmulationError with the first failure, or with what every blocked rank waits for.
+    """
+    fabric = Fabric(deadline_seconds)
+    ranks = [Rank(rank, plan, fabric, mode) for rank in range(plan.placement.num_ranks)]
+    own = {rank.number: walk(plan.schedule, rank.number, plan.spec.steps) for rank in ranks}
+    threads = [Thread(target=rank.run, args=((streams or {}).get(rank.number, own[rank.number]),)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if fabric.failure is not None:
+        raise EmulationError(fabric.failure)
+    return {rank.number: rank.trace for rank in ranks}
+
+
+@dataclass
+class Rows:
+    """The cells of one step on one rank, and those that still travel."""
+
+    values: dict[tuple[str, int], Value] = field(default_factory=dict)
+    arrivals: list[tuple[tuple[str, ...], Callable[[], None]]] = field(default_factory=list)
+
+    def land(self, columns: Iterable[str] | None = None) -> None:
+        """Await what travels of ``columns``; None: of all."""
+        due = [a for a in self.arrivals if columns is None or set(columns) & set(a[0])]
+        self.arrivals = [arrival for arrival in self.arrivals if arrival not in due]
+        for _, arrive in due:
+            arrive()
+
+
+class Rank:
+    """One rank: its rows by step, its weights by placed model, and one method for each kind of instruction."""
+
+    def __init__(self, number: int, plan: Plan, fabric: Fabric, mode: Mode) -> None:
+        self.number = number
+        self.trace = Trace(weights={m.name: initial_weights(m.role) for m in plan.placement.on_rank(number)})
+        self._plan = plan
+        self._fabric = fabric
+        self._mode = mode
+        self._rows: dict[int, Rows] = defaultdict(Rows)
+        self._edges: dict[str, deque[tuple[int, tuple[int, ...]]]] = defaultdict(deque)
+        self._at = "start"
+
+    def run(self, stream: Stream) -> None:
+        """The body of the thread: never raises."""
+        try:
+            for position, step, instruction in stream:
+                self._at = f"step {step}, {type(instruction).__name__.lower()} {instruction.label} (#{position})"
+                self._do(position, step, instruction)
+            for rows in self._rows.values():
+                rows.land()
+        except Stopped:
+            pass
+        except Exception as error:
+            self._fabric.fail(f"rank {self.number} at {self._at}: {error or type(error).__name__}")
+
+    def _do(self, position: int, step: int, instruction: Instruction) -> None:
+        assert self.number in instruction.ranks, f"the instruction names only {instruction.ranks}"
+        assert 0 <= step < self._plan.spec.steps, "no such batch"
+        if self._mode == "rendezvous":
+            self._fabric.meet(self.number, ("all", position), instruction.ranks, self._at)
+        match instruction:
+            case Run():
+                self._run(position, step, instruction)
+            case Move():
+                self._move(position, step, instruction)
+            case Sync():
+                self._sync(position, instruction)
+            case Eval() | Save():
+                what = type(instruction).__name__.lower()
+                self.trace.looks.append((what, instruction.model, step, self._weights(instruction.model)))
+            case _:
+                raise AssertionError(f"unknown instruction {instruction}")
+
+    # Run ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, position: int, step: int, run: Run) -> None:
+        model = self._plan.placement[run.model]
+        assert model.ranks == run.ranks, f"{model.name} sits on {model.ranks}, the run names {run.ranks}"
+        weights = self._weights(run.model)
+        match run.operator.kind:
+            case "train":
+                self._train(position, step, run, model)
+            case "combine":
+                self._combine(position, step, run, model)
+            case _:
+                for row, read in self._reads(step, run, run.mini_batches).items():
+                    self._write(step, run, row, read, weights)
+
+    def _train(self, position: int, step: int, run: Run, model: PlacedModel) -> None:
+        for epoch in range(self._plan.spec.algorithm.epochs):
+            for mini_batch in run.mini_batches:
+                key = (position, epoch, mini_batch)
+                reads = self._all_reduce(key, step, run, model, range(mini_batch, mini_batch + 1))
+                self.trace.weights[run.model] = updated(run.operator, self.trace.weights[run.model], reads)
+
+    def _combine(self, position: int, step: int, run: Run, model: PlacedModel) -> None:
+        """Rows by themselves, or with a statistic over the run (whiten: batch) or over each mini-batch."""
+        whiten = getattr(self._plan.spec.algorithm, "whiten", "none")
+        parts = [run.mini_batches] if whiten == "batch" else [range(m, m + 1) for m in run.mini_batches]
+        for part in parts:
+            shared = 0
+            if whiten != "none":
+                shared = statistic(self._all_reduce((position, part.start), step, run, model, part))
+            for row, read in self._reads(step, run, part).items():
+                self._write(step, run, row, read, shared)
+
+    def _all_reduce(
+        self, key: tuple[int, ...], step: int, run: Run, model: PlacedModel, mini_batches: range
+    ) -> dict[int, Value]:
+        """What the replicas read of ``mini_batches``, each row exactly once, in row order."""
+        ranks = model.ranks
+        self._check_group(f"compute {model.name}", ranks, run)
+        own = self._reads(step, run, mini_batches)
+        gifts = self._fabric.meet(self.number, ("reduce", *key), ranks, f"{self._at}, all-reduce", own)
+        merged: dict[int, Value] = {}
+        for rank, gift in gifts.items():
+            assert isinstance(gift, dict)
+            twice = sorted(merged.keys() & gift.keys())
+            assert not twice, f"row {twice[:1]} reaches the reduction twice, also from rank {rank}"
+            merged |= gift
+        batch = self._plan.batch
+        wanted = batch.rows(tuple(prompt for m in mini_batches for prompt in batch.prompts(m)))
+        missing = sorted(set(wanted) - merged.keys())
+        assert not missing, f"row {missing[:1]} reaches no replica of {model.name}"
+        assert len(merged) == len(wanted), f"rows {sorted(merged.keys() - set(wanted))} are not of this mini-batch"
+        return dict(sorted(merged.items()))
+
+    def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
+        """Digest of what this rank's rows of ``mini_batches`` hold in the columns that the operator reads."""
+        batch, layout = self._plan.batch, self._plan.placement[run.model].layout
+        rows = batch.rows(batch.held(layout, self.number, mini_batches))
+        moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
+        self._rows[step].land(moved)
+        return {row: digest(*(self._read(step, column, row) for column in run.operator.reads)) for row in rows}
+
+    def _read(self, step: int, column: str, row: int) -> Value:
+        if column in self._plan.graph.inputs:
+            return input_value(step, column, row)
+        value = self._rows[step].values.get((column, row))
+        assert value is not None, (
+            f"rank {self.number} reads {column} of row {row}, step {step}, but neither produced nor received it"
+        )
+        return value
+
+    def _write(self, step: int, run: Run, row: int, read: Value, context: Value) -> None:
+        for column in run.operator.writes:
+            value = written(run.operator, column, step, row, read, context)
+            self._put(step, column, row, value)
+            self.trace.produced.add((step, column, row))
+
+    def _put(self, step: int, column: str, row: int, value: Value) -> None:
+        values = self._rows[step].values
+        assert (column, row) not in values, f"rank {self.number} already holds {column} of row {row}, step {step}"
+        values[column, row] = value
+        self.trace.seen[step, column, row] = value
+
+    # Move --------------------------------------------------------------------------------------------------------
+
+    def _move(self, position: int, step: int, move: Move) -> None:
+        self._check_group("move", move.ranks, move)
+        self._hold_back(position, move)
+        parcels: dict[int, list[tuple[str, int, Value]]] = defaultdict(list)
+        for transfer in move.transfers:
+            if transfer.source == self.number:
+                parcels[transfer.destination] += self._pack(step, transfer)
+        for destination, parcel in parcels.items():
+            self._fabric.send((step, position, self.number, destination), parcel)
+        rows = self._rows[step]
+        sources = dict.fromkeys(t.source for t in move.transfers if t.destination == self.number)
+        at = self._at
+
+        def arrive() -> None:
+            self._fabric.await_presence(self.number, ("move", position), self._peers(move), f"{self._at}, after {at},")
+            for source in sources:
+                self._unpack(position, step, source, at)
+            if move.primitive == "all_gather":
+                self._check_everything(step, move)
+
+        rows.arrivals.append((move.columns, arrive))
+        if self._mode == "rendezvous":
+            rows.land()
+
+    def _hold_back(self, position: int, move: Move) -> None:
+        """Two sends of an edge may be in flight; before the third the peers of the first must have come to it."""
+        edge = self._edges[move.label]
+        if len(edge) == 2:
+            oldest, peers = edge.popleft()
+            self._fabric.await_presence(self.number, ("move", oldest), peers, f"{self._at}, two sends in flight,")
+        self._fabric.arrive(self.number, ("move", position), move.ranks)
+        edge.append((position, self._peers(move)))
+
+    def _peers(self, move: Move) -> tuple[int, ...]:
+        """Whom this rank's part of the Move joins: in a collective everyone."""
+        if move.primitive != "point_to_point":
+            return move.ranks
+        pairs = [(t.source, t.destination) for t in move.transfers if self.number in (t.source, t.destination)]
+        return tuple(sorted(set(chain.from_iterable(pairs))))
+
+    def _pack(self, step: int, transfer: Transfer) -> list[tuple[str, int, Value]]:
+        self._rows[step].land([transfer.column])
+        rows = self._plan.batch.rows(transfer.prompts)
+        return [(transfer.column, row, self._read(step, transfer.column, row)) for row in rows]
+
+    def _unpack(self, position: int, step: int, source: int, at: str) -> None:
+        what = f"{self._at} waits for rows from rank {source} of {at}"
+        parcel = self._fabric.receive(self.number, (step, position, source, self.number), what)
+        assert isinstance(parcel, list)
+        for column, row, value in parcel:
+            self._put(step, column, row, value)
+
+    def _check_everything(self, step: int, move: Move) -> None:
+        batch = self._plan.batch
+        mini_batches = batch.mini_batches if move.chunk is None else batch.chunk(move.chunk)
+        rows = batch.rows(tuple(prompt for m in mini_batches for prompt in batch.prompts(m)))
+        held = self._rows[step].values
+        missing = [(column, row) for column in move.columns for row in rows if (column, row) not in held]
+        assert not missing, f"after the all_gather {move.label} rank {self.number} lacks {missing[0]}"
+
+    # Sync --------------------------------------------------------------------------------------------------------
+
+    def _sync(self, position: int, sync: Sync) -> None:
+        self._check_group(f"sync {sync.source}", sync.ranks, sync)
+        assert {t.destination for t in sync.transfers} == set(self._plan.placement[sync.destination].ranks)
+        for transfer in sync.transfers:
+            assert {transfer.source, transfer.destination} <= set(sync.ranks), f"{transfer} leaves {sync.ranks}"
+            if transfer.source == self.number:
+                key = ("sync", position, transfer.destination)
+                self._fabric.send(key, self._weights(sync.source))
+        for transfer in sync.transfers:
+            if transfer.destination == self.number:
+                self._weights(sync.destination)
+                what = f"{self._at} waits for weights from rank {transfer.source}"
+                parcel = self._fabric.receive(self.number, ("sync", position, self.number), what)
+                assert isinstance(parcel, int)
+                self.trace.weights[sync.destination] = parcel
+
+    def _weights(self, model: str) -> Value:
+        assert model in self.trace.weights, f"{model} is not placed on rank {self.number}"
+        return self.trace.weights[model]
+
+    def _check_group(self, purpose: str, ranks: tuple[int, ...], instruction: Instruction) -> None:
+        """Ranks talk in a group that the plan made for this purpose and that the instruction names."""
+        assert set(ranks) <= set(instruction.ranks), f"{purpose} of {ranks}, but {instruction.ranks} are named"
+        assert len(ranks) == 1 or Group(purpose, ranks) in self._plan.groups, f"no group {purpose!r} of {ranks}"

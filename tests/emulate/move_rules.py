@@ -1,0 +1,42 @@
+"""What a Move states must be what its transfers need. Written from the rule, not from the code that plans Moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+from flexrlhf.plan import Plan
+from flexrlhf.strategies.instructions import Move
+
+
+def check_moves(plan: Plan) -> None:
+    """What a Move states is what its transfers need: its ranks, its columns, and its primitive."""
+    for move in plan.schedule.instructions:
+        if isinstance(move, Move):
+            taking_part = set(chain.from_iterable((t.source, t.destination) for t in move.transfers))
+            assert taking_part == set(move.ranks), f"{move.label} names {move.ranks}, but joins {sorted(taking_part)}"
+            assert {t.column for t in move.transfers} == set(move.columns), f"{move.label}: a column without transfer"
+            assert all(t.source != t.destination and t.prompts for t in move.transfers), f"{move.label}: empty transfer"
+            cells = Counter((t.column, t.destination, prompt) for t in move.transfers for prompt in t.prompts)
+            assert max(cells.values()) == 1, f"{move.label} sends {cells.most_common(1)} more than once"
+            assert move.primitive == primitive_needed(move), f"{move.label} says {move.primitive}: {move.transfers}"
+
+
+def primitive_needed(move: Move) -> str:
+    """The primitive by design.md's rule, from the rows that each pair of ranks exchanges."""
+    if not move.transfers:
+        return "none"
+    sent = {
+        (source, destination): {
+            (t.column, t.prompts) for t in move.transfers if (t.source, t.destination) == (source, destination)
+        }
+        for source in move.ranks
+        for destination in move.ranks
+        if source != destination
+    }
+    to_all = all(sent[a, b] == sent[a, c] != set() for a, b in sent for c in move.ranks if c != a)
+    sizes = {tuple(sorted((column, len(prompts)) for column, prompts in parcel)) for parcel in sent.values()}
+    if to_all and len(sizes) == 1:
+        return "all_gather"
+    sources, destinations = {t.source for t in move.transfers}, {t.destination for t in move.transfers}
+    return "all_to_all" if sources & destinations else "point_to_point"

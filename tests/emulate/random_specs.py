@@ -1,0 +1,242 @@
+"""Seeded random specs of every strategy. Draws that planning refuses are counted and drawn again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+from flexrlhf.errors import UserError
+from flexrlhf.placement.placed import Placement
+from flexrlhf.plan import Plan, make_plan
+from flexrlhf.spec import PlacementMap, parse_spec
+from flexrlhf.strategies.instructions import Move
+
+Raw = dict[str, Any]
+
+INIT = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 16,
+}
+TRAINED = ("actor", "critic")
+SHADOWS = ("actor.shadow", "critic.shadow")
+ROLES = ("actor", "critic", "ref", "reward")
+CLASSES = ("A100-80G", "V100-32G")
+
+
+@dataclass
+class Draws:
+    """Valid draws, and how many draws planning refused, by the first words of the reason."""
+
+    specs: list[Raw] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def valid_share(self) -> float:
+        return len(self.plans) / (len(self.plans) + self.refused.total())
+
+
+def draw_valid(count: int, seed: int) -> Draws:
+    """``count`` valid specs; the same for the same ``seed``."""
+    rng = Random(seed)
+    draws = Draws()
+    while len(draws.plans) < count:
+        raw = draw(rng)
+        try:
+            draws.plans.append(make_plan(parse_spec(raw)))
+            draws.specs.append(raw)
+        except UserError as error:
+            draws.refused[" ".join(str(error).removeprefix("config: ").split()[:2])] += 1
+    return draws
+
+
+def draw(rng: Random) -> Raw:
+    """One spec, mostly valid."""
+    name = rng.choices(("ppo", "sft", "reward"), (18, 1, 1))[0]
+    strategy = rng.choices(("co-located", "interleaving", "disaggregated"), (1, 3, 4))[0]
+    algorithm = _algorithm(rng, name)
+    nodes = _nodes(rng)
+    shadows = name == "ppo" and strategy == "disaggregated"
+    spec: Raw = {
+        "name": "emulated",
+        "steps": rng.randint(3, 5),
+        "algorithm": algorithm,
+        "models": {role: {"init": INIT} for role in {"sft": ["actor"]}.get(name, ["reward"])},
+        "data": {"path": "rows.jsonl"},
+        "cluster": {"nodes": nodes},
+        "placement": _placement(rng, name, strategy, _classes(nodes)),
+        "schedule": {"num_chunks": _chunks(rng, algorithm), "lag": int(_chance(rng, 0.5 if shadows else 0.02))},
+        "sync": {"every": rng.choice((1, 1, 2, 3)) if shadows or _chance(rng, 0.02) else 1},
+        "save": {"every": rng.choice((None, 1, 2))},
+    }
+    if name == "ppo":
+        spec["models"]["actor"] = {"init": INIT}
+    if _chance(rng, 0.1):
+        spec["schedule"]["strategy"] = strategy
+    if _chance(rng, 0.3):
+        spec["eval"] = {"path": "held_out.jsonl", "every": rng.choice((None, 1, 2))}
+    return spec
+
+
+def _chance(rng: Random, probability: float) -> bool:
+    return rng.random() < probability
+
+
+def _algorithm(rng: Random, name: str) -> Raw:
+    prompts = rng.choice((*range(1, 17), 12, 16, 24))
+    mini_batches = rng.choice([n for n in (1, 2, 3, 4, 4, 6, 8) if n <= prompts or _chance(rng, 0.02)])
+    algorithm: Raw = {"name": name, "prompts_per_step": prompts, "num_mini_batches": mini_batches}
+    algorithm["epochs"] = rng.choice((1, 1, 1, 2))
+    if name == "ppo":
+        algorithm["whiten"] = rng.choice(("batch", "mini_batch", "mini_batch", "none"))
+        algorithm["samples_per_prompt"] = rng.randint(1, 3)
+    return algorithm
+
+
+def _chunks(rng: Random, algorithm: Raw) -> int:
+    mini_batches = algorithm["num_mini_batches"]
+    return rng.choice([n for n in range(1, mini_batches + 1) if mini_batches % n == 0 or _chance(rng, 0.02)])
+
+
+def _nodes(rng: Random) -> list[Raw]:
+    """1 to 3 nodes of one or two device classes, 1 to 12 devices in all."""
+    counts = [rng.choice((1, 2, 2, 2, 2, 3, 3, *range(4, 13)))]
+    if _chance(rng, 0.6):
+        counts = [rng.randint(1, 4) for _ in range(rng.randint(2, 3))]
+    classes = CLASSES if _chance(rng, 0.5) else CLASSES[:1]
+    return [{"devices": count, "class": classes[i % len(classes)]} for i, count in enumerate(counts)]
+
+
+def _classes(nodes: list[Raw]) -> dict[str, int]:
+    devices: Counter[str] = Counter()
+    for node in nodes:
+        devices[node["class"]] += node["devices"]
+    return dict(devices)
+
+
+def _placement(rng: Random, name: str, strategy: str, classes: dict[str, int]) -> Any:
+    size = sum(classes.values())
+    if name != "ppo":
+        return [str(Fraction(rng.randint(1, size), size))]
+    names = (*SHADOWS, *ROLES) if strategy == "disaggregated" else ROLES
+    if strategy == "co-located":
+        return rng.choice((None, None, [1, 1, 1, 1], {**dict.fromkeys(names, 1), "span_classes": True}))
+    if strategy == "interleaving" and size <= 3 and _chance(rng, 0.9):
+        # one reader on every rank, so that rows are gathered to all
+        return {**dict.fromkeys(names, str(Fraction(1, size))), "actor": 1, "span_classes": True}
+    if len(classes) == 1 and _chance(rng, 0.5):
+        counts, _ = _counts(rng, names, size)
+        return [str(Fraction(counts[name], size)) for name in names]
+    if _chance(rng, 0.25):
+        return _explicit(rng, names, size)
+    return _mapping(rng, names, classes)
+
+
+def _counts(rng: Random, names: tuple[str, ...], size: int) -> tuple[dict[str, int], int]:
+    """Devices by model in a pool of ``size``, and the training side's: all of it without shadows."""
+    training = [name for name in names if name in TRAINED]
+    inference = [name for name in names if name not in TRAINED]
+    if names == ROLES or not training or not inference:
+        return {name: size if _chance(rng, 0.3) else rng.randint(1, size) for name in names}, size
+    side = rng.randint(1, max(1, size - 1))
+    counts = {name: rng.randint(1, max(1, size - side)) for name in inference}
+    first = rng.randint(1, side)
+    rest = side - first if first < side and _chance(rng, 0.5) else side
+    return counts | dict(zip(rng.sample(training, len(training)), (first, rest), strict=False)), side
+
+
+def _explicit(rng: Random, names: tuple[str, ...], size: int) -> Raw:
+    """Any subset of the ranks for each model; the training models' subsets apart from the others' with shadows."""
+    ranks = rng.sample(range(size), size)
+    side = rng.randint(1, max(1, size - 1)) if names != ROLES else size
+    left, right = ranks[:side], ranks[side:] or ranks
+    placement: Raw = {}
+    for name in names:
+        pool = left if name in TRAINED or names == ROLES else right
+        placement[name] = {"ranks": rng.sample(pool, rng.randint(1, len(pool)))}
+    return placement
+
+
+def _mapping(rng: Random, names: tuple[str, ...], classes: dict[str, int]) -> Raw:
+    """Each model on one class, named by ``on:`` or left to be what remains; some with row shares."""
+    homes = {name: rng.choice(sorted(classes)) for name in names}
+    unpinned = rng.choice(sorted(classes)) if len(classes) > 1 and _chance(rng, 0.5) else None
+    placement: Raw = {}
+    for home, size in classes.items():
+        members = tuple(name for name in names if homes[name] == home)
+        counts, side = _counts(rng, members, size)
+        for name in members:
+            placement[name] = {"ratio": str(Fraction(counts[name], size))}
+            if len(classes) > 1 and home != unpinned:
+                placement[name]["on"] = home.split("-")[0]
+            if _chance(rng, 0.3):
+                placement[name]["row_shares"] = _row_shares(rng, counts[name])
+        if len(classes) == 1 and names != ROLES and _chance(rng, 0.2):
+            placement["train_share"] = str(Fraction(side, size))
+    return placement
+
+
+def _row_shares(rng: Random, count: int) -> list[int]:
+    shares = [rng.randint(0, 3) for _ in range(count)]
+    return shares if sum(shares) else [1] * count
+
+
+def coverage(draws: Draws) -> dict[str, Counter[str]]:
+    """What the draws exercise: feature → value → number of specs (or of Moves, for primitives)."""
+    table: dict[str, Counter[str]] = {}
+    for plan in draws.plans:
+        for feature, values in _features(plan).items():
+            table.setdefault(feature, Counter()).update(values)
+    return table
+
+
+def _features(plan: Plan) -> dict[str, list[str]]:
+    spec, placement = plan.spec, plan.placement
+    algorithm = spec.algorithm
+    classes = {device.device_class for device in plan.cluster.devices}
+    return {
+        "algorithm": [algorithm.name],
+        "strategy": [plan.strategy],
+        "placement": [_form(plan)],
+        "ranks": [str(placement.num_ranks)],
+        "nodes": [str(plan.cluster.num_nodes)],
+        "device classes": [str(len(classes))],
+        "row shares": ["unequal" if any(m.layout.row_shares for m in placement.models) else "equal"],
+        "replicas without rows": ["some" if _empty_replicas(plan, placement) else "none"],
+        "lag": [str(plan.schedule.lag)],
+        "chunks": [str(plan.batch.num_chunks)],
+        "sync every": [str(spec.sync.every) if placement.shadows else "no sync"],
+        "whiten": [getattr(algorithm, "whiten", "not ppo")],
+        "epochs": [str(algorithm.epochs)],
+        "samples per prompt": [str(algorithm.samples_per_prompt)],
+        "moves": [i.primitive for i in plan.schedule.instructions if isinstance(i, Move)],
+    }
+
+
+def _form(plan: Plan) -> str:
+    placement = plan.spec.placement
+    if not isinstance(placement, PlacementMap):
+        return "none" if placement is None else f"vector of {len(placement)}"
+    if any(entry.ranks is not None for entry in placement.models.values()):
+        return "ranks"
+    return "mapping with on" if any(entry.on for entry in placement.models.values()) else "mapping"
+
+
+def _empty_replicas(plan: Plan, placement: Placement) -> bool:
+    batch = plan.batch
+    return any(not batch.held(m.layout, rank, batch.mini_batches) for m in placement.models for rank in m.ranks)
+
+
+def format_table(table: dict[str, Counter[str]]) -> str:
+    lines = []
+    for feature, counts in table.items():
+        cells = [f"{value}: {counts[value]}" for value in sorted(counts, key=lambda v: (len(v), v))]
+        lines.append(f"{feature:<22} {'   '.join(cells)}")
+    return "\n".join(lines)

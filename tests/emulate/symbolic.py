@@ -1,0 +1,119 @@
+"""What an algorithm computes, without numbers: a value is a digest of everything that it depends on.
+
+Two executions agree on a value only if they agree on the weights, the rows and the order that led to it. ``reference``
+computes a run from its spec alone, one batch after another, and knows neither placement nor schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from flexrlhf.operators.graph import Operator
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.spec import Spec
+
+Value = int
+Cell = tuple[int, str, int]
+"""(step, column, row)."""
+
+
+def digest(*parts: object) -> Value:
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest())
+
+
+def initial_weights(role: str) -> Value:
+    return digest("weights", role)
+
+
+def input_value(step: int, column: str, row: int) -> Value:
+    """A column that comes from the data set."""
+    return digest("input", step, column, row)
+
+
+def written(operator: Operator, column: str, step: int, row: int, read: Value, context: Value) -> Value:
+    """``read``: digest of what the operator reads of ``row``. ``context``: the weights, or the rows of a statistic."""
+    return digest(operator.name, column, step, row, read, context)
+
+
+def statistic(reads: Mapping[int, Value]) -> Value:
+    """A statistic over rows, such as the moments that whiten advantages."""
+    return digest("statistic", *sorted(reads.items()))
+
+
+def updated(operator: Operator, weights: Value, reads: Mapping[int, Value]) -> Value:
+    """The weights after one optimizer step on the rows of a mini-batch."""
+    return digest("update", operator.name, weights, *sorted(reads.items()))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """``columns``: every cell of the run. ``versions``: role → its weights after 0, 1, 2 … batches."""
+
+    columns: dict[Cell, Value]
+    versions: dict[str, list[Value]]
+
+
+def inference_version(batch: int, lag: int, every: int) -> int:
+    """The number of trained batches in the weights that generate and forward ``batch`` (the version rule)."""
+    return every * (max(0, batch - lag) // every)
+
+
+def reference(spec: Spec) -> Reference:
+    """The right answer to ``spec``."""
+    return _Run(spec).play()
+
+
+class _Run:
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._graph = make_graph(spec)
+        self._columns: dict[Cell, Value] = {}
+        self._versions = {role: [initial_weights(role)] for role in self._graph.roles}
+
+    def play(self) -> Reference:
+        for step in range(self._spec.steps):
+            version = inference_version(step, self._spec.schedule.lag, self._spec.sync.every)
+            weights = {role: versions[version] for role, versions in self._versions.items()}
+            for operator in self._graph.operators:
+                if operator.kind == "train":
+                    self._train(operator, step)
+                else:
+                    self._write(operator, step, weights[operator.role])
+            for role in set(self._graph.roles) - set(self._graph.trained):
+                self._versions[role].append(self._versions[role][-1])
+        return Reference(self._columns, self._versions)
+
+    def _mini_batches(self) -> list[range]:
+        """Rows by mini-batch: contiguous prompts with all their samples, sizes of prompts differ by at most one."""
+        algorithm = self._spec.algorithm
+        prompts, count, samples = algorithm.prompts_per_step, algorithm.num_mini_batches, algorithm.samples_per_prompt
+        return [range(m * prompts // count * samples, (m + 1) * prompts // count * samples) for m in range(count)]
+
+    def _reads(self, operator: Operator, step: int, rows: Iterable[int]) -> dict[int, Value]:
+        return {row: digest(*(self._read(step, column, row) for column in operator.reads)) for row in rows}
+
+    def _read(self, step: int, column: str, row: int) -> Value:
+        if column in self._graph.inputs:
+            return input_value(step, column, row)
+        return self._columns[step, column, row]
+
+    def _write(self, operator: Operator, step: int, weights: Value) -> None:
+        mini_batches = self._mini_batches()
+        whiten = getattr(self._spec.algorithm, "whiten", "none")
+        together = [range(mini_batches[-1].stop)] if whiten == "batch" else mini_batches
+        for rows in together:
+            reads = self._reads(operator, step, rows)
+            shared = statistic(reads) if whiten != "none" else 0
+            for row, read in reads.items():
+                context = shared if operator.kind == "combine" else weights
+                for column in operator.writes:
+                    self._columns[step, column, row] = written(operator, column, step, row, read, context)
+
+    def _train(self, operator: Operator, step: int) -> None:
+        weights = self._versions[operator.role][-1]
+        for _ in range(self._spec.algorithm.epochs):
+            for rows in self._mini_batches():
+                weights = updated(operator, weights, self._reads(operator, step, rows))
+        self._versions[operator.role].append(weights)

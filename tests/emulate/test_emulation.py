@@ -1,0 +1,296 @@
+"""Plans executed with one thread per rank: random specs reach the right answer and none of them blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+from emulator import EmulationError, Mode, Trace, emulate
+from move_rules import check_moves
+from random_specs import INIT, Draws, coverage, draw_valid, format_table
+from replay import Item, find_deadlock
+from symbolic import Cell, Reference, inference_version, reference
+
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.plan import Plan, make_plan
+from flexrlhf.spec import parse_spec
+from flexrlhf.strategies.instructions import Instruction, Move, Save, Sync
+from flexrlhf.strategies.schedule import walk
+
+NUM_SPECS = 300
+SEED = 20
+MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")
+SHORT_SECONDS = 0.5
+"""For plans that are broken on purpose: they block for sure."""
+
+
+@cache
+def draws() -> Draws:
+    return draw_valid(NUM_SPECS, SEED)
+
+
+def streams_of(plan: Plan) -> dict[int, list[Item]]:
+    return {rank: list(walk(plan.schedule, rank, plan.spec.steps)) for rank in range(plan.placement.num_ranks)}
+
+
+def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = None, **settings: Any) -> Plan:
+    """A PPO run of 4 steps; ``settings``: sync_every, and what an algorithm may have."""
+    sync_every = settings.pop("sync_every", 1)
+    raw = {
+        "name": "fixed",
+        "steps": 4,
+        "algorithm": {"name": "ppo", "prompts_per_step": 8, "num_mini_batches": 4, **settings},
+        "models": {"actor": {"init": INIT}, "reward": {"init": INIT}},
+        "data": {"path": "rows.jsonl"},
+        "cluster": {"devices": devices},
+        "placement": placement,
+        "schedule": schedule or {},
+        "sync": {"every": sync_every},
+    }
+    return make_plan(parse_spec(raw))
+
+
+def check_plan(plan: Plan) -> None:
+    """The whole proof for one plan: no deadlock, Moves that say what they do, the right answer in both modes."""
+    deadlock = find_deadlock(streams_of(plan))
+    assert deadlock is None, f"deadlock:\n{deadlock and deadlock.grid()}"
+    check_moves(plan)
+    for mode in MODES:
+        check_answer(plan, emulate(plan, mode))
+
+
+def check_answer(plan: Plan, traces: dict[int, Trace]) -> None:
+    """Every cell that a rank saw, the final weights, and those that were evaluated and saved equal the reference's."""
+    expected = reference(plan.spec)
+    _check_columns(plan, traces, expected.columns)
+    _check_weights(plan, traces, expected)
+    for rank, trace in traces.items():
+        for what, model, step, weights in trace.looks:
+            versions = expected.versions[plan.placement[model].role]
+            assert weights == versions[step + 1], f"rank {rank}, step {step}: {what} sees other weights of {model}"
+
+
+def _check_columns(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, int]) -> None:
+    order = {column: i for i, column in enumerate(plan.graph.producers)}
+    seen = [(cell, rank) for rank, trace in traces.items() for cell in trace.seen]
+    for cell, rank in sorted(seen, key=lambda item: (item[0][0], order[item[0][1]], item[0][2], item[1])):
+        step, column, row = cell
+        where = f"step {step}: {column} of row {row} on rank {rank} is not that of the reference"
+        assert traces[rank].seen[cell] == expected[cell], where
+    produced = sorted(cell for trace in traces.values() for cell in trace.produced)
+    assert produced == sorted(expected), "not every cell is produced, or one is produced twice"
+
+
+def _check_weights(plan: Plan, traces: dict[int, Trace], expected: Reference) -> None:
+    steps, every = plan.spec.steps, plan.spec.sync.every
+    for model in plan.placement.models:
+        batches = steps // every * every if model.is_shadow else steps
+        for rank in model.ranks:
+            found, wanted = traces[rank].weights[model.name], expected.versions[model.role][batches]
+            assert found == wanted, f"rank {rank} ends with weights of {model.name} other than those after {batches}"
+
+
+@pytest.mark.parametrize("index", range(NUM_SPECS))
+def test_random_spec_reaches_the_right_answer(index: int) -> None:
+    try:
+        check_plan(draws().plans[index])
+    except AssertionError:
+        print(yaml.safe_dump(draws().specs[index], sort_keys=False))
+        raise
+
+
+def test_random_specs_cover_what_a_user_may_ask_for() -> None:
+    table = coverage(draws())
+    print(f"\n{NUM_SPECS} specs, {draws().valid_share:.0%} of all draws are valid; refused: {dict(draws().refused)}")
+    print(format_table(table))
+    wanted = {
+        "strategy": (20, ["co-located", "interleaving", "disaggregated"]),
+        "lag": (50, ["0", "1"]),
+        "chunks": (15, ["1", "2", "3", "4"]),
+        "sync every": (20, ["1", "2", "3"]),
+        "whiten": (30, ["batch", "mini_batch", "none"]),
+        "epochs": (30, ["1", "2"]),
+        "samples per prompt": (30, ["1", "2", "3"]),
+        "placement": (10, ["none", "vector of 4", "vector of 6", "mapping", "mapping with on", "ranks"]),
+        "ranks": (4, [str(n) for n in range(1, 13)]),
+        "nodes": (30, ["1", "2", "3"]),
+        "device classes": (30, ["1", "2"]),
+        "row shares": (30, ["unequal", "equal"]),
+        "replicas without rows": (30, ["some", "none"]),
+        "moves": (10, ["all_gather", "all_to_all", "point_to_point"]),
+        "algorithm": (5, ["ppo", "sft", "reward"]),
+    }
+    assert draws().valid_share >= 0.6
+    for feature, (least, values) in wanted.items():
+        for value in values:
+            found = table[feature][value]
+            assert found >= least, f"{feature} {value}: {found} specs, at least {least} wanted"
+
+
+SIX = ["1/2", "1/2", "1/2", "1/2", "1/2", "1/2"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(lambda: ppo_plan(None, 1), id="one-rank"),
+        pytest.param(lambda: ppo_plan([1, 1, 1, 1], 4), id="co-located"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 2), id="algorithm-1"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8), id="interleaving-8"),
+        pytest.param(lambda: ppo_plan(["1/2"] * 4, 4, {"num_chunks": 2}, whiten="mini_batch"), id="lanes-chunked"),
+        pytest.param(lambda: ppo_plan(SIX, 4), id="six-models"),
+        pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="mini_batch"), id="six-models-streaming"),
+        pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, sync_every=3), id="six-models-lag-1-every-3"),
+        pytest.param(lambda: ppo_plan(SIX, 2, {"lag": 1, "num_chunks": 2}, epochs=2), id="six-models-lag-1-chunked"),
+    ],
+)
+def test_fixed_plan_reaches_the_right_answer(plan: Callable[[], Plan]) -> None:
+    check_plan(plan())
+
+
+@pytest.mark.parametrize("placement", [[1, 1, 1, 1], [1, 1, "1/2", "1/2"]])
+def test_training_of_a_chunk_waits_for_inference_with_the_same_weights(placement: list[Any]) -> None:
+    """Without shadows the weights that generate are those that train, so no later chunk may see an update."""
+    check_plan(ppo_plan(placement, 2, {"num_chunks": 4}, whiten="mini_batch"))
+
+
+@pytest.mark.parametrize(
+    ("lag", "every", "versions"),
+    [
+        (0, 1, [0, 1, 2, 3, 4, 5, 6]),
+        (1, 1, [0, 0, 1, 2, 3, 4, 5]),
+        (0, 3, [0, 0, 0, 3, 3, 3, 6]),
+        (1, 3, [0, 0, 0, 0, 3, 3, 3]),
+    ],
+)
+def test_version_rule_of_the_reference(lag: int, every: int, versions: list[int]) -> None:
+    """Batch b uses the weights after k * floor(max(0, b - lag) / k) batches."""
+    assert [inference_version(batch, lag, every) for batch in range(7)] == versions
+
+
+def with_instructions(plan: Plan, change: Callable[[Instruction], Instruction]) -> Plan:
+    instructions = tuple(change(instruction) for instruction in plan.schedule.instructions)
+    return replace(plan, schedule=replace(plan.schedule, instructions=instructions))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dropped_transfer_is_reported(mode: Mode) -> None:
+    def drop(instruction: Instruction) -> Instruction:
+        if isinstance(instruction, Move) and "scores" in instruction.columns:
+            return replace(instruction, transfers=tuple(t for t in instruction.transfers if t.column != "scores"))
+        return instruction
+
+    with pytest.raises(EmulationError, match=r"rank 0 reads scores of row 0, step 0, but neither produced nor"):
+        emulate(with_instructions(ppo_plan([1, 1, "1/2", "1/2"], 2), drop), mode)
+
+
+def test_a_transfer_of_a_row_that_is_already_there_is_reported() -> None:
+    def repeat(instruction: Instruction) -> Instruction:
+        if isinstance(instruction, Move):
+            return replace(instruction, transfers=(*instruction.transfers, instruction.transfers[0]))
+        return instruction
+
+    plan = with_instructions(ppo_plan([1, 1, "1/2", "1/2"], 2), repeat)
+    with pytest.raises(EmulationError, match=r"already holds tokens of row"):
+        emulate(plan, "asynchronous")
+    with pytest.raises(AssertionError, match="more than once"):
+        check_moves(plan)
+
+
+def test_a_wrong_primitive_is_reported() -> None:
+    def relabel(instruction: Instruction) -> Instruction:
+        return replace(instruction, primitive="all_to_all") if isinstance(instruction, Move) else instruction
+
+    with pytest.raises(AssertionError, match="attention_mask actor -> ref, reward says all_to_all"):
+        check_moves(with_instructions(ppo_plan([1, 1, "1/2", "1/2"], 2), relabel))
+
+
+def test_a_wrong_sync_period_is_reported() -> None:
+    def seldom(instruction: Instruction) -> Instruction:
+        return replace(instruction, every=2) if isinstance(instruction, Sync) else instruction
+
+    plan = with_instructions(ppo_plan(SIX, 2), seldom)
+    with pytest.raises(AssertionError, match=r"step 1: tokens of row 0 on rank \d is not that of the reference"):
+        check_answer(plan, emulate(plan, "asynchronous"))
+
+
+class Forgetful(BatchShape):
+    """Rank 1 misses the last prompt that it should hold."""
+
+    def held(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
+        prompts = super().held(layout, rank, mini_batches)
+        return prompts[:-1] if rank == 1 else prompts
+
+
+class Greedy(BatchShape):
+    """Rank 1 also holds the first prompt of the mini-batches, which is rank 0's."""
+
+    def held(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
+        prompts = super().held(layout, rank, mini_batches)
+        return (self.prompts(mini_batches[0])[0], *prompts) if rank == 1 else prompts
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [(Forgetful, r"row \[\d+\] reaches no replica of actor"), (Greedy, r"row \[0\] reaches the reduction twice")],
+)
+def test_replicas_that_do_not_share_the_rows_out_exactly_are_reported(shape: type[BatchShape], message: str) -> None:
+    plan = ppo_plan([1, 1, 1, 1], 2)
+    with pytest.raises(EmulationError, match=message):
+        emulate(replace(plan, batch=shape(**vars(plan.batch))), "asynchronous")
+
+
+def test_a_group_that_the_plan_does_not_list_is_reported() -> None:
+    plan = ppo_plan([1, 1, 1, 1], 2)
+    groups = tuple(group for group in plan.groups if group.purpose != "compute critic")
+    with pytest.raises(EmulationError, match=r"no group 'compute critic' of \(0, 1\)"):
+        emulate(replace(plan, groups=groups), "asynchronous")
+
+
+def swapped_streams(plan: Plan, rank: int, first: int) -> dict[int, list[Item]]:
+    """Every rank's stream; ``rank`` does its items number ``first`` and ``first`` + 1 the other way round."""
+    streams = streams_of(plan)
+    items = streams[rank]
+    items[first : first + 2] = reversed(items[first : first + 2])
+    return streams
+
+
+def test_two_instructions_swapped_on_one_rank_are_reported() -> None:
+    plan = ppo_plan([1, 1, 1, 1], 2)
+    streams = swapped_streams(plan, rank=1, first=6)
+    with pytest.raises(EmulationError, match=r"(?s)blocked.*rank 0: .*run train_actor.* waits for rank 1.*rank 1: "):
+        emulate(plan, "asynchronous", streams, SHORT_SECONDS)
+    with pytest.raises(EmulationError, match=r"(?s)blocked.*rank 0: .*run train_actor.* waits for rank 1.*rank 1: "):
+        emulate(plan, "rendezvous", streams, SHORT_SECONDS)
+
+
+def test_replay_marks_the_stuck_cells_of_a_bad_schedule() -> None:
+    deadlock = find_deadlock(swapped_streams(ppo_plan([1, 1, 1, 1], 2), rank=1, first=6))
+    assert deadlock is not None
+    assert deadlock.grid().splitlines() == [
+        "step  rank 0    rank 1",
+        "0     6/8 <<    6/8 <<",
+        "1     0/8       0/8",
+        "2     0/8       0/8",
+        "3     0/10      0/8",
+        "rank 0 stands at step 0, run train_actor on actor (#6) without rank [1]",
+        "rank 1 stands at step 0, run train_critic on critic (#7) without rank [0]",
+    ]
+
+
+def test_replay_finds_ranks_that_walk_different_lists() -> None:
+    """Three ranks in a ring, each waiting for the next: no two of them disagree about order, all together do."""
+    pairs = [Save(ranks) for ranks in ((0, 1), (1, 2), (0, 2))]
+    ab, bc, ca = ((position, 0, pair) for position, pair in enumerate(pairs))
+    assert find_deadlock({0: [ab, ca], 1: [ab, bc], 2: [bc, ca]}) is None
+    assert find_deadlock({0: [ca, ab], 1: [ab, bc], 2: [bc, ca]}) is not None
+
+
+def test_replay_finds_a_rank_that_never_comes() -> None:
+    lone = (0, 0, Save((0, 1)))
+    deadlock = find_deadlock({0: [lone], 1: []})
+    assert deadlock is not None and "without rank [1]" in deadlock.grid() and "rank 1 has finished" in deadlock.grid()
