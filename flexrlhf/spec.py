@@ -407,7 +407,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def dump_spec(spec: Spec) -> str:
     """The resolved YAML: loading it gives the same spec."""
-    raw = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    raw = spec.model_dump(mode="json", by_alias=True)
     if isinstance(spec.placement, PlacementMap):
         raw["placement"] = {**raw["placement"].pop("models"), **raw["placement"]}
     return yaml.safe_dump(raw, sort_keys=False)

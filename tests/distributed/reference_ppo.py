@@ -209,13 +209,17 @@ class Terms:
 
     def __init__(self) -> None:
         self._terms: dict[str, list[float]] = defaultdict(list)
+        self._sizes: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, name: str, terms: Tensor | Sequence[float]) -> None:
-        self._terms[name] += terms.detach().tolist() if isinstance(terms, Tensor) else list(terms)
+    def add(self, name: str, terms: Tensor | Sequence[float], sizes: Sequence[float] | None = None) -> None:
+        """``sizes``: for terms that are differences, the magnitude of what was subtracted, which sets their rounding."""
+        plain = terms.detach().tolist() if isinstance(terms, Tensor) else list(terms)
+        self._terms[name] += plain
+        self._sizes[name] += map(abs, plain) if sizes is None else sizes
 
-    def mean(self, name: str, scale: float | None = None) -> Metric:
-        terms = self._terms[name]
-        return Metric(sum(terms) / len(terms), scale or sum(map(abs, terms)) / len(terms))
+    def mean(self, name: str) -> Metric:
+        terms, sizes = self._terms[name], self._sizes[name]
+        return Metric(sum(terms) / len(terms), sum(sizes) / len(sizes))
 
     def std(self, name: str) -> Metric:
         terms, mean = self._terms[name], self.mean(name).value
@@ -225,8 +229,7 @@ class Terms:
         )
 
     def metrics(self) -> dict[str, Metric]:
-        # the terms of update_kl are differences of numbers near 1, which is what their rounding is relative to
-        metrics = {name: self.mean(name, 1.0 if name == "update_kl" else None) for name in self._terms}
+        metrics = {name: self.mean(name) for name in self._terms}
         spread = {"reward_mean": "reward_std", "advantage_mean": "advantage_std"}
         return metrics | {std: self.std(mean) for mean, std in spread.items() if mean in self._terms}
 
@@ -335,8 +338,9 @@ class Reference:
     def _describe(self, answer: Answer, terms: Terms) -> None:
         log_ratios = [a - b for a, b in zip(answer.logprobs, answer.ref_logprobs, strict=True)]
         terms.add("reward_mean", [answer.score])
-        terms.add("kl", [sum(log_ratios)])
-        terms.add("kl_token", log_ratios)
+        sizes = [abs(logprob) for logprob in answer.logprobs]
+        terms.add("kl", [sum(log_ratios)], [sum(sizes)])
+        terms.add("kl_token", log_ratios, sizes)
         terms.add("response_length", [len(answer.tokens)])
         terms.add("truncated", [float(not answer.finished)])
         terms.add("advantage_mean", answer.advantages)
@@ -357,7 +361,7 @@ class Reference:
             entropies.append(entropy)
             terms.add("policy_loss", losses[-1])
             terms.add("ratio_clipped", (clipped > plain).float())
-            terms.add("update_kl", ratio - 1 - (logprobs - old))
+            terms.add("update_kl", ratio - 1 - (logprobs - old), [1.0] * len(ratio))
             terms.add("entropy", entropy)
         how, longest = self.ppo.loss_aggregation, self.spec.data.max_response_tokens
         bonus = self.ppo.entropy_coefficient * aggregate(entropies, how, longest)

@@ -1,0 +1,296 @@
+"""The cases of the equality suite: a setting of the algorithm, a shape of placement and schedule, a number of ranks.
+
+A setting changes numbers and has a reference of its own; a shape must not, except lag and sync.every by their rule.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+
+from flexrlhf.corpus import build_tokenizer
+from flexrlhf.spec import Spec, parse_spec
+
+Raw = dict[str, Any]
+WORDS = [first + second for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u")]
+"""60 words and 4 special tokens: a vocabulary of 64."""
+PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
+TRAINED = {"ppo": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",)}
+
+
+@dataclass(frozen=True)
+class Case:
+    setting: str
+    shape: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}_{self.shape}_{self.ranks}"
+
+
+def _ppo(**changes: Any) -> Raw:
+    return {"algorithm": {"name": "ppo", **changes}}
+
+
+SETTINGS: dict[str, Raw] = {
+    "two": _ppo(num_mini_batches=2),
+    "four": _ppo(num_mini_batches=4),
+    "streaming": _ppo(num_mini_batches=4, whiten="mini_batch"),
+    "streaming-two": _ppo(num_mini_batches=2, whiten="mini_batch"),
+    # a null that is not the default must reach the ranks
+    "unwhitened": {
+        **_ppo(whiten="none", prompts_per_step=6, num_mini_batches=4, loss_aggregation="seq-mean-token-sum"),
+        "models": {role: {"optimizer": {"max_grad_norm": None}} for role in ("actor", "critic")},
+    },
+    "one": _ppo(num_mini_batches=1, temperature=0.7, entropy_coefficient=0.02),
+    "still": {
+        **_ppo(num_mini_batches=2),
+        "models": {role: {"optimizer": {"learning_rate": 0.0, "weight_decay": 0.1}} for role in ("actor", "critic")},
+    },
+    # over 4 ranks a mini-batch of 3 prompts leaves one rank without rows, one of 1 or 2 prompts leaves more
+    "uneven": _ppo(prompts_per_step=7, num_mini_batches=2),
+    "scarce": _ppo(prompts_per_step=3, num_mini_batches=2, whiten="mini_batch"),
+    "samples": _ppo(prompts_per_step=6, num_mini_batches=2, samples_per_prompt=2, loss_aggregation="token-sum"),
+    "epochs": _ppo(num_mini_batches=2, epochs=2, loss_aggregation="seq-mean-token-mean"),
+    "bootstrap": _ppo(num_mini_batches=2, truncation="bootstrap", gamma=0.98, gae_lambda=0.9),
+    "penalty": _ppo(num_mini_batches=2, truncation={"penalty": 1.5}, reward_clip=1.0, kl_coefficient=0.3),
+    "normed": _ppo(num_mini_batches=2, loss_aggregation="seq-mean-token-sum-norm", temperature=1.3),
+    # one row fills a micro-batch, so that every mini-batch is a sum of several
+    "pieces": {
+        **_ppo(num_mini_batches=2),
+        "models": {role: {"micro_batch_tokens": 20} for role in ("actor", "critic", "ref", "reward")},
+    },
+    "sft": {"algorithm": {"name": "sft", "num_mini_batches": 2}},
+    "sft-epochs": {
+        "algorithm": {
+            "name": "sft",
+            "prompts_per_step": 7,
+            "num_mini_batches": 2,
+            "epochs": 2,
+            "loss_aggregation": "seq-mean-token-mean",
+        }
+    },
+    "reward": {"algorithm": {"name": "reward", "num_mini_batches": 2}},
+    "reward-uneven": {"algorithm": {"name": "reward", "prompts_per_step": 7, "num_mini_batches": 4, "epochs": 2}},
+}
+SUPERVISED = tuple(name for name, raw in SETTINGS.items() if raw["algorithm"]["name"] != "ppo")
+
+SIX = [0.5] * 6
+MIXED = {
+    "cluster": {
+        "nodes": [{"count": 1, "devices": 2, "class": "A100-80G"}, {"count": 1, "devices": 2, "class": "V100-32G"}]
+    }
+}
+ON_V100 = {"ratio": 0.5, "on": "V100-32G"}
+SHAPES: dict[str, Raw] = {
+    "co-located": {"placement": [1, 1, 1, 1]},
+    "halves": {"placement": [1, 1, 0.5, 0.5]},
+    "pairs": {"placement": [0.5] * 4},
+    "six": {"placement": SIX},
+    "six-chunks": {"placement": SIX, "schedule": {"num_chunks": 2}},
+    # many small buckets, so that back-pressure is at work
+    "six-snapshot": {"placement": SIX, "sync": {"snapshot": True, "bucket_mb": 0.004}},
+    "six-uneven": {"placement": [0.75, 0.25, 0.25, 0.25, 0.25, 0.5], "sync": {"bucket_mb": 0.004}},
+    # five steps, since the version that the rule of sync.every 3 asks for changes first at the fourth
+    "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},
+    "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"snapshot": True}},
+    "every-3": {"placement": SIX, "sync": {"every": 3}, "steps": 5},
+    "lag-every-3": {"placement": SIX, "schedule": {"lag": 1}, "sync": {"every": 3}, "steps": 5},
+    "classes": {**MIXED, "placement": {"actor": 1, "critic": 1, "ref": ON_V100, "reward": ON_V100}},
+    "shares": {
+        **MIXED,
+        "placement": {
+            "actor": {"ranks": [0, 2], "row_shares": [2, 1]},
+            "critic": {"ranks": [1, 3], "row_shares": [2, 1]},
+            "ref": {"ratio": 1, "on": "V100-32G"},
+            "reward": {"ranks": [0, 1, 2, 3], "row_shares": [2, 2, 1, 1]},
+        },
+    },
+    "classes-six": {
+        **MIXED,
+        "placement": {
+            "actor.shadow": {"ratio": 1, "on": "V100-32G"},
+            "critic.shadow": ON_V100,
+            "actor": {"ranks": [0, 1], "row_shares": [2, 1]},
+            "critic": {"ranks": [0, 1]},
+            "ref": ON_V100,
+            "reward": ON_V100,
+        },
+    },
+    "span": {**MIXED, "placement": {"span_classes": True, **{r: 1 for r in ("actor", "critic", "ref", "reward")}}},
+    "all": {"placement": [1]},
+    "half": {"placement": [0.5]},
+}
+ON_FOUR_ONLY = ("six-uneven", "classes", "shares", "classes-six", "span")
+PPO_SHAPES = {
+    1: ("co-located",),
+    2: tuple(name for name, raw in SHAPES.items() if len(raw["placement"]) > 1 and name not in ON_FOUR_ONLY),
+    4: tuple(name for name, raw in SHAPES.items() if len(raw["placement"]) > 1),
+}
+SUPERVISED_SHAPES = {1: ("all",), 2: ("all", "half"), 4: ("all", "half")}
+
+DEFAULT = [
+    *(Case(setting, "co-located", 1) for setting in ("two", "four", "one", "still", "pieces")),
+    *(Case(setting, "all", 1) for setting in ("sft", "reward")),
+    Case("four", "co-located", 2),
+    Case("two", "halves", 2),
+    Case("streaming", "pairs", 2),
+    Case("epochs", "six", 2),
+    Case("streaming", "six-chunks", 2),
+    Case("samples", "six-snapshot", 2),
+    Case("four", "lag", 2),
+    Case("two", "every-3", 2),
+    Case("two", "lag-every-3", 2),
+    Case("still", "lag-chunks", 2),
+    Case("sft", "half", 2),
+    Case("reward", "all", 2),
+    Case("two", "co-located", 4),
+    Case("uneven", "co-located", 4),
+    Case("four", "halves", 4),
+    Case("scarce", "halves", 4),
+    Case("penalty", "pairs", 4),
+    Case("one", "six", 4),
+    Case("four", "six-chunks", 4),
+    Case("still", "six", 4),
+    Case("bootstrap", "six-uneven", 4),
+    Case("unwhitened", "lag-chunks", 4),
+    Case("two", "lag-every-3", 4),
+    Case("two", "classes", 4),
+    Case("normed", "shares", 4),
+    Case("samples", "classes-six", 4),
+    Case("uneven", "span", 4),
+    Case("sft-epochs", "all", 4),
+    Case("reward-uneven", "half", 4),
+]
+
+
+def every_case() -> list[Case]:
+    """The full product, where the chunks of the shape divide the mini-batches of the setting."""
+    cases = []
+    for ranks in (1, 2, 4):
+        for setting, raw in SETTINGS.items():
+            shapes = SUPERVISED_SHAPES if setting in SUPERVISED else PPO_SHAPES
+            for shape in shapes[ranks]:
+                chunks = SHAPES[shape].get("schedule", {}).get("num_chunks", 1)
+                if raw["algorithm"]["num_mini_batches"] % chunks == 0:
+                    cases.append(Case(setting, shape, ranks))
+    return cases
+
+
+@dataclass(frozen=True)
+class Assets:
+    """Models, tokenizer and data of a session."""
+
+    directory: Path
+
+    def model(self, role: str) -> str:
+        return str(self.directory / "models" / role)
+
+    def spec(self, case: Case) -> Spec:
+        algorithm = SETTINGS[case.setting]["algorithm"]["name"]
+        roles = ("actor", "critic", "ref", "reward") if algorithm == "ppo" else TRAINED[algorithm]
+        base: Raw = {
+            "name": case.name,
+            "algorithm": _ppo_defaults() if algorithm == "ppo" else {"prompts_per_step": 8},
+            "models": {role: self._model(role, role in TRAINED[algorithm]) for role in roles},
+            "data": {
+                "path": str(self.directory / f"{algorithm}.jsonl"),
+                "tokenizer": str(self.directory / "tokenizer"),
+                "max_prompt_tokens": PROMPT_TOKENS,
+                "max_response_tokens": RESPONSE_TOKENS,
+            },
+            "steps": 3,
+            "seed": 7,
+            "cluster": {"devices": case.ranks, "device": "cpu"},
+            "debug": {"record_columns": True},
+            "runs": str(self.directory / "runs"),
+            "timeout_seconds": 60,
+        }
+        shape = SHAPES[case.shape]
+        if "nodes" in shape.get("cluster", {}):
+            del base["cluster"]["devices"]
+        return parse_spec(_merged(_merged(base, SETTINGS[case.setting]), shape), case.name)
+
+    def _model(self, role: str, trained: bool) -> Raw:
+        limits = {"actor": 1.0, "critic": 2.0, "reward": None}
+        optimizer = {"learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": limits.get(role)}
+        return {"path": self.model(role), **({"optimizer": optimizer} if trained else {})}
+
+
+def _ppo_defaults() -> Raw:
+    """Narrow clips, so that each of them binds for a share of the tokens."""
+    return {"prompts_per_step": 8, "clip_low": 0.05, "clip_high": 0.08, "value_clip": 0.05, "kl_coefficient": 0.1}
+
+
+def _merged(base: Raw, changes: Raw) -> Raw:
+    """``changes`` over ``base``, mapping by mapping; a placement is taken whole."""
+    out = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict) and key != "placement"
+        out[key] = _merged(out[key], value) if both else value
+    return out
+
+
+def make_assets(directory: Path) -> Assets:
+    assets = Assets(directory)
+    build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
+    torch.manual_seed(11)
+    actor = LlamaForCausalLM(_config())
+    with torch.no_grad():
+        # the end token wins often enough that some answers stop early, and pad is drawn as a token like any other
+        actor.lm_head.weight[:2] *= torch.tensor([[2.0], [2.5]])
+    _save(actor, assets.model("actor"))
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    _save(actor, assets.model("ref"))
+    for role in ("critic", "reward"):
+        _save(LlamaForSequenceClassification(_config()), assets.model(role))
+    _write_data(directory)
+    return assets
+
+
+def _config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(WORDS) + 4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        num_labels=1,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+
+
+def _save(model: PreTrainedModel, path: str) -> None:
+    model.save_pretrained(path)
+
+
+def _write_data(directory: Path) -> None:
+    """Texts of unequal length; of the answers some are cut. 20 rows: three steps of 8 go round an epoch."""
+    draw = random.Random(5)
+
+    def words(shortest: int, longest: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(shortest, longest)))
+
+    rows: dict[str, list[dict[str, str]]] = {
+        "ppo": [{"prompt": words(1, PROMPT_TOKENS - 1)} for _ in range(20)],
+        "sft": [{"prompt": words(1, PROMPT_TOKENS - 1), "response": words(1, RESPONSE_TOKENS + 2)} for _ in range(20)],
+        "reward": [
+            {"prompt": words(1, PROMPT_TOKENS - 1), "chosen": words(1, 9), "rejected": words(1, 9)} for _ in range(20)
+        ],
+    }
+    for name, items in rows.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))

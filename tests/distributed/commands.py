@@ -1,0 +1,47 @@
+"""Start the command as a user does, in a directory of its own, and look at the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def start(arguments: list[str], directory: Path) -> subprocess.Popen[str]:
+    """``flexrlhf`` with one thread per rank; a session of its own, so that a signal reaches it as from a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flexrlhf.cli", *arguments],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks."""
+    tasks = Path(f"/proc/{process.pid}/task")
+    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """A process that ended but has not been waited for counts as ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def read_until(process: subprocess.Popen[str], sign: str) -> str:
+    """What the command printed up to the first line with ``sign``."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if sign in line:
+            return seen
+    raise AssertionError(f"{sign!r} was never printed:\n{seen}")

@@ -1,0 +1,97 @@
+"""How far a run is from its reference, quantity by quantity, against the tolerances of the design."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from launcher import Outcome
+from reference_ppo import TIE, Metric, Reference, Result, Step, distance
+from reference_supervised import run_supervised
+from torch import Tensor
+
+from flexrlhf.spec import Spec
+
+RELATIVE = 1e-5
+EXACT = ("tokens", "response_mask", "finished")
+REAL = ("logprobs", "ref_logprobs", "scores", "values", "advantages", "returns")
+COUNTED = ("ratio_clipped", "value_clipped", "reward_clipped", "truncated", "response_length", "pair_accuracy")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """``size`` is relative; ``limit`` is what it may be. ``step`` None: after the last."""
+
+    step: int | None
+    quantity: str
+    size: float
+    limit: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        when = "after the last step" if self.step is None else f"step {self.step}"
+        return f"{when}, {self.quantity} is {self.size:.2e} off, allowed {self.limit:.0e}{self.detail}"
+
+
+_REFERENCES: dict[str, Result] = {}
+
+
+def reference_of(spec: Spec) -> Result:
+    """One reference for all runs that must have its numbers: placement, chunks and the like are left out of the key."""
+    keep = {"algorithm", "models", "data", "steps", "seed"}
+    key = json.dumps([spec.model_dump(mode="json", include=keep), spec.schedule.lag, spec.sync.every])
+    if key not in _REFERENCES:
+        _REFERENCES[key] = Reference(spec).run() if spec.algorithm.name == "ppo" else run_supervised(spec)
+    return _REFERENCES[key]
+
+
+def deviations(outcome: Outcome) -> list[Deviation]:
+    """All comparisons of a run, step by step, in the order in which a step computes them."""
+    spec = outcome.plan.spec
+    reference = reference_of(spec)
+    if spec.algorithm.name == "ppo":
+        reference = _after_ties(outcome, reference)
+    found = [d for number, step in enumerate(reference.steps) for d in _step_deviations(outcome, number, step)]
+    for role, weights in reference.weights.items():
+        found.append(Deviation(None, f"weights of {role}", distance(outcome.weights(role), weights), RELATIVE))
+    return found
+
+
+def _after_ties(outcome: Outcome, reference: Result) -> Result:
+    """Where a tie went the other way the rest is compared on the run's own tokens; raises NoTie where it was none."""
+    tokens = [outcome.columns(step)["tokens"] for step in range(len(reference.steps))]
+    for number, (step, drawn) in enumerate(zip(reference.steps, tokens, strict=True)):
+        if torch.equal(step.columns["tokens"], drawn.long()):
+            continue
+        row = int((step.columns["tokens"] != drawn).any(1).nonzero()[0])
+        position = int((step.columns["tokens"] != drawn)[row].nonzero()[0]) - outcome.plan.spec.data.max_prompt_tokens
+        margin = step.answers[row].margins[position]
+        where = f"{outcome.case.name}: step {number}, tokens, row {row}, position {position}"
+        assert margin <= TIE, f"{where} differ, and it is no tie: the first is {margin:.2g} ahead"
+        warnings.warn(f"{where}: a tie by {margin:.2g} went the other way", stacklevel=2)
+        return Reference(outcome.plan.spec, forced=tokens).run()
+    return reference
+
+
+def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Deviation]:
+    columns = outcome.columns(number) if step.columns else {}
+    for name in EXACT if step.columns else ():
+        differing = int((columns[name].long() != step.columns[name].long()).sum())
+        yield Deviation(number, name, float(differing), 0.0, " (differing entries)")
+    for name in REAL if step.columns else ():
+        yield Deviation(number, name, _largest(columns[name], step.columns[name]), RELATIVE)
+    metrics = outcome.metrics[number]
+    for name, metric in step.metrics.items():
+        yield Deviation(number, name, _metric_deviation(metrics[name], metric), 1e-12 if name in COUNTED else RELATIVE)
+
+
+def _largest(column: Tensor, reference: Tensor) -> float:
+    """Largest difference, relative to the largest magnitude of the column."""
+    return float((column - reference).abs().max() / reference.abs().max())
+
+
+def _metric_deviation(value: float, metric: Metric) -> float:
+    return abs(value - metric.value) / metric.scale if metric.scale else abs(value)

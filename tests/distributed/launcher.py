@@ -1,0 +1,103 @@
+"""One elastic launch per number of ranks runs all selected cases in order; here it starts, and what it left is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from cases import Assets, Case
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flexrlhf.launch import RankFailure, Rendezvous, launch
+from flexrlhf.plan import Plan, make_plan
+from flexrlhf.report import format_plan
+from flexrlhf.run_directory import prepare_directory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left in its directory."""
+
+    case: Case
+    plan: Plan
+
+    @property
+    def directory(self) -> Path:
+        return self.plan.spec.directory
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @cached_property
+    def trace(self) -> dict[str, Any]:
+        return json.loads((self.directory / "timeline.json").read_text())
+
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        return [event for event in self.trace["traceEvents"] if event["ph"] == "X"]
+
+    def weights(self, model: str) -> dict[str, Tensor]:
+        return load_file(self.directory / model / "model.safetensors")
+
+    def columns(self, step: int) -> dict[str, Tensor]:
+        """The columns of a step with all rows in order, put together from what each rank wrote."""
+        rows: dict[str, dict[int, Tensor]] = {}
+        for file in sorted((self.directory / "columns").glob(f"step{step}-*.safetensors")):
+            parts = load_file(file)
+            numbers = parts.pop("rows").tolist()
+            for name, values in parts.items():
+                held = rows.setdefault(name, {})
+                twice = held.keys() & set(numbers)
+                assert not twice, f"{self.case.name}, step {step}: rows {sorted(twice)} of {name} written twice"
+                held.update(zip(numbers, values, strict=True))
+        return {name: self._in_order(step, name, held) for name, held in rows.items()}
+
+    def _in_order(self, step: int, name: str, held: dict[int, Tensor]) -> Tensor:
+        wanted = self.plan.batch.num_rows
+        assert sorted(held) == list(range(wanted)), f"{self.case.name}, step {step}: {name} has rows {sorted(held)}"
+        return torch.stack([held[row] for row in range(wanted)])
+
+
+class Launches:
+    """Outcomes by case. A number of ranks is launched once, when the first of its cases is asked for."""
+
+    def __init__(self, assets: Assets, selected: Iterable[Case]) -> None:
+        self.assets = assets
+        self._selected = list(dict.fromkeys(selected))
+        self._outcomes: dict[int, dict[Case, Outcome]] = {}
+        self._failures: dict[int, str] = {}
+
+    def outcome(self, case: Case) -> Outcome:
+        if case.ranks not in self._outcomes:
+            self._launch(case.ranks)
+        outcome = self._outcomes[case.ranks][case]
+        # the last thing that a run writes
+        if not (outcome.directory / "timeline.json").exists():
+            pytest.fail(f"{case.name} did not end: {self._failures.get(case.ranks, 'no rank failed')}", pytrace=False)
+        return outcome
+
+    def _launch(self, ranks: int) -> None:
+        cases = [case for case in self._selected if case.ranks == ranks]
+        outcomes = {case: Outcome(case, make_plan(self.assets.spec(case))) for case in cases}
+        self._outcomes[ranks] = outcomes
+        plans = [outcome.plan for outcome in outcomes.values()]
+        for plan in plans:
+            prepare_directory(plan, format_plan(plan))
+        # its events would bury the one line that says which rank failed
+        logging.getLogger("torchelastic-events-null").disabled = True
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            try:
+                launch([plan.spec for plan in plans], plans[0], Rendezvous())
+            except RankFailure as error:
+                self._failures[ranks] = str(error)

@@ -1,0 +1,88 @@
+"""Bytes that travel and bytes that lie: torch was handed what the plan says, no rank holds what is not placed on it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from cases import DEFAULT, Case
+from launcher import Launches, Outcome
+from safetensors.torch import load_file
+
+from flexrlhf.strategies.instructions import Move, Sync
+
+pytestmark = pytest.mark.timeout(3600)
+CASES = [pytest.param(case, id=case.name) for case in DEFAULT]
+
+Key = tuple[str, str, int | None, int]
+"""Kind, label, chunk and step of an instruction."""
+
+
+def planned_bytes(outcome: Outcome) -> Counter[Key]:
+    plan, total = outcome.plan, Counter[Key]()
+    for instruction in plan.schedule.instructions:
+        for step in range(plan.spec.steps):
+            if not instruction.due(step, plan.spec.steps):
+                continue
+            match instruction:
+                case Move():
+                    total["move", instruction.label, instruction.chunk, step] += plan.move_bytes(instruction)
+                case Sync():
+                    total["sync", instruction.label, None, step] += plan.sync_bytes(instruction) or 0
+    return total
+
+
+def counted_bytes(outcome: Outcome) -> Counter[Key]:
+    total = Counter[Key]()
+    for span in outcome.spans:
+        if span["cat"] in ("move", "sync"):
+            args = span["args"]
+            total[span["cat"], span["name"], args.get("chunk"), args["step"]] += args["bytes_sent"]
+    return total
+
+
+def files_bytes(launches: Launches, role: str) -> int:
+    return sum(tensor.nbytes for tensor in load_file(launches.assets.model(role) + "/model.safetensors").values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moves_and_syncs_send_the_planned_bytes(launches: Launches, case: Case) -> None:
+    outcome = launches.outcome(case)
+    assert counted_bytes(outcome) == planned_bytes(outcome), case.name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ranks_of_an_instruction_are_those_that_do_it(launches: Launches, case: Case) -> None:
+    outcome = launches.outcome(case)
+    planned, done = defaultdict(Counter), defaultdict(Counter)
+    for instruction in outcome.plan.schedule.instructions:
+        times = sum(instruction.due(step, outcome.plan.spec.steps) for step in range(outcome.plan.spec.steps))
+        planned[instruction.label].update({rank: times for rank in instruction.ranks if times})
+    for span in outcome.spans:
+        done[span["name"]][span["tid"]] += 1
+    assert done == planned, case.name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches, case: Case) -> None:
+    outcome = launches.outcome(case)
+    held = outcome.trace["otherData"]["weights_held_bytes"]
+    assert sorted(held) == [str(rank) for rank in range(case.ranks)]
+    for rank in range(case.ranks):
+        assert held[str(rank)] == outcome.plan.parameter_bytes(rank), f"{case.name}, rank {rank}"
+        for name, size in held[str(rank)].items():
+            assert size == files_bytes(launches, name.removesuffix(".shadow")), f"{case.name}, rank {rank}, {name}"
+
+
+@pytest.mark.parametrize(
+    ("case", "models"),
+    [
+        (Case("two", "halves", 2), ["actor critic ref", "actor critic reward"]),
+        (Case("epochs", "six", 2), ["actor critic", "actor.shadow critic.shadow ref reward"]),
+        (Case("two", "classes", 4), ["actor critic", "actor critic", "ref", "reward"]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_models_sit_where_the_paper_puts_them(launches: Launches, case: Case, models: list[str]) -> None:
+    held = launches.outcome(case).trace["otherData"]["weights_held_bytes"]
+    assert [sorted(held[str(rank)]) for rank in range(case.ranks)] == [names.split() for names in models]

@@ -1,0 +1,61 @@
+"""Every placement and schedule gives the numbers of the single-process reference, and so those of every other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DEFAULT, Case, every_case
+from comparison import deviations, reference_of
+from launcher import Launches
+from safetensors.torch import load_file
+
+# the first test of a number of ranks waits for the launch of all its cases
+pytestmark = pytest.mark.timeout(3600)
+CASES = [
+    *(pytest.param(case, id=case.name) for case in DEFAULT),
+    *(pytest.param(case, id=case.name, marks=pytest.mark.full) for case in every_case() if case not in DEFAULT),
+]
+
+
+def chosen(*settings: str) -> list[object]:
+    return [pytest.param(case, id=case.name) for case in DEFAULT if case.setting in settings]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_equals_the_reference(launches: Launches, case: Case) -> None:
+    first = next((d for d in deviations(launches.outcome(case)) if not d.size <= d.limit), None)
+    assert first is None, f"{case.name}: {first}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_entropy_is_never_negative(launches: Launches, case: Case) -> None:
+    assert all(row.get("entropy", 0.0) >= 0 for row in launches.outcome(case).metrics), case.name
+
+
+@pytest.mark.parametrize("case", chosen("one"))
+def test_the_ratio_is_one_at_the_first_update(launches: Launches, case: Case) -> None:
+    """At temperature 0.7, with the whole step as one mini-batch: old and new log-probs are of the same distribution."""
+    for row in launches.outcome(case).metrics:
+        assert abs(row["update_kl"]) < 1e-6 and row["ratio_clipped"] == 0, (case.name, row)
+
+
+@pytest.mark.parametrize("case", chosen("still"))
+def test_nothing_changes_at_learning_rate_zero(launches: Launches, case: Case) -> None:
+    """Three steps with syncs; that log-probs stay those of the first weights is part of the equality above."""
+    for role in ("actor", "critic"):
+        first = load_file(launches.assets.model(role) + "/model.safetensors")
+        last = launches.outcome(case).weights(role)
+        assert last.keys() == first.keys() and all(torch.equal(last[name], first[name]) for name in first), role
+
+
+def test_the_cases_have_teeth(launches: Launches) -> None:
+    """Training moves weights far beyond the tolerance; some answers are cut, not all; clips bind for some tokens."""
+    result = reference_of(launches.assets.spec(Case("four", "co-located", 1)))
+    assert min(result.moved.values()) > 1e-3, result.moved
+    for step in result.steps:
+        values = {name: metric.value for name, metric in step.metrics.items()}
+        assert 0.1 < values["truncated"] < 0.9, values
+        assert 0 < values["ratio_clipped"] < 1 and 0 < values["value_clipped"] < 1, values
+        assert abs(values["kl_token"]) > 1e-3, values
+        lengths = {len(answer.prompt) for answer in step.answers}
+        assert len(lengths) > 2, lengths

@@ -1,0 +1,53 @@
+"""The quick start as a newcomer types it: from an empty directory, without a config, under another placement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import start
+
+KL_BOUND = 8.0
+"""Nats per answer. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("empty")
+    process = start(["run", "--placement-ratio", "[1,1,0.5,0.5]"], directory)
+    out, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, out[-2000:]
+    return directory / "runs"
+
+
+def metrics(runs: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_the_reward_model_tells_held_out_pairs_apart(runs: Path) -> None:
+    assert metrics(runs, "quickstart-reward")[-1]["eval_accuracy"] >= 0.8
+
+
+def test_the_policy_learns_within_the_kl_bound(runs: Path) -> None:
+    rows = metrics(runs, "quickstart-ppo")
+    rewards = [row["reward_mean"] for row in rows]
+    assert mean(rewards[-3:]) - mean(rewards[:3]) >= rows[0]["reward_std"]
+    assert max(row["kl"] for row in rows) < KL_BOUND
+
+
+def test_the_policy_does_not_repeat_one_good_word(runs: Path) -> None:
+    before = metrics(runs, "quickstart-sft")[-1]["eval_distinct_2"]
+    assert metrics(runs, "quickstart-ppo")[-1]["eval_distinct_2"] >= before / 2
+
+
+def test_ppo_was_interleaved_and_left_its_files(runs: Path) -> None:
+    assert "interleaving on 2 devices" in (runs / "quickstart-ppo" / "plan.txt").read_text()
+    left = {path.name for path in (runs / "quickstart-ppo").iterdir()}
+    assert left == {"config.yaml", "plan.txt", "metrics.jsonl", "timeline.json", "actor", "critic"}
+    assert (runs / "quickstart-ppo" / "actor" / "tokenizer.json").exists()

@@ -1,0 +1,214 @@
+"""The command line: a bad input is one sentence on stderr and exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from small_runs import PPO, TINY
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+
+Invoke = Callable[..., Result]
+COMMANDS = [("plan",), ("run", "--dry-run"), ("run",)]
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Runs the command line in an empty directory with ``a.yaml`` in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(app, [*arguments])
+
+    return call
+
+
+def files(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*")}
+
+
+def refused(result: Result) -> str:
+    """The sentence, without the program's name."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("flexrlhf: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr.removeprefix("flexrlhf: ").strip()
+
+
+BAD = [
+    ("unknown key", ("--set", "algorithm.num_minibatches=2"), ("'num_minibatches'", "'num_mini_batches'")),
+    ("unknown algorithm", ("--set", "algorithm.name=pop"), ("algorithm", "pop", "ppo")),
+    ("ratio outside (0, 1]", ("--placement-ratio", "[1,1,1.5,1]"), ("ref", "(0, 1]", "1.5")),
+    ("ratio of 0", ("--placement-ratio", "[1,1,0,1]"), ("ref", "(0, 1]", "0")),
+    ("not whole devices", ("--placement-ratio", "[1,1,0.3,1]", "--devices", "4"), ("0.3", "1.2 of 4", "0.25", "0.5")),
+    ("wrong vector length", ("--placement-ratio", "[1,1,1]"), ("4 [actor", "6 [actor.shadow", "3 entries")),
+    ("no vector", ("--placement-ratio", "half"), ("--placement-ratio half", "[1,1,0.5,0.5]")),
+    ("no reading", ("--placement-ratio", "[1,1,1,1,1,1]", "--devices", "2"), ("fits no split of 2", "nearest")),
+    ("no such override", ("--set", "other:steps=1"), ("'other'", "test")),
+    ("malformed override", ("--set", "steps"), ("--set steps", "key=value")),
+    ("missing model", ("--set", "models.actor={path: nowhere}"), ("models.actor.path nowhere", "no such directory")),
+    ("not a model", ("--set", "models.actor={path: .}"), ("models.actor.path", "config.json")),
+    ("mixture of experts", ("--set", "models.actor.init.num_local_experts=8"), ("models.actor", "mixture-of-experts")),
+    ("more devices than nodes", ("--devices", "3", "--set", "cluster.nodes=[{devices: 2}]"), ("devices 3", "hold 2")),
+    ("rank not there", ("--set", "placement={actor: 1, critic: 1, ref: {ranks: [9]}, reward: 1}"), ("rank 9", "ref")),
+    ("lag without shadows", ("--set", "schedule.lag=1"), ("schedule.lag", "shadow", "co-located")),
+    ("period without shadows", ("--set", "sync.every=2"), ("sync.every", "shadow", "co-located")),
+    ("other strategy", ("--set", "schedule.strategy=disaggregated"), ("schedule.strategy", "'co-located'")),
+    ("chunks", ("--set", "schedule.num_chunks=3"), ("num_chunks 3", "num_mini_batches 1")),
+    ("engine", ("--set", "models.actor.engine=vllm"), ("models.actor.engine", "'vllm'", "torch")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(("arguments", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_a_bad_setting_is_one_sentence(
+    command: tuple[str, ...], arguments: tuple[str, ...], words: tuple[str, ...], invoke: Invoke, tmp_path: Path
+) -> None:
+    before = files(tmp_path)
+    message = refused(invoke(*command, "a.yaml", *arguments))
+    assert all(word in message for word in words), message
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_missing_config_is_named_with_the_nearest(command: tuple[str, ...], invoke: Invoke) -> None:
+    assert "b.yaml: no such file (did you mean 'a.yaml'?)" in refused(invoke(*command, "b.yaml"))
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n", "", "steps: 3\n", "name: \t\n x"])
+def test_a_file_that_is_no_config_is_refused(text: str, invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    assert "a.yaml" in refused(invoke("plan", "a.yaml"))
+
+
+def test_a_model_directory_that_holds_no_json_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "models.actor.path model" in refused(invoke("plan", "a.yaml", "--set", "models.actor={path: model}"))
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke, tmp_path: Path) -> None:
+    before = files(tmp_path)
+    for command in (("plan",), ("run", "--dry-run")):
+        result = invoke(*command, "a.yaml", "--devices", "2", "--placement-ratio", "[1,1,0.5,0.5]")
+        assert result.exit_code == 0
+        assert "interleaving on 2 devices" in result.stdout
+        assert "#.  run" in result.stdout
+    assert files(tmp_path) == before
+
+
+def test_without_a_config_the_quick_start_is_planned(invoke: Invoke, tmp_path: Path) -> None:
+    before = files(tmp_path)
+    result = invoke("plan", "--placement-ratio", "[1,1,0.5,0.5]")
+    assert result.exit_code == 0
+    heads = [line for line in result.stdout.splitlines() if line.startswith("quickstart-")]
+    assert ["sft" in heads[0], "reward" in heads[1], "interleaving" in heads[2]] == [True] * 3
+    assert files(tmp_path) == before
+
+
+def write_run(path: Path, name: str, **changes: object) -> None:
+    path.write_text(yaml.safe_dump(PPO | {"name": name} | changes))
+
+
+def test_runs_of_one_command_need_their_own_names(invoke: Invoke) -> None:
+    assert "different names" in refused(invoke("plan", "a.yaml", "a.yaml"))
+
+
+def test_runs_of_one_command_share_their_ranks(invoke: Invoke, tmp_path: Path) -> None:
+    write_run(tmp_path / "b.yaml", "other", cluster={"devices": 3})
+    message = refused(invoke("plan", "a.yaml", "b.yaml"))
+    assert all(words in message for words in ("test 1", "other 3", "--devices"))
+    assert invoke("plan", "a.yaml", "b.yaml", "--devices", "2").exit_code == 0
+
+
+def test_a_later_run_may_use_the_model_of_an_earlier_one(invoke: Invoke, tmp_path: Path) -> None:
+    models = {"actor": {"path": "runs/test/actor"}, "reward": {"init": dict(TINY)}}
+    write_run(tmp_path / "b.yaml", "other", models=models)
+    assert invoke("plan", "a.yaml", "b.yaml").exit_code == 0
+    assert "runs/test/actor" in refused(invoke("plan", "b.yaml", "a.yaml"))
+
+
+def test_a_vector_is_for_the_runs_that_have_so_many_models(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(
+        yaml.safe_dump(PPO | {"name": "sft", "algorithm": {"name": "sft"}, "models": {"actor": {"init": dict(TINY)}}})
+    )
+    result = invoke("plan", "sft.yaml", "a.yaml", "--devices", "2", "--placement-ratio", "[1,1,0.5,0.5]")
+    assert result.exit_code == 0
+    assert "sft: sft, co-located" in result.stdout
+    assert "test: ppo, interleaving" in result.stdout
+    assert "entries" in refused(invoke("plan", "sft.yaml", "a.yaml", "--placement-ratio", "[1,1]"))
+
+
+def test_several_machines_need_an_endpoint(invoke: Invoke, tmp_path: Path) -> None:
+    before = files(tmp_path)
+    assert "--rdzv-endpoint" in refused(invoke("run", "a.yaml", "--devices", "2", "--nnodes", "2"))
+    assert files(tmp_path) == before
+
+
+# --- what only the data can tell, before any rank starts
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(("<pad>", "<end>", "hello", "world", "<unk>"))}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
+    fast.save_pretrained(tmp_path / "tokenizer")
+    return "data.tokenizer=tokenizer"
+
+
+DATA = [
+    ("no file", None, (), ("prompts.jsonl", "no data file")),
+    ("no rows", "", (), ("prompts.jsonl", "no rows")),
+    ("missing column", '{"prompt": "hello"}\n{"text": "hello"}\n', (), ("row 2", "'prompt'", "'text'")),
+    ("unknown form", '{"text": "hello"}\n', (), ("row 1", "'prompt'", "'text'")),
+    ("not JSON", '{"prompt": "hello"}\n{\n', (), ("line 2", "not JSON")),
+    ("long prompt", '{"prompt": "hello hello hello hello hello"}\n', (), ("row 1", "5 tokens", "max_prompt_tokens=4")),
+    (
+        "small vocabulary",
+        '{"prompt": "hello"}\n',
+        ("--set", "models.actor.init.vocab_size=3"),
+        ("models.actor", "3", "5"),
+    ),
+    ("no tokenizer", '{"prompt": "hello"}\n', ("--set", "data.tokenizer=nowhere"), ("data.tokenizer nowhere",)),
+    ("held-out rows", '{"prompt": "hello"}\n', ("--set", "eval.path=held_out.jsonl"), ("held_out.jsonl",)),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments", "words"), [case[1:] for case in DATA], ids=[case[0] for case in DATA])
+def test_bad_data_is_one_sentence_before_anything_is_written(
+    text: str | None, arguments: tuple[str, ...], words: tuple[str, ...], invoke: Invoke, tmp_path: Path, tokenizer: str
+) -> None:
+    if text is None:
+        (tmp_path / "prompts.jsonl").unlink()
+    else:
+        (tmp_path / "prompts.jsonl").write_text(text)
+    before = files(tmp_path)
+    message = refused(invoke("run", "a.yaml", "--set", tokenizer, *arguments))
+    assert all(word in message for word in words), message
+    assert files(tmp_path) == before
+
+
+def test_a_model_without_a_tokenizer_is_refused(invoke: Invoke) -> None:
+    assert "data.tokenizer" in refused(invoke("run", "a.yaml"))
+
+
+def test_a_model_with_experts_on_disk_is_refused_by_name(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+    message = refused(invoke("plan", "a.yaml", "--set", "models.reward={path: model}"))
+    assert all(word in message for word in ("models.", "mixtral", "num_local_experts"))

@@ -1,0 +1,79 @@
+"""Metrics from moments: definitions, sums over parts, what is printed."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
+from flexrlhf.operators.functions import LOSSES
+from flexrlhf.report import format_summary
+from flexrlhf.spec import PpoSpec, RewardSpec, SftSpec
+
+SPECS = {"likelihood_loss": SftSpec(), "pair_loss": RewardSpec(), "policy_loss": PpoSpec(), "value_loss": PpoSpec()}
+
+
+def moments(values: list[float]) -> Triple:
+    return float(len(values)), sum(values), sum(value * value for value in values)
+
+
+def test_mean_and_standard_deviation() -> None:
+    row = evaluate({"reward": moments([1.0, 2.0, 6.0])})
+    assert set(row) == {"reward_mean", "reward_std"}
+    assert row["reward_mean"] == pytest.approx(3.0)
+    assert row["reward_std"] == pytest.approx(statistics.pstdev([1.0, 2.0, 6.0]))
+
+
+def test_a_metric_does_not_depend_on_how_its_rows_are_split() -> None:
+    draw = random.Random(0)
+    values = [draw.gauss(3, 2) for _ in range(50)]
+    total: dict[str, Triple] = {}
+    for part in (values[:7], [], values[7:30], values[30:]):
+        add(total, {"reward": moments(part)})
+    assert evaluate(total) == pytest.approx(evaluate({"reward": moments(values)}))
+
+
+def test_statistics_without_rows_give_no_metric() -> None:
+    assert evaluate({"reward": (0.0, 0.0, 0.0)}) == {}
+    assert evaluate({}) == {}
+
+
+def test_a_constant_has_no_negative_variance() -> None:
+    assert evaluate({"reward": moments([0.1] * 1000)})["reward_std"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_names_are_unique_and_defined() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert all(metric.definition for metric in METRICS)
+    assert "reward_mean" in names
+
+
+def test_a_loss_reports_defined_statistics_only() -> None:
+    assert set(SPECS) == set(LOSSES)
+    for name, spec in SPECS.items():
+        for statistic in LOSSES[name](spec).statistics:
+            assert statistic_name("train_actor", statistic) == statistic
+
+
+def test_train_operators_put_their_name_before_what_all_of_them_report() -> None:
+    assert statistic_name("train_critic", "grad_norm") == "train_critic/grad_norm"
+    with pytest.raises(AssertionError, match="surprise"):
+        statistic_name("train_critic", "surprise")
+
+
+def test_the_progress_line_names_the_run_the_step_and_its_metrics() -> None:
+    line = progress_line("first", 4, 10, {"reward_mean": 1.25, "entropy": 3.0}, 0.5)
+    assert line.startswith("first  step 5/10")
+    assert "reward_mean 1.25" in line
+    assert "entropy" not in line
+    assert line.endswith("0.5 s")
+
+
+def test_the_summary_shows_the_first_and_the_last_steps() -> None:
+    rows = [{"step": step, "seconds": 1.0, "reward_mean": float(step)} for step in range(6)]
+    lines = format_summary("first", "runs/first", rows).splitlines()
+    assert "6 steps" in lines[0] and "runs/first" in lines[0]
+    assert lines[1].split()[:4] == ["reward_mean", "1", "->", "4"]

@@ -1,0 +1,255 @@
+"""The plan: bytes of moves and weights by hand, models by role, and parameter shapes equal to those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_runs import TINY, plan_of, spec_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from flexrlhf.errors import UserError
+from flexrlhf.placement.reshard import WeightTransfer, make_buckets, pair_ranks, sync_bytes
+from flexrlhf.placement.shapes import llama_like_shapes, model_shape
+from flexrlhf.plan import make_plan
+from flexrlhf.spec import ModelSpec
+from flexrlhf.strategies.instructions import Move, Sync
+
+LLAMA_2_7B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+LLAMA_3_8B = LLAMA_2_7B | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+QWEN_2_5_05B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+TINY_ACTOR_PARAMETERS = 2 * 32 * 8 + 8 + 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
+"""Embedding and head, final norm, q k v o, gate up down, two norms."""
+TINY_CRITIC_PARAMETERS = TINY_ACTOR_PARAMETERS - 32 * 8 + 8
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        plan_of(None, 2, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- bytes
+
+
+def test_bytes_of_the_moves_of_interleaving() -> None:
+    """4 prompts x 2 samples; 4 + 8 tokens a row: int32 ids and a byte of mask; float32 log-probs and a score."""
+    plan = plan_of([1, 1, 0.5, 0.5], 2, "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2")
+    out, back = [x for x in plan.schedule.instructions if isinstance(x, Move)]
+    assert out.columns == ("tokens", "attention_mask")
+    assert plan.move_bytes(out) == (4 + 4) * 12 * (4 + 1)
+    assert back.columns == ("ref_logprobs", "scores")
+    assert plan.move_bytes(back) == 4 * (8 * 4) + 4 * 4
+
+
+def test_a_column_with_a_value_after_the_text_is_one_wider() -> None:
+    plan = plan_of([0.5] * 4, 2, "algorithm.prompts_per_step=4")
+    back = next(x for x in plan.schedule.instructions if isinstance(x, Move) and "values" in x.columns)
+    assert back.columns == ("scores", "values")
+    assert plan.move_bytes(back) == 4 * 4 + 4 * (8 + 1) * 4
+
+
+def test_weights_held_by_each_rank() -> None:
+    plan = plan_of([1, 1, 0.5, 0.5], 2)
+    actor, critic = TINY_ACTOR_PARAMETERS * 4, TINY_CRITIC_PARAMETERS * 4
+    assert plan.parameter_bytes(0) == {"actor": actor, "critic": critic, "ref": actor}
+    assert plan.parameter_bytes(1) == {"actor": actor, "critic": critic, "reward": critic}
+
+
+@pytest.mark.parametrize(("devices", "copies"), [(2, 1), (4, 2)])
+def test_bytes_of_a_sync(devices: int, copies: int) -> None:
+    plan = plan_of([0.5] * 6, devices)
+    sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
+    assert plan.sync_bytes(sync) == copies * (TINY_ACTOR_PARAMETERS * 4 + 8)
+    without = plan_of([0.5] * 6, devices, "sync.checksum=false")
+    assert without.sync_bytes(sync) == copies * TINY_ACTOR_PARAMETERS * 4
+
+
+def test_every_shadow_rank_gets_one_source_and_sources_take_turns() -> None:
+    pairs = pair_ranks((0, 1), (2, 3, 4))
+    assert pairs == (WeightTransfer(0, 2), WeightTransfer(1, 3), WeightTransfer(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "buckets"),
+    [
+        ((), 10, []),
+        ((4, 4, 4), 8, [range(0, 2), range(2, 3)]),
+        ((4, 4, 4), 100, [range(0, 3)]),
+        ((40, 4, 4), 8, [range(0, 1), range(1, 3)]),
+        ((4, 40, 4), 8, [range(0, 1), range(1, 2), range(2, 3)]),
+    ],
+)
+def test_buckets_are_whole_tensors_within_the_limit(sizes: tuple[int, ...], limit: int, buckets: list[range]) -> None:
+    assert make_buckets(sizes, limit) == buckets
+    assert sync_bytes(sizes, limit, True, 3) == 3 * (sum(sizes) + 8 * len(buckets))
+
+
+# --- models by role
+
+
+def test_the_critic_starts_from_the_reward_and_the_reference_from_the_actor() -> None:
+    spec = plan_of(None, 1, "models.actor.init.vocab_size=64", "models.critic.optimizer.learning_rate=0.5").spec
+    actor, critic, ref, reward = spec.models.actor, spec.models.critic, spec.models.ref, spec.models.reward
+    assert actor and critic and ref and reward
+    assert ref.init == actor.init != reward.init
+    assert critic.init == reward.init
+    assert critic.optimizer.learning_rate == 0.5 != reward.optimizer.learning_rate
+
+
+def test_a_written_critic_keeps_its_own_weights() -> None:
+    plan = plan_of(None, 1, "models.critic.init={model_type: llama, vocab_size: 7}")
+    assert plan.spec.models.critic is not None
+    assert plan.spec.models.critic.init == {"model_type": "llama", "vocab_size": 7}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("models.reward=null",), ("models.reward", "missing", "ppo")),
+        (("models={}",), ("models.actor", "missing", "actor, critic, ref, reward")),
+        (("algorithm={name: sft}",), ("models.reward", "sft has no reward", "actor")),
+        (("models.actor.init=null",), ("models.actor", "path", "init")),
+        (("models.critic.engine=torhc",), ("models.critic.engine", "'torhc'", "did you mean 'torch'")),
+        (("models.critic.init={model_type: mixtral}",), ("models.critic", "mixtral", "mixture-of-experts", "dense")),
+        (("models.critic.init={model_type: qwen3_moe}",), ("models.critic", "qwen3_moe", "mixture-of-experts")),
+        (
+            ("models.critic.init={model_type: llama, num_experts: 8}",),
+            ("mixture-of-experts", "num_experts"),
+        ),
+        (("models.critic.init={model_type: deepseek_v3, n_routed_experts: 64}",), ("deepseek_v3", "n_routed_experts")),
+    ],
+)
+def test_models_that_cannot_be_are_refused(overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    message = refused(*overrides)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("init", ["{hidden_size: 8}", "{model_type: llama, hidden_size: wide}"])
+def test_an_init_that_is_no_model_is_refused_by_name(init: str) -> None:
+    assert "models.critic" in refused(f"models.critic.init={init}")
+
+
+def test_a_model_directory_needs_a_config(tmp_path: Path) -> None:
+    (tmp_path / "actor").mkdir()
+    assert "no config.json" in refused("models.actor.init=null", f"models.actor.path={tmp_path / 'actor'}")
+    message = refused("models.actor.init=null", f"models.actor.path={tmp_path / 'actr'}")
+    assert "no such directory" in message
+    assert f"did you mean '{tmp_path / 'actor'}'" in message
+
+
+def test_a_model_that_an_earlier_run_will_write_need_not_exist() -> None:
+    spec = spec_of(None, 1, "models.actor={path: runs/first/actor}")
+    with pytest.raises(UserError, match="models.actor.path runs/first/actor: no such directory"):
+        make_plan(spec)
+    plan = make_plan(spec, {"runs/first/actor": ModelSpec(init=TINY)})
+    assert plan.shapes["actor"].num_parameters == plan.shapes["ref"].num_parameters == TINY_ACTOR_PARAMETERS
+
+
+def test_an_unknown_architecture_has_no_shape_before_it_is_loaded() -> None:
+    plan = plan_of([0.5] * 6, 2, "models.actor.init={model_type: gpt2}")
+    sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
+    assert plan.sync_bytes(sync) is None
+    assert plan.parameter_bytes(0)["actor"] is None
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(LLAMA_2_7B, 6_738_415_616), (LLAMA_3_8B, 8_030_261_248), (QWEN_2_5_05B, 494_032_768)],
+    ids=["Llama-2-7B", "Llama-3-8B", "Qwen2.5-0.5B"],
+)
+def test_parameter_counts_are_the_published_ones(config: dict[str, Any], parameters: int) -> None:
+    shape = model_shape("actor", ModelSpec(init=config))
+    assert shape is not None
+    assert shape.num_parameters == parameters
+    assert shape.num_bytes == 4 * parameters == sum(shape.tensor_bytes)
+
+
+SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = [SMALL | {"model_type": kind, "head_dim": 6} for kind in ("llama", "mistral", "qwen3")] + [
+    SMALL | {"model_type": "qwen2"},
+    SMALL | {"model_type": "llama", "attention_bias": True},
+    SMALL | {"model_type": "qwen3", "attention_bias": True, "head_dim": 6},
+    SMALL | {"model_type": "mistral", "attention_bias": True},
+    SMALL | {"model_type": "llama", "mlp_bias": True},
+    TINY,
+]
+
+
+def real_shapes(config: dict[str, Any], auto: Any, **extra: Any) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.for_model(**config, **extra))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config["model_type"])
+def test_shapes_are_those_of_transformers(config: dict[str, Any], tied: bool) -> None:
+    config = config | {"tie_word_embeddings": tied}
+    assert llama_like_shapes(config) == real_shapes(config, AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_a_config_leaves_out_is_as_in_transformers(kind: str) -> None:
+    config = {"model_type": kind, "num_hidden_layers": 1}
+    assert llama_like_shapes(config) == real_shapes(config, AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("role", ["critic", "reward"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_scalar_head_replaces_that_of_the_vocabulary(kind: str, tied: bool, role: str) -> None:
+    config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
+    shape = model_shape(role, ModelSpec(init=config))
+    assert shape is not None
+    assert dict(shape.parameters) == real_shapes(config, AutoModelForSequenceClassification, num_labels=1)
+
+
+def write_model(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> ModelSpec:
+    """Two files, as large models have."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    names = sorted(shapes)
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: torch.zeros(shapes[name]) for name in part}, directory / f"model-{number}.safetensors")
+    return ModelSpec(path=str(directory))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_shapes_from_files_equal_those_from_the_config(role: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", SMALL, llama_like_shapes(SMALL))
+    assert model_shape(role, model) == model_shape(role, ModelSpec(init=SMALL))
+
+
+def test_files_tell_the_shapes_of_any_architecture(tmp_path: Path) -> None:
+    shapes = {"transformer.wte.weight": (10, 4), "lm_head.weight": (10, 4)}
+    model = write_model(tmp_path / "model", {"model_type": "gpt2", "n_embd": 4}, shapes)
+    actor, critic = model_shape("actor", model), model_shape("critic", model)
+    assert actor is not None and dict(actor.parameters) == shapes
+    assert critic is not None
+    assert dict(critic.parameters) == {"transformer.wte.weight": (10, 4), "score.weight": (1, 4)}
+
+
+def test_tied_weights_in_a_file_are_counted_once(tmp_path: Path) -> None:
+    tied = SMALL | {"tie_word_embeddings": True}
+    shapes = llama_like_shapes(SMALL)
+    model = write_model(tmp_path / "model", tied, shapes)
+    assert model_shape("actor", model) == model_shape("actor", ModelSpec(init=tied))

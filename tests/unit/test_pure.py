@@ -1,0 +1,94 @@
+"""Planning imports neither torch nor transformers, and starts at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from small_runs import PPO
+
+import flexrlhf
+
+HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
+PACKAGE = Path(flexrlhf.__file__).parent
+PURE_FILES = [
+    "spec.py",
+    "plan.py",
+    "errors.py",
+    "report.py",
+    "metrics.py",
+    "timeline.py",
+    "data.py",
+    "cli.py",
+    "run_directory.py",
+    "quickstart/__init__.py",
+    "engines/catalogue.py",
+    *(f"operators/{name}.py" for name in ("graph", "columns", "registry", "ppo", "sft", "reward")),
+    *(
+        str(file.relative_to(PACKAGE))
+        for folder in ("placement", "strategies")
+        for file in (PACKAGE / folder).glob("*.py")
+    ),
+]
+IMPORT_ALL = """
+import importlib, json, sys
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+print(json.dumps(sorted(sys.modules)))
+"""
+PLAN = """
+import json, sys
+from typer.testing import CliRunner
+from flexrlhf.cli import app
+results = [CliRunner().invoke(app, command) for command in json.loads(sys.argv[1])]
+print(json.dumps([[result.exit_code, result.output] for result in results]))
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def python(code: str, argument: object, directory: Path) -> list[str]:
+    command = [sys.executable, "-c", code, json.dumps(argument)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def module_of(file: str) -> str:
+    return ".".join(("flexrlhf", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_pure_modules_import_nothing_heavy(tmp_path: Path) -> None:
+    modules = [module_of(file) for file in PURE_FILES]
+    assert len(modules) > 25
+    (loaded,) = python(IMPORT_ALL, modules, tmp_path)
+    assert set(modules) <= set(json.loads(loaded))
+    assert not HEAVY & set(json.loads(loaded))
+
+
+def test_plan_and_dry_run_import_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
+    commands = [
+        ["plan", "a.yaml"],
+        ["plan"],
+        ["plan", "a.yaml", "--placement-ratio", "[1,1,0.5,0.5]", "--devices", "2"],
+        ["run", "--dry-run", "a.yaml"],
+        ["plan", "--help"],
+        ["--help"],
+    ]
+    results, loaded = python(PLAN, commands, tmp_path)
+    assert [code for code, _ in json.loads(results)] == [0] * len(commands), results
+    assert not HEAVY & set(json.loads(loaded))
+
+
+@pytest.mark.parametrize("command", [("--help",), ("plan", "--help"), ("run", "--help")])
+def test_help_starts_and_names_the_options(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flexrlhf.cli", *command], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    if len(command) > 1:
+        assert "--placement-ratio" in done.stdout and "--set" in done.stdout

@@ -1,0 +1,207 @@
+"""Sampling: noise is a function of (seed, step, row, position), and answers do not depend on their batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from small_runs import TINY
+from torch import Tensor
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.models import load_model
+from flexrlhf.engines.sampling import GumbelProcessor, gumbel_noise
+from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.operators.columns import COLUMNS, Lengths
+from flexrlhf.spec import ModelSpec
+
+LENGTHS = Lengths(prompt=5, response=6)
+ENDS = tuple(range(1, 9))
+SAMPLING = Sampling(seed=3, step=2, temperature=1.0, eos_token_ids=(1,), pad_token_id=0)
+
+
+def rows(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+# --- noise
+
+
+def test_noise_depends_on_the_row_number_and_not_on_the_batch() -> None:
+    numbers = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    whole = gumbel_noise(1, 2, numbers, 3, 50)
+    for parts in (1, 2, 64):
+        pieces = [gumbel_noise(1, 2, part, 3, 50) for part in numbers.chunk(parts)]
+        assert torch.equal(torch.cat(pieces), whole)
+    assert torch.equal(gumbel_noise(1, 2, numbers.sort().values, 3, 50), whole[numbers.argsort()])
+
+
+@pytest.mark.parametrize(
+    "other", [(2, 2, 7, 3), (1, 3, 7, 3), (1, 2, 8, 3), (1, 2, 7, 4), (2, 1, 7, 3), (1, 3, 7, 2), (1, 7, 2, 3)]
+)
+def test_noise_differs_by_seed_step_row_and_position(other: tuple[int, int, int, int]) -> None:
+    def noise(seed: int, step: int, row: int, position: int) -> Tensor:
+        return gumbel_noise(seed, step, rows(row), position, 100)
+
+    assert (noise(1, 2, 7, 3) != noise(*other)).all()
+
+
+def test_noise_of_the_first_tokens_does_not_depend_on_the_vocabulary() -> None:
+    assert torch.equal(gumbel_noise(0, 0, rows(5), 0, 100)[:, :32], gumbel_noise(0, 0, rows(5), 0, 32))
+
+
+def test_seeds_of_any_size_and_sign_give_finite_noise() -> None:
+    for seed in (0, -1, 2**62, -(2**63), 2**63 - 1):
+        noise = gumbel_noise(seed, 10**6, rows(0, 2**40), 4095, 1000)
+        assert noise.isfinite().all()
+        assert noise.dtype == torch.float64
+
+
+def test_noise_has_the_moments_of_the_gumbel_distribution() -> None:
+    """Mean 0.5772 and variance pi^2 / 6, within four standard errors (fourth central moment 14.6)."""
+    noise = torch.cat([gumbel_noise(0, step, torch.arange(100), step % 7, 100) for step in range(40)]).flatten()
+    variance = math.pi**2 / 6
+    assert float(noise.mean()) == pytest.approx(0.5772157, abs=4 * math.sqrt(variance / len(noise)))
+    assert float(noise.var()) == pytest.approx(variance, abs=4 * math.sqrt((14.6 - variance**2) / len(noise)))
+
+
+def test_noise_of_neighbours_is_uncorrelated() -> None:
+    noise = gumbel_noise(0, 0, torch.arange(200), 0, 200)
+    next_position = gumbel_noise(0, 0, torch.arange(200), 1, 200)
+    for a, b in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:]), (noise, next_position)):
+        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 4 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_the_largest_perturbed_logit_is_a_sample_of_the_softmax(temperature: float) -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    count = 20_000
+    processor = GumbelProcessor(replace(SAMPLING, temperature=temperature), torch.arange(count), 5)
+    chosen = processor(torch.zeros(count, 5, dtype=torch.int64), logits.expand(count, 4)).argmax(1)
+    for token, share in enumerate((logits / temperature).softmax(0).tolist()):
+        sigma = math.sqrt(share * (1 - share) / count)
+        assert float((chosen == token).float().mean()) == pytest.approx(share, abs=3 * sigma)
+
+
+def test_the_position_counts_from_the_prompt() -> None:
+    """However many prompt columns a batch leaves out, the first answer token has position 0."""
+    scores = torch.zeros(2, 30)
+    short, long = (GumbelProcessor(SAMPLING, rows(4, 9), width) for width in (3, 5))
+    answers = torch.zeros(2, 2, dtype=torch.int64)
+    prompts = torch.zeros(2, 5, dtype=torch.int64)
+    assert torch.equal(
+        short(torch.cat([prompts[:, :3], answers], 1), scores), long(torch.cat([prompts, answers], 1), scores)
+    )
+
+
+# --- answers
+
+
+def engine_of(temperature: float = 1.0) -> TorchEngine:
+    model = load_model(ModelSpec(init=TINY), "causal", seed=0, device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 8
+    return TorchEngine(model, ModelSpec(), LENGTHS, Replicas(None, 1, lambda work: None), temperature, trained=False)
+
+
+@pytest.fixture(scope="module")
+def engine() -> TorchEngine:
+    return engine_of()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Batch:
+    """12 rows with prompts of 1 to 5 tokens."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([1, 2, 3, 4, 5, 5, 1, 3, 2, 4, 1, 1])
+    mask = (torch.arange(5) >= 5 - lengths[:, None]).to(torch.uint8)
+    tokens = torch.randint(2, 32, (12, 5), generator=draw, dtype=torch.int32) * mask
+    return Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(20, 32), 1)
+
+
+def drawn(engine: TorchEngine, batch: Batch, parts: int = 1, sampling: Sampling = SAMPLING) -> dict[str, Tensor]:
+    size = len(batch) // parts
+    pieces = [engine.generate(batch.select(slice(i * size, (i + 1) * size)), sampling) for i in range(parts)]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+@pytest.mark.parametrize("parts", [2, 3, 12])
+def test_answers_are_the_same_in_one_batch_in_parts_and_one_by_one(
+    engine: TorchEngine, prompts: Batch, parts: int
+) -> None:
+    whole, split = drawn(engine, prompts), drawn(engine, prompts, parts)
+    for name, values in whole.items():
+        assert torch.equal(split[name], values), name
+
+
+def test_answers_follow_the_row_numbers_in_another_order(engine: TorchEngine, prompts: Batch) -> None:
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
+    mixed = Batch({name: column[order] for name, column in prompts.columns.items()}, prompts.rows[order], 1)
+    assert torch.equal(drawn(engine, mixed)["tokens"], drawn(engine, prompts)["tokens"][order])
+
+
+def test_answers_differ_by_seed_and_step_and_row(engine: TorchEngine, prompts: Batch) -> None:
+    first = drawn(engine, prompts)["tokens"]
+    assert not torch.equal(first, drawn(engine, prompts, sampling=replace(SAMPLING, seed=4))["tokens"])
+    assert not torch.equal(first, drawn(engine, prompts, sampling=replace(SAMPLING, step=3))["tokens"])
+    elsewhere = Batch(prompts.columns, prompts.rows + 100, 1)
+    assert not torch.equal(first, drawn(engine, elsewhere)["tokens"])
+
+
+def test_masks_say_where_an_answer_ends(engine: TorchEngine, prompts: Batch) -> None:
+    """Up to and with the first end token; behind it nothing but padding."""
+    columns = drawn(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS))
+    answers, mask = columns["tokens"][:, 5:], columns["response_mask"].bool()
+    assert 0 < int(columns["finished"].sum()) < 12
+    for answer, inside, finished in zip(answers.tolist(), mask.tolist(), columns["finished"].tolist(), strict=True):
+        length = sum(inside)
+        assert inside == [True] * length + [False] * (6 - length)
+        ends = [token in ENDS for token in answer[:length]]
+        assert ends == [False] * (length - 1) + [bool(finished)]
+        assert finished or length == 6
+        assert answer[length:] == [0] * (6 - length)
+    assert torch.equal(columns["tokens"][:, :5], prompts["prompts"])
+    assert torch.equal(columns["attention_mask"], torch.cat([prompts["prompt_mask"], columns["response_mask"]], 1))
+
+
+def test_an_end_token_that_is_the_pad_token_counts_as_part_of_the_answer(engine: TorchEngine, prompts: Batch) -> None:
+    apart = drawn(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=0))
+    same = drawn(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=5))
+    assert 0 < int(apart["finished"].sum()) < 12
+    for name in ("response_mask", "finished", "attention_mask"):
+        assert torch.equal(apart[name], same[name])
+    inside = same["response_mask"].bool()
+    assert torch.equal(apart["tokens"][:, 5:][inside], same["tokens"][:, 5:][inside])
+
+
+def test_no_prompts_give_no_answers(engine: TorchEngine, prompts: Batch) -> None:
+    columns = engine.generate(prompts.select(slice(0, 0)), SAMPLING)
+    widths = {name: tuple(column.shape) for name, column in columns.items()}
+    assert widths == {"tokens": (0, 11), "attention_mask": (0, 11), "response_mask": (0, 6), "finished": (0,)}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_drawn_tokens_are_those_that_the_forward_pass_makes_likeliest(temperature: float, prompts: Batch) -> None:
+    """Generation and forward see the same distribution: with the noise added, the drawn token has the largest logit."""
+    engine = engine_of(temperature)
+    columns = drawn(engine, prompts, sampling=replace(SAMPLING, temperature=temperature))
+    batch = Batch(columns, prompts.rows, 1)
+    logprobs = engine.forward(batch, COLUMNS["logprobs"])
+    mask, answers = columns["response_mask"].bool(), columns["tokens"][:, 5:].long()
+    assert (logprobs[mask] < 0).all() and not logprobs[~mask].any()
+    texts = columns["tokens"].repeat_interleave(32, 0)
+    repeated = {name: column.repeat_interleave(32, 0) for name, column in columns.items()}
+    for position in range(6):
+        others = texts.clone()
+        others[:, 5 + position] = torch.arange(32, dtype=torch.int32).repeat(12)
+        candidates = Batch(repeated | {"tokens": others}, torch.arange(len(others)), 1)
+        scores = engine.forward(candidates, COLUMNS["logprobs"])[:, position].view(12, 32)
+        perturbed = scores + gumbel_noise(SAMPLING.seed, SAMPLING.step, prompts.rows, position, 32)
+        chosen = perturbed.gather(1, answers[:, position : position + 1]).squeeze(1)
+        inside = mask[:, position]
+        assert (chosen >= perturbed.max(1).values - 1e-4)[inside].all()

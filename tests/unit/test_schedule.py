@@ -1,0 +1,436 @@
+"""The list of instructions: order, moves, chunks, lag, syncs, groups, and what overlaps."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+from small_runs import plan_of
+
+from flexrlhf import quickstart
+from flexrlhf.cli import _plans
+from flexrlhf.plan import Plan, make_plan
+from flexrlhf.report import format_plan, rank_marks, schedule_table, span_of
+from flexrlhf.spec import ModelSpec, Spec, load_spec
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.overlap import overlapping_operators
+from flexrlhf.strategies.schedule import walk
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parents[1] / "configs"
+UPDATE = os.environ.get("FLEXRLHF_UPDATE_SNAPSHOTS") == "1"
+
+SIX = [0.5] * 6
+SIX_APART = [0.25] * 6
+CHUNKS = ("algorithm.num_mini_batches=4", "schedule.num_chunks=4")
+STREAM = (*CHUNKS, "algorithm.whiten=mini_batch")
+LAG = "schedule.lag=1"
+OPERATORS = [
+    "generate on actor",
+    "logprobs on actor",
+    "ref_logprobs on ref",
+    "scores on reward",
+    "values on critic",
+    "advantages on actor",
+    "train_actor on actor",
+    "train_critic on critic",
+]
+
+
+def shown(plan: Plan) -> list[str]:
+    """``##  run  generate on actor``, without chunks and bytes."""
+    lines = []
+    for x in plan.schedule.instructions:
+        marks, primitive = (
+            rank_marks(x.ranks, plan.placement.num_ranks),
+            f"  {x.primitive}" if isinstance(x, Move) else "",
+        )
+        lines.append(f"{marks}  {type(x).__name__.lower()}  {x.label}{primitive}")
+    return lines
+
+
+def runs(plan: Plan) -> list[Run]:
+    return [x for x in plan.schedule.instructions if isinstance(x, Run)]
+
+
+def moves(plan: Plan) -> list[Move]:
+    return [x for x in plan.schedule.instructions if isinstance(x, Move)]
+
+
+# --- the order
+
+
+def test_the_schedule_of_interleaving() -> None:
+    """Both moves stand before the first reader of their wave, so that the halves overlap."""
+    assert shown(plan_of([1, 1, 0.5, 0.5], 2)) == [
+        "##  run  generate on actor",
+        "##  move  tokens, attention_mask actor -> ref, reward  all_gather",
+        "##  run  logprobs on actor",
+        "#.  run  ref_logprobs on ref",
+        ".#  run  scores on reward",
+        "##  run  values on critic",
+        "##  move  ref_logprobs, scores ref, reward -> actor  all_to_all",
+        "##  run  advantages on actor",
+        "##  run  train_actor on actor",
+        "##  run  train_critic on critic",
+        "#.  save  actor",
+        "#.  save  critic",
+    ]
+
+
+def test_on_eight_ranks_both_moves_are_all_to_all() -> None:
+    plan = plan_of([1, 1, 0.5, 0.5], 8, "algorithm.prompts_per_step=64")
+    assert [move.primitive for move in moves(plan)] == ["all_to_all", "all_to_all"]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_co_located_has_eight_runs_and_no_move(devices: int) -> None:
+    plan = plan_of([1, 1, 1, 1], devices)
+    assert plan.strategy == "co-located"
+    assert [run.label for run in runs(plan)] == OPERATORS
+    assert not moves(plan)
+    assert all(len(run.ranks) == devices for run in runs(plan))
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices"), [([1, 1, 0.5, 0.5], 2), ([0.5] * 4, 2), (SIX, 2), (SIX_APART, 4), ([1] * 4, 3)]
+)
+def test_every_strategy_runs_every_operator_once(placement: list[float], devices: int) -> None:
+    names = [run.operator.name for run in runs(plan_of(placement, devices))]
+    assert sorted(names) == sorted(label.split()[0] for label in OPERATORS)
+
+
+def test_with_shadows_inference_runs_on_the_copies() -> None:
+    models = {run.operator.name: run.model for run in runs(plan_of(SIX, 2))}
+    assert models["generate"] == models["logprobs"] == "actor.shadow"
+    assert models["values"] == "critic.shadow"
+    assert models["advantages"] == models["train_actor"] == "actor"
+
+
+def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
+    """Else a rank at the second move would wait for one that still runs the first reader."""
+    for plan in (plan_of([1, 1, 0.5, 0.5], 2), plan_of(SIX_APART, 4), plan_of([0.5] * 4, 4)):
+        waves = plan.graph.waves
+        last_wave = 0
+        for instruction in plan.schedule.instructions:
+            if isinstance(instruction, Run):
+                assert waves[instruction.operator.name] >= last_wave
+                last_wave = waves[instruction.operator.name]
+            elif isinstance(instruction, Move):
+                after = plan.schedule.instructions[plan.schedule.instructions.index(instruction) :]
+                next_run = next(x for x in after if isinstance(x, Run))
+                assert waves[next_run.operator.name] > last_wave
+
+
+# --- lag
+
+
+@pytest.mark.parametrize(("placement", "devices"), [(SIX, 2), (SIX, 4), (SIX_APART, 4)])
+@pytest.mark.parametrize("chunks", [(), CHUNKS, STREAM])
+def test_with_lag_only_syncs_join_the_sides_after_the_first_moves(
+    placement: list[float], devices: int, chunks: tuple[str, ...]
+) -> None:
+    plan = plan_of(placement, devices, LAG, *chunks)
+    training = {rank for name in ("actor", "critic") for rank in plan.placement[name].ranks}
+
+    def joins(instruction: Instruction) -> bool:
+        return bool(training & set(instruction.ranks)) and bool(set(instruction.ranks) - training)
+
+    joining = list(takewhile(joins, plan.schedule.instructions))
+    rest = plan.schedule.instructions[len(joining) :]
+    assert joining and all(isinstance(x, Move) and x.lag == 1 for x in joining)
+    assert all(isinstance(x, Sync) for x in rest if joins(x))
+    assert {x.lag for x in rest if set(x.ranks) <= training} == {1}
+    assert {x.lag for x in rest if not set(x.ranks) & training} == {0}
+    assert plan.schedule.lag == 1
+
+
+def test_with_lag_syncs_stand_behind_all_training() -> None:
+    plan = plan_of(SIX_APART, 4, LAG)
+    kinds = [type(x).__name__ for x in plan.schedule.instructions]
+    assert kinds[-4:] == ["Sync", "Sync", "Save", "Save"]
+
+
+def test_with_lag_a_rank_walks_batches_behind_each_other() -> None:
+    plan = plan_of(SIX, 2, LAG)
+    labels = [(step, x.label) for _, step, x in walk(plan.schedule, 0, steps=2) if isinstance(x, Run)]
+    assert labels == [(step, label) for step in (0, 1) for label in OPERATORS[5:]]
+    generated = [(loop // len(plan.schedule.instructions), step) for loop, step, x in walk(plan.schedule, 1, 2)]
+    assert generated[0] == (0, 0)
+    assert generated[-1] == (2, 1)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_walk_of_a_rank_is_ordered_and_names_it(rank: int) -> None:
+    plan = plan_of(SIX_APART, 4, LAG, "sync.every=2")
+    walked = list(walk(plan.schedule, rank, steps=5))
+    assert [position for position, _, _ in walked] == sorted({position for position, _, _ in walked})
+    assert all(rank in x.ranks and 0 <= step < 5 for _, step, x in walked)
+
+
+# --- chunks and barriers
+
+
+def chunks_of(plan: Plan) -> dict[str, list[int | None]]:
+    chunks: dict[str, list[int | None]] = defaultdict(list)
+    for run in runs(plan):
+        chunks[run.operator.name].append(run.chunk)
+    return dict(chunks)
+
+
+INFERENCE = ("generate", "logprobs", "ref_logprobs", "scores", "values")
+TRAINING = ("train_actor", "train_critic")
+BARRIERS = [
+    ((), ()),
+    (("algorithm.whiten=mini_batch",), ("advantages", *TRAINING)),
+    (("algorithm.whiten=none",), ("advantages", *TRAINING)),
+    (("algorithm.whiten=mini_batch", "algorithm.epochs=2"), ("advantages",)),
+    (("algorithm.epochs=2",), ()),
+]
+
+
+@pytest.mark.parametrize(("settings", "streamed"), BARRIERS)
+@pytest.mark.parametrize(("placement", "devices"), [([1] * 4, 2), ([1, 1, 0.5, 0.5], 2), (SIX, 2), (SIX_APART, 4)])
+def test_chunks_end_at_a_barrier(
+    placement: list[float], devices: int, settings: tuple[str, ...], streamed: tuple[str, ...]
+) -> None:
+    """Without a shadow a chunk must not be generated by weights that another chunk has trained."""
+    plan = plan_of(placement, devices, *CHUNKS, *settings)
+    chunked = {*INFERENCE, *streamed} - (set() if plan.placement.shadows else set(TRAINING))
+    assert chunks_of(plan) == {name: [0, 1, 2, 3] if name in chunked else [None] for name in chunks_of(plan)}
+
+
+def test_without_shadows_training_stands_behind_all_inference() -> None:
+    for placement in ([1] * 4, [1, 1, 0.5, 0.5], [0.5] * 4):
+        names = [run.operator.name for run in runs(plan_of(placement, 2, *STREAM))]
+        assert set(names[-2:]) == set(TRAINING)
+
+
+def test_a_barrier_waits_for_the_last_chunk() -> None:
+    names = [(run.operator.name, run.chunk) for run in runs(plan_of(SIX, 2, *CHUNKS))]
+    assert names[-3:] == [("advantages", None), ("train_actor", None), ("train_critic", None)]
+
+
+def test_the_plan_says_what_a_barrier_keeps_from_streaming() -> None:
+    assert "not chunked: advantages, train_actor, train_critic" in format_plan(plan_of(SIX, 2, *CHUNKS))
+    assert "not chunked" not in format_plan(plan_of(SIX, 2, *STREAM))
+
+
+def test_training_of_a_chunk_stands_before_the_next_but_one_is_generated() -> None:
+    order = {(run.operator.name, run.chunk): i for i, run in enumerate(runs(plan_of(SIX, 2, *STREAM)))}
+    assert order["generate", 1] < order["advantages", 0] < order["logprobs", 1]
+    assert order["train_actor", 0] < order["generate", 3]
+
+
+def rows_by_operator(plan: Plan) -> dict[tuple[str, int], set[int]]:
+    rows: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for run in runs(plan):
+        for rank in run.ranks:
+            held = plan.batch.held(plan.placement[run.model].layout, rank, run.mini_batches)
+            assert not rows[run.operator.name, rank] & set(held), "a row is computed twice"
+            rows[run.operator.name, rank] |= set(held)
+    return rows
+
+
+def rows_by_move(plan: Plan) -> list[tuple[str, int, int, int]]:
+    return sorted((t.column, t.source, t.destination, p) for m in moves(plan) for t in m.transfers for p in t.prompts)
+
+
+@pytest.mark.parametrize(("placement", "devices"), [([1] * 4, 2), ([1, 1, 0.5, 0.5], 4), (SIX, 4), (SIX_APART, 4)])
+@pytest.mark.parametrize("whiten", ["batch", "mini_batch"])
+def test_chunks_change_no_row(placement: list[float], devices: int, whiten: str) -> None:
+    plans = [
+        plan_of(
+            placement,
+            devices,
+            "algorithm.prompts_per_step=13",
+            "algorithm.num_mini_batches=4",
+            f"schedule.num_chunks={num_chunks}",
+            f"algorithm.whiten={whiten}",
+        )
+        for num_chunks in (1, 2, 4)
+    ]
+    assert rows_by_operator(plans[0]) == rows_by_operator(plans[1]) == rows_by_operator(plans[2])
+    assert rows_by_move(plans[0]) == rows_by_move(plans[1]) == rows_by_move(plans[2])
+
+
+# --- periodic instructions
+
+
+@pytest.mark.parametrize(
+    ("instruction", "steps", "due"),
+    [
+        (Sync((0,)), 4, [0, 1, 2, 3]),
+        (Sync((0,), every=3), 7, [2, 5]),
+        (Save((0,), every=3, at_end=True), 7, [2, 5, 6]),
+        (Save((0,), every=7, at_end=True), 7, [6]),
+        (Eval((0,), every=2, at_end=True), 4, [1, 3]),
+        (Eval((0,), every=9, at_end=True), 4, [3]),
+        (Move((0,)), 2, [0, 1]),
+    ],
+)
+def test_instructions_are_due_after_each_so_many_batches(instruction: Instruction, steps: int, due: list[int]) -> None:
+    assert [step for step in range(-2, steps + 2) if instruction.due(step, steps)] == due
+
+
+@pytest.mark.parametrize("settings", [(), STREAM])
+def test_a_sync_stands_behind_the_last_train_of_its_role(settings: tuple[str, ...]) -> None:
+    plan = plan_of(SIX_APART, 4, *settings)
+    tail = [x.label for x in plan.schedule.instructions][-6:]
+    assert tail == [
+        "train_actor on actor",
+        "weights actor -> actor.shadow",
+        "train_critic on critic",
+        "weights critic -> critic.shadow",
+        "actor",
+        "critic",
+    ]
+
+
+def test_save_and_eval_default_to_the_last_step() -> None:
+    plan = plan_of([1] * 4, 2, "eval.path=held_out.jsonl", "steps=5")
+    closing = [x for x in plan.schedule.instructions if isinstance(x, Save | Eval)]
+    assert [type(x) for x in closing] == [Eval, Save, Save]
+    for instruction in closing:
+        assert [step for step in range(5) if instruction.due(step, 5)] == [4]
+
+
+def test_the_table_says_how_often() -> None:
+    table = "\n".join(schedule_table(plan_of(SIX, 2, "sync.every=3", "save.every=2", "steps=5", LAG)))
+    assert all(words in table for words in ("every 3 steps", "every 2 steps", "of the last batch"))
+
+
+# --- overlap
+
+TRAINING_WITH_INFERENCE = "advantages, train_actor, train_critic with generate, logprobs, ref_logprobs, scores, values"
+OVERLAPS = [
+    ("co-located", [1] * 4, (), []),
+    ("interleaving", [1, 1, 0.5, 0.5], (), ["ref_logprobs with scores"]),
+    ("interleaving, chunks", [1, 1, 0.5, 0.5], STREAM, ["ref_logprobs with scores"]),
+    (
+        "two halves",
+        [0.5] * 4,
+        (),
+        [
+            "logprobs, ref_logprobs with scores, values",
+            "train_actor with train_critic",
+            "train_critic with generate, logprobs, ref_logprobs of the next step",
+        ],
+    ),
+    ("six models", SIX, (), []),
+    ("six models, chunks that end at a barrier", SIX, CHUNKS, []),
+    (
+        "six models, chunks",
+        SIX,
+        STREAM,
+        [f"{TRAINING_WITH_INFERENCE} of a later chunk"],
+    ),
+    ("six models, lag", SIX, (LAG,), [f"{TRAINING_WITH_INFERENCE} of the next step"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("placement", "settings", "expected"), [case[1:] for case in OVERLAPS], ids=[case[0] for case in OVERLAPS]
+)
+def test_operators_that_overlap(placement: list[float], settings: tuple[str, ...], expected: list[str]) -> None:
+    assert overlapping_operators(plan_of(placement, 2, *settings).schedule) == expected
+
+
+def test_models_apart_overlap_more() -> None:
+    lines = overlapping_operators(plan_of(SIX_APART, 4, LAG, *STREAM).schedule)
+    assert "train_actor with train_critic" in lines
+    assert any("scores, values with generate" in line and line.endswith("of a later chunk") for line in lines)
+
+
+# --- process groups
+
+PLANS = [([1] * 4, 4, ()), ([1, 1, 0.5, 0.5], 4, CHUNKS), (SIX, 4, (LAG,)), (SIX_APART, 8, STREAM)]
+
+
+@pytest.mark.parametrize(("placement", "devices", "settings"), PLANS)
+def test_no_group_serves_two_purposes(placement: list[float], devices: int, settings: tuple[str, ...]) -> None:
+    plan = plan_of(placement, devices, *settings)
+    assert len(set(plan.groups)) == len(plan.groups)
+    groups = {(group.purpose, group.ranks) for group in plan.groups}
+    wanted = {(f"compute {model.name}", model.ranks) for model in plan.placement.models}
+    wanted |= {("move", move.ranks) for move in moves(plan)}
+    wanted |= {(f"sync {x.source}", x.ranks) for x in plan.schedule.instructions if isinstance(x, Sync)}
+    assert groups == {(purpose, ranks) for purpose, ranks in wanted if len(ranks) > 1}
+
+
+def test_one_rank_needs_no_group() -> None:
+    assert plan_of([1] * 4, 1).groups == ()
+
+
+# --- as a person reads it
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [((), ""), ((3,), "3"), ((0, 1, 2), "0-2"), ((0, 2), "0,2"), ((0, 1, 3, 5, 6), "0-1,3,5-6")]
+)
+def test_ranks_are_written_as_spans(ranks: tuple[int, ...], text: str) -> None:
+    assert span_of(ranks) == text
+
+
+def test_rank_marks() -> None:
+    assert rank_marks((0, 3), 4) == "#..#"
+    assert rank_marks((0, 1, 2), 64).strip() == "0-2"
+
+
+# --- snapshots
+
+
+def config_plan(path: Path) -> Plan:
+    """A plan without models on disk: a path that names no directory is an architecture that only loading can tell."""
+    spec = load_spec(path)
+    return make_plan(spec, {model: ModelSpec(init={"model_type": "unknown"}) for model in missing_models(spec)})
+
+
+def missing_models(spec: Spec) -> list[str]:
+    models = [model for _, model in spec.models if model is not None and model.path is not None]
+    return [model.path for model in models if not Path(model.path).is_dir()]
+
+
+def quickstart_plans() -> dict[str, Plan]:
+    paths = quickstart.config_paths()
+    plans = _plans([load_spec(path) for path in paths])
+    return {f"quickstart-{path.stem}": plan for path, plan in zip(paths, plans, strict=True)}
+
+
+def config_files() -> dict[str, Path]:
+    files = sorted(CONFIGS.rglob("*.yaml")) if CONFIGS.is_dir() else []
+    return {"-".join(["configs", *file.relative_to(CONFIGS).with_suffix("").parts]): file for file in files}
+
+
+@pytest.fixture(autouse=True)
+def _away_from_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model directories that happen to lie in the repository change no plan."""
+    monkeypatch.chdir(tmp_path)
+
+
+def check_snapshot(name: str, plan: Plan) -> None:
+    file = HERE / "snapshots" / f"{name}.txt"
+    text = format_plan(plan) + "\n"
+    if UPDATE:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert file.is_file(), f"no {file.name}: make it with FLEXRLHF_UPDATE_SNAPSHOTS=1"
+    assert file.read_text() == text, f"{file.name} differs: look at it, then FLEXRLHF_UPDATE_SNAPSHOTS=1"
+
+
+@pytest.mark.parametrize("name", config_files())
+def test_the_printed_plan_of_every_config(name: str) -> None:
+    check_snapshot(name, config_plan(config_files()[name]))
+
+
+def test_the_printed_plans_of_the_quick_start() -> None:
+    for name, plan in quickstart_plans().items():
+        check_snapshot(name, plan)
+
+
+def test_no_snapshot_is_left_over() -> None:
+    stored = {file.stem for file in (HERE / "snapshots").glob("*.txt")}
+    assert stored == set(config_files()) | {f"quickstart-{stage}" for stage in quickstart.STAGES}

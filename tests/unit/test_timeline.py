@@ -1,0 +1,59 @@
+"""The timeline: one span per instruction, there and back, and as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import plan_of
+
+from flexrlhf.strategies.instructions import Move, Save
+from flexrlhf.timeline import Span, Timeline, load_spans, write_trace
+
+CHUNKS = ("algorithm.num_mini_batches=2", "schedule.num_chunks=2")
+
+
+def test_a_span_has_the_instruction_its_step_and_its_chunk() -> None:
+    plan = plan_of([1, 1, 0.5, 0.5], 2, *CHUNKS)
+    timeline = Timeline(rank=1)
+    for instruction in plan.schedule.instructions[:2]:
+        with timeline.span(instruction, step=3) as span:
+            if isinstance(instruction, Move):
+                span.bytes_sent = 7
+    run, move = timeline.spans
+    assert (run.rank, run.kind, run.label, run.step, run.chunk) == (1, "run", "generate on actor", 3, 0)
+    assert (move.kind, move.bytes_sent, run.bytes_sent) == ("move", 7, None)
+    assert run.start <= run.end <= move.start <= move.end
+
+
+def test_an_instruction_that_fails_leaves_no_span() -> None:
+    timeline = Timeline(rank=0)
+    with pytest.raises(RuntimeError), timeline.span(Save((0,), model="actor"), 0):
+        raise RuntimeError
+    assert timeline.spans == []
+
+
+def test_spans_survive_the_way_to_another_process() -> None:
+    timeline = Timeline(rank=0)
+    timeline.spans = [Span(0, "run", "a", 1, None, 1.5, 2.5), Span(0, "move", "b", 1, 0, 2.5, 3.0, 12)]
+    assert load_spans(timeline.dump()) == timeline.spans
+
+
+def test_the_trace_has_a_lane_for_each_rank_and_microseconds_from_the_first_span(tmp_path: Path) -> None:
+    spans = [Span(1, "move", "b", 0, 2, 100.5, 101.0, 12), Span(0, "run", "a", 0, None, 100.0, 100.25)]
+    write_trace(tmp_path / "timeline.json", spans, {"device_class": {"0": "any"}})
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert trace["otherData"] == {"device_class": {"0": "any"}}
+    names = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert [(event["tid"], event["args"]["name"]) for event in names] == [(0, "rank 0"), (1, "rank 1")]
+    first, second = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert (first["name"], first["cat"], first["tid"], first["ts"], first["dur"]) == ("a", "run", 0, 0, 250_000)
+    assert first["args"] == {"step": 0}
+    assert (second["ts"], second["dur"]) == (500_000, 500_000)
+    assert second["args"] == {"step": 0, "chunk": 2, "bytes_sent": 12}
+
+
+def test_no_span_gives_an_empty_trace(tmp_path: Path) -> None:
+    write_trace(tmp_path / "timeline.json", [], {})
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] == []
