@@ -69,6 +69,7 @@ def launch(specs: Sequence[Spec], plan: Plan, rendezvous: Rendezvous) -> None:
         )
     config = _config(plan.placement.num_ranks // rendezvous.nnodes, rendezvous)
     _silence_agent()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
         file = Path(directory) / "specs.yaml"
         file.write_text("---\n".join(dump_spec(spec) for spec in specs))

@@ -12,6 +12,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.shapes import read_config
 from flexrlhf.plan import Plan
 
+WEIGHT_FILES = "*.safetensors"
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -51,7 +53,7 @@ def load_run_data(plan: Plan, pending: Iterable[str] = ()) -> RunData:
     """Examples for training and for evaluation. ``pending``: run directories whose models do not exist yet."""
     path = tokenizer_path(plan)
     tokenizer = load_tokenizer(path)
-    _check_vocabulary(plan, path, len(tokenizer), tuple(pending))
+    _check_models(plan, path, len(tokenizer), tuple(pending))
     examples = _examples(plan, plan.spec.data.path, tokenizer)
     held_out = _examples(plan, plan.spec.eval.path, tokenizer) if plan.spec.eval is not None else []
     if tokenizer.eos_token_id is None:
@@ -82,12 +84,14 @@ def _examples(plan: Plan, path: str, tokenizer: Any) -> list[Example]:
     )
 
 
-def _check_vocabulary(plan: Plan, path: str, num_tokens: int, pending: tuple[str, ...]) -> None:
-    """A token that a model has no embedding for would end the run on a rank, with an index error."""
+def _check_models(plan: Plan, path: str, num_tokens: int, pending: tuple[str, ...]) -> None:
+    """Weights are there, and every token has an embedding: else a rank would end the run, with an obscure error."""
     for role in plan.graph.roles:
         model = getattr(plan.spec.models, role)
         if model.path is not None and model.path.startswith(pending):
             continue
+        if model.path is not None and not any(Path(model.path).glob(WEIGHT_FILES)):
+            raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {WEIGHT_FILES})")
         size = read_config(role, model).get("vocab_size")
         if size is not None and size < num_tokens:
             raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of {path}")

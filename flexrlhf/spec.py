@@ -189,6 +189,8 @@ class PlacementEntry(Section):
     def _one_form(self) -> Self:
         if (self.ratio is None) == (self.ranks is None):
             raise ValueError("give either ratio or ranks")
+        if self.ranks is not None and self.on is not None:
+            raise ValueError("on goes with a ratio: remove it beside ranks")
         if self.ranks is not None and (
             not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0
         ):
@@ -301,9 +303,9 @@ class Spec(Section):
         chunks, mini_batches = self.schedule.num_chunks, self.algorithm.num_mini_batches
         if mini_batches % chunks:
             divisors = [str(n) for n in range(1, mini_batches + 1) if mini_batches % n == 0]
+            use = " or ".join([", ".join(divisors[:-1]), divisors[-1]] if len(divisors) > 1 else divisors)
             raise ValueError(
-                f"schedule.num_chunks {chunks} does not divide algorithm.num_mini_batches {mini_batches}: "
-                f"use one of {', '.join(divisors)}"
+                f"schedule.num_chunks {chunks} does not divide algorithm.num_mini_batches {mini_batches}: use {use}"
             )
         return self
 
@@ -316,13 +318,20 @@ class _Yaml12Loader(yaml.SafeLoader):
     """YAML 1.2 booleans: ``on`` is a word (a placement key of ours), only true and false are booleans."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 _Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
 )
 
 
@@ -415,8 +424,9 @@ def dump_spec(spec: Spec) -> str:
 
 def _first_problem(error: ValidationError) -> str:
     """One sentence for the first problem: the dotted key, what is wrong, what was found."""
-    problem = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
-    parts = [str(part) for part in problem["loc"]]
+    problems = error.errors(include_url=False)
+    problem = max(problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"])))
+    parts = [str(part) for part in problem["loc"] if not str(part).startswith(("literal[", "tuple[", "function-"))]
     if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in ALGORITHMS:
         del parts[1]
     if parts[:1] == ["placement"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import UserError
 from flexrlhf.spec import ClusterSpec
 
 
@@ -65,10 +65,7 @@ class Cluster:
         matches = [name for name in self.classes if name == wanted] or [n for n in self.classes if n.startswith(wanted)]
         if len(matches) != 1:
             found = ", ".join(self.classes)
-            raise UserError(
-                f"placement: on: {wanted!r} names no single device class{nearest(wanted, self.classes)}; "
-                f"the cluster has {found}"
-            )
+            raise UserError(f"placement: on: {wanted!r} names no single device class; the cluster has {found}")
         return matches[0]
 
     def speed(self, rank: int) -> int:

@@ -73,6 +73,8 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
     missing = [name for name in wanted if name not in placement.models]
     if missing:
         raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(wanted)}")
+    if placement.train_share is not None and wanted == roles.all:
+        raise UserError("placement.train_share: needs shadow models (a disaggregated placement); remove it")
     return placement.model_copy(update={"models": {name: placement.models[name] for name in wanted}})
 
 
@@ -82,7 +84,7 @@ def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[
     warnings: list[str] = []
     for pool, names in _pools(request, cluster).items():
         packing = _place_in_pool(
-            {n: request.models[n].ratio or Fraction(1) for n in names}, pool, roles, request, cluster
+            {n: ratio for n in names if (ratio := request.models[n].ratio) is not None}, pool, roles, request, cluster
         )
         ranks |= packing.ranks
         warnings += packing.warnings
@@ -145,7 +147,7 @@ def _place_in_pool(
         if _fits(counts, training, inference, side, len(pool))
     ]
     if not fitting:
-        raise UserError(_no_reading(ratios, counts, training, inference, len(pool), request.train_share))
+        raise UserError(_no_reading(ratios, counts, training, request, len(pool)))
     return min(fitting, key=_num_shared_pairs)
 
 
@@ -156,12 +158,10 @@ def whole_devices(name: str, ratio: Fraction, num_devices: int) -> int:
     count = ratio * num_devices
     if count.denominator != 1:
         low, high = max(1, int(count)), int(count) + 1
-        near = " and ".join(
-            f"{_number(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high))
-        )
+        near = [f"{_number(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high))]
         raise UserError(
             f"placement: ratio {_number(ratio)} of {name} is {_number(count)} of {num_devices} devices; "
-            f"the nearest that work are {near}"
+            f"{'the nearest that work are' if len(near) > 1 else 'the nearest that works is'} {' and '.join(near)}"
         )
     return int(count)
 
@@ -199,14 +199,19 @@ def _no_reading(
     ratios: dict[str, Fraction],
     counts: dict[str, int],
     training: list[str],
-    inference: list[str],
+    request: PlacementMap,
     size: int,
-    train_share: Fraction | None,
 ) -> str:
-    """Name the nearest vector that fits: the one that takes the fewest devices away."""
-    found = (
-        f"placement: {_shown(ratios.values())} fits no split of {size} devices into a training and an inference side"
-    )
+    """Name the nearest ratios that fit: those that take the fewest devices away."""
+    train_share = request.train_share
+
+    def text(shown: Iterable[Fraction]) -> str:
+        """The vector; where only some models share the pool, their names beside their ratios."""
+        if len(ratios) == len(request.models):
+            return _shown(shown)
+        return ", ".join(f"{name}: {_number(ratio)}" for name, ratio in zip(ratios, shown, strict=True))
+
+    found = f"placement: {text(ratios.values())} fits no split of {size} devices into a training and an inference side"
     if size < 2:
         return f"{found}: shadows need at least 2 devices"
     sides = [whole_devices("train_share", train_share, size)] if train_share is not None else range(1, size)
@@ -217,7 +222,7 @@ def _no_reading(
     best = max((shrunk(side) for side in sides if 0 < side < size), key=lambda new: sum(new.values()), default=None)
     if best is None:
         return f"{found}: train_share must leave devices on both sides"
-    return f"{found}; the nearest that does is {_shown(Fraction(best[name], size) for name in ratios)}"
+    return f"{found}; the nearest that does is {text(Fraction(best[name], size) for name in ratios)}"
 
 
 def _placed(

@@ -45,6 +45,8 @@ class ModelShape:
 def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a role. Raises UserError when there is none or it is a mixture of experts."""
     config = model.init if model.init is not None else _config_file(role, model.path)
+    if not config.get("model_type"):
+        raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(LLAMA_LIKE)}")
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
     if experts or "moe" in str(config.get("model_type", "")) or config.get("model_type") == "mixtral":
         raise UserError(
@@ -64,7 +66,12 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
-    config: dict[str, Any] = json.loads(file.read_text())
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"models.{role}.path {path}: its config.json is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError(f"models.{role}.path {path}: its config.json holds {type(config).__name__}, not a mapping")
     return config
 
 
@@ -76,8 +83,17 @@ def model_shape(role: str, model: ModelSpec) -> ModelShape | None:
     if not shapes:
         if config.get("model_type") not in LLAMA_LIKE:
             return None
-        shapes = llama_like_shapes(config)
+        try:
+            shapes = llama_like_shapes(config)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(f"models.{role}: the config is not one of {config['model_type']} ({error})") from None
+    if head == "causal" and "score.weight" in shapes and "lm_head.weight" not in shapes and not _is_tied(config):
+        raise UserError(f"models.{role}.path {model.path}: a reward model without a language head; use a causal model")
     return ModelShape(tuple(sorted(_with_head(shapes, head, config).items())))
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    return bool(config.get("tie_word_embeddings"))
 
 
 def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -85,9 +101,11 @@ def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str,
     shapes = dict(shapes)
     if head == "scalar":
         shapes.pop("lm_head.weight", None)
-        shapes["score.weight"] = (1, config.get("hidden_size") or config["n_embd"])
+        shapes["score.weight"] = (1, config.get("hidden_size") or config.get("n_embd") or _DEFAULTS["hidden_size"])
     else:
         shapes.pop("score.weight", None)
+        if _is_tied(config):
+            shapes.pop("lm_head.weight", None)
     return shapes
 
 
@@ -106,14 +124,30 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
+_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+"""What transformers takes where a config leaves a size out; below, what differs by family."""
+_DEFAULTS_OF: dict[str, dict[str, int]] = {
+    "llama": {},
+    "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
+    "qwen3": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
+}
+
+
 def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Parameters of a dense Llama, Mistral, Qwen2 or Qwen3 causal model, named as transformers names them."""
-    defaults = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
-    layers, hidden, ffn, heads = (int(config.get(key, default)) for key, default in defaults.items())
+    kind = config["model_type"]
+    config = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config}
+    vocabulary, hidden, ffn, layers, heads = (int(config[key]) for key in _DEFAULTS)
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
-    kind = config["model_type"]
-    vocabulary = int(config.get("vocab_size", 32000))
+    attention_bias = kind in ("llama", "qwen3") and config.get("attention_bias")
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocabulary, hidden),
         "model.norm.weight": (hidden,),
@@ -122,16 +156,19 @@ def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{index}"
         for name, width in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
             shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (width, hidden)
-            if kind == "qwen2" or config.get("attention_bias"):
+            if kind == "qwen2" or attention_bias:
                 shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (width,)
         shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
-        if config.get("attention_bias") and kind == "llama":
+        if attention_bias:
             shapes[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
         if kind == "qwen3":
             shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_dim,) for name in ("q", "k")}
         shapes |= {f"{prefix}.mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
         shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, ffn)
+        if kind == "llama" and config.get("mlp_bias"):
+            widths = {"gate": ffn, "up": ffn, "down": hidden}
+            shapes |= {f"{prefix}.mlp.{name}_proj.bias": (width,) for name, width in widths.items()}
         shapes |= {f"{prefix}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    if not config.get("tie_word_embeddings", False):
+    if not _is_tied(config):
         shapes["lm_head.weight"] = (vocabulary, hidden)
     return shapes

@@ -113,7 +113,7 @@ def test_other_chunks_are_refused_with_those_that_divide() -> None:
     message = refused("algorithm.num_mini_batches=6", "schedule.num_chunks=4")
     assert "schedule.num_chunks 4" in message
     assert "algorithm.num_mini_batches 6" in message
-    assert "1, 2, 3, 6" in message
+    assert "use 1, 2, 3 or 6" in message
 
 
 # --- exact numbers
