@@ -18,7 +18,10 @@ from flexrlhf.strategies.instructions import Instruction
 
 @dataclass
 class Span:
-    """One instruction on one rank. ``start`` and ``end`` in seconds since the epoch."""
+    """One instruction on one rank. ``start`` and ``end`` in seconds since the epoch.
+
+    ``waited``: seconds that a Run waited for its columns before ``start``.
+    """
 
     rank: int
     kind: str
@@ -28,6 +31,12 @@ class Span:
     start: float
     end: float = 0.0
     bytes_sent: int | None = None
+    waited: float = 0.0
+
+    def begin(self) -> None:
+        """The columns are there; what came before was waiting."""
+        now = time.time()
+        self.waited, self.start = now - self.start, now
 
 
 class Timeline:
@@ -68,7 +77,8 @@ def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> Non
 
 def _event(span: Span, origin: float) -> dict[str, Any]:
     """Chrome traces count microseconds."""
-    optional = {"chunk": span.chunk, "bytes_sent": span.bytes_sent}
+    waited = round(span.waited, 6) if span.waited else None
+    optional = {"chunk": span.chunk, "bytes_sent": span.bytes_sent, "waited_seconds": waited}
     return {
         "ph": "X",
         "name": span.label,

@@ -73,7 +73,7 @@ class Trainer:
     def _execute(self, instruction: Instruction, step: int, span: Span) -> None:
         match instruction:
             case Run():
-                self._run(instruction, step)
+                self._run(instruction, step, span)
             case Move():
                 span.bytes_sent = self._move(instruction, step)
             case Sync():
@@ -83,11 +83,13 @@ class Trainer:
             case Save():
                 self._save(instruction)
 
-    def _run(self, run: Run, step: int) -> None:
-        time.sleep(self.plan.spec.debug.run_delay_seconds)
+    def _run(self, run: Run, step: int, span: Span) -> None:
         resident = self._residents[run.model]
         work = OperatorRun(run.operator, resident, self.plan.batch, run.mini_batches, self._world.rank)
         store = self._store(step)
+        store.arrive(run.operator.reads, work.rows)
+        span.begin()
+        time.sleep(self.plan.spec.debug.run_delay_seconds)
         statistics = run_operator(work, store, self.plan.spec.algorithm, self._sampling(step), self._world.device)
         self._publish(step, run, resident, {run.operator.name: statistics})
         if self.plan.spec.debug.record_columns and run.operator.writes:

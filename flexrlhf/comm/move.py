@@ -6,7 +6,7 @@ edge's send two later, which bounds the memory in flight to two buffers per edge
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,7 +92,11 @@ class Mover:
             self._finish(flight)
             arrive()
 
-        rows.expect(move.columns, arrival)
+        incoming: dict[str, set[int]] = defaultdict(set)
+        for transfer in move.transfers:
+            if transfer.destination == self._rank:
+                incoming[transfer.column].update(self._wire.batch.rows(transfer.prompts))
+        rows.expect(incoming, arrival)
         return flight.bytes_sent
 
     def close(self) -> None:

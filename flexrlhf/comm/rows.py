@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +11,17 @@ from torch import Tensor
 from flexrlhf.operators.columns import COLUMNS, Lengths
 
 DTYPES = {"int32": torch.int32, "uint8": torch.uint8, "float32": torch.float32}
-Arrival = Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """Rows that are under way, by column."""
+
+    cells: Mapping[str, frozenset[int]]
+    arrive: Callable[[], None]
+
+    def brings(self, columns: Iterable[str], rows: Sequence[int]) -> bool:
+        return any(not self.cells[column].isdisjoint(rows) for column in columns if column in self.cells)
 
 
 class RowStore:
@@ -21,7 +32,7 @@ class RowStore:
         self._device = device
         self._blocks: dict[str, list[Tensor]] = {}
         self._index: dict[str, dict[int, tuple[int, int]]] = {}
-        self._arrivals: list[tuple[frozenset[str], Arrival]] = []
+        self._arrivals: list[Arrival] = []
 
     def put(self, column: str, rows: Sequence[int], values: Tensor) -> None:
         """``values`` (len(rows), ...). A row that is put again is replaced."""
@@ -31,13 +42,13 @@ class RowStore:
         index.update({row: (len(blocks), i) for i, row in enumerate(rows)})
         blocks.append(values)
 
-    def expect(self, columns: Sequence[str], arrival: Arrival) -> None:
-        """``arrival`` puts rows of ``columns`` when called; it is called once, before any of them is read."""
-        self._arrivals.append((frozenset(columns), arrival))
+    def expect(self, cells: Mapping[str, Iterable[int]], arrive: Callable[[], None]) -> None:
+        """``arrive`` puts the rows of ``cells`` (by column); it is called once, before any of them is read."""
+        self._arrivals.append(Arrival({column: frozenset(rows) for column, rows in cells.items()}, arrive))
 
     def get(self, column: str, rows: Sequence[int]) -> Tensor:
         """The values of ``rows`` (len(rows), ...), in this order."""
-        self._await(column)
+        self.arrive([column], rows)
         if not rows:
             return self._blank(column)
         blocks, index = self._blocks[column], self._index[column]
@@ -52,14 +63,15 @@ class RowStore:
         width = self._lengths.width(kind)
         return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self._device)
 
-    def _await(self, column: str) -> None:
-        due = [item for item in self._arrivals if column in item[0]]
-        self._arrivals = [item for item in self._arrivals if column not in item[0]]
-        for _, arrival in due:
-            arrival()
+    def arrive(self, columns: Iterable[str], rows: Sequence[int]) -> None:
+        """Await those of ``rows`` of ``columns`` that are under way, and no others: a later chunk may be far behind."""
+        due = [item for item in self._arrivals if item.brings(columns, rows)]
+        self._arrivals = [item for item in self._arrivals if item not in due]
+        for item in due:
+            item.arrive()
 
     def finish(self) -> None:
         """Await whatever is still under way."""
-        for _, arrival in self._arrivals:
-            arrival()
+        for item in self._arrivals:
+            item.arrive()
         self._arrivals = []

@@ -24,11 +24,11 @@ def matches(placement: Placement) -> bool:
 def order(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
     if spec.schedule.lag == 0:
         return by_wave(graph, placement, shape, spec)
-    builder = Builder(graph, placement, shape)
-    training = [o for o in graph.operators if not builder.model_of(o).is_shadow and o.role in graph.trained]
-    inference = builder.emit(make_tasks(graph, placement, shape, [o for o in graph.operators if o not in training]))
+    builder = Builder(placement, shape)
+    trained = [o for o in graph.operators if not builder.model_of(o).is_shadow and o.role in graph.trained]
+    inference = make_tasks(graph, placement, shape, [o for o in graph.operators if o not in trained])
+    training = make_tasks(graph, placement, shape, trained)
+    newest = builder.emit(inference)
     builder.lag = 1
-    tasks = make_tasks(graph, placement, shape, training)
-    joining = builder.moves(tasks, only=frozenset(c for o in graph.operators if o not in training for c in o.writes))
-    instructions = [*joining, *inference, *builder.emit(tasks)]
+    instructions = [*builder.moves(inference, training), *newest, *builder.emit(training)]
     return with_syncs(instructions, placement, spec, lag=1) + closing(graph, placement, spec, lag=1)

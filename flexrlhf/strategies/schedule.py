@@ -1,8 +1,9 @@
 """From operators and placed models to the ordered list of instructions of one step.
 
 Every rank walks the same list and does the instructions that name it, so the earliest unfinished instruction always has
-all its ranks at it: no circular wait by construction. A ``Tick`` is what may run at the same time: wave + chunk. Inside
-a tick deeper waves stand first, so that a finished chunk leaves before the next one is generated.
+all its ranks at it: no circular wait by construction. A tick is what may run at the same time: wave + chunk. Columns
+leave for all their readers at the beginning of the tick after they were written. Inside a tick generation stands first,
+since it feeds all others; then the deepest wave, so that training never waits for a later chunk.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Task:
     tick: int
 
     @property
-    def order(self) -> tuple[int, int]:
-        return self.tick, -self.wave
+    def order(self) -> tuple[int, bool, int]:
+        return self.tick, self.wave > 0, -self.wave
 
 
 def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
@@ -71,7 +72,7 @@ def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
 
 
 def make_tasks(graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]) -> list[Task]:
-    """Tasks in schedule order: by tick, the deepest wave first, then as the graph lists them."""
+    """Tasks in schedule order: by tick, inside it generation, then the deepest wave, then as the graph lists them."""
     whole = whole_step(graph, placement)
     tasks = []
     for operator in operators:
@@ -87,7 +88,6 @@ def make_tasks(graph: Graph, placement: Placement, shape: BatchShape, operators:
 class Builder:
     """Emits runs and the moves that they need, remembering which rank holds which prompts of which column."""
 
-    graph: Graph
     placement: Placement
     shape: BatchShape
     lag: int = 0
@@ -98,12 +98,14 @@ class Builder:
         self._prompts = lru_cache(maxsize=None)(self.shape.held)
 
     def emit(self, tasks: list[Task]) -> list[Instruction]:
-        """By wave: all moves of a wave (and chunk), then all its runs."""
+        """By tick: moves of all that the last tick has written, to whoever will read it; then the tick's runs."""
         out: list[Instruction] = []
-        for _, group in groupby(tasks, key=lambda task: (task.order, task.chunk)):
-            members = list(group)
-            out += self.moves(members)
+        written: list[Task] = []
+        for _, tick in groupby(tasks, key=lambda task: task.tick):
+            members = list(tick)
+            out += self.moves(written, tasks)
             out += [self.run(task) for task in members]
+            written = members
         return out
 
     def run(self, task: Task) -> Run:
@@ -116,52 +118,55 @@ class Builder:
                 self.held[column][rank].update(prompts)
         return Run(model.ranks, self.lag, task.operator, model.name, mini_batches, task.chunk)
 
-    def moves(self, tasks: list[Task], only: frozenset[str] | None = None) -> list[Move]:
-        """One move for all columns (of ``only``) that the same models lack."""
-        readers: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        needed: dict[str, Holdings] = {}
-        columns = self.graph.producers.keys() if only is None else only
-        for column in dict.fromkeys(c for task in tasks for c in task.operator.reads if c in columns):
-            lacking = [task for task in tasks if column in task.operator.reads and self._lacks(column, task)]
-            if lacking:
-                needed[column] = self._needs(lacking)
-                readers[tuple(dict.fromkeys(self.model_of(task.operator).name for task in lacking))].append(column)
-        chunk = tasks[0].chunk if len({task.chunk for task in tasks}) == 1 else None
-        return [self._move(together, names, needed, chunk) for names, together in readers.items()]
+    def moves(self, writers: Iterable[Task], readers: Iterable[Task]) -> list[Move]:
+        """What ``writers`` wrote to the models of ``readers`` that lack it. Columns of one chunk for the same models
+        travel together."""
+        bundles: dict[tuple[int | None, tuple[str, ...]], list[tuple[str, Task]]] = defaultdict(list)
+        for writer in writers:
+            for column in writer.operator.writes:
+                lacking = [r for r in readers if column in r.operator.reads and self._lacks(column, r, writer)]
+                if lacking:
+                    names = tuple(dict.fromkeys(self.model_of(reader.operator).name for reader in lacking))
+                    bundles[writer.chunk, names].append((column, writer))
+        return [self._move(columns, names, chunk) for (chunk, names), columns in bundles.items()]
 
     def model_of(self, operator: Operator) -> PlacedModel:
-        """Trained copies train and combine; the inference copy generates and forwards."""
-        if operator.kind in ("train", "combine"):
+        """The trained copy trains; everything else happens where the rows are made, on the inference copy."""
+        if operator.kind == "train":
             return self.placement[operator.role]
         return self.placement.inference_copy(operator.role)
 
     def mini_batches(self, task: Task) -> range:
         return self.shape.mini_batches if task.chunk is None else self.shape.chunk(task.chunk)
 
-    def _needs(self, tasks: list[Task]) -> Holdings:
-        needs: Holdings = defaultdict(set)
-        for task in tasks:
-            model = self.model_of(task.operator)
-            for rank in model.ranks:
-                needs[rank].update(self._prompts(model.layout, rank, self.mini_batches(task)))
-        return needs
+    def _needs(self, model: PlacedModel, mini_batches: range) -> Holdings:
+        return {rank: set(self._prompts(model.layout, rank, mini_batches)) for rank in model.ranks}
 
-    def _lacks(self, column: str, task: Task) -> bool:
-        held = self.held[column]
-        return any(not prompts <= held.get(rank, set()) for rank, prompts in self._needs([task]).items())
+    def _lacks(self, column: str, reader: Task, writer: Task) -> bool:
+        """Whether a rank of the reader misses prompts of the mini-batches that both work on."""
+        both = _common(self.mini_batches(reader), self.mini_batches(writer))
+        needs = self._needs(self.model_of(reader.operator), both)
+        return any(not prompts <= self.held[column].get(rank, set()) for rank, prompts in needs.items())
 
-    def _move(
-        self, columns: list[str], destinations: tuple[str, ...], needed: dict[str, Holdings], chunk: int | None
-    ) -> Move:
+    def _move(self, columns: list[tuple[str, Task]], destinations: tuple[str, ...], chunk: int | None) -> Move:
         transfers: list[Transfer] = []
-        for column in columns:
-            transfers += route(column, self.produced[column], self.held[column], needed[column])
+        for column, writer in columns:
+            needed: Holdings = defaultdict(set)
+            for name in destinations:
+                for rank, prompts in self._needs(self.placement[name], self.mini_batches(writer)).items():
+                    needed[rank] |= prompts
+            transfers += route(column, self.produced[column], self.held[column], needed)
         for transfer in transfers:
             self.held[transfer.column][transfer.destination].update(transfer.prompts)
         ranks = tuple(sorted({rank for t in transfers for rank in (t.source, t.destination)}))
-        sources = dict.fromkeys(self.model_of(self.graph.producers[column]).name for column in columns)
+        sources = tuple(dict.fromkeys(self.model_of(writer.operator).name for _, writer in columns))
+        names = tuple(column for column, _ in columns)
         primitive = primitive_of(transfers, ranks)
-        return Move(ranks, self.lag, tuple(columns), tuple(sources), destinations, primitive, tuple(transfers), chunk)
+        return Move(ranks, self.lag, names, sources, destinations, primitive, tuple(transfers), chunk)
+
+
+def _common(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
@@ -199,5 +204,5 @@ Order = Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
 
 def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
     """Every operator in its tick, nothing lagging."""
-    instructions = Builder(graph, placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
+    instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
     return with_syncs(instructions, placement, spec, lag=0) + closing(graph, placement, spec, lag=0)

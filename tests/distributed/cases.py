@@ -44,11 +44,7 @@ SETTINGS: dict[str, Raw] = {
     "four": _ppo(num_mini_batches=4),
     "streaming": _ppo(num_mini_batches=4, whiten="mini_batch"),
     "streaming-two": _ppo(num_mini_batches=2, whiten="mini_batch"),
-    # a null that is not the default must reach the ranks
-    "unwhitened": {
-        **_ppo(whiten="none", prompts_per_step=6, num_mini_batches=4, loss_aggregation="seq-mean-token-sum"),
-        "models": {role: {"optimizer": {"max_grad_norm": None}} for role in ("actor", "critic")},
-    },
+    "unwhitened": _ppo(whiten="none", prompts_per_step=6, num_mini_batches=4, loss_aggregation="seq-mean-token-sum"),
     "one": _ppo(num_mini_batches=1, temperature=0.7, entropy_coefficient=0.02),
     "still": {
         **_ppo(num_mini_batches=2),
@@ -61,7 +57,11 @@ SETTINGS: dict[str, Raw] = {
     "epochs": _ppo(num_mini_batches=2, epochs=2, loss_aggregation="seq-mean-token-mean"),
     "bootstrap": _ppo(num_mini_batches=2, truncation="bootstrap", gamma=0.98, gae_lambda=0.9),
     "penalty": _ppo(num_mini_batches=2, truncation={"penalty": 1.5}, reward_clip=1.0, kl_coefficient=0.3),
-    "normed": _ppo(num_mini_batches=2, loss_aggregation="seq-mean-token-sum-norm", temperature=1.3),
+    # a null that is not the default must reach the ranks
+    "normed": {
+        **_ppo(num_mini_batches=2, loss_aggregation="seq-mean-token-sum-norm", temperature=1.3),
+        "models": {role: {"optimizer": {"max_grad_norm": None}} for role in ("actor", "critic")},
+    },
     # one row fills a micro-batch, so that every mini-batch is a sum of several
     "pieces": {
         **_ppo(num_mini_batches=2),
@@ -220,7 +220,9 @@ class Assets:
 
     def _model(self, role: str, trained: bool) -> Raw:
         limits = {"actor": 1.0, "critic": 2.0, "reward": None}
-        optimizer = {"learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": limits.get(role)}
+        # Adam's first step of a weight is g / (|g| + eps): with the default eps a gradient of 1e-8, whose very sign is
+        # rounding, moves a weight as far as any other, and one such weight of a model this small is seen in the values
+        optimizer = {"learning_rate": 1e-3, "eps": 1e-5, "weight_decay": 0.01, "max_grad_norm": limits.get(role)}
         return {"path": self.model(role), **({"optimizer": optimizer} if trained else {})}
 
 

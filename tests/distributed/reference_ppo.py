@@ -212,7 +212,7 @@ class Terms:
         self._sizes: dict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, terms: Tensor | Sequence[float], sizes: Sequence[float] | None = None) -> None:
-        """``sizes``: for terms that are differences, the magnitude of what was subtracted, which sets their rounding."""
+        """``sizes``: for terms that are differences, the size of what was subtracted, which sets their rounding."""
         plain = terms.detach().tolist() if isinstance(terms, Tensor) else list(terms)
         self._terms[name] += plain
         self._sizes[name] += map(abs, plain) if sizes is None else sizes
@@ -263,13 +263,13 @@ class Reference:
     def _weights(self) -> dict[str, Weights]:
         return {role: copy_of(trainee.model) for role, trainee in self.trainees.items()}
 
-    def _version(self, step: int) -> int:
+    def version(self, step: int) -> int:
         """How many batches the weights have seen that generate batch ``step``: every k, and lag behind."""
         every = self.spec.sync.every
         return every * (max(0, step - self.spec.schedule.lag) // every)
 
     def _step(self, step: int) -> Step:
-        weights = self.versions[self._version(step)]
+        weights = self.versions[self.version(step)]
         self.old_actor.model.load_state_dict(weights["actor"], strict=False)
         self.old_critic.model.load_state_dict(weights["critic"], strict=False)
         terms = Terms()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import DEFAULT, Case, every_case
-from comparison import deviations, reference_of
+from comparison import deviations
 from launcher import Launches
 from safetensors.torch import load_file
 
@@ -46,16 +46,3 @@ def test_nothing_changes_at_learning_rate_zero(launches: Launches, case: Case) -
         first = load_file(launches.assets.model(role) + "/model.safetensors")
         last = launches.outcome(case).weights(role)
         assert last.keys() == first.keys() and all(torch.equal(last[name], first[name]) for name in first), role
-
-
-def test_the_cases_have_teeth(launches: Launches) -> None:
-    """Training moves weights far beyond the tolerance; some answers are cut, not all; clips bind for some tokens."""
-    result = reference_of(launches.assets.spec(Case("four", "co-located", 1)))
-    assert min(result.moved.values()) > 1e-3, result.moved
-    for step in result.steps:
-        values = {name: metric.value for name, metric in step.metrics.items()}
-        assert 0.1 < values["truncated"] < 0.9, values
-        assert 0 < values["ratio_clipped"] < 1 and 0 < values["value_clipped"] < 1, values
-        assert abs(values["kl_token"]) > 1e-3, values
-        lengths = {len(answer.prompt) for answer in step.answers}
-        assert len(lengths) > 2, lengths

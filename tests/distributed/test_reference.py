@@ -1,0 +1,66 @@
+"""The reference itself: its cases have teeth, and its way around ties lets nothing but ties through."""
+
+from __future__ import annotations
+
+import pytest
+from cases import Case
+from comparison import reference_of
+from launcher import Launches
+from reference_ppo import NoTie, Reference
+
+FOUR = Case("four", "co-located", 1)
+
+
+def test_the_cases_have_teeth(launches: Launches) -> None:
+    """Training moves weights far beyond the tolerance; some answers are cut, not all; clips bind for some tokens."""
+    result = reference_of(launches.assets.spec(FOUR))
+    assert min(result.moved.values()) > 1e-3, result.moved
+    for step in result.steps:
+        values = {name: metric.value for name, metric in step.metrics.items()}
+        assert 0.1 < values["truncated"] < 0.9, values
+        assert 0 < values["ratio_clipped"] < 1 and 0 < values["value_clipped"] < 1, values
+        assert abs(values["kl_token"]) > 1e-3, values
+        assert len({len(answer.prompt) for answer in step.answers}) > 2
+
+
+@pytest.mark.parametrize("shape", ["lag", "every-3", "lag-every-3"])
+def test_stale_weights_give_other_numbers(launches: Launches, shape: str) -> None:
+    """Were the version rule ignored, the equality of these cases would fail."""
+    plain = reference_of(launches.assets.spec(Case("two", "six", 2)))
+    stale = reference_of(launches.assets.spec(Case("two", shape, 2)))
+    first, second = (
+        float((a.columns["logprobs"] - b.columns["logprobs"]).abs().max())
+        for a, b in zip(plain.steps[:2], stale.steps[:2], strict=True)
+    )
+    assert first == 0 and second > 0.1
+
+
+@pytest.mark.parametrize(
+    ("lag", "every", "versions"),
+    [(0, 1, [0, 1, 2, 3, 4]), (1, 1, [0, 0, 1, 2, 3]), (0, 3, [0, 0, 0, 3, 3]), (1, 3, [0, 0, 0, 0, 3])],
+)
+def test_versions_follow_the_rule(launches: Launches, lag: int, every: int, versions: list[int]) -> None:
+    spec = launches.assets.spec(FOUR)
+    spec = spec.model_copy(
+        update={
+            "schedule": spec.schedule.model_copy(update={"lag": lag}),
+            "sync": spec.sync.model_copy(update={"every": every}),
+        }
+    )
+    assert [Reference(spec).version(step) for step in range(5)] == versions
+
+
+def test_forcing_the_drawn_tokens_changes_nothing(launches: Launches) -> None:
+    spec = launches.assets.spec(FOUR)
+    drawn = reference_of(spec)
+    forced = Reference(spec, [step.columns["tokens"] for step in drawn.steps]).run()
+    assert [step.metrics for step in forced.steps] == [step.metrics for step in drawn.steps]
+
+
+def test_forcing_a_token_that_does_not_tie_is_refused(launches: Launches) -> None:
+    spec = launches.assets.spec(FOUR)
+    tokens = [step.columns["tokens"].clone() for step in reference_of(spec).steps]
+    position = spec.data.max_prompt_tokens + 1
+    tokens[1][2, position] = (tokens[1][2, position] + 1) % 64
+    with pytest.raises(NoTie, match="step 1, row 2, position 1"):
+        Reference(spec, tokens).run()
