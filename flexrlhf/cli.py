@@ -12,10 +12,11 @@ import typer
 
 from flexrlhf.errors import UserError
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.plan import Plan, make_plan
+from flexrlhf.plan import Plan, make_plans
 from flexrlhf.report import format_plan, format_summary
 from flexrlhf.run_directory import prepare_directory
-from flexrlhf.spec import ModelSpec, Spec, check_scopes, load_spec, parse_vector
+from flexrlhf.spec import Spec
+from flexrlhf.spec_file import check_scopes, load_spec, parse_vector
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="RLHF by placement ratios."
@@ -33,7 +34,7 @@ Sets = Annotated[
 def plan(configs: Configs = None, placement_ratio: Ratio = None, devices: Devices = None, set_: Sets = None) -> None:
     """Print who sits where, who runs when, what moves, and how many bytes. Starts nothing."""
     with _user_errors():
-        for made in _plans(_specs(configs, placement_ratio, devices, set_)):
+        for made in make_plans(_specs(configs, placement_ratio, devices, set_)):
             typer.echo(format_plan(made) + "\n")
 
 
@@ -52,7 +53,7 @@ def run(
     with _user_errors():
         quick_start = not configs
         specs = _specs(configs, placement_ratio, devices, set_)
-        plans = _plans(specs)
+        plans = make_plans(specs)
         if dry_run:
             typer.echo("\n\n".join(format_plan(made) for made in plans))
             return
@@ -88,26 +89,6 @@ def _specs(
 def _takes_vector(spec: Spec, vector: Sequence[object]) -> bool:
     graph = make_graph(spec)
     return len(vector) in (len(graph.roles), len(graph.roles) + len(graph.trained) * graph.can_shadow)
-
-
-def _plans(specs: Sequence[Spec]) -> list[Plan]:
-    """Plan every run; models that an earlier run of the command writes need not exist yet."""
-    pending: dict[str, ModelSpec] = {}
-    plans: list[Plan] = []
-    for spec in specs:
-        made = make_plan(spec, pending)
-        pending |= {str(spec.directory / role): getattr(made.spec.models, role) for role in made.graph.trained}
-        plans.append(made)
-    sizes = {made.placement.num_ranks: made.spec.name for made in plans}
-    if len(sizes) > 1:
-        found = ", ".join(f"{name} {size}" for size, name in sizes.items())
-        raise UserError(
-            f"cluster: runs of one command share their ranks, found {found} devices; give all the same with --devices"
-        )
-    names = [made.spec.name for made in plans]
-    if len(set(names)) < len(names):
-        raise UserError(f"name: runs of one command need different names, found {', '.join(names)}")
-    return plans
 
 
 def _execute(plans: Sequence[Plan], quick_start: bool, machines: tuple[int, int, str]) -> None:

@@ -18,7 +18,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flexrlhf.errors import UserError
 from flexrlhf.plan import Plan
-from flexrlhf.spec import Spec, dump_spec
+from flexrlhf.spec import Spec
+from flexrlhf.spec_file import dump_spec
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexrlhf.engines.catalogue import check_engines
@@ -96,6 +96,26 @@ def make_plan(spec: Spec, pending: Mapping[str, ModelSpec] | None = None) -> Pla
     schedule = Schedule(instructions, max((i.lag for i in instructions), default=0))
     groups = tuple(_groups(placement, instructions))
     return Plan(spec, cluster, graph, placement, strategy, schedule, batch, lengths, shapes, groups)
+
+
+def make_plans(specs: Sequence[Spec]) -> list[Plan]:
+    """Plan the runs of one command; models that an earlier one writes need not exist yet."""
+    pending: dict[str, ModelSpec] = {}
+    plans: list[Plan] = []
+    for spec in specs:
+        made = make_plan(spec, pending)
+        pending |= {str(spec.directory / role): getattr(made.spec.models, role) for role in made.graph.trained}
+        plans.append(made)
+    sizes = {made.placement.num_ranks: made.spec.name for made in plans}
+    if len(sizes) > 1:
+        found = ", ".join(f"{name} {size}" for size, name in sizes.items())
+        raise UserError(
+            f"cluster: runs of one command share their ranks, found {found} devices; give all the same with --devices"
+        )
+    names = [made.spec.name for made in plans]
+    if len(set(names)) < len(names):
+        raise UserError(f"name: runs of one command need different names, found {', '.join(names)}")
+    return plans
 
 
 def resolve_models(spec: Spec, graph: Graph) -> Spec:

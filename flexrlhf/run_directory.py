@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from flexrlhf.plan import Plan
-from flexrlhf.spec import dump_spec
+from flexrlhf.spec_file import dump_spec
 
 
 def prepare_directory(plan: Plan, plan_text: str) -> None:

@@ -20,8 +20,10 @@ from flexrlhf.comm.world import DeadlineError, open_world
 from flexrlhf.errors import UserError
 from flexrlhf.plan import make_plan
 from flexrlhf.run_data import load_run_data
-from flexrlhf.spec import Spec, parse_spec, read_yaml
+from flexrlhf.spec import Spec
+from flexrlhf.spec_file import parse_spec
 from flexrlhf.trainer import Trainer
+from flexrlhf.yaml12 import read_yaml
 
 
 def work(specs: Sequence[Spec]) -> None:

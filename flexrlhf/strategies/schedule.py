@@ -1,9 +1,9 @@
 """From operators and placed models to the ordered list of instructions of one step.
 
 Every rank walks the same list and does the instructions that name it, so the earliest unfinished instruction always has
-all its ranks at it: no circular wait by construction. A tick is what may run at the same time: wave + chunk. Columns
-leave for all their readers at the beginning of the tick after they were written. Inside a tick generation stands first,
-since it feeds all others; then the deepest wave, so that training never waits for a later chunk.
+all its ranks at it: no circular wait by construction. A tick is what may run at the same time: wave + chunk. Inside a
+tick generation stands first, since it feeds all others; then the deepest wave, so that training never waits for a later
+chunk. Columns leave for all their readers right behind the runs of the wave that wrote them.
 """
 
 from __future__ import annotations
@@ -98,14 +98,12 @@ class Builder:
         self._prompts = lru_cache(maxsize=None)(self.shape.held)
 
     def emit(self, tasks: list[Task]) -> list[Instruction]:
-        """By tick: moves of all that the last tick has written, to whoever will read it; then the tick's runs."""
+        """By wave and chunk: the runs, then the moves of what they wrote to whoever will read it."""
         out: list[Instruction] = []
-        written: list[Task] = []
-        for _, tick in groupby(tasks, key=lambda task: task.tick):
-            members = list(tick)
-            out += self.moves(written, tasks)
+        for _, wave in groupby(tasks, key=lambda task: task.order):
+            members = list(wave)
             out += [self.run(task) for task in members]
-            written = members
+            out += self.moves(members, tasks)
         return out
 
     def run(self, task: Task) -> Run:

@@ -15,7 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from flexrlhf.corpus import build_tokenizer
-from flexrlhf.spec import Spec, parse_spec
+from flexrlhf.spec import Spec
+from flexrlhf.spec_file import parse_spec
 
 Raw = dict[str, Any]
 WORDS = [first + second for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u")]
@@ -80,6 +81,12 @@ SETTINGS: dict[str, Raw] = {
     "reward": {"algorithm": {"name": "reward", "num_mini_batches": 2}},
     "reward-uneven": {"algorithm": {"name": "reward", "prompts_per_step": 7, "num_mini_batches": 4, "epochs": 2}},
 }
+SLOW = {"debug": {"run_delay_seconds": 0.3}}
+SETTINGS |= {
+    "slow": {**_ppo(num_mini_batches=2), **SLOW},
+    "slow-streaming": {**_ppo(num_mini_batches=4, whiten="mini_batch"), **SLOW, "steps": 2},
+}
+TIMED = ("slow", "slow-streaming")
 SUPERVISED = tuple(name for name, raw in SETTINGS.items() if raw["algorithm"]["name"] != "ppo")
 
 SIX = [0.5] * 6
@@ -125,10 +132,20 @@ SHAPES: dict[str, Raw] = {
         },
     },
     "span": {**MIXED, "placement": {"span_classes": True, **{r: 1 for r in ("actor", "critic", "ref", "reward")}}},
+    # generation on one rank, every forward model on another
+    "six-apart": {
+        "placement": {
+            "actor.shadow": {"ranks": [2]},
+            **{name: {"ranks": [3]} for name in ("critic.shadow", "ref", "reward")},
+            "actor": {"ranks": [0]},
+            "critic": {"ranks": [1]},
+        },
+        "schedule": {"num_chunks": 4},
+    },
     "all": {"placement": [1]},
     "half": {"placement": [0.5]},
 }
-ON_FOUR_ONLY = ("six-uneven", "classes", "shares", "classes-six", "span")
+ON_FOUR_ONLY = ("six-uneven", "six-apart", "classes", "shares", "classes-six", "span")
 PPO_SHAPES = {
     1: ("co-located",),
     2: tuple(name for name, raw in SHAPES.items() if len(raw["placement"]) > 1 and name not in ON_FOUR_ONLY),
@@ -176,6 +193,8 @@ def every_case() -> list[Case]:
     cases = []
     for ranks in (1, 2, 4):
         for setting, raw in SETTINGS.items():
+            if setting in TIMED:
+                continue
             shapes = SUPERVISED_SHAPES if setting in SUPERVISED else PPO_SHAPES
             for shape in shapes[ranks]:
                 chunks = SHAPES[shape].get("schedule", {}).get("num_chunks", 1)

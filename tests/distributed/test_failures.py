@@ -13,7 +13,7 @@ import yaml
 from cases import Case, make_assets
 from commands import children, is_alive, read_until, start
 
-from flexrlhf.spec import dump_spec
+from flexrlhf.spec_file import dump_spec
 
 LAST_RANK = 1
 

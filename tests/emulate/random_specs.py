@@ -11,7 +11,8 @@ from typing import Any
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import PlacementMap, parse_spec
+from flexrlhf.spec import PlacementMap
+from flexrlhf.spec_file import parse_spec
 from flexrlhf.strategies.instructions import Move
 
 Raw = dict[str, Any]

@@ -17,7 +17,7 @@ from symbolic import Cell, Reference, inference_version, reference
 
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import parse_spec
+from flexrlhf.spec_file import parse_spec
 from flexrlhf.strategies.instructions import Instruction, Move, Save, Sync
 from flexrlhf.strategies.schedule import walk
 

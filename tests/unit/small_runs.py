@@ -6,7 +6,8 @@ from copy import deepcopy
 from typing import Any
 
 from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import Spec, apply_override, parse_spec
+from flexrlhf.spec import Spec
+from flexrlhf.spec_file import apply_override, parse_spec
 
 TINY = {
     "model_type": "llama",

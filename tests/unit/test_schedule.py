@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
 from small_runs import plan_of
 
 from flexrlhf import quickstart
-from flexrlhf.cli import _plans
-from flexrlhf.plan import Plan, make_plan
+from flexrlhf.plan import Plan, make_plan, make_plans
 from flexrlhf.report import format_plan, rank_marks, schedule_table, span_of
-from flexrlhf.spec import ModelSpec, Spec, load_spec
+from flexrlhf.spec import ModelSpec, Spec
+from flexrlhf.spec_file import load_spec
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk
@@ -105,9 +105,10 @@ def test_every_strategy_runs_every_operator_once(placement: list[float], devices
 
 def test_with_shadows_inference_runs_on_the_copies() -> None:
     models = {run.operator.name: run.model for run in runs(plan_of(SIX, 2))}
-    assert models["generate"] == models["logprobs"] == "actor.shadow"
+    assert models["generate"] == models["logprobs"] == models["advantages"] == "actor.shadow"
     assert models["values"] == "critic.shadow"
-    assert models["advantages"] == models["train_actor"] == "actor"
+    assert models["train_actor"] == "actor"
+    assert models["train_critic"] == "critic"
 
 
 def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
@@ -157,7 +158,7 @@ def test_with_lag_syncs_stand_behind_all_training() -> None:
 def test_with_lag_a_rank_walks_batches_behind_each_other() -> None:
     plan = plan_of(SIX, 2, LAG)
     labels = [(step, x.label) for _, step, x in walk(plan.schedule, 0, steps=2) if isinstance(x, Run)]
-    assert labels == [(step, label) for step in (0, 1) for label in OPERATORS[5:]]
+    assert labels == [(step, label) for step in (0, 1) for label in OPERATORS[6:]]
     generated = [(loop // len(plan.schedule.instructions), step) for loop, step, x in walk(plan.schedule, 1, 2)]
     assert generated[0] == (0, 0)
     assert generated[-1] == (2, 1)
@@ -219,10 +220,29 @@ def test_the_plan_says_what_a_barrier_keeps_from_streaming() -> None:
     assert "not chunked" not in format_plan(plan_of(SIX, 2, *STREAM))
 
 
-def test_training_of_a_chunk_stands_before_the_next_but_one_is_generated() -> None:
+def test_a_chunk_is_generated_ahead_and_trained_before_later_ones_are_scored() -> None:
     order = {(run.operator.name, run.chunk): i for i, run in enumerate(runs(plan_of(SIX, 2, *STREAM)))}
-    assert order["generate", 1] < order["advantages", 0] < order["logprobs", 1]
-    assert order["train_actor", 0] < order["generate", 3]
+    assert order["generate", 1] < order["logprobs", 0]
+    assert order["generate", 2] < order["advantages", 0] < order["logprobs", 1]
+    assert order["generate", 3] < order["train_actor", 0] < order["advantages", 1] < order["logprobs", 2]
+
+
+def test_columns_leave_right_behind_the_runs_that_wrote_them() -> None:
+    """Else the next chunk's generation would hold back what other ranks wait for."""
+    instructions = plan_of(SIX_APART, 4, *STREAM).schedule.instructions
+    for earlier, move in pairwise(instructions):
+        if isinstance(earlier, Run) and isinstance(move, Move):
+            assert move.chunk == earlier.chunk and set(move.columns) <= columns_of_wave(instructions, earlier)
+
+
+def columns_of_wave(instructions: tuple[Instruction, ...], run: Run) -> set[str]:
+    """What the unbroken row of runs that ends with ``run`` wrote."""
+    columns: set[str] = set()
+    for instruction in instructions[instructions.index(run) :: -1]:
+        if not isinstance(instruction, Run) or instruction.chunk != run.chunk:
+            break
+        columns |= set(instruction.operator.writes)
+    return columns
 
 
 def rows_by_operator(plan: Plan) -> dict[tuple[str, int], set[int]]:
@@ -305,7 +325,7 @@ def test_the_table_says_how_often() -> None:
 
 # --- overlap
 
-TRAINING_WITH_INFERENCE = "advantages, train_actor, train_critic with generate, logprobs, ref_logprobs, scores, values"
+TRAINING_WITH = "train_actor, train_critic with"
 OVERLAPS = [
     ("co-located", [1] * 4, (), []),
     ("interleaving", [1, 1, 0.5, 0.5], (), ["ref_logprobs with scores"]),
@@ -326,9 +346,14 @@ OVERLAPS = [
         "six models, chunks",
         SIX,
         STREAM,
-        [f"{TRAINING_WITH_INFERENCE} of a later chunk"],
+        [f"{TRAINING_WITH} logprobs, ref_logprobs, scores, values, generate, advantages of a later chunk"],
     ),
-    ("six models, lag", SIX, (LAG,), [f"{TRAINING_WITH_INFERENCE} of the next step"]),
+    (
+        "six models, lag",
+        SIX,
+        (LAG,),
+        [f"{TRAINING_WITH} generate, logprobs, ref_logprobs, scores, values, advantages of the next step"],
+    ),
 ]
 
 
@@ -394,9 +419,9 @@ def missing_models(spec: Spec) -> list[str]:
     return [model.path for model in models if not Path(model.path).is_dir()]
 
 
-def quickstart_plans() -> dict[str, Plan]:
+def quickstartmake_plans() -> dict[str, Plan]:
     paths = quickstart.config_paths()
-    plans = _plans([load_spec(path) for path in paths])
+    plans = make_plans([load_spec(path) for path in paths])
     return {f"quickstart-{path.stem}": plan for path, plan in zip(paths, plans, strict=True)}
 
 
@@ -427,7 +452,7 @@ def test_the_printed_plan_of_every_config(name: str) -> None:
 
 
 def test_the_printed_plans_of_the_quick_start() -> None:
-    for name, plan in quickstart_plans().items():
+    for name, plan in quickstartmake_plans().items():
         check_snapshot(name, plan)
 
 

@@ -10,7 +10,8 @@ import yaml
 from small_runs import PPO, spec_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.spec import PlacementMap, check_scopes, dump_spec, load_spec, parse_spec, parse_vector
+from flexrlhf.spec import PlacementMap
+from flexrlhf.spec_file import check_scopes, dump_spec, load_spec, parse_spec, parse_vector
 
 SIX = ("actor.shadow", "critic.shadow", "actor", "critic", "ref", "reward")
 
