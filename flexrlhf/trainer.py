@@ -45,7 +45,6 @@ class Trainer:
         self._directory = directory
         self._at = ""
         self._position = 0
-        self._ranks_here: tuple[int, ...] = ()
         self._whereabouts = Whereabouts(world, plan.spec.name)
         self._groups: Groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
         self._residents = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
@@ -131,7 +130,7 @@ class Trainer:
 
     def _load(self, model: PlacedModel) -> Resident:
         handle = self._groups.get(f"compute {model.name}", model.ranks)
-        replicas = Replicas(handle, model.layout.dp, self._wait)
+        replicas = Replicas(handle, model.ranks, self._wait)
         return Resident(model, make_engine(model, self.plan, replicas, self._world.device), replicas)
 
     def _store(self, step: int) -> RowStore:
@@ -186,14 +185,13 @@ class Trainer:
     def _enter(self, position: int, step: int, instruction: Instruction) -> None:
         kind = type(instruction).__name__.lower()
         self._at = f"step {step}, {kind} {instruction.label}"
-        self._position, self._ranks_here = position, instruction.ranks
+        self._position = position
         self._whereabouts.report(position, self._at)
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work, ranks: tuple[int, ...]) -> None:
         """Every wait of this rank: with the group's deadline and a name."""
         with deadline(
-            f"rank {self._world.rank} at {self._at}",
-            lambda: self._whereabouts.missing(self._ranks_here, self._position),
+            f"rank {self._world.rank} at {self._at}", lambda: self._whereabouts.missing(ranks, self._position)
         ):
             work.wait()
 

@@ -61,6 +61,7 @@ class Wire:
 class InFlight:
     """Buffers and handles of one Move on this rank. ``bytes_sent``: bytes handed to torch for other ranks."""
 
+    ranks: tuple[int, ...]
     works: list[dist.Work]
     buffers: list[Tensor]
     bytes_sent: int
@@ -106,7 +107,7 @@ class Mover:
 
     def _finish(self, flight: InFlight) -> None:
         while flight.works:
-            self._wait(flight.works.pop())
+            self._wait(flight.works.pop(), flight.ranks)
 
     def _sent(self, move: Move, destination: int) -> list[Transfer]:
         return [t for t in move.transfers if t.source == self._rank and t.destination == destination]
@@ -119,7 +120,7 @@ class Mover:
         mine = self._wire.pack(self._sent(move, other), rows)
         out = self._wire.empty(len(mine) * len(move.ranks))
         work = dist.all_gather(list(out.split(len(mine))), mine, group=group, async_op=True)
-        flight = InFlight([work], [mine, out], len(mine) * (len(move.ranks) - 1))
+        flight = InFlight(move.ranks, [work], [mine, out], len(mine) * (len(move.ranks) - 1))
 
         def arrive() -> None:
             for buffer, rank in zip(out.split(len(mine)), move.ranks, strict=True):
@@ -132,7 +133,7 @@ class Mover:
         sizes = [self._wire.num_bytes(self._received(move, rank)) for rank in move.ranks]
         packed, out = torch.cat(sent), self._wire.empty(sum(sizes))
         work = dist.all_to_all_single(out, packed, sizes, [len(part) for part in sent], group=group, async_op=True)
-        flight = InFlight([work], [packed, out], len(packed))
+        flight = InFlight(move.ranks, [work], [packed, out], len(packed))
 
         def arrive() -> None:
             for buffer, rank in zip(out.split(sizes), move.ranks, strict=True):
@@ -143,7 +144,7 @@ class Mover:
     def _point_to_point(
         self, move: Move, rows: RowStore, group: dist.ProcessGroup
     ) -> tuple[InFlight, Callable[[], None]]:
-        flight = InFlight([], [], 0)
+        flight = InFlight(move.ranks, [], [], 0)
         incoming: list[tuple[Tensor, list[Transfer]]] = []
         for rank in move.ranks:
             if sent := self._sent(move, rank):

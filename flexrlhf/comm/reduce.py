@@ -16,7 +16,7 @@ class Replicas:
     """The replicas of a placed model. ``group`` None: there is one, and every result is its own."""
 
     group: dist.ProcessGroup | None
-    size: int
+    ranks: tuple[int, ...]
     wait: Wait
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Replicas:
             return vector
         longest = self._longest(vector)
         padded = torch.cat([vector, vector.new_full((longest - len(vector),), -1)])
-        out = vector.new_empty(longest * self.size)
+        out = vector.new_empty(longest * len(self.ranks))
         self._done(dist.all_gather(list(out.split(longest)), padded, group=self.group, async_op=True))
         return out[out >= 0]
 
@@ -41,4 +41,4 @@ class Replicas:
         return int(length)
 
     def _done(self, work: dist.Work | None) -> None:
-        self.wait(posted(work))
+        self.wait(posted(work), self.ranks)

@@ -64,6 +64,15 @@ class Buckets:
         ).sum()
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """One bucket on its way to all receivers; the buffer must live as long."""
+
+    receivers: list[int]
+    works: list[dist.Work]
+    buffer: Tensor
+
+
 class Syncer:
     """Syncs weights for one rank."""
 
@@ -72,7 +81,7 @@ class Syncer:
         self._settings = settings
         self._bucket_bytes = bucket_bytes
         self._wait = wait
-        self._flying: dict[str, deque[tuple[list[dist.Work], Tensor]]] = {}
+        self._flying: dict[str, deque[_Flight]] = {}
 
     def send(self, sync: Sync, weights: Weights, group: dist.ProcessGroup) -> int:
         """Send to every destination that the plan gives this rank. Returns the bytes sent."""
@@ -80,11 +89,13 @@ class Syncer:
         if not receivers:
             return 0
         flying = self._flying.setdefault(sync.source, deque())
+        self._land_all(flying)
         sent = 0
         for buffer in self._outgoing(Buckets(weights, self._bucket_bytes)):
             while len(flying) >= 2 and not self._settings.snapshot:
                 self._land(flying)
-            flying.append(([posted(dist.isend(buffer, rank, group=group)) for rank in receivers], buffer))
+            works = [posted(dist.isend(buffer, rank, group=group)) for rank in receivers]
+            flying.append(_Flight(receivers, works, buffer))
             sent += buffer.nbytes * len(receivers)
         return sent
 
@@ -103,8 +114,7 @@ class Syncer:
     def close(self) -> None:
         """Await all sends that are under way."""
         for flying in self._flying.values():
-            while flying:
-                self._land(flying)
+            self._land_all(flying)
 
     def _outgoing(self, buckets: Buckets) -> Iterator[Tensor]:
         """The buckets, then their checksums as one vector; all copied at once for a snapshot."""
@@ -113,13 +123,17 @@ class Syncer:
         if self._settings.checksum:
             yield torch.stack([buckets.checksum(bucket) for bucket in buckets.ranges()])
 
-    def _land(self, flying: deque[tuple[list[dist.Work], Tensor]]) -> None:
-        works, _ = flying.popleft()
-        for work in works:
-            self._wait(work)
+    def _land_all(self, flying: deque[_Flight]) -> None:
+        while flying:
+            self._land(flying)
+
+    def _land(self, flying: deque[_Flight]) -> None:
+        flight = flying.popleft()
+        for receiver, work in zip(flight.receivers, flight.works, strict=True):
+            self._wait(work, (receiver,))
 
     def _receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        self._wait(posted(dist.irecv(buffer, source, group=group)))
+        self._wait(posted(dist.irecv(buffer, source, group=group)), (source,))
 
     def _check(self, sync: Sync, buckets: Buckets, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
         ranges = buckets.ranges()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,10 @@ def _make_sealed(_: dist.Store, rank: int, size: int, __: timedelta) -> SealedWo
     return SealedWorld(rank, size)
 
 
-Wait = Callable[[dist.Work], None]
-"""How a rank waits for communication: with a deadline and a name."""
+class Wait(Protocol):
+    """How a rank waits for communication: with a deadline, and naming those of ``ranks`` that have not come."""
+
+    def __call__(self, work: dist.Work, ranks: tuple[int, ...]) -> None: ...
 
 
 def posted(work: dist.Work | None) -> dist.Work:

@@ -106,7 +106,9 @@ def engine_of(temperature: float = 1.0) -> TorchEngine:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 8
-    return TorchEngine(model, ModelSpec(), LENGTHS, Replicas(None, 1, lambda work: None), temperature, trained=False)
+    return TorchEngine(
+        model, ModelSpec(), LENGTHS, Replicas(None, (0,), lambda work, ranks: None), temperature, trained=False
+    )
 
 
 @pytest.fixture(scope="module")
