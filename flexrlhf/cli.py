@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan import Plan, make_plans
 from flexrlhf.report import format_plan, format_summary
-from flexrlhf.run_directory import prepare_directory
+from flexrlhf.run_directory import prepare_directory, read_lines
 from flexrlhf.spec import Spec
 from flexrlhf.spec_file import check_scopes, load_spec, parse_vector
 
@@ -130,8 +129,9 @@ def _prepare(plans: Sequence[Plan]) -> None:
 
 def _summarise(plans: Sequence[Plan]) -> None:
     for made in plans:
-        rows = [json.loads(line) for line in (made.spec.directory / "metrics.jsonl").read_text().splitlines()]
-        typer.echo("\n" + format_summary(made.spec.name, str(made.spec.directory), rows))
+        rows, samples = (read_lines(made.spec.directory / name) for name in ("metrics.jsonl", "samples.jsonl"))
+        newest = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+        typer.echo("\n" + format_summary(made.spec.name, str(made.spec.directory), rows, newest))
 
 
 @contextmanager

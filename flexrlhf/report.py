@@ -171,15 +171,19 @@ def _bytes(size: int | None) -> str:
     return f"{size} B"
 
 
-def format_summary(name: str, directory: str, rows: Sequence[Mapping[str, float]]) -> str:
-    """First and last three steps of every metric, the mean seconds per step, and where the files are."""
+def format_summary(
+    name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Mapping[str, str]]
+) -> str:
+    """First and last three steps of the main metrics, answers of the last evaluation, and where the files are."""
     lines = [f"{name}: {len(rows)} steps, {sum(row['seconds'] for row in rows):.1f} s, results in {directory}"]
     for metric in METRICS:
         values = [row[metric.name] for row in rows if metric.name in row]
         if values and metric.progress:
-            first, last = _mean(values[:3]), _mean(values[-3:])
+            few = max(1, min(3, len(values) // 2))
+            first, last = _mean(values[:few]), _mean(values[-few:])
             trend = f"{first:.4g} -> {last:.4g}" if len(values) > 1 else f"{last:.4g}"
-            lines.append(f"  {metric.name:<18}{trend:<24}{metric.definition}")
+            lines.append(f"  {metric.name:<18}{trend:<26}{metric.definition}")
+    lines += [f"  {sample['prompt']} -> {sample['answer']}" for sample in samples]
     return "\n".join(lines)
 
 

@@ -1,9 +1,11 @@
-"""What a run leaves: ``runs/<name>/`` with the resolved YAML, the plan, metrics.jsonl, timeline.json and the models."""
+"""What a run leaves in ``runs/<name>/``: the resolved YAML, the plan, metrics, samples, the timeline and the models."""
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from flexrlhf.plan import Plan
 from flexrlhf.spec_file import dump_spec
@@ -17,6 +19,11 @@ def prepare_directory(plan: Plan, plan_text: str) -> None:
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(dump_spec(plan.spec))
     (directory / "plan.txt").write_text(plan_text + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a jsonl file; none when the run did not write it."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _free_name(directory: Path) -> Path:

@@ -27,6 +27,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan import Plan, bucket_bytes
 from flexrlhf.recorder import Recorder
 from flexrlhf.run_data import RunData
+from flexrlhf.samples import append_samples
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.timeline import Span, Timeline
@@ -123,6 +124,10 @@ class Trainer:
             sampling = self._sampling(EVAL_STEP)
             reports[operator.name] = run_operator(work, store, self.plan.spec.algorithm, sampling, self._world.device)
         self._publish(step, instruction, resident, reports)
+        generates = any(operator.kind == "generate" for operator in self.plan.graph.evaluation)
+        if generates and self._world.rank == instruction.ranks[0]:
+            texts = [store.get(name, rows).cpu() for name in ("tokens", "prompt_mask", "response_mask")]
+            append_samples(self._directory, step, self._data.tokenizer, *texts)
 
     def _save(self, save: Save) -> None:
         engine = self._residents[save.model].engine
