@@ -74,6 +74,8 @@ def test_the_progress_line_names_the_run_the_step_and_its_metrics() -> None:
 
 def test_the_summary_shows_the_first_and_the_last_steps() -> None:
     rows = [{"step": step, "seconds": 1.0, "reward_mean": float(step)} for step in range(6)]
-    lines = format_summary("first", "runs/first", rows).splitlines()
+    samples = [{"prompt": "Where is it?", "answer": "Over there."}]
+    lines = format_summary("first", "runs/first", rows, samples).splitlines()
     assert "6 steps" in lines[0] and "runs/first" in lines[0]
     assert lines[1].split()[:4] == ["reward_mean", "1", "->", "4"]
+    assert lines[-1].split("->") == ["  Where is it? ", " Over there."]
