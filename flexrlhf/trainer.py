@@ -68,6 +68,7 @@ class Trainer:
     def close(self) -> None:
         for resident in self._residents.values():
             resident.engine.close()
+        self._residents.clear()
         self._groups.close()
 
     def _execute(self, instruction: Instruction, step: int, span: Span) -> None:

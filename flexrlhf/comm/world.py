@@ -102,9 +102,11 @@ class Groups:
         return None if len(ranks) == 1 else self.handles[Group(purpose, ranks)]
 
     def close(self) -> None:
+        """Drop the groups. Their threads and sockets end with the last reference, so nobody else may keep one."""
         for handle in self.handles.values():
             if handle is not None:
                 dist.destroy_process_group(handle)
+        self.handles.clear()
 
 
 @contextmanager
