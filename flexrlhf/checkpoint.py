@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
 
 
 def save_model(directory: Path, weights: Mapping[str, Tensor], config: Any, tokenizer: str | None) -> None:
-    """Replace ``directory`` by one with config, weights and the tokenizer's files; readers never see half of it."""
+    """Replace ``directory`` by one with config, weights and the tokenizer's files; at every moment one is whole."""
     fresh = directory.with_name(directory.name + ".writing")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -32,5 +32,9 @@ def save_model(directory: Path, weights: Mapping[str, Tensor], config: Any, toke
     for name in TOKENIZER_FILES:
         if tokenizer is not None and (Path(tokenizer) / name).is_file():
             shutil.copy(Path(tokenizer) / name, fresh / name)
-    shutil.rmtree(directory, ignore_errors=True)
+    old = directory.with_name(directory.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
     fresh.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.errors import UserError
+from flexrlhf.machines import Machines, equal_nodes, with_device
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan import Plan, make_plans
 from flexrlhf.report import format_plan, format_summary
@@ -43,26 +44,30 @@ def run(
     placement_ratio: Ratio = None,
     devices: Devices = None,
     set_: Sets = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything and print the plan only")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check configs, models and data, print the plan, start nothing")
+    ] = False,
     nnodes: Annotated[int, typer.Option(min=1, help="machines of the job")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="number of this machine")] = 0,
     rdzv_endpoint: Annotated[str, typer.Option(help="HOST:PORT of machine 0, with several machines")] = "",
 ) -> None:
     """Train. Starts one process for each device of this machine; under torchrun it is one of them."""
     with _user_errors():
-        quick_start = not configs
-        specs = _specs(configs, placement_ratio, devices, set_)
-        plans = make_plans(specs)
+        machines = Machines(nnodes, node_rank, rdzv_endpoint)
+        machines.check()
+        plans = make_plans(_specs(configs, placement_ratio, devices, set_, nnodes))
         if dry_run:
-            typer.echo("\n\n".join(format_plan(made) for made in plans))
-            return
-        if nnodes > 1 and not rdzv_endpoint:
-            raise UserError("--rdzv-endpoint: missing; several machines need HOST:PORT of machine 0")
-        _execute(plans, quick_start, (nnodes, node_rank, rdzv_endpoint))
+            _dry_run(plans, quick_start=not configs)
+        else:
+            _execute(plans, machines, quick_start=not configs)
 
 
 def _specs(
-    configs: Sequence[Path] | None, placement_ratio: str | None, devices: int | None, sets: Sequence[str] | None
+    configs: Sequence[Path] | None,
+    placement_ratio: str | None,
+    devices: int | None,
+    sets: Sequence[str] | None,
+    nnodes: int = 1,
 ) -> list[Spec]:
     """Load every config with the overrides of the command line."""
     from flexrlhf.quickstart import config_paths
@@ -73,16 +78,21 @@ def _specs(
     paths = list(configs or config_paths())
     specs = [load_spec(path, overrides) for path in paths]
     check_scopes(overrides, specs)
-    if placement_ratio is None:
-        return specs
-    placement = f"placement={placement_ratio}"
-    fitting = [_takes_vector(spec, parse_vector(placement_ratio)) for spec in specs]
-    if not any(fitting):
-        fitting = [True] * len(specs)
-    return [
-        load_spec(path, (*overrides, placement)) if fits else spec
-        for path, spec, fits in zip(paths, specs, fitting, strict=True)
-    ]
+    own = [_own_overrides(spec, placement_ratio, nnodes) for spec in specs]
+    if placement_ratio is not None and not any(f"placement={placement_ratio}" in extra for extra in own):
+        # no run has so many models: let the first say which vectors it takes
+        own[0] += (f"placement={placement_ratio}",)
+    return [load_spec(path, overrides + extra) for path, extra in zip(paths, own, strict=True)]
+
+
+def _own_overrides(spec: Spec, placement_ratio: str | None, nnodes: int) -> tuple[str, ...]:
+    """What the command line means for one run: the vector where its length fits, nodes for a cluster without any."""
+    extra: tuple[str, ...] = ()
+    if placement_ratio is not None and _takes_vector(spec, parse_vector(placement_ratio)):
+        extra += (f"placement={placement_ratio}",)
+    if nnodes > 1 and not spec.cluster.nodes:
+        extra += (f"cluster.nodes={equal_nodes(spec.cluster.devices or 1, nnodes)}",)
+    return extra
 
 
 def _takes_vector(spec: Spec, vector: Sequence[object]) -> bool:
@@ -90,35 +100,57 @@ def _takes_vector(spec: Spec, vector: Sequence[object]) -> bool:
     return len(vector) in (len(graph.roles), len(graph.roles) + len(graph.trained) * graph.can_shadow)
 
 
-def _execute(plans: Sequence[Plan], quick_start: bool, machines: tuple[int, int, str]) -> None:
-    """Check the data, prepare the run directories, start the ranks, print the summary."""
+def _dry_run(plans: Sequence[Plan], quick_start: bool) -> None:
+    from flexrlhf.run_data import check_runs
+
+    if not quick_start:
+        check_runs(plans)
+    typer.echo("\n\n".join(format_plan(made) for made in plans))
+
+
+def _execute(plans: Sequence[Plan], machines: Machines, quick_start: bool) -> None:
+    """Check all inputs, prepare the run directories, run on all ranks, print the summary."""
     from flexrlhf import launch
-    from flexrlhf.quickstart import prepare_corpus
-    from flexrlhf.run_data import check_run_data
     from flexrlhf.worker import work
+
+    is_worker = launch.under_torchrun()
+    num_local = launch.num_local_ranks(plans[0]) if is_worker else machines.num_ranks(plans[0].cluster)
+    device = launch.settle_device(plans[0].spec.cluster.device, num_local)
+    is_first = launch.is_first_rank() if is_worker else machines.node_rank == 0
+    if is_first or not is_worker:
+        _check_inputs(plans, quick_start)
+    if is_first:
+        _prepare(plans)
+    specs = [with_device(made.spec, device) for made in plans]
+    if is_worker:
+        work(specs)
+    else:
+        _launch(specs, plans[0], machines)
+    if is_first:
+        _summarise(plans)
+
+
+def _check_inputs(plans: Sequence[Plan], quick_start: bool) -> None:
+    from flexrlhf.quickstart import prepare_corpus
+    from flexrlhf.run_data import check_runs
 
     if quick_start:
         prepare_corpus()
-    for index, made in enumerate(plans):
-        check_run_data(made, pending={str(earlier.spec.directory) for earlier in plans[:index]})
-    if launch.under_torchrun():
-        launch.check_world(plans[0])
-        if launch.is_first_rank():
-            _prepare(plans)
-        work([made.spec for made in plans])
-        return
-    if machines[1] == 0:
-        _prepare(plans)
+    check_runs(plans)
+
+
+def _launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
+    """Start the ranks of this machine; a failed rank is one sentence, as is Ctrl-C."""
+    from flexrlhf import launch
+
     try:
-        launch.launch([made.spec for made in plans], plans[0], launch.Rendezvous(*machines))
+        launch.launch(specs, plan, machines)
     except launch.Interrupted as error:
         typer.echo(f"flexrlhf: {error}", err=True)
         raise typer.Exit(130) from None
     except launch.RankFailure as error:
         typer.echo(f"flexrlhf: {error}", err=True)
         raise typer.Exit(1) from None
-    if machines[1] == 0:
-        _summarise(plans)
 
 
 def _prepare(plans: Sequence[Plan]) -> None:

@@ -16,8 +16,10 @@ import gzip
 import json
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -100,15 +102,32 @@ def load_examples(
     than ``max_prompt_tokens`` (bos counts) is an error or, with ``long_prompts="drop"``, left out.
     """
     path = Path(path)
+    examples = []
+    for number, text in enumerate(read_texts(path, form=form, needs=needs), start=1):
+        with _in_row(path, number):
+            examples.append(_encode(text, tokenizer, max_response_tokens))
+    return _within_limit(examples, path, max_prompt_tokens, long_prompts)
+
+
+def read_texts(path: Path | str, *, form: str = "auto", needs: Needs) -> list[TextExample]:
+    """Read a data file as text: all of its checks that need no tokenizer."""
+    path = Path(path)
     rows = read_rows(path)
     form = _resolve_form(form, rows[0], path)
-    examples = []
+    texts = []
     for number, row in enumerate(rows, start=1):
-        try:
-            examples.append(_encode(_needed_text(row, form, needs), tokenizer, max_response_tokens))
-        except UserError as error:
-            raise UserError(f"{path}, row {number}: {error}") from None
-    return _within_limit(examples, path, max_prompt_tokens, long_prompts)
+        with _in_row(path, number):
+            texts.append(_needed_text(row, form, needs))
+    return texts
+
+
+@contextmanager
+def _in_row(path: Path, number: int) -> Iterator[None]:
+    """Say where a row's problem is."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}, row {number}: {error}") from None
 
 
 def step_indices(seed: int, step: int, num_prompts: int, num_examples: int) -> list[int]:
@@ -125,6 +144,7 @@ def step_indices(seed: int, step: int, num_prompts: int, num_examples: int) -> l
     return order[offset : offset + num_prompts]
 
 
+@lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, num_examples: int) -> list[int]:
     order = list(range(num_examples))
     random.Random(f"{seed}/{epoch}").shuffle(order)

@@ -6,7 +6,9 @@ The command line prints these without a traceback; everything else keeps its tra
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -14,6 +16,22 @@ class UserError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string.
+
+    Paths are compared by their last parts (what they share above would make all alike), and have to be closer.
+    """
+    is_path = "/" in name
+    compared = {_last_part(other) if is_path else other: other for other in known}
+    matches = difflib.get_close_matches(
+        _last_part(name) if is_path else name, compared, n=1, cutoff=0.75 if is_path else 0.5
+    )
+    return f" (did you mean {compared[matches[0]]!r}?)" if matches else ""
+
+
+def shown(value: Any) -> str:
+    """A setting in one line as a YAML file may have it (``null``, not ``None``), texts in quotes."""
+    return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

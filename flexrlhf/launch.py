@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flexrlhf.errors import UserError
+from flexrlhf.machines import Machines
 from flexrlhf.plan import Plan
 from flexrlhf.spec import Spec
 from flexrlhf.spec_file import dump_spec
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the machines of a job meet. One machine needs none of it."""
-
-    nnodes: int = 1
-    node_rank: int = 0
-    endpoint: str = ""
-
 
 POLL_SECONDS = 5
 STOPPED = "stopped; all ranks have ended"
@@ -48,32 +40,39 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
-def check_world(plan: Plan) -> None:
-    """Under torchrun the number of ranks is given."""
+def num_local_ranks(plan: Plan) -> int:
+    """Ranks on this machine under torchrun, which must have started as many in all as the plan has."""
     size = int(os.environ["WORLD_SIZE"])
     if size != plan.placement.num_ranks:
         raise UserError(
             f"cluster: {plan.placement.num_ranks} devices planned, but torchrun started {size} ranks; "
             f"use --devices {size} or --nproc-per-node {plan.placement.num_ranks}"
         )
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def settle_device(wanted: str, num_local: int) -> str:
+    """``cpu`` or ``cuda`` for all ranks: auto takes CUDA when every rank of this machine has a device of its own."""
+    found = torch.cuda.device_count()
+    if wanted == "cuda" and found < num_local:
+        raise UserError(f"cluster.device: cuda needs {num_local} CUDA devices on this machine, found {found}; use cpu")
+    if wanted == "auto" and 0 < found < num_local:
+        print(f"flexrlhf: {num_local} ranks but {found} CUDA devices on this machine: running on CPU", file=sys.stderr)
+    return wanted if wanted != "auto" else "cuda" if found >= num_local else "cpu"
 
 
 def is_first_rank() -> bool:
     return os.environ.get("RANK") == "0"
 
 
-def launch(specs: Sequence[Spec], plan: Plan, rendezvous: Rendezvous) -> None:
+def launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
     """Run the worker on every rank of this machine and wait. Raises RankFailure or Interrupted; no process is left."""
-    if plan.placement.num_ranks % rendezvous.nnodes:
-        raise UserError(
-            f"--nnodes {rendezvous.nnodes} does not divide the {plan.placement.num_ranks} devices of the cluster"
-        )
-    config = _config(plan.placement.num_ranks // rendezvous.nnodes, rendezvous)
+    config = _config(machines.num_ranks(plan.cluster), machines)
     _silence_agent()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
-        file = Path(directory) / "specs.yaml"
-        file.write_text("---\n".join(dump_spec(spec) for spec in specs))
+        file = Path(directory) / "specs.json"
+        file.write_text(json.dumps([dump_spec(spec) for spec in specs]))
         try:
             elastic_launch(config, sys.executable)("-m", "flexrlhf.worker", str(file))
         except ChildFailedError as error:
@@ -105,17 +104,17 @@ def _silence_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _config(per_node: int, rendezvous: Rendezvous) -> LaunchConfig:
-    several = rendezvous.nnodes > 1
+def _config(per_node: int, machines: Machines) -> LaunchConfig:
+    several = machines.nnodes > 1
     return LaunchConfig(
-        min_nodes=rendezvous.nnodes,
-        max_nodes=rendezvous.nnodes,
+        min_nodes=machines.nnodes,
+        max_nodes=machines.nnodes,
         nproc_per_node=per_node,
         run_id="flexrlhf" if several else f"flexrlhf-{os.getpid()}",
         role="rank",
         rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=rendezvous.endpoint or "localhost:0",
-        rdzv_configs={"rank": rendezvous.node_rank, "timeout": 900} if several else {"is_host": True},
+        rdzv_endpoint=machines.endpoint or "localhost:0",
+        rdzv_configs={"rank": machines.node_rank, "timeout": 900} if several else {"is_host": True},
         max_restarts=0,
         monitor_interval=0.2,
         start_method="spawn",

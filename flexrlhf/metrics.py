@@ -32,7 +32,9 @@ METRICS = (
     Metric("kl_token", "kl_token", "logprob - ref_logprob, mean over tokens (nats)"),
     Metric("response_length", "response_length", "tokens per answer, end token included", progress=True),
     Metric("truncated", "truncated", "share of answers without an end token"),
-    Metric("reward_clipped", "reward_clipped", "share of scores beyond algorithm.reward_clip"),
+    Metric(
+        "reward_clipped", "reward_clipped", "share of scores, after the truncation rule, beyond algorithm.reward_clip"
+    ),
     Metric("advantage_mean", "advantage", "advantage before whitening, mean over tokens"),
     Metric("advantage_std", "advantage", "its standard deviation over tokens", "std"),
     Metric("return_mean", "return", "advantage + value, mean over tokens"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flexrlhf.engines.catalogue import check_engines
 from flexrlhf.errors import UserError
@@ -48,6 +49,22 @@ class Plan:
     shapes: dict[str, ModelShape]
     groups: tuple[Group, ...]
 
+    def model(self, role: str) -> ModelSpec:
+        """The resolved settings of a role of the graph."""
+        model = self.spec.models.of(role)
+        assert model is not None, f"{role} is resolved"
+        return model
+
+    @property
+    def temperature(self) -> float:
+        """Of the sampling distribution; algorithms without generation have none and take the logits as they are."""
+        return getattr(self.spec.algorithm, "temperature", 1.0)
+
+    @property
+    def outputs(self) -> dict[str, Path]:
+        """Role → absolute directory of the model that the run writes."""
+        return {role: (self.spec.directory / role).resolve() for role in self.graph.trained}
+
     def move_bytes(self, move: Move) -> int:
         """Bytes that cross between ranks when ``move`` runs once."""
         samples = self.batch.samples_per_prompt
@@ -73,7 +90,7 @@ def bucket_bytes(spec: Spec) -> int:
     return int(spec.sync.bucket_mb * 1e6)
 
 
-def make_plan(spec: Spec, pending: Mapping[str, ModelSpec] | None = None) -> Plan:
+def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Plan:
     """Plan a run. ``pending``: directory → model, for models that an earlier run of the same command will write there.
 
     Raises UserError for everything that a user can mend: models, placement, strategy, engine.
@@ -99,12 +116,12 @@ def make_plan(spec: Spec, pending: Mapping[str, ModelSpec] | None = None) -> Pla
 
 
 def make_plans(specs: Sequence[Spec]) -> list[Plan]:
-    """Plan the runs of one command; models that an earlier one writes need not exist yet."""
-    pending: dict[str, ModelSpec] = {}
+    """Plan the runs of one command. They share their ranks; models that an earlier one writes need not exist yet."""
+    pending: dict[Path, ModelSpec] = {}
     plans: list[Plan] = []
     for spec in specs:
         made = make_plan(spec, pending)
-        pending |= {str(spec.directory / role): getattr(made.spec.models, role) for role in made.graph.trained}
+        pending |= {path: made.model(role) for role, path in made.outputs.items()}
         plans.append(made)
     sizes = {made.placement.num_ranks: made.spec.name for made in plans}
     if len(sizes) > 1:
@@ -112,6 +129,10 @@ def make_plans(specs: Sequence[Spec]) -> list[Plan]:
         raise UserError(
             f"cluster: runs of one command share their ranks, found {found} devices; give all the same with --devices"
         )
+    devices = {made.spec.cluster.device: made.spec.name for made in plans}
+    if len(devices) > 1:
+        found = ", ".join(f"{name} {device}" for device, name in devices.items())
+        raise UserError(f"cluster.device: runs of one command share their ranks, found {found}; give all the same")
     names = [made.spec.name for made in plans]
     if len(set(names)) < len(names):
         raise UserError(f"name: runs of one command need different names, found {', '.join(names)}")
@@ -120,7 +141,7 @@ def make_plans(specs: Sequence[Spec]) -> list[Plan]:
 
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
     """Fill in ref (the actor's weights) and critic (the reward's); refuse roles that the algorithm does not have."""
-    written = {role for role in type(spec.models).model_fields if getattr(spec.models, role) is not None}
+    written = {role for role in type(spec.models).model_fields if spec.models.of(role) is not None}
     surplus = sorted(written - set(graph.roles))
     if surplus:
         raise UserError(
@@ -142,12 +163,13 @@ def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
     return model.model_copy(update={"path": origin.path, "init": origin.init})
 
 
-def _shapes(spec: Spec, graph: Graph, pending: Mapping[str, ModelSpec]) -> dict[str, ModelShape]:
+def _shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict[str, ModelShape]:
     shapes = {}
     for role in graph.roles:
-        model: ModelSpec = getattr(spec.models, role)
-        while model.path is not None and model.path in pending:
-            model = pending[model.path]
+        model = spec.models.of(role)
+        assert model is not None, f"{role} is resolved"
+        while model.path is not None and Path(model.path).resolve() in pending:
+            model = pending[Path(model.path).resolve()]
         shape = model_shape(role, model)
         if shape is not None:
             shapes[role] = shape

@@ -37,19 +37,21 @@ def _titled(title: str, lines: Iterable[str]) -> list[str]:
 def _batch(plan: Plan) -> list[str]:
     batch, epochs = plan.batch, plan.spec.algorithm.epochs
     rows, n, m, c = batch.num_rows, batch.samples_per_prompt, batch.num_mini_batches, batch.num_chunks
+    sizes = [n * len(batch.prompts(mini_batch)) for mini_batch in batch.mini_batches]
+    chunks = [sum(sizes[mini_batch] for mini_batch in batch.chunk(index)) for index in range(c)]
     p, r = plan.lengths.prompt, plan.lengths.response
     return [
         f"rows per step        {rows:>8} = {batch.num_prompts} prompts x {n} samples",
-        f"rows per mini-batch  {_spread(rows // m, m, rows):>8} = {rows} rows / {m} mini-batches",
-        f"rows per chunk       {_spread(rows // c, c, rows):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
+        f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {m} mini-batches, whole prompts",
+        f"rows per chunk       {_range(chunks):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
         f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
         f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded",
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
 
 
-def _spread(size: int, parts: int, rows: int) -> str:
-    return str(size) if size * parts == rows else f"{size}-{size + 1}"
+def _range(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)}-{max(sizes)}"
 
 
 def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.data import Example, load_examples
+from flexrlhf.data import Example, load_examples, read_texts
 from flexrlhf.errors import UserError
 from flexrlhf.placement.shapes import read_config
 from flexrlhf.plan import Plan
@@ -30,11 +30,10 @@ def tokenizer_path(plan: Plan) -> str:
     """The directory named in ``data.tokenizer``, else that of the first model with a path."""
     if plan.spec.data.tokenizer is not None:
         return plan.spec.data.tokenizer
-    for role in plan.graph.roles:
-        path: str | None = getattr(plan.spec.models, role).path
-        if path is not None:
-            return path
-    raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
+    paths = [path for role in plan.graph.roles if (path := plan.model(role).path) is not None]
+    if not paths:
+        raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
+    return paths[0]
 
 
 def load_tokenizer(path: str) -> Any:
@@ -49,26 +48,74 @@ def load_tokenizer(path: str) -> Any:
         raise UserError(f"data.tokenizer {path}: no tokenizer in it ({str(error).splitlines()[0]})") from None
 
 
-def load_run_data(plan: Plan, pending: Iterable[str] = ()) -> RunData:
-    """Examples for training and for evaluation. ``pending``: run directories whose models do not exist yet."""
+def load_run_data(plan: Plan) -> RunData:
+    """Examples for training and for evaluation."""
     path = tokenizer_path(plan)
     tokenizer = load_tokenizer(path)
-    _check_models(plan, path, len(tokenizer), tuple(pending))
-    examples = _examples(plan, plan.spec.data.path, tokenizer)
-    held_out = _examples(plan, plan.spec.eval.path, tokenizer) if plan.spec.eval is not None else []
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
+    examples, *held_out = (_examples(plan, source, tokenizer) for source in data_paths(plan))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return RunData(examples, held_out, path, (tokenizer.eos_token_id,), pad)
+    return RunData(examples, held_out[0] if held_out else [], path, (tokenizer.eos_token_id,), pad)
 
 
-def check_run_data(plan: Plan, pending: set[str]) -> None:
-    """Load the data once before any rank starts, so that a bad row is a sentence and nothing is half-written.
+def data_paths(plan: Plan) -> list[str]:
+    """The training file, and the held-out file where there is one."""
+    return [plan.spec.data.path] + ([plan.spec.eval.path] if plan.spec.eval is not None else [])
 
-    ``pending``: run directories that do not exist yet. A run that takes its tokenizer from one is checked by its ranks.
+
+def check_runs(plans: Sequence[Plan]) -> None:
+    """Look at all inputs of a command before a rank starts: a bad one is a sentence, and nothing is half-written.
+
+    What an earlier run of the command writes does not exist yet: a run that takes its tokenizer from there has its
+    texts checked here and its tokens by its ranks.
     """
-    if not any(tokenizer_path(plan).startswith(directory + "/") for directory in pending):
-        load_run_data(plan, pending)
+    for index, plan in enumerate(plans):
+        _check_sources(plan, plans, index)
+        pending = {path for earlier in plans[:index] for path in earlier.outputs.values()}
+        for source in data_paths(plan):
+            read_texts(source, form=plan.spec.data.form, needs=plan.graph.data)
+        if Path(tokenizer_path(plan)).resolve() in pending:
+            continue
+        load_run_data(plan)
+        num_tokens = len(load_tokenizer(tokenizer_path(plan)))
+        for role in plan.graph.roles:
+            if plan.model(role).path is None or Path(plan.model(role).path or "").resolve() not in pending:
+                _check_model(plan, role, num_tokens)
+
+
+def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
+    """Nothing that a run reads may lie where a run of the command starts afresh, but for models of an earlier one."""
+    models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
+    others = {"data.path": plan.spec.data.path, "data.tokenizer": plan.spec.data.tokenizer}
+    others |= {"eval.path": plan.spec.eval.path} if plan.spec.eval is not None else {}
+    pending = {path for earlier in plans[:index] for path in earlier.outputs.values()}
+    for key, source in {**models, **others}.items():
+        if source is None or Path(source).resolve() in pending:
+            continue
+        for other in plans:
+            if Path(source).resolve().is_relative_to(other.spec.directory.resolve()):
+                raise UserError(
+                    f"{key} {source}: lies in {other.spec.directory}, which run {other.spec.name!r} starts afresh; "
+                    f"give that run another name"
+                )
+
+
+def _check_model(plan: Plan, role: str, num_tokens: int) -> None:
+    """Weights are there, every token has an embedding, every position is known: else a rank would end obscurely."""
+    model = plan.model(role)
+    if model.path is not None and not any(Path(model.path).glob(WEIGHT_FILES)):
+        raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {WEIGHT_FILES})")
+    config = read_config(role, model)
+    size = config.get("vocab_size")
+    if size is not None and size < num_tokens:
+        raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of the tokenizer")
+    width, limit = plan.lengths.prompt + plan.lengths.response, config.get("max_position_embeddings")
+    if limit is not None and width > limit:
+        raise UserError(
+            f"data: {plan.lengths.prompt} prompt and {plan.lengths.response} response tokens exceed the {limit} "
+            f"positions of models.{role}; lower data.max_prompt_tokens or data.max_response_tokens"
+        )
 
 
 def _examples(plan: Plan, path: str, tokenizer: Any) -> list[Example]:
@@ -82,16 +129,3 @@ def _examples(plan: Plan, path: str, tokenizer: Any) -> list[Example]:
         max_response_tokens=data.max_response_tokens,
         long_prompts=data.long_prompts,
     )
-
-
-def _check_models(plan: Plan, path: str, num_tokens: int, pending: tuple[str, ...]) -> None:
-    """Weights are there, and every token has an embedding: else a rank would end the run, with an obscure error."""
-    for role in plan.graph.roles:
-        model = getattr(plan.spec.models, role)
-        if model.path is not None and model.path.startswith(pending):
-            continue
-        if model.path is not None and not any(Path(model.path).glob(WEIGHT_FILES)):
-            raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {WEIGHT_FILES})")
-        size = read_config(role, model).get("vocab_size")
-        if size is not None and size < num_tokens:
-            raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of {path}")

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
-from flexrlhf.errors import nearest
-
-Role = Literal["actor", "critic", "ref", "reward"]
+from flexrlhf.errors import nearest, shown
 
 
 class Section(BaseModel):
     """One mapping of the YAML: frozen, with no unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -36,11 +34,11 @@ class Section(BaseModel):
 def _exact(value: Any) -> Any:
     """Read 0.375 as 3/8, not as the nearest binary float; ``"1/3"`` is accepted too."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
-        raise ValueError(f"expected a number such as 0.5 or '1/3', found {value!r}")
+        raise ValueError(f"expected a number such as 0.5 or '1/3', found {shown(value)}")
     try:
         return Fraction(str(value))
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"expected a number such as 0.5 or '1/3', found {value!r}") from None
+        raise ValueError(f"expected a number such as 0.5 or '1/3', found {shown(value)}") from None
 
 
 def _written(value: Fraction) -> float | int | str:
@@ -53,11 +51,20 @@ def _written(value: Fraction) -> float | int | str:
 Exact = Annotated[Fraction, BeforeValidator(_exact), PlainSerializer(_written)]
 
 
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"expected two numbers such as [0.9, 0.95], found {shown(value)}")
+    return value
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSpec(Section):
     """AdamW (Loshchilov & Hutter 2019) and the clipping of the global gradient norm."""
 
     learning_rate: float = Field(1e-6, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0, description="None: the gradient is not clipped")
@@ -66,11 +73,12 @@ class OptimizerSpec(Section):
 class ModelSpec(Section):
     """The weights of one role and how they are trained."""
 
-    path: str | None = Field(None, description="Hugging Face model directory; default: see Models")
+    path: str | None = Field(None, description="Hugging Face model directory; default: see ModelsSpec")
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
     engine: str = "torch"
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward or backward pass")
+    generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -86,6 +94,11 @@ class ModelsSpec(Section):
     critic: ModelSpec | None = None
     ref: ModelSpec | None = None
     reward: ModelSpec | None = None
+
+    def of(self, role: str) -> ModelSpec | None:
+        """The model of ``role``, one of the fields; None where the YAML does not give it."""
+        model: ModelSpec | None = getattr(self, role)
+        return model
 
 
 class AlgorithmSpec(Section):
@@ -114,6 +127,21 @@ class TruncationPenalty(Section):
     penalty: float = Field(description="subtracted from the score of an answer that was cut off")
 
 
+TruncationWord = Literal["none", "bootstrap"]
+
+
+def _truncation(value: Any) -> Any:
+    """Refuse here what is no form of it, since a union would tell of one form only."""
+    words = get_args(TruncationWord)
+    if isinstance(value, dict | TruncationPenalty) or value in words:
+        return value
+    forms = ", ".join(map(repr, words))
+    raise ValueError(f"expected {forms} or a mapping such as {{penalty: 1.0}}, found {shown(value)}")
+
+
+Truncation = Annotated[TruncationWord | TruncationPenalty, BeforeValidator(_truncation)]
+
+
 class PpoSpec(AlgorithmSpec):
     """Proximal Policy Optimization (Schulman et al. 2017), GAE, a KL penalty in the reward (Ouyang et al. 2022)."""
 
@@ -128,7 +156,7 @@ class PpoSpec(AlgorithmSpec):
     value_clip: float = Field(0.2, gt=0)
     reward_clip: float | None = Field(None, gt=0, description="None: scores are not clipped")
     entropy_coefficient: float = Field(0.0, ge=0)
-    truncation: Literal["none", "bootstrap"] | TruncationPenalty = "none"
+    truncation: Truncation = "none"
     whiten: Literal["batch", "mini_batch", "none"] = "batch"
     loss_aggregation: LossAggregation = "token-mean"
 
@@ -148,8 +176,8 @@ class RewardSpec(AlgorithmSpec):
     samples_per_prompt: Literal[2] = 2
 
 
-ALGORITHMS = ("ppo", "sft", "reward")
 Algorithm = Annotated[PpoSpec | SftSpec | RewardSpec, Field(discriminator="name")]
+ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(get_args(Algorithm)[0]))
 
 
 class NodeSpec(Section):
@@ -202,10 +230,13 @@ def _entry(value: Any) -> Any:
     return value if isinstance(value, dict | PlacementEntry) else {"ratio": value}
 
 
+PLACEMENT_SETTINGS = ("train_share", "span_classes")
+
+
 class PlacementMap(BaseModel):
     """The mapping form: placed model → ratio, or → ratio, ranks, on, row_shares. placement/ checks the names."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     models: dict[str, Annotated[PlacementEntry, BeforeValidator(_entry)]]
     train_share: Exact | None = None
@@ -214,10 +245,21 @@ class PlacementMap(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _split_settings(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "models" in value:
+        """A user names placed models beside the settings; our own code gives their entries, as ``models``."""
+        if not isinstance(value, dict) or _holds_entries(value.get("models")):
             return value
-        settings = {key: value[key] for key in ("train_share", "span_classes") if key in value}
-        return {"models": {key: entry for key, entry in value.items() if key not in settings}, **settings}
+        settings = {key: value[key] for key in PLACEMENT_SETTINGS if key in value}
+        models = {key: entry for key, entry in value.items() if key not in settings}
+        for key, entry in models.items():
+            if isinstance(entry, bool):
+                raise ValueError(
+                    f"{key}: expected a ratio, found {shown(entry)}{nearest(str(key), PLACEMENT_SETTINGS)}"
+                )
+        return {"models": models, **settings}
+
+
+def _holds_entries(models: Any) -> bool:
+    return isinstance(models, dict) and bool(models) and all(isinstance(e, PlacementEntry) for e in models.values())
 
 
 class ScheduleSpec(Section):
@@ -236,7 +278,7 @@ class SyncSpec(Section):
     every: int = Field(1, ge=1, description="steps between two syncs")
     checksum: bool = True
     snapshot: bool = Field(False, description="copy the weights first, so that training goes on while they travel")
-    bucket_mb: float = Field(64.0, gt=0)
+    bucket_mb: float = Field(64.0, ge=0.001)
 
 
 class DataSpec(Section):
@@ -276,7 +318,7 @@ class Spec(Section):
     models: ModelsSpec
     data: DataSpec
     steps: int = Field(100, ge=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     cluster: ClusterSpec = ClusterSpec()
     placement: tuple[Exact, ...] | PlacementMap | None = Field(None, description="None: every model on all devices")
     schedule: ScheduleSpec = ScheduleSpec()
@@ -285,14 +327,16 @@ class Spec(Section):
     save: SaveSpec = SaveSpec()
     debug: DebugSpec = DebugSpec()
     runs: str = "runs"
-    timeout_seconds: float = Field(1800.0, gt=0, description="no rank waits longer than this for another")
+    timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
+    timeline_steps: int = Field(1000, ge=1, description="timeline.json keeps the last so many steps")
 
     @model_validator(mode="before")
     @classmethod
     def _placement_form(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("placement"), str | int | float):
+        placement = value.get("placement") if isinstance(value, dict) else None
+        if not isinstance(placement, list | tuple | dict | PlacementMap | None):
             raise ValueError(
-                f"placement: expected a vector such as [1,1,0.5,0.5] or a mapping, found {value['placement']!r}"
+                f"placement: expected a vector such as [1,1,0.5,0.5] or a mapping, found {shown(placement)}"
             )
         return value
 

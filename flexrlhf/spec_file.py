@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from flexrlhf.errors import UserError, nearest
-from flexrlhf.spec import ALGORITHMS, PlacementMap, Spec
-from flexrlhf.yaml12 import read_yaml, write_yaml
+from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.spec import ALGORITHMS, PlacementMap, Section, Spec
+from flexrlhf.yaml12 import explain, read_yaml, write_yaml
+
+_CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in Section.__subclasses__()}
+_INTERNAL = re.compile(r"(literal|tuple)\[|(function|constrained)-|\[key\]$")
+# by the first word of pydantic's error types
+_EXPECTED = {
+    "bool": "true or false",
+    "dict": "a mapping",
+    "finite": "a finite number",
+    "float": "a number",
+    "int": "a whole number",
+    "model": "a mapping",
+    "string": "a text",
+}
 
 
 def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError in one sentence."""
-    path = Path(path)
+    raw = _read_mapping(Path(path))
+    for override in overrides:
+        scope, setting = split_scope(override)
+        if scope in (None, raw.get("name")):
+            apply_override(raw, setting)
+    return parse_spec(raw, str(path))
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise UserError(f"config {path}: a directory; give a YAML file")
     if not path.is_file():
         found = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise UserError(f"config {path}: no such file{nearest(str(path), found)}")
     try:
         raw = read_yaml(path.read_text())
     except yaml.YAMLError as error:
-        raise UserError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"config {path}: not YAML: {explain(error)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config {path}: not a text file; give a YAML file") from None
     if not isinstance(raw, dict):
-        raise UserError(f"config {path}: expected a mapping at the top, found {type(raw).__name__}")
-    for override in overrides:
-        scope, setting = split_scope(override)
-        if scope in (None, raw.get("name")):
-            apply_override(raw, setting)
-    return parse_spec(raw, str(path))
+        found_kind = "a list" if isinstance(raw, list) else "nothing" if raw is None else "a single value"
+        raise UserError(f"config {path}: expected a mapping at the top, found {found_kind}")
+    return raw
 
 
 def split_scope(override: str) -> tuple[str | None, str]:
@@ -79,12 +104,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise UserError(f"--set {override}: {parent} is {child!r}, not a mapping")
+            raise UserError(f"--set {override}: {parent} is {shown(child)}, not a mapping")
         node = child
     try:
         node[last] = read_yaml(text)
-    except yaml.YAMLError:
-        raise UserError(f"--set {override}: the value is not YAML") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override}: the value is not YAML: {explain(error)}") from None
 
 
 def dump_spec(spec: Spec) -> str:
@@ -96,22 +121,55 @@ def dump_spec(spec: Spec) -> str:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """One sentence for the first problem: the dotted key, what is wrong, what was found."""
+    """One sentence for the problem that lies deepest: the dotted key, what is wrong, what was found."""
     problems = error.errors(include_url=False)
-    problem = max(problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"])))
-    parts = [str(part) for part in problem["loc"] if not str(part).startswith(("literal[", "tuple[", "function-"))]
-    if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in ALGORITHMS:
-        del parts[1]
-    if parts[:1] == ["placement"]:
-        parts = [
-            part
-            for part in parts
-            if part not in {"PlacementMap", "models"} and not part.startswith(("tuple[", "function-"))
-        ]
-    if problem["type"] == "union_tag_invalid":
-        name = str(problem["input"].get("name"))
-        return f"algorithm.name: unknown algorithm {name!r}{nearest(name, ALGORITHMS)}; known: {', '.join(ALGORITHMS)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    where = ".".join(parts)
-    shown = "" if problem["type"] in {"value_error", "missing"} else f", found {problem['input']!r}"
-    return f"{where}: {message}{shown}" if where else f"{message}{shown}"
+    problem = max(
+        problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"]), item["type"] == "value_error")
+    )
+    where, kind = _dotted(problem["loc"]), problem["type"]
+    if kind == "union_tag_invalid":
+        name = problem["input"]["name"]
+        known = ", ".join(ALGORITHMS)
+        return f"{where}.name: unknown algorithm {shown(name)}{nearest(str(name), ALGORITHMS)}; known: {known}"
+    if kind == "union_tag_not_found":
+        return f"{where}.name: missing; known: {', '.join(ALGORITHMS)}"
+    shows_value = kind not in {"value_error", "missing"}
+    message = _plain(problem) + (f", found {shown(problem['input'])}" if shows_value else "")
+    return f"{where}: {message}" if where else message
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """The key as a user wrote it: without the names that pydantic adds for a member of a union."""
+    parts = list(loc)
+    if parts[:1] == ["algorithm"]:
+        parts[1:2] = [part for part in parts[1:2] if part not in ALGORITHMS]
+    if parts[:3] == ["placement", "PlacementMap", "models"]:
+        del parts[2]
+    return ".".join(str(part) for part in parts if part not in _CLASS_NAMES and not _INTERNAL.match(str(part)))
+
+
+def _plain(problem: ErrorDetails) -> str:
+    """What was expected, in the words of a YAML file."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "missing":
+        return "missing"
+    if kind == "literal_error":
+        return _choices(context, problem["input"])
+    if kind == "model_attributes_type":
+        name = problem["input"] if problem["input"] in ALGORITHMS else ALGORITHMS[0]
+        return f"expected a mapping such as {{name: {name}}}"
+    if kind == "string_pattern_mismatch":
+        return f"expected a text that matches {context['pattern']}"
+    if kind in {"tuple_type", "list_type"}:
+        return f"expected a list such as {'[{devices: 8}]' if problem['loc'][-1] == 'nodes' else '[0, 1]'}"
+    if expected := _EXPECTED.get(kind.partition("_")[0]):
+        return f"expected {expected}"
+    return problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def _choices(context: Mapping[str, Any], found: object) -> str:
+    choices: str = context["expected"]
+    several = "one of " if "," in choices else ""
+    # three letters are close to too much: gpu would get cpu
+    hint = nearest(str(found), re.findall("'([^']+)'", choices)) if len(str(found)) > 3 else ""
+    return f"expected {several}{choices}{hint}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,11 +41,12 @@ class Span:
 
 
 class Timeline:
-    """The spans of one rank."""
+    """The spans of one rank, of the last ``keep_steps`` steps: a long run would fill the memory with them."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, keep_steps: int) -> None:
         self.rank = rank
-        self.spans: list[Span] = []
+        self.spans: deque[Span] = deque()
+        self._keep_steps = keep_steps
 
     @contextmanager
     def span(self, instruction: Instruction, step: int) -> Iterator[Span]:
@@ -54,6 +56,8 @@ class Timeline:
         yield span
         span.end = time.time()
         self.spans.append(span)
+        while self.spans[0].step <= step - self._keep_steps:
+            self.spans.popleft()
 
     def dump(self) -> str:
         return json.dumps([asdict(span) for span in self.spans])

@@ -52,8 +52,8 @@ class Trainer:
         self._stores: dict[int, RowStore] = {}
         self._mover = Mover(world.rank, Wire(plan.batch, plan.lengths, world.device), self._wait)
         self._syncer = Syncer(world.rank, plan.spec.sync, bucket_bytes(plan.spec), self._wait)
-        self._recorder = Recorder(plan, world.rank, world.store, directory)
-        self.timeline = Timeline(world.rank)
+        self._recorder = Recorder(plan, world, directory)
+        self.timeline = Timeline(world.rank, plan.spec.timeline_steps)
 
     def run(self) -> None:
         """The loop, all of it."""
@@ -92,7 +92,7 @@ class Trainer:
         span.begin()
         time.sleep(self.plan.spec.debug.run_delay_seconds)
         statistics = run_operator(work, store, self.plan.spec.algorithm, self._sampling(step), self._world.device)
-        self._publish(step, run, resident, {run.operator.name: statistics})
+        self._publish(step, resident, {run.operator.name: statistics})
         if self.plan.spec.debug.record_columns and run.operator.writes:
             self._record_columns(run, step, work.rows, store)
 
@@ -124,7 +124,7 @@ class Trainer:
             work = OperatorRun(operator, resident, shape, range(1), self._world.rank)
             sampling = self._sampling(EVAL_STEP)
             reports[operator.name] = run_operator(work, store, self.plan.spec.algorithm, sampling, self._world.device)
-        self._publish(step, instruction, resident, reports)
+        self._publish(step, resident, reports)
         generates = any(operator.kind == "generate" for operator in self.plan.graph.evaluation)
         if generates and self._world.rank == instruction.ranks[0]:
             texts = [store.get(name, rows).cpu() for name in ("tokens", "prompt_mask", "response_mask")]
@@ -166,10 +166,10 @@ class Trainer:
             store.put(name, rows, columns[name].to(self._world.device))
 
     def _sampling(self, step: int) -> Sampling:
-        temperature = getattr(self.plan.spec.algorithm, "temperature", 1.0)
-        return Sampling(self.plan.spec.seed, step, temperature, self._data.eos_token_ids, self._data.pad_token_id)
+        spec, data = self.plan.spec, self._data
+        return Sampling(spec.seed, step, self.plan.temperature, data.eos_token_ids, data.pad_token_id)
 
-    def _publish(self, step: int, instruction: Instruction, resident: Resident, reports: Mapping[str, Moments]) -> None:
+    def _publish(self, step: int, resident: Resident, reports: Mapping[str, Moments]) -> None:
         """Sum the operators' statistics over the replicas; the model's first rank reports them."""
         named: Moments = {}
         for operator, part in reports.items():
@@ -179,11 +179,11 @@ class Trainer:
             table = resident.replicas.sum(torch.stack([named[name] for name in names]))
             named = dict(zip(names, table, strict=True))
         if self._world.rank == resident.model.ranks[0]:
-            self._recorder.publish(step, instruction, {name: tuple(value.tolist()) for name, value in named.items()})
+            self._recorder.publish(step, self._position, {name: tuple(value.tolist()) for name, value in named.items()})
 
     def _record_columns(self, run: Run, step: int, rows: tuple[int, ...], store: RowStore) -> None:
         directory = self._directory / "columns"
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         columns = {name: store.get(name, rows).cpu().contiguous() for name in run.operator.writes}
         file = f"step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{self._world.rank}.safetensors"
         save_file({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)

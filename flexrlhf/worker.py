@@ -6,6 +6,7 @@ function of the spec.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ from flexrlhf.yaml12 import read_yaml
 
 def work(specs: Sequence[Spec]) -> None:
     """Run ``specs`` in order on this rank. All runs of a command share the job's ranks."""
-    threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, threads))
     with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
         for spec in specs:
@@ -45,7 +46,7 @@ def main(specs_file: str) -> None:
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = _show
-    work([parse_spec(read_yaml(text)) for text in Path(specs_file).read_text().split("---\n")])
+    work([parse_spec(read_yaml(text)) for text in json.loads(Path(specs_file).read_text())])
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

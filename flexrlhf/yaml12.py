@@ -1,6 +1,7 @@
 """YAML as people mean it: by the rules of YAML 1.2 where PyYAML keeps those of 1.1.
 
-``on`` is a word (a placement key of ours) and not true; ``1e-6`` is a number and not a text.
+``on`` is a word (a placement key of ours) and not true; ``1e-6`` is a number and not a text; ``2026-01-31`` is a text.
+A key that a mapping has twice is refused, where PyYAML would take the last one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import yaml
 
+_REPLACED = ("bool", "float", "timestamp")
 _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 _FLOAT = re.compile(
     r"^([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
@@ -20,6 +22,24 @@ _FLOAT = re.compile(
 class _Loader(yaml.SafeLoader):
     """Reads plain data only, like the loader that it derives from."""
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Look for repeated keys here: later, a merge (``<<``) adds keys that may be repeated."""
+        node = super().compose_mapping_node(anchor)
+        _refuse_repeated_keys(node)
+        return node
+
+
+def _refuse_repeated_keys(node: yaml.MappingNode) -> None:
+    first: dict[tuple[str, str], yaml.Mark] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        same = (key.tag, key.value)
+        if same in first:
+            problem = f"the key {key.value!r} is given twice, first in line {first[same].line + 1}"
+            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        first[same] = key.start_mark
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes what the loader would not read back as a text."""
@@ -27,7 +47,7 @@ class _Dumper(yaml.SafeDumper):
 
 for _kind in (_Loader, _Dumper):
     _kind.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _REPLACED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     _kind.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
@@ -42,3 +62,13 @@ def read_yaml(text: str) -> Any:
 def write_yaml(data: Any) -> str:
     """A document that ``read_yaml`` reads back as the same data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+
+
+def explain(error: yaml.YAMLError) -> str:
+    """What is wrong and where, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"{error.reason} (#x{error.character:02x}, character {error.position + 1})"
+    return " ".join(str(error).split())

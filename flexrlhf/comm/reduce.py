@@ -26,13 +26,13 @@ class Replicas:
         return tensor
 
     def gather(self, vector: Tensor) -> Tensor:
-        """Concatenate int64 vectors of any length over the replicas."""
+        """Concatenate int64 vectors (any length each, no negative numbers) over the replicas."""
         if self.group is None:
             return vector
         longest = self._longest(vector)
         padded = torch.cat([vector, vector.new_full((longest - len(vector),), -1)])
-        out = vector.new_empty(longest * len(self.ranks))
-        self._done(dist.all_gather(list(out.split(longest)), padded, group=self.group, async_op=True))
+        out = vector.new_empty(len(self.ranks), longest)
+        self._done(dist.all_gather(list(out.unbind(0)), padded, group=self.group, async_op=True))
         return out[out >= 0]
 
     def _longest(self, vector: Tensor) -> int:

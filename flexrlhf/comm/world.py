@@ -1,14 +1,14 @@
 """The job's world: rank, store, device, and the process groups of a plan.
 
 WORLD itself is sealed: its back end refuses every collective, because an instruction may communicate only among the
-ranks that it names, in a group of its own purpose (docs: the three rules of the schedule).
+ranks that it names, in a group of its own purpose (CONTRIBUTING: the three rules).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,12 +69,15 @@ class World:
         """Create all groups in plan order. Every rank calls this with the same list; NCCL groups are warmed up."""
         made: dict[Group, dist.ProcessGroup | None] = {}
         for group in groups:
-            handle = dist.new_group(
-                list(group.ranks),
-                backend=self.backend,
-                timeout=timedelta(seconds=timeout_seconds),
-                group_desc=group.purpose,
-            )
+            with deadline(
+                f"rank {self.rank} at start-up, group {group.purpose}", lambda: "a rank that has not started"
+            ):
+                handle = dist.new_group(
+                    list(group.ranks),
+                    backend=self.backend,
+                    timeout=timedelta(seconds=timeout_seconds),
+                    group_desc=group.purpose,
+                )
             mine = self.rank in group.ranks
             if mine and self.backend == "nccl":
                 dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
@@ -84,12 +87,16 @@ class World:
     def meet(self, what: str, timeout_seconds: float) -> None:
         """Wait until every rank has come here, through the store; on a deadline name those that have not."""
         self.store.set(f"meet/{what}/{self.rank}", "here")
-        keys = {rank: f"meet/{what}/{rank}" for rank in range(self.size)}
+        keys = {f"meet/{what}/{rank}": f"rank {rank}" for rank in range(self.size)}
+        self.wait_for(self.store, keys, what, timeout_seconds)
+
+    def wait_for(self, store: dist.Store, keys: Mapping[str, str], what: str, timeout_seconds: float) -> None:
+        """Wait for keys of the store; ``keys`` say who writes each, for the sentence when the deadline passes."""
         with deadline(
             f"rank {self.rank} at {what}",
-            lambda: ", ".join(f"rank {rank}" for rank, key in keys.items() if not self.store.check([key])),
+            lambda: ", ".join(dict.fromkeys(who for key, who in keys.items() if not store.check([key]))),
         ):
-            self.store.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
+            store.wait(list(keys), timedelta(seconds=timeout_seconds))
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,8 @@ class Groups:
 
 @contextmanager
 def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
-    """Join the job that the launcher described in the environment."""
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    """Join the job that the launcher described in the environment. ``device``: cpu or cuda, the same on all ranks."""
+    cuda = device == "cuda"
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     store = dist.PrefixStore("flexrlhf", store)
     dist.Backend.register_backend("sealed", _make_sealed, devices=["cpu", "cuda"])

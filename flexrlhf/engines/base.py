@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class Totals:
     prompts: float
 
 
+EntropyUse = Literal["none", "value", "gradient"]
 LossFunction = Callable[[Outputs, Batch, Totals], tuple[Tensor, Moments]]
 
 
@@ -69,12 +70,14 @@ LossFunction = Callable[[Outputs, Batch, Totals], tuple[Tensor, Moments]]
 class Loss:
     """``function`` returns this part's contribution: contributions of all parts and ranks add up to the loss.
 
-    ``statistics``: the names that it reports, so that a rank without rows reports the same ones.
+    ``statistics``: the names that it reports, so that a rank without rows reports the same ones. ``entropy``: whether
+    it reads the policy's entropy, as a value or also for its gradient (which costs rows x R x vocabulary of memory).
     """
 
     quantity: Quantity
     function: LossFunction
     statistics: tuple[str, ...]
+    entropy: EntropyUse = "none"
 
 
 class Engine(Protocol):

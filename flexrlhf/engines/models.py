@@ -35,5 +35,7 @@ def load_model(model: ModelSpec, head: Head, seed: int, device: torch.device) ->
     if head == "causal":
         # decoding is set by the run alone: sampling defaults stored with a model would change the policy
         loaded.generation_config = GenerationConfig()
+    # saved with the model; other tools choose the class by it
+    loaded.config.architectures = [type(loaded).__name__]
     result: PreTrainedModel = loaded.eval().to(device)
     return result

@@ -13,16 +13,14 @@ from flexrlhf.engines.torch import TorchEngine
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import HEAD_OF_ROLE
 from flexrlhf.plan import Plan
-from flexrlhf.spec import ModelSpec
 
 Maker = Callable[[PlacedModel, Plan, Replicas, torch.device], Engine]
 
 
 def _torch(model: PlacedModel, plan: Plan, replicas: Replicas, device: torch.device) -> Engine:
-    spec: ModelSpec = getattr(plan.spec.models, model.role)
+    spec = plan.model(model.role)
     loaded = load_model(spec, HEAD_OF_ROLE[model.role], plan.spec.seed, device)
-    temperature = getattr(plan.spec.algorithm, "temperature", 1.0)
-    return TorchEngine(loaded, spec, plan.lengths, replicas, temperature, model.trained)
+    return TorchEngine(loaded, spec, plan.lengths, replicas, plan.temperature, model.trained)
 
 
 ENGINES: dict[str, Maker] = {"torch": _torch}

@@ -34,8 +34,9 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int, vocabulary: 
     for part in (torch.full_like(rows, step), rows, torch.full_like(rows, position)):
         key = _mix(key * _GOLDEN + part + 1)
     counters = torch.arange(vocabulary, device=rows.device, dtype=torch.int64)
-    bits = _shift(_mix(key[:, None] + (counters[None, :] + 1) * _GOLDEN), 11)
-    uniform = (bits.double() + 0.5) * 2.0**-53
+    bits = _shift(_mix(key[:, None] + (counters[None, :] + 1) * _GOLDEN), 12)
+    # 52 bits: with 53 the largest would round to 1 and its noise to infinity
+    uniform = (bits.double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 

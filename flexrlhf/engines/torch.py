@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from flexrlhf.comm.reduce import Replicas
-from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Sampling, Totals, add_moments, moments
+from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments, moments
 from flexrlhf.engines.micro_batch import MicroBatch, micro_batches
 from flexrlhf.engines.sampling import GumbelProcessor
 from flexrlhf.operators.columns import Column, Lengths, Quantity
@@ -35,6 +35,7 @@ class TorchEngine:
         self._replicas = replicas
         self._temperature = temperature
         self._budget = spec.micro_batch_tokens
+        self._generate_tokens = spec.generate_tokens
         self._max_grad_norm = spec.optimizer.max_grad_norm
         self._parameters = [parameter for _, parameter in sorted(model.named_parameters())]
         model.requires_grad_(trained)
@@ -66,9 +67,11 @@ class TorchEngine:
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         prompts, prompt_mask = batch["prompts"].long(), batch["prompt_mask"]
         answers = prompts.new_full((len(batch), self._lengths.response), sampling.pad_token_id)
-        if len(batch):
-            drawn = self._decode(prompts, prompt_mask.long(), batch.rows, sampling)
-            answers[:, : drawn.shape[1]] = drawn
+        num_rows = max(1, self._generate_tokens // (self._lengths.prompt + self._lengths.response))
+        for start in range(0, len(batch), num_rows):
+            part = slice(start, start + num_rows)
+            drawn = self._decode(prompts[part], prompt_mask[part].long(), batch.rows[part], sampling)
+            answers[part, : drawn.shape[1]] = drawn
         is_end = torch.isin(answers, answers.new_tensor(sampling.eos_token_ids))
         # a token is part of the answer when no end came before it; the pad token may be an end token or a real one
         response_mask = (is_end.cumsum(1) - is_end.long() == 0).to(torch.uint8)
@@ -111,7 +114,7 @@ class TorchEngine:
         self._optimizer.zero_grad()
         statistics: Moments = {name: self._parameters[0].new_zeros(3, dtype=torch.float64) for name in loss.statistics}
         for piece in self._pieces(batch):
-            value, part = loss.function(self._compute(piece, loss.quantity, entropy=True), piece.batch, totals)
+            value, part = loss.function(self._compute(piece, loss.quantity, loss.entropy), piece.batch, totals)
             value.backward()
             add_moments(statistics, part)
         statistics["grad_norm"] = moments(self._reduce_gradients()[None])
@@ -132,13 +135,15 @@ class TorchEngine:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         flat = self._replicas.sum(torch.cat([grad.reshape(-1) for grad in grads]))
         norm = torch.linalg.vector_norm(flat)
+        if not torch.isfinite(norm):
+            raise FloatingPointError("the gradient is not finite; the weights were left as they were")
         if self._max_grad_norm is not None:
             flat *= (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter, part in zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         return norm
 
-    def _compute(self, piece: MicroBatch, quantity: Quantity, entropy: bool = False) -> Outputs:
+    def _compute(self, piece: MicroBatch, quantity: Quantity, entropy: EntropyUse = "none") -> Outputs:
         match quantity:
             case "logprobs":
                 return self._logprobs(piece, entropy)
@@ -147,7 +152,7 @@ class TorchEngine:
             case "scores":
                 return Outputs(self._scores(piece))
 
-    def _logprobs(self, piece: MicroBatch, entropy: bool) -> Outputs:
+    def _logprobs(self, piece: MicroBatch, entropy: EntropyUse) -> Outputs:
         """Log-probs (n, R) of the response tokens under softmax(logits / T); 0 outside the response."""
         width = piece.response_width
         out = self._model(
@@ -159,11 +164,11 @@ class TorchEngine:
         scaled = (out.logits[:, :-1].float() / self._temperature).log_softmax(-1)
         mask = piece.attention_mask[:, -width:]
         picked = scaled.gather(-1, piece.tokens[:, -width:, None]).squeeze(-1) * mask
-        spread = -(scaled.exp() * scaled).sum(-1) * mask if entropy else None
-        return Outputs(
-            self._widen(picked, self._lengths.response),
-            None if spread is None else self._widen(spread, self._lengths.response),
-        )
+        spread = None
+        if entropy != "none":
+            with torch.set_grad_enabled(entropy == "gradient"):
+                spread = self._widen(-(scaled.exp() * scaled).sum(-1) * mask, self._lengths.response)
+        return Outputs(self._widen(picked, self._lengths.response), spread)
 
     def _values(self, piece: MicroBatch) -> Tensor:
         """Values (n, R+1): entry t is that of the state before response token t, the last that after the whole text."""

@@ -45,6 +45,10 @@ COLUMNS = {
 }
 
 
+TEXT = ("tokens", "attention_mask")
+"""What a model reads of a sample: prompt and response."""
+
+
 @dataclass(frozen=True)
 class Lengths:
     """P and R of the run, in tokens."""

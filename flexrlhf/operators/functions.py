@@ -93,7 +93,8 @@ def policy_loss(spec: PpoSpec) -> Loss:
         }
         return loss, statistics
 
-    return Loss("logprobs", function, ("policy_loss", "ratio_clipped", "update_kl", "entropy"))
+    statistics = ("policy_loss", "ratio_clipped", "update_kl", "entropy")
+    return Loss("logprobs", function, statistics, "gradient" if spec.entropy_coefficient else "value")
 
 
 def value_loss(spec: PpoSpec) -> Loss:
@@ -119,21 +120,23 @@ def last_positions(mask: Tensor) -> Tensor:
 def token_rewards(spec: PpoSpec, batch: Batch) -> Tensor:
     """-beta * (logprob - ref_logprob) per token (k1 estimate of the KL), plus the score on the last response token."""
     mask = batch["response_mask"].float()
-    log_ratio = (batch["logprobs"] - batch["ref_logprobs"]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    rewards = -spec.kl_coefficient * log_ratio * mask
+    rewards = -spec.kl_coefficient * (batch["logprobs"] - batch["ref_logprobs"]) * mask
     position = last_positions(batch["response_mask"].bool())[:, None]
     # an empty response has no last token: the mask keeps its score out
-    return rewards.scatter_add(1, position, shaped_scores(spec, batch)[:, None] * mask.gather(1, position))
+    scores = shaped_scores(spec, batch)
+    if spec.reward_clip is not None:
+        scores = scores.clamp(-spec.reward_clip, spec.reward_clip)
+    return rewards.scatter_add(1, position, scores[:, None] * mask.gather(1, position))
 
 
 def shaped_scores(spec: PpoSpec, batch: Batch) -> Tensor:
-    """Scores (n,) after the truncation rule and the clip."""
+    """Scores (n,) after the truncation rule, before the clip."""
     scores, truncated = batch["scores"], 1 - batch["finished"].float()
     if isinstance(spec.truncation, TruncationPenalty):
         scores = scores - spec.truncation.penalty * truncated
     elif spec.truncation == "bootstrap":
         scores = scores * (1 - truncated)
-    return scores if spec.reward_clip is None else scores.clamp(-spec.reward_clip, spec.reward_clip)
+    return scores
 
 
 def gae(
@@ -184,7 +187,7 @@ def ppo_advantages(spec: PpoSpec, batch: Batch, segments: Sequence[slice], reduc
     advantages, returns = gae(rewards, batch["values"], mask, spec.gamma, spec.gae_lambda, final)
     statistics = _experience_statistics(batch, advantages, returns)
     if spec.reward_clip is not None:
-        statistics["reward_clipped"] = moments((batch["scores"].abs() > spec.reward_clip).float())
+        statistics["reward_clipped"] = moments((shaped_scores(spec, batch).abs() > spec.reward_clip).float())
     if spec.whiten != "none":
         parts = [slice(0, len(batch))] if spec.whiten == "batch" else segments
         advantages = whiten(advantages, mask, parts, reducer)
@@ -221,7 +224,7 @@ def diversity(_: Any, batch: Batch, __: Sequence[slice], reducer: Reducer) -> tu
     answers = batch["tokens"][:, -mask.shape[1] :].long()
     pairs = (answers[:, :-1] << 32 | answers[:, 1:])[mask[:, 1:]]
     gathered = reducer.gather(pairs)
-    share = torch.tensor([len(gathered.unique()) / max(len(gathered), 1)])
+    share = mask.new_tensor([len(gathered.unique()) / max(len(gathered), 1)], dtype=torch.float64)
     return {}, {"eval_distinct_2": moments(share), "eval_response_length": moments(mask.sum(1).float())}
 
 
@@ -233,7 +236,7 @@ LOSSES: dict[str, Callable[[Any], Loss]] = {
 }
 Combine = Callable[[Any, Batch, Sequence[slice], Reducer], tuple[Columns, Moments]]
 COMBINES: dict[str, Combine] = {
-    "gae": ppo_advantages,
+    "ppo_advantages": ppo_advantages,
     "likelihood": likelihood,
     "pair_accuracy": pair_accuracy,
     "diversity": diversity,

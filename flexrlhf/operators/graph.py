@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from flexrlhf.data import Needs
+
 Kind = Literal["generate", "forward", "combine", "train"]
-DataNeeds = Literal["prompts", "responses", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Graph:
 
     operators: tuple[Operator, ...]
     roles: tuple[str, ...]
-    data: DataNeeds
+    data: Needs
     inputs: tuple[str, ...]
     evaluation: tuple[Operator, ...] = ()
     can_shadow: bool = False
@@ -66,8 +67,8 @@ class Graph:
         return waves
 
     @cached_property
-    def whole_step(self) -> frozenset[str]:
-        """Operators that cannot be chunked: barriers and all that depends on one."""
+    def after_barrier(self) -> frozenset[str]:
+        """Operators that need the whole step: barriers and all that depends on one."""
         names: set[str] = set()
         for operator in self.operators:
             if operator.barrier or any(parent.name in names for parent in self.parents(operator)):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from flexrlhf.operators.columns import TEXT
+from flexrlhf.operators.evaluation import DIVERSITY, GENERATE
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.spec import PpoSpec
 
 ROLES = ("actor", "critic", "ref", "reward")
-TEXT = ("tokens", "attention_mask")
 
 
 def ppo(spec: PpoSpec) -> Graph:
     several_epochs = spec.epochs > 1
     return Graph(
         operators=(
-            Operator("generate", "generate", "actor", ("prompts", "prompt_mask"), (*TEXT, "response_mask", "finished")),
+            GENERATE,
             Operator("logprobs", "forward", "actor", TEXT, ("logprobs",)),
             Operator("ref_logprobs", "forward", "ref", TEXT, ("ref_logprobs",)),
             Operator("scores", "forward", "reward", TEXT, ("scores",)),
@@ -24,7 +25,7 @@ def ppo(spec: PpoSpec) -> Graph:
                 "actor",
                 ("logprobs", "ref_logprobs", "scores", "values", "response_mask", "finished"),
                 ("advantages", "returns"),
-                function="gae",
+                function="ppo_advantages",
                 barrier=spec.whiten == "batch",
             ),
             Operator(
@@ -47,9 +48,6 @@ def ppo(spec: PpoSpec) -> Graph:
         roles=ROLES,
         data="prompts",
         inputs=("prompts", "prompt_mask"),
-        evaluation=(
-            Operator("generate", "generate", "actor", ("prompts", "prompt_mask"), (*TEXT, "response_mask", "finished")),
-            Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity"),
-        ),
+        evaluation=(GENERATE, DIVERSITY),
         can_shadow=True,
     )

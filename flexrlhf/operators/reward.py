@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.spec import RewardSpec
-
-TEXT = ("tokens", "attention_mask")
 
 
 def reward(spec: RewardSpec) -> Graph:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flexrlhf.operators.columns import TEXT
+from flexrlhf.operators.evaluation import DIVERSITY, GENERATE
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.spec import SftSpec
-
-TEXT = ("tokens", "attention_mask")
 
 
 def sft(spec: SftSpec) -> Graph:
@@ -26,7 +26,7 @@ def sft(spec: SftSpec) -> Graph:
         evaluation=(
             Operator("logprobs", "forward", "actor", TEXT, ("logprobs",)),
             Operator("perplexity", "combine", "actor", ("logprobs", "response_mask"), function="likelihood"),
-            Operator("generate", "generate", "actor", ("prompts", "prompt_mask"), (*TEXT, "response_mask", "finished")),
-            Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity"),
+            GENERATE,
+            DIVERSITY,
         ),
     )

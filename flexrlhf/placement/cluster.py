@@ -10,10 +10,9 @@ from flexrlhf.spec import ClusterSpec
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Figures of one device class. tflops: dense 16-bit tensor-core peak; memory_gb: 10^9 bytes."""
+    """Figures of one device class. tflops: dense 16-bit tensor-core peak."""
 
     name: str
-    memory_gb: float
     tflops: float
 
 
@@ -21,15 +20,15 @@ class DeviceClass:
 DEVICE_CLASSES = {
     item.name: item
     for item in (
-        DeviceClass("V100-16G", 16, 125),
-        DeviceClass("V100-32G", 32, 125),
-        DeviceClass("A100-40G", 40, 312),
-        DeviceClass("A100-80G", 80, 312),
-        DeviceClass("H100-80G", 80, 989),
-        DeviceClass("H200-141G", 141, 989),
-        DeviceClass("H20-96G", 96, 148),
-        DeviceClass("L40S-48G", 48, 362),
-        DeviceClass("A10-24G", 24, 125),
+        DeviceClass("V100-16G", 125),
+        DeviceClass("V100-32G", 125),
+        DeviceClass("A100-40G", 312),
+        DeviceClass("A100-80G", 312),
+        DeviceClass("H100-80G", 989),
+        DeviceClass("H200-141G", 989),
+        DeviceClass("H20-96G", 148),
+        DeviceClass("L40S-48G", 362),
+        DeviceClass("A10-24G", 125),
     )
 }
 
@@ -59,6 +58,9 @@ class Cluster:
 
     def ranks_on(self, device_class: str) -> tuple[int, ...]:
         return tuple(device.rank for device in self.devices if device.device_class == device_class)
+
+    def ranks_on_node(self, node: int) -> tuple[int, ...]:
+        return tuple(device.rank for device in self.devices if device.node == node)
 
     def resolve_class(self, wanted: str) -> str:
         """``V100`` names ``V100-32G`` when the cluster has just one class that starts so."""

@@ -22,11 +22,6 @@ class Request:
 
 
 @dataclass
-class _Lane:
-    used: int = 0
-
-
-@dataclass
 class Packing:
     """Ranks by placed model; warnings name the models that straddle two nodes."""
 
@@ -37,19 +32,18 @@ class Packing:
 def pack(requests: list[Request], ranks: tuple[int, ...], cluster: Cluster) -> Packing:
     """Lay every request on consecutive positions of ``ranks``. A request never exceeds ``len(ranks)``."""
     nodes = [cluster.devices[rank].node for rank in ranks]
-    lanes: list[_Lane] = []
+    lanes: list[int] = []  # positions used in each lane
     packing = Packing()
     for request in requests:
         assert 0 < request.count <= len(ranks), f"{request} on {len(ranks)} ranks"
-        lane = next((lane for lane in lanes if lane.used + request.count <= len(ranks)), None)
-        if lane is None:
-            lane = _Lane()
-            lanes.append(lane)
-        start = _start(nodes, lane.used, request.count)
-        lane.used = start + request.count
-        packing.ranks[request.name] = ranks[start : lane.used]
+        lane = next((i for i, used in enumerate(lanes) if used + request.count <= len(ranks)), len(lanes))
+        if lane == len(lanes):
+            lanes.append(0)
+        start = _start(nodes, lanes[lane], request.count)
+        end = lanes[lane] = start + request.count
+        packing.ranks[request.name] = ranks[start:end]
         if start and _straddles(nodes, start, request.count):
-            packing.warnings.append(f"{request.name} straddles nodes {nodes[start]} and {nodes[lane.used - 1]}")
+            packing.warnings.append(f"{request.name} straddles nodes {nodes[start]} and {nodes[end - 1]}")
     return packing
 
 

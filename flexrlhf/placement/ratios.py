@@ -17,7 +17,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.packing import Packing, Request, pack
 from flexrlhf.placement.placed import SHADOW, PlacedModel, Placement
-from flexrlhf.spec import PlacementEntry, PlacementMap, Spec
+from flexrlhf.spec import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap, Spec
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
     request = _entries(spec, roles, can_shadow)
     ranks, warnings = _ranks(request, roles, cluster)
     models = tuple(_placed(name, request.models[name], ranks[name], spec, roles, cluster) for name in request.models)
-    _check_classes(models, request, cluster)
+    _check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
     return Placement(models, len(cluster.devices), tuple(warnings))
 
 
@@ -68,7 +68,8 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
     allowed = roles.with_shadows if can_shadow else roles.all
     for name in placement.models:
         if name not in allowed:
-            raise UserError(f"placement: no model {name!r}{nearest(name, allowed)}; known: {', '.join(allowed)}")
+            known = (*allowed, *PLACEMENT_SETTINGS)
+            raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     wanted = roles.with_shadows if any(name.endswith(SHADOW) for name in placement.models) else roles.all
     missing = [name for name in wanted if name not in placement.models]
     if missing:
@@ -111,7 +112,7 @@ def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
             if both:
                 raise UserError(
                     f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, "
-                    f"both sit on rank {both[0]}"
+                    f"both sit on rank {both[0]}; give them disjoint ranks"
                 )
 
 
@@ -234,20 +235,31 @@ def _placed(
         raise UserError(f"placement: {name} has {len(ranks)} replicas, but row_shares has {len(shares)} entries")
     ranks, shares = zip(*sorted(zip(ranks, shares, strict=True)), strict=True)
     equal = len(set(shares)) == 1
-    model = getattr(spec.models, role)
+    model = spec.models.of(role)
     engine = model.engine if model else "torch"
     return PlacedModel(name, role, Layout(ranks, row_shares=() if equal else shares), engine, name in roles.trained)
 
 
-def _check_classes(models: tuple[PlacedModel, ...], request: PlacementMap, cluster: Cluster) -> None:
+_PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"
+
+
+def _check_classes(models: tuple[PlacedModel, ...], request: PlacementMap, cluster: Cluster, is_vector: bool) -> None:
     """A model over two device classes runs at the slower one's pace, so it must be asked for."""
     for model in models:
         classes = {cluster.devices[rank].device_class for rank in model.ranks}
         if len(classes) > 1 and not request.span_classes and request.models[model.name].ranks is None:
             raise UserError(
                 f"placement: {model.name} would span the device classes {', '.join(sorted(classes))}; "
-                f"pin it with `on:` or set placement.span_classes: true"
+                + (_as_mapping(request, model.name, min(classes)) if is_vector else _PIN_OR_SPAN)
             )
+
+
+def _as_mapping(request: PlacementMap, name: str, device_class: str) -> str:
+    """How a mapping says what a vector cannot."""
+    ratios = {key: _number(entry.ratio) for key, entry in request.models.items() if entry.ratio is not None}
+    pinned = f"{{{name}: {{ratio: {ratios[name]}, on: {device_class}}}, ...}}"
+    spanning = ", ".join(f"{key}: {ratio}" for key, ratio in ratios.items())
+    return f"write a mapping that pins it, such as {pinned}, or allows it: {{{spanning}, span_classes: true}}"
 
 
 def _number(value: Fraction) -> str:

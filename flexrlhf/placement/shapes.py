@@ -1,6 +1,6 @@
 """Parameter shapes of a model before it is loaded, so that bytes are known from the plan.
 
-Read from the header of the safetensors files where the directory has them (exact for any architecture), else computed
+Read from the header of the safetensors files where the directory has them (any architecture), else computed
 from ``config.json`` or ``init`` for the Llama-like families. Names are those of transformers.
 """
 

@@ -13,7 +13,7 @@ from flexrlhf.placement.reshard import WeightTransfer
 from flexrlhf.placement.routes import Primitive, Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Instruction:
     """What all instructions have. ``ranks``: those that do it; all others walk past."""
 
@@ -28,7 +28,7 @@ class Instruction:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Periodic(Instruction):
     every: int = 1
     at_end: bool = False
@@ -38,13 +38,13 @@ class _Periodic(Instruction):
         return 0 <= step < steps and ((step + 1) % self.every == 0 or last)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(Instruction):
     """One operator on one placed model, over whole mini-batches."""
 
-    operator: Operator = None  # type: ignore[assignment]
-    model: str = ""
-    mini_batches: range = range(0)
+    operator: Operator
+    model: str
+    mini_batches: range
     chunk: int | None = None
 
     @property
@@ -52,15 +52,15 @@ class Run(Instruction):
         return f"{self.operator.name} on {self.model}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Move(Instruction):
-    """Columns from the models that hold them to the models that read them. ``group``: ranks of the collective."""
+    """Columns from the models that wrote them to the models that read them."""
 
-    columns: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    destinations: tuple[str, ...] = ()
-    primitive: Primitive = "none"
-    transfers: tuple[Transfer, ...] = ()
+    columns: tuple[str, ...]
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+    primitive: Primitive
+    transfers: tuple[Transfer, ...]
     chunk: int | None = None
 
     @property
@@ -72,35 +72,35 @@ class Move(Instruction):
         return f"{', '.join(self.columns)} {self.edge}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sync(_Periodic):
     """Weights of a trained model to its shadow."""
 
-    source: str = ""
-    destination: str = ""
-    transfers: tuple[WeightTransfer, ...] = ()
+    source: str
+    destination: str
+    transfers: tuple[WeightTransfer, ...]
 
     @property
     def label(self) -> str:
         return f"weights {self.source} -> {self.destination}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Eval(_Periodic):
     """The graph's evaluation operators on one trained model, over the held-out rows."""
 
-    model: str = ""
+    model: str
 
     @property
     def label(self) -> str:
         return f"{self.model} on held-out rows"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Save(_Periodic):
     """Write the weights of one trained model as a Hugging Face directory."""
 
-    model: str = ""
+    model: str
 
     @property
     def label(self) -> str:

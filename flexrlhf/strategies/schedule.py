@@ -68,7 +68,7 @@ def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
     chunk has trained already.
     """
     single = {o.name for o in graph.operators if o.kind == "train" and not placement.inference_copy(o.role).is_shadow}
-    return graph.whole_step | single
+    return graph.after_barrier | single
 
 
 def make_tasks(graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]) -> list[Task]:
@@ -114,7 +114,14 @@ class Builder:
             for column in task.operator.writes:
                 self.produced[column][rank].update(prompts)
                 self.held[column][rank].update(prompts)
-        return Run(model.ranks, self.lag, task.operator, model.name, mini_batches, task.chunk)
+        return Run(
+            ranks=model.ranks,
+            lag=self.lag,
+            operator=task.operator,
+            model=model.name,
+            mini_batches=mini_batches,
+            chunk=task.chunk,
+        )
 
     def moves(self, writers: Iterable[Task], readers: Iterable[Task]) -> list[Move]:
         """What ``writers`` wrote to the models of ``readers`` that lack it. Columns of one chunk for the same models
@@ -157,10 +164,16 @@ class Builder:
         for transfer in transfers:
             self.held[transfer.column][transfer.destination].update(transfer.prompts)
         ranks = tuple(sorted({rank for t in transfers for rank in (t.source, t.destination)}))
-        sources = tuple(dict.fromkeys(self.model_of(writer.operator).name for _, writer in columns))
-        names = tuple(column for column, _ in columns)
-        primitive = primitive_of(transfers, ranks)
-        return Move(ranks, self.lag, names, sources, destinations, primitive, tuple(transfers), chunk)
+        return Move(
+            ranks=ranks,
+            lag=self.lag,
+            columns=tuple(column for column, _ in columns),
+            sources=tuple(dict.fromkeys(self.model_of(writer.operator).name for _, writer in columns)),
+            destinations=destinations,
+            primitive=primitive_of(transfers, ranks),
+            transfers=tuple(transfers),
+            chunk=chunk,
+        )
 
 
 def _common(first: range, second: range) -> range:
@@ -178,7 +191,14 @@ def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec
         source = placement[shadow.role]
         ranks = tuple(sorted({*source.ranks, *shadow.ranks}))
         transfers = pair_ranks(source.ranks, shadow.ranks)
-        sync = Sync(ranks, lag, spec.sync.every, False, source.name, shadow.name, transfers)
+        sync = Sync(
+            ranks=ranks,
+            lag=lag,
+            every=spec.sync.every,
+            source=source.name,
+            destination=shadow.name,
+            transfers=transfers,
+        )
         trains = [
             i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name
         ]
@@ -191,9 +211,11 @@ def closing(graph: Graph, placement: Placement, spec: Spec, lag: int) -> list[In
     out: list[Instruction] = []
     if spec.eval is not None and graph.evaluation:
         model = placement[graph.evaluation[0].role]
-        out.append(Eval(model.ranks, lag, spec.eval.every or spec.steps, True, model.name))
+        every = spec.eval.every or spec.steps
+        out.append(Eval(ranks=model.ranks, lag=lag, every=every, at_end=True, model=model.name))
     for role in graph.trained:
-        out.append(Save(placement[role].ranks[:1], lag, spec.save.every or spec.steps, True, placement[role].name))
+        model, every = placement[role], spec.save.every or spec.steps
+        out.append(Save(ranks=model.ranks[:1], lag=lag, every=every, at_end=True, model=model.name))
     return out
 
 

@@ -22,6 +22,8 @@ Raw = dict[str, Any]
 WORDS = [first + second for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u")]
 """60 words and 4 special tokens: a vocabulary of 64."""
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
+HELD_OUT = {"ppo": 11, "sft": 3, "reward": 11}
+"""Rows to evaluate with; of 3 the first of 4 ranks has none."""
 TRAINED = {"ppo": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",)}
 
 
@@ -68,6 +70,8 @@ SETTINGS: dict[str, Raw] = {
         **_ppo(num_mini_batches=2),
         "models": {role: {"micro_batch_tokens": 20} for role in ("actor", "critic", "ref", "reward")},
     },
+    # answers of one token have no bigrams
+    "short": {**_ppo(num_mini_batches=2), "data": {"max_response_tokens": 1}},
     "sft": {"algorithm": {"name": "sft", "num_mini_batches": 2}},
     "sft-epochs": {
         "algorithm": {
@@ -87,6 +91,8 @@ SETTINGS |= {
     "slow-streaming": {**_ppo(num_mini_batches=4, whiten="mini_batch"), **SLOW, "steps": 2},
 }
 TIMED = ("slow", "slow-streaming")
+EVALUATED = ("four", "samples", "short", "sft", "sft-epochs", "reward", "reward-uneven")
+"""Settings that look at held-out rows after every step."""
 SUPERVISED = tuple(name for name, raw in SETTINGS.items() if raw["algorithm"]["name"] != "ppo")
 
 SIX = [0.5] * 6
@@ -168,6 +174,7 @@ DEFAULT = [
     Case("still", "lag-chunks", 2),
     Case("sft", "half", 2),
     Case("reward", "all", 2),
+    Case("short", "halves", 2),
     Case("two", "co-located", 4),
     Case("uneven", "co-located", 4),
     Case("four", "halves", 4),
@@ -232,6 +239,8 @@ class Assets:
             "runs": str(self.directory / "runs"),
             "timeout_seconds": 60,
         }
+        if case.setting in EVALUATED:
+            base["eval"] = {"path": str(self.directory / f"{algorithm}-held-out.jsonl"), "every": 1}
         shape = SHAPES[case.shape]
         if "nodes" in shape.get("cluster", {}):
             del base["cluster"]["devices"]
@@ -301,17 +310,25 @@ def _save(model: PreTrainedModel, path: str) -> None:
 
 def _write_data(directory: Path) -> None:
     """Texts of unequal length; of the answers some are cut. 20 rows: three steps of 8 go round an epoch."""
-    draw = random.Random(5)
+    for name, rows in _rows(random.Random(5), 20).items():
+        _write_rows(directory / f"{name}.jsonl", rows)
+    for name, rows in _rows(random.Random(6), max(HELD_OUT.values())).items():
+        _write_rows(directory / f"{name}-held-out.jsonl", rows[: HELD_OUT[name]])
 
+
+def _rows(draw: random.Random, count: int) -> dict[str, list[dict[str, str]]]:
     def words(shortest: int, longest: int) -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(shortest, longest)))
 
-    rows: dict[str, list[dict[str, str]]] = {
-        "ppo": [{"prompt": words(1, PROMPT_TOKENS - 1)} for _ in range(20)],
-        "sft": [{"prompt": words(1, PROMPT_TOKENS - 1), "response": words(1, RESPONSE_TOKENS + 2)} for _ in range(20)],
-        "reward": [
-            {"prompt": words(1, PROMPT_TOKENS - 1), "chosen": words(1, 9), "rejected": words(1, 9)} for _ in range(20)
-        ],
+    def prompt() -> str:
+        return words(1, PROMPT_TOKENS - 1)
+
+    return {
+        "ppo": [{"prompt": prompt()} for _ in range(count)],
+        "sft": [{"prompt": prompt(), "response": words(1, RESPONSE_TOKENS + 2)} for _ in range(count)],
+        "reward": [{"prompt": prompt(), "chosen": words(1, 9), "rejected": words(1, 9)} for _ in range(count)],
     }
-    for name, items in rows.items():
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+PROGRAM = ("-m", "flexrlhf.cli")
 
-def start(arguments: list[str], directory: Path) -> subprocess.Popen[str]:
+
+def start(arguments: list[str], directory: Path, program: Sequence[str] = PROGRAM) -> subprocess.Popen[str]:
     """``flexrlhf`` with one thread per rank; a session of its own, so that a signal reaches it as from a terminal."""
     return subprocess.Popen(
-        [sys.executable, "-m", "flexrlhf.cli", *arguments],
+        [sys.executable, *program, *arguments],
         cwd=directory,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

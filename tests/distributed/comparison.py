@@ -17,7 +17,10 @@ from flexrlhf.spec import Spec
 RELATIVE = 1e-5
 EXACT = ("tokens", "response_mask", "finished")
 REAL = ("logprobs", "ref_logprobs", "scores", "values", "advantages", "returns")
-COUNTED = ("ratio_clipped", "value_clipped", "reward_clipped", "truncated", "response_length", "pair_accuracy")
+COUNTED = (
+    *("ratio_clipped", "value_clipped", "reward_clipped", "truncated", "response_length", "pair_accuracy"),
+    *("eval_accuracy", "eval_distinct_2", "eval_response_length"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ _REFERENCES: dict[str, Result] = {}
 
 def reference_of(spec: Spec) -> Result:
     """One reference for all runs that must have its numbers: placement, chunks and the like are left out of the key."""
-    keep = {"algorithm", "models", "data", "steps", "seed"}
+    keep = {"algorithm", "models", "data", "eval", "steps", "seed"}
     key = json.dumps([spec.model_dump(mode="json", include=keep), spec.schedule.lag, spec.sync.every])
     if key not in _REFERENCES:
         _REFERENCES[key] = Reference(spec).run() if spec.algorithm.name == "ppo" else run_supervised(spec)

@@ -18,7 +18,8 @@ from cases import Assets, Case
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flexrlhf.launch import RankFailure, Rendezvous, launch
+from flexrlhf.launch import RankFailure, launch
+from flexrlhf.machines import Machines
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.report import format_plan
 from flexrlhf.run_directory import prepare_directory
@@ -98,6 +99,6 @@ class Launches:
         logging.getLogger("torchelastic-events-null").disabled = True
         with patch.dict(os.environ, OMP_NUM_THREADS="1"):
             try:
-                launch([plan.spec for plan in plans], plans[0], Rendezvous())
+                launch([plan.spec for plan in plans], plans[0], Machines())
             except RankFailure as error:
                 self._failures[ranks] = str(error)

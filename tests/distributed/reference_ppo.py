@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from flexrlhf.spec import ModelSpec, PpoSpec, Spec, TruncationPenalty
 Weights = dict[str, Tensor]
 TIE = 1e-4
 """Two perturbed logits nearer than this are a tie: rounding may decide either way."""
+EVAL_STEP = -1
+"""The step whose noise evaluations draw with."""
 
 
 class NoTie(AssertionError):
@@ -84,6 +87,11 @@ class Policy:
 
     def next_logits(self, text: list[int]) -> Tensor:
         return self.model(input_ids=torch.tensor([text])).logits[0, -1].double() / self.temperature
+
+    def perturbed(self, text: list[int], sampling: Sampling, row: int, position: int) -> Tensor:
+        """Logits plus the noise of a place: the largest is drawn."""
+        logits = self.next_logits(text)
+        return logits + gumbel_noise(sampling.seed, sampling.step, torch.tensor([row]), position, len(logits))[0]
 
     def distributions(self, prompt: list[int], answer: list[int]) -> Tensor:
         """Log-probs (len(answer), vocabulary) of what may stand at every place of the answer."""
@@ -251,7 +259,7 @@ class Reference:
         self.trainees = {"actor": self._trainee("actor"), "critic": self._trainee("critic")}
         self.versions = [self._weights()]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(spec.data.tokenizer)
-        self.examples = read_examples(spec, self.tokenizer)
+        self.examples = read_examples(spec, self.tokenizer, spec.data.path)
 
     def run(self) -> Result:
         steps = [self._step(step) for step in range(self.spec.steps)]
@@ -282,6 +290,7 @@ class Reference:
             for rows in self._mini_batches():
                 self._train_critic([answers[row] for row in rows], terms)
         self.versions.append(self._weights())
+        describe_answers(self.spec, self.actor, self.tokenizer, terms)
         return Step(pad_columns(self.spec, answers, self.tokenizer.pad_token_id), terms.metrics(), answers)
 
     def _mini_batches(self) -> list[range]:
@@ -309,9 +318,8 @@ class Reference:
         answer = Answer(prompt, [], [], False)
         while len(answer.tokens) < width and not answer.finished:
             position = len(answer.tokens)
-            logits = self.old_actor.next_logits(prompt + answer.tokens)
-            noise = gumbel_noise(sampling.seed, sampling.step, torch.tensor([row]), position, len(logits))[0]
-            token, margin = self._choose(logits + noise, step, row, position)
+            perturbed = self.old_actor.perturbed(prompt + answer.tokens, sampling, row, position)
+            token, margin = self._choose(perturbed, step, row, position)
             answer.tokens.append(token)
             answer.margins.append(margin)
             answer.finished = token == eos
@@ -383,10 +391,29 @@ class Reference:
         terms.add("critic_grad_norm", [self.trainees["critic"].update(loss)])
 
 
-def read_examples(spec: Spec, tokenizer: Any) -> list[Example]:
+def describe_answers(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms) -> None:
+    """Answers to the held-out prompts, if there are any: their length, and how many of their bigrams differ."""
+    if spec.eval is None:
+        return
+    eos, width = tokenizer.eos_token_id, spec.data.max_response_tokens
+    sampling = Sampling(spec.seed, EVAL_STEP, policy.temperature, (eos,), tokenizer.pad_token_id)
+    examples = read_examples(spec, tokenizer, spec.eval.path)
+    prompts = [list(example.prompt) for example in examples for _ in range(spec.algorithm.samples_per_prompt)]
+    bigrams: list[tuple[int, int]] = []
+    for row, prompt in enumerate(prompts):
+        answer: list[int] = []
+        while len(answer) < width and eos not in answer:
+            with torch.no_grad():
+                answer.append(int(policy.perturbed(prompt + answer, sampling, row, len(answer)).argmax()))
+        terms.add("eval_response_length", [len(answer)])
+        bigrams += pairwise(answer)
+    terms.add("eval_distinct_2", [len(set(bigrams)) / max(len(bigrams), 1)])
+
+
+def read_examples(spec: Spec, tokenizer: Any, path: str) -> list[Example]:
     needs = {"ppo": "prompts", "sft": "responses", "reward": "pairs"}
     return load_examples(
-        spec.data.path,
+        path,
         needs=needs[spec.algorithm.name],  # type: ignore[arg-type]
         tokenizer=tokenizer,
         max_prompt_tokens=spec.data.max_prompt_tokens,

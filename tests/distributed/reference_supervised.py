@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from reference_ppo import Policy, Result, Scorer, Step, Terms, Trainee, aggregate, copy_of, read_examples
+from reference_ppo import (
+    Policy,
+    Result,
+    Scorer,
+    Step,
+    Terms,
+    Trainee,
+    aggregate,
+    copy_of,
+    describe_answers,
+    read_examples,
+)
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -15,7 +27,8 @@ from flexrlhf.spec import SftSpec, Spec
 
 def run_supervised(spec: Spec) -> Result:
     """One optimizer step per mini-batch of contiguous examples."""
-    examples = read_examples(spec, AutoTokenizer.from_pretrained(spec.data.tokenizer))
+    tokenizer = AutoTokenizer.from_pretrained(spec.data.tokenizer)
+    examples = read_examples(spec, tokenizer, spec.data.path)
     role = "actor" if spec.algorithm.name == "sft" else "reward"
     model_spec = getattr(spec.models, role)
     model = Policy(model_spec.path, 1.0) if role == "actor" else Scorer(model_spec.path)
@@ -30,8 +43,24 @@ def run_supervised(spec: Spec) -> Result:
                 part = batch[i * prompts // count : (i + 1) * prompts // count]
                 loss = _sft_loss(spec, model, part, terms) if role == "actor" else _pair_loss(model, part, terms)
                 terms.add(f"{role}_grad_norm", [trainee.update(loss)])
+        _evaluate(spec, model, tokenizer, terms)
         steps.append(Step({}, terms.metrics()))
     return Result(steps, {role: copy_of(trainee.model)}, {role: trainee.moved()})
+
+
+@torch.no_grad()
+def _evaluate(spec: Spec, model: Policy | Scorer, tokenizer: Any, terms: Terms) -> None:
+    """What the model says of the held-out rows, if there are any."""
+    if spec.eval is None:
+        return
+    examples = read_examples(spec, tokenizer, spec.eval.path)
+    if isinstance(model, Scorer):
+        scores = [[model.score(list(e.prompt), list(response)) for response in e.responses] for e in examples]
+        terms.add("eval_accuracy", [float(chosen > rejected) for chosen, rejected in scores])
+        return
+    for example in examples:
+        terms.add("eval_nll", -model.logprobs(list(example.prompt), list(example.responses[0]))[0])
+    describe_answers(spec, model, tokenizer, terms)
 
 
 def _sft_loss(spec: Spec, model: Policy, examples: Sequence[Example], terms: Terms) -> Tensor:

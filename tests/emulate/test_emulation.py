@@ -284,13 +284,13 @@ def test_replay_marks_the_stuck_cells_of_a_bad_schedule() -> None:
 
 def test_replay_finds_ranks_that_walk_different_lists() -> None:
     """Three ranks in a ring, each waiting for the next: no two of them disagree about order, all together do."""
-    pairs = [Save(ranks) for ranks in ((0, 1), (1, 2), (0, 2))]
+    pairs = [Save(ranks=ranks, model="actor") for ranks in ((0, 1), (1, 2), (0, 2))]
     ab, bc, ca = ((position, 0, pair) for position, pair in enumerate(pairs))
     assert find_deadlock({0: [ab, ca], 1: [ab, bc], 2: [bc, ca]}) is None
     assert find_deadlock({0: [ca, ab], 1: [ab, bc], 2: [bc, ca]}) is not None
 
 
 def test_replay_finds_a_rank_that_never_comes() -> None:
-    lone = (0, 0, Save((0, 1)))
+    lone = (0, 0, Save(ranks=(0, 1), model="actor"))
     deadlock = find_deadlock({0: [lone], 1: []})
     assert deadlock is not None and "without rank [1]" in deadlock.grid() and "rank 1 has finished" in deadlock.grid()

@@ -85,10 +85,26 @@ def test_a_missing_config_is_named_with_the_nearest(command: tuple[str, ...], in
     assert "b.yaml: no such file (did you mean 'a.yaml'?)" in refused(invoke(*command, "b.yaml"))
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_directory_is_no_config(command: tuple[str, ...], invoke: Invoke) -> None:
+    assert refused(invoke(*command, ".")) == "config .: a directory; give a YAML file"
+
+
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n", "", "steps: 3\n", "name: \t\n x"])
 def test_a_file_that_is_no_config_is_refused(text: str, invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     assert "a.yaml" in refused(invoke("plan", "a.yaml"))
+
+
+def test_a_missing_model_directory_is_named_with_a_near_one_only(invoke: Invoke, tmp_path: Path) -> None:
+    for name in ("opt", "llama-small"):
+        (tmp_path / name).mkdir()
+
+    def message(name: str) -> str:
+        return refused(invoke("plan", "a.yaml", "--set", f"models.actor={{path: {tmp_path / name}}}"))
+
+    assert message("nope").endswith("nope: no such directory")
+    assert f"(did you mean '{tmp_path / 'llama-small'}'?)" in message("lama-small")
 
 
 def test_a_model_directory_that_holds_no_json_is_refused(invoke: Invoke, tmp_path: Path) -> None:
@@ -97,9 +113,9 @@ def test_a_model_directory_that_holds_no_json_is_refused(invoke: Invoke, tmp_pat
     assert "models.actor.path model" in refused(invoke("plan", "a.yaml", "--set", "models.actor={path: model}"))
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke, tmp_path: Path, tokenizer: str) -> None:
     before = files(tmp_path)
-    for command in (("plan",), ("run", "--dry-run")):
+    for command in (("plan",), ("run", "--dry-run", "--set", tokenizer)):
         result = invoke(*command, "a.yaml", "--devices", "2", "--placement-ratio", "[1,1,0.5,0.5]")
         assert result.exit_code == 0
         assert "interleaving on 2 devices" in result.stdout

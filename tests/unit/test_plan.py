@@ -157,7 +157,7 @@ def test_a_model_that_an_earlier_run_will_write_need_not_exist() -> None:
     spec = spec_of(None, 1, "models.actor={path: runs/first/actor}")
     with pytest.raises(UserError, match="models.actor.path runs/first/actor: no such directory"):
         make_plan(spec)
-    plan = make_plan(spec, {"runs/first/actor": ModelSpec(init=TINY)})
+    plan = make_plan(spec, {Path("runs/first/actor").resolve(): ModelSpec(init=TINY)})
     assert plan.shapes["actor"].num_parameters == plan.shapes["ref"].num_parameters == TINY_ACTOR_PARAMETERS
 
 

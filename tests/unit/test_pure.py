@@ -69,13 +69,12 @@ def test_pure_modules_import_nothing_heavy(tmp_path: Path) -> None:
     assert not HEAVY & set(json.loads(loaded))
 
 
-def test_plan_and_dry_run_import_nothing_heavy(tmp_path: Path) -> None:
+def test_planning_imports_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
     commands = [
         ["plan", "a.yaml"],
         ["plan"],
         ["plan", "a.yaml", "--placement-ratio", "[1,1,0.5,0.5]", "--devices", "2"],
-        ["run", "--dry-run", "a.yaml"],
         ["plan", "--help"],
         ["--help"],
     ]

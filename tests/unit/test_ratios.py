@@ -170,7 +170,7 @@ def test_shadows_need_two_devices() -> None:
 
 def test_explicit_ranks_must_keep_the_sides_apart() -> None:
     message = refused(same(0.5, SIX, actor={"ranks": [1, 2]}), 4)
-    assert all(word in message for word in ("actor (training)", "actor.shadow (inference)", "rank 2"))
+    assert all(word in message for word in ("actor (training)", "actor.shadow (inference)", "rank 2", "disjoint ranks"))
     fine = placed(same({"ranks": [3]}, SIX, actor={"ranks": [0]}, critic={"ranks": [1, 2]}), 4)
     assert ranks_of(fine)["critic"] == (1, 2)
 
@@ -217,6 +217,8 @@ def test_a_ratio_that_is_not_whole_devices_is_refused_with_the_nearest_that_work
     ("placement", "words"),
     [
         (same(1, rewards=1), ("'rewards'", "did you mean 'reward'")),
+        (same(0.5, SIX, train_shar=1), ("'train_shar'", "did you mean 'train_share'", "span_classes")),
+        (same(1, models=1), ("no model 'models'",)),
         (same(1, ("actor", "critic", "ref")), ("reward missing",)),
         (same(0.5, ("actor.shadow", *FOUR)), ("critic.shadow missing",)),
         (same(1, ref={"ranks": [8]}), ("ref", "rank 8", "8 devices", "0 to 7")),
@@ -288,6 +290,16 @@ def test_a_pinned_training_side_leaves_the_rest_to_inference() -> None:
 def test_classes_that_do_not_fit_are_refused(placement: object, words: tuple[str, ...]) -> None:
     message = refused(placement, 4, MIXED)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("placement", [None, [1, 1, 1, 1], [1, 1, 0.5, 0.75]])
+def test_a_vector_over_classes_is_refused_with_a_mapping_that_works(placement: object) -> None:
+    message = refused(placement, 4, MIXED)
+    assert "actor would span the device classes A100-80G, V100-32G" in message
+    assert "such as {actor: {ratio: 1, on: A100-80G}, ...}" in message
+    suggested = re.search(r"or allows it: (\{.*\})$", message)
+    assert suggested is not None
+    assert placed(yaml.safe_load(suggested[1]), 4, MIXED)["actor"].ranks == (0, 1, 2, 3)
 
 
 def test_an_ambiguous_class_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
@@ -280,16 +281,18 @@ def test_chunks_change_no_row(placement: list[float], devices: int, whiten: str)
 # --- periodic instructions
 
 
+SYNC = Sync(ranks=(0,), source="actor", destination="actor.shadow", transfers=())
+
+
 @pytest.mark.parametrize(
     ("instruction", "steps", "due"),
     [
-        (Sync((0,)), 4, [0, 1, 2, 3]),
-        (Sync((0,), every=3), 7, [2, 5]),
-        (Save((0,), every=3, at_end=True), 7, [2, 5, 6]),
-        (Save((0,), every=7, at_end=True), 7, [6]),
-        (Eval((0,), every=2, at_end=True), 4, [1, 3]),
-        (Eval((0,), every=9, at_end=True), 4, [3]),
-        (Move((0,)), 2, [0, 1]),
+        (SYNC, 4, [0, 1, 2, 3]),
+        (replace(SYNC, every=3), 7, [2, 5]),
+        (Save(ranks=(0,), model="actor", every=3, at_end=True), 7, [2, 5, 6]),
+        (Save(ranks=(0,), model="actor", every=7, at_end=True), 7, [6]),
+        (Eval(ranks=(0,), model="actor", every=2, at_end=True), 4, [1, 3]),
+        (Eval(ranks=(0,), model="actor", every=9, at_end=True), 4, [3]),
     ],
 )
 def test_instructions_are_due_after_each_so_many_batches(instruction: Instruction, steps: int, due: list[int]) -> None:

@@ -9,9 +9,10 @@ import pytest
 import yaml
 from small_runs import PPO, spec_of
 
-from flexrlhf.errors import UserError
-from flexrlhf.spec import PlacementMap
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.spec import ALGORITHMS, PlacementEntry, PlacementMap
 from flexrlhf.spec_file import check_scopes, dump_spec, load_spec, parse_spec, parse_vector
+from flexrlhf.yaml12 import read_yaml, write_yaml
 
 SIX = ("actor.shadow", "critic.shadow", "actor", "critic", "ref", "reward")
 
@@ -71,13 +72,13 @@ def test_an_unknown_key_far_from_all_known_ones_gets_the_list() -> None:
     ("override", "words"),
     [
         ("steps=0", ("steps", "1", "found 0")),
-        ("steps=many", ("steps", "integer", "'many'")),
         ("algorithm.temperature=0", ("algorithm.temperature", "greater than 0", "found 0")),
         ("algorithm.gamma=1.5", ("algorithm.gamma", "1.5")),
         ("algorithm.name=pppo", ("algorithm", "pppo", "ppo")),
         ("algorithm.whiten=rank", ("algorithm.whiten", "batch", "mini_batch", "'rank'")),
         ("algorithm.num_mini_batches=9", ("num_mini_batches 9", "prompts_per_step 8", "at most 8")),
         ("algorithm.truncation=cut", ("algorithm.truncation:", "'none'", "'bootstrap'", "'cut'")),
+        ("algorithm.truncation=penalty", ("algorithm.truncation:", "such as {penalty: 1.0}, found 'penalty'")),
         ("schedule.lag=2", ("schedule.lag", "0 or 1", "found 2")),
         ("schedule.strategy=interleaved", ("schedule.strategy", "'interleaving'", "'interleaved'")),
         ("cluster.nodes=[{devices: 1}, {devices: 2}]", ("cluster", "devices 2", "hold 3", "remove")),
@@ -85,7 +86,7 @@ def test_an_unknown_key_far_from_all_known_ones_gets_the_list() -> None:
         ("name=a/b", ("name", "a/b")),
         ("placement='[1,1,1,1]'", ("placement", "vector", "[1,1,0.5,0.5]", "'[1,1,1,1]'")),
         ("placement=[1,1,half,1]", ("placement.2", "0.5", "'half'")),
-        ("placement=[1,1,true,1]", ("placement.2", "0.5", "True")),
+        ("placement=[1,1,true,1]", ("placement.2", "0.5", "found true")),
         ("placement=[1,1,1/0,1]", ("placement.2", "0.5", "'1/0'")),
         ("placement={actor: 1, ref: {ratio: 1, ranks: [0]}}", ("placement.ref", "ratio", "ranks")),
         ("placement={actor: 1, ref: {ranks: [0, 0]}}", ("placement.ref", "distinct", "[0, 0]")),
@@ -96,6 +97,89 @@ def test_an_unknown_key_far_from_all_known_ones_gets_the_list() -> None:
 def test_a_wrong_value_is_refused_by_name_with_what_was_found(override: str, words: tuple[str, ...]) -> None:
     message = refused(override)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("steps=many", "steps: expected a whole number, found 'many'"),
+        ("steps=1.5", "steps: expected a whole number, found 1.5"),
+        ("steps=null", "steps: expected a whole number, found null"),
+        ("algorithm.temperature=warm", "algorithm.temperature: expected a number, found 'warm'"),
+        ("sync.checksum=maybe", "sync.checksum: expected true or false, found 'maybe'"),
+        ("data.path=3", "data.path: expected a text, found 3"),
+        ("eval={}", "eval.path: missing"),
+        ("models=3", "models: expected a mapping, found 3"),
+        ("models.actor=x", "models.actor: expected a mapping, found 'x'"),
+        ("models.actor.init=[1]", "models.actor.init: expected a mapping, found [1]"),
+        ("cluster.nodes=3", "cluster.nodes: expected a list such as [{devices: 8}], found 3"),
+        ("cluster.nodes=[{devices: x}]", "cluster.nodes.0.devices: expected a whole number, found 'x'"),
+        ("cluster.device=gpu", "cluster.device: expected one of 'auto', 'cpu' or 'cuda', found 'gpu'"),
+        (
+            "algorithm.whiten=minibatch",
+            "algorithm.whiten: expected one of 'batch', 'mini_batch' or 'none' (did you mean 'mini_batch'?), "
+            "found 'minibatch'",
+        ),
+        ("algorithm=ppo", "algorithm: expected a mapping such as {name: ppo}, found 'ppo'"),
+        ("algorithm=sft", "algorithm: expected a mapping such as {name: sft}, found 'sft'"),
+        ("algorithm={}", "algorithm.name: missing; known: ppo, sft, reward"),
+        ("algorithm.truncation={penalty: x}", "algorithm.truncation.penalty: expected a number, found 'x'"),
+        ("algorithm.truncation={}", "algorithm.truncation.penalty: missing"),
+        ("placement={actor: 1, ref: {ranks: 3}}", "placement.ref.ranks: expected a list such as [0, 1], found 3"),
+        ("placement={actor: 1, Ref: {ranks: [x]}}", "placement.Ref.ranks.0: expected a whole number, found 'x'"),
+        ("placement={1: 1}", "placement.1: expected a text, found 1"),
+        (
+            "placement={actor: 1, span_clases: true}",
+            "placement: span_clases: expected a ratio, found true (did you mean 'span_classes'?)",
+        ),
+    ],
+)
+def test_a_wrong_kind_of_value_is_refused_in_plain_words(override: str, sentence: str) -> None:
+    assert refused(override) == f"config: {sentence}"
+
+
+BETAS = "models.actor.optimizer.betas"
+
+
+@pytest.mark.parametrize("value", ["[0.9]", "[0.9, 0.9, 0.9]", "0.9"])
+def test_betas_are_two_numbers(value: str) -> None:
+    assert f"{BETAS}: expected two numbers such as [0.9, 0.95], found {value}" in refused(f"{BETAS}={value}")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        (f"{BETAS}=[0.9, 1]", f"{BETAS}.1: must be less than 1"),
+        (f"{BETAS}=[-0.1, 0.9]", f"{BETAS}.0: must be greater than or equal to 0"),
+        ("models.actor.optimizer.learning_rate=.inf", "models.actor.optimizer.learning_rate: expected a finite number"),
+        ("algorithm.clip_high=.nan", "algorithm.clip_high: expected a finite number"),
+        ("seed=-1", "seed: must be greater than or equal to 0"),
+        (f"seed={2**63}", "seed: must be less than"),
+        ("sync.bucket_mb=0.0001", "sync.bucket_mb: must be greater than or equal to 0.001"),
+        ("timeout_seconds=0.5", "timeout_seconds: must be greater than or equal to 1"),
+        ("timeline_steps=0", "timeline_steps: must be greater than or equal to 1"),
+        ("models.actor.generate_tokens=0", "models.actor.generate_tokens: must be greater than or equal to 1"),
+    ],
+)
+def test_what_the_ranks_could_not_use_is_refused(override: str, key: str) -> None:
+    assert key in refused(override)
+
+
+def test_the_largest_values_are_taken() -> None:
+    spec = spec_of(None, 2, f"seed={2**63 - 1}", f"{BETAS}=[0, 0.999]", "timeout_seconds=1", "sync.bucket_mb=0.001")
+    assert spec.seed == 2**63 - 1
+    assert spec.models.actor is not None
+    assert spec.models.actor.optimizer.betas == (0, 0.999)
+
+
+def test_a_model_is_found_by_its_role() -> None:
+    models = spec_of().models
+    assert models.of("actor") is models.actor is not None
+    assert models.of("critic") is None
+
+
+def test_the_algorithms_are_those_of_the_union() -> None:
+    assert ALGORITHMS == ("ppo", "sft", "reward")
 
 
 @pytest.mark.parametrize("key", ["name", "algorithm", "models", "data"])
@@ -179,6 +263,13 @@ def test_the_settings_of_the_mapping_form_are_no_models() -> None:
     assert (spec.placement.train_share, spec.placement.span_classes) == (Fraction(1, 2), True)
 
 
+def test_the_form_of_our_own_code_is_not_open_to_users() -> None:
+    assert "placement.models: unknown key 'actor'" in refused("placement={models: {actor: 1}, trane: 3}")
+    assert "placement.models: give either ratio or ranks" in refused("placement={models: {}, trane: 3}")
+    entries = {name: PlacementEntry(ratio=Fraction(1, 2)) for name in SIX}
+    assert PlacementMap(models=entries, train_share=Fraction(1, 2)).models == entries
+
+
 # --- files and overrides
 
 
@@ -230,6 +321,8 @@ def test_an_override_for_a_run_that_is_not_there_is_refused(tmp_path: Path) -> N
         ("=3", ("--set =3", "key=value")),
         ("steps.more=3", ("--set steps.more=3", "steps is 3", "not a mapping")),
         ("steps=[1", ("--set steps=[1", "not YAML")),
+        ("eval={path: a, path: b}", ("--set eval={path: a, path: b}", "'path' is given twice")),
+        ("name.more=null", ("--set name.more=null", "name is 'test'", "not a mapping")),
     ],
 )
 def test_a_malformed_override_is_refused(override: str, words: tuple[str, ...], tmp_path: Path) -> None:
@@ -240,7 +333,16 @@ def test_a_malformed_override_is_refused(override: str, words: tuple[str, ...], 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: [1", ("not YAML",)), ("- 1", ("mapping", "list")), ("", ("mapping",)), ("a: b: c", ("not YAML", "line 1"))],
+    [
+        ("a: [1", ("not YAML", "(line 1, column 6)")),
+        ("a: b: c", ("not YAML", "(line 1, column 5)")),
+        ("a: \0", ("not YAML", "not allowed", "#x00, character 4")),
+        ("- 1", ("mapping", "found a list")),
+        ("1", ("mapping", "found a single value")),
+        ("", ("mapping", "found nothing")),
+        ("steps: 1\nname: x\nsteps: 2", ("'steps' is given twice", "first in line 1", "(line 3, column 1)")),
+        ("name: x\nsave:\n  every: 1\n  every: 2", ("'every' is given twice", "first in line 3", "(line 4, column 3)")),
+    ],
 )
 def test_a_file_that_is_no_yaml_mapping_is_refused(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
@@ -249,6 +351,39 @@ def test_a_file_that_is_no_yaml_mapping_is_refused(text: str, words: tuple[str, 
         load_spec(path)
     assert all(word in str(caught.value) for word in (str(path), *words))
     assert "\n" not in str(caught.value)
+    assert "unicode string" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(UserError, match="model.bin: not a text file"):
+        load_spec(path)
+
+
+def test_a_key_of_a_merge_may_be_given_again() -> None:
+    text = "all:\n- {deep: &part {<<: &base {a: 1, b: 1}, b: 2}}\n- {<<: *part, b: 3}"
+    assert read_yaml(text) == {"all": [{"deep": {"a": 1, "b": 2}}, {"a": 1, "b": 3}]}
+
+
+def test_a_date_is_a_text() -> None:
+    """YAML 1.1 reads a date, and stops with a traceback at a day that no month has."""
+    assert read_yaml("[2026-01-31, 2026-13-40]") == ["2026-01-31", "2026-13-40"]
+    assert read_yaml(write_yaml(["2026-01-31"])) == ["2026-01-31"]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "found"),
+    [
+        ("/nope", ["/opt", "/home"], None),
+        ("/models/lama", ["/models/bert", "/models/llama"], "/models/llama"),
+        ("/a/long/folder/first", ["/a/long/folder/other"], None),
+        ("ref.shado", ["ref", "actor.shadow"], "actor.shadow"),
+        ("zzz", ["ref"], None),
+    ],
+)
+def test_the_nearest_name(name: str, known: list[str], found: str | None) -> None:
+    assert nearest(name, known) == (f" (did you mean {found!r}?)" if found else "")
 
 
 def test_a_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:

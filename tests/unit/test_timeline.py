@@ -16,7 +16,7 @@ CHUNKS = ("algorithm.num_mini_batches=2", "schedule.num_chunks=2")
 
 def test_a_span_has_the_instruction_its_step_and_its_chunk() -> None:
     plan = plan_of([1, 1, 0.5, 0.5], 2, *CHUNKS)
-    timeline = Timeline(rank=1)
+    timeline = Timeline(rank=1, keep_steps=100)
     for instruction in plan.schedule.instructions[:2]:
         with timeline.span(instruction, step=3) as span:
             if isinstance(instruction, Move):
@@ -28,16 +28,16 @@ def test_a_span_has_the_instruction_its_step_and_its_chunk() -> None:
 
 
 def test_an_instruction_that_fails_leaves_no_span() -> None:
-    timeline = Timeline(rank=0)
-    with pytest.raises(RuntimeError), timeline.span(Save((0,), model="actor"), 0):
+    timeline = Timeline(rank=0, keep_steps=100)
+    with pytest.raises(RuntimeError), timeline.span(Save(ranks=(0,), model="actor"), 0):
         raise RuntimeError
-    assert timeline.spans == []
+    assert not timeline.spans
 
 
 def test_spans_survive_the_way_to_another_process() -> None:
-    timeline = Timeline(rank=0)
-    timeline.spans = [Span(0, "run", "a", 1, None, 1.5, 2.5), Span(0, "move", "b", 1, 0, 2.5, 3.0, 12)]
-    assert load_spans(timeline.dump()) == timeline.spans
+    timeline = Timeline(rank=0, keep_steps=100)
+    timeline.spans.extend([Span(0, "run", "a", 1, None, 1.5, 2.5), Span(0, "move", "b", 1, 0, 2.5, 3.0, 12)])
+    assert load_spans(timeline.dump()) == list(timeline.spans)
 
 
 def test_the_trace_has_a_lane_for_each_rank_and_microseconds_from_the_first_span(tmp_path: Path) -> None:
@@ -57,3 +57,11 @@ def test_the_trace_has_a_lane_for_each_rank_and_microseconds_from_the_first_span
 def test_no_span_gives_an_empty_trace(tmp_path: Path) -> None:
     write_trace(tmp_path / "timeline.json", [], {})
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] == []
+
+
+def test_a_long_run_keeps_the_spans_of_its_last_steps() -> None:
+    timeline = Timeline(rank=0, keep_steps=2)
+    for step in range(5):
+        with timeline.span(Save(ranks=(0,), model="actor"), step):
+            pass
+    assert [span.step for span in timeline.spans] == [3, 4]

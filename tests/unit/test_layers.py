@@ -1,0 +1,181 @@
+"""The dependency rule: what each module may import of the package, and which may load torch and the like.
+
+CONTRIBUTING.md shows ``LAYERS`` as a table. A module belongs to the row that names it with the longest prefix.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import flexrlhf
+
+PACKAGE = Path(flexrlhf.__file__).parent
+HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Which modules may import which, by prefix.
+
+    ``torch``: whether loading them may load HEAVY; functions may load it everywhere. ``lazily``: what of the package
+    functions may import besides.
+    """
+
+    modules: str
+    may_import: str = ""
+    torch: bool = False
+    lazily: str = ""
+
+
+ENGINE_PARTS = "engines.base engines.models engines.micro_batch engines.sampling"
+LAYERS = (
+    # a plan is made and printed without torch
+    Layer("errors yaml12 metrics corpus"),
+    Layer("spec", "errors"),
+    Layer("spec_file", "spec errors yaml12"),
+    Layer("data", "errors"),
+    # graphs: all of operators/ that has no row below
+    Layer("operators", "operators spec data errors"),
+    Layer("placement", "placement spec data errors"),
+    Layer("strategies", "strategies placement operators spec errors"),
+    Layer("engines.catalogue", "placement operators errors"),
+    Layer("plan", "strategies engines.catalogue placement operators spec errors"),
+    Layer("machines", "placement spec errors"),
+    Layer("timeline", "strategies.instructions"),
+    Layer("report", "plan strategies placement metrics"),
+    Layer("run_directory", "plan spec_file"),
+    Layer("run_data", "plan placement data errors"),
+    Layer("quickstart", lazily="corpus"),
+    Layer(
+        "cli",
+        "report run_directory machines plan operators spec_file spec errors",
+        lazily="worker launch run_data quickstart",
+    ),
+    # what the ranks load
+    Layer("comm", "comm plan strategies.instructions placement operators.columns spec", torch=True),
+    Layer("engines", f"{ENGINE_PARTS} comm.reduce placement operators.columns spec", torch=True),
+    Layer("engines.registry", "engines comm.reduce plan placement spec", torch=True),
+    Layer("operators.functions", "engines.base spec", torch=True),
+    Layer("operators.inputs", "operators.columns data", torch=True),
+    Layer("operators.run", "operators engines.base comm placement spec", torch=True),
+    Layer("checkpoint", torch=True),
+    Layer("samples", "run_data", torch=True),
+    Layer("recorder", "comm.world plan strategies.instructions timeline metrics", torch=True),
+    Layer(
+        "trainer",
+        "recorder samples checkpoint operators engines.registry engines.base comm run_data timeline metrics plan "
+        "strategies placement data",
+        torch=True,
+    ),
+    Layer("worker", "trainer comm.world run_data plan spec_file spec yaml12 errors", torch=True),
+    Layer("launch", "machines plan spec_file spec errors", torch=True),
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """``module``: without the package's name if it is ours, else the first part alone. ``lazy``: in a function."""
+
+    module: str
+    ours: bool
+    lazy: bool
+    line: int
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py")) if file != PACKAGE / "__init__.py"}
+
+
+def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.Import():
+                names = [alias.name for alias in child.names]
+            case ast.ImportFrom():
+                assert child.level == 0, f"line {child.lineno}: a relative import"
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+            case _:
+                names = []
+        for name in names:
+            package, _, rest = name.partition(".")
+            ours = package == "flexrlhf"
+            yield Import(_module_in(rest) if ours else package, ours, lazy, child.lineno)
+        yield from imports(child, lazy or isinstance(child, ast.FunctionDef | ast.Lambda))
+
+
+def _module_in(name: str) -> str:
+    """``spec`` in ``spec.Spec``."""
+    return name if name in FILES else name.rpartition(".")[0]
+
+
+def fit(module: str, prefixes: str) -> int:
+    """Length of the longest of ``prefixes`` that ``module`` starts with; 0 when there is none."""
+    return max((len(prefix) for prefix in prefixes.split() if f"{module}.".startswith(f"{prefix}.")), default=0)
+
+
+def layer_of(module: str) -> Layer:
+    layer = max(LAYERS, key=lambda layer: fit(module, layer.modules))
+    assert fit(module, layer.modules), f"{module} stands in no layer: add it to LAYERS and to CONTRIBUTING.md"
+    return layer
+
+
+def violations(module: str, source: str) -> list[str]:
+    layer = layer_of(module)
+    return [
+        f"{module}, line {found.line}: {found.module}"
+        for found in imports(ast.parse(source))
+        if not _is_allowed(layer, found)
+    ]
+
+
+def _is_allowed(layer: Layer, found: Import) -> bool:
+    if not found.ours:
+        return layer.torch or found.lazy or found.module not in HEAVY
+    if found.lazy and fit(found.module, layer.lazily):
+        return True
+    return fit(found.module, layer.may_import) > 0 and (layer.torch or not layer_of(found.module).torch)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_module_imports_what_its_layer_may(module: str) -> None:
+    assert violations(module, FILES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.modules.split()[0])
+def test_a_layer_has_modules(layer: Layer) -> None:
+    assert any(layer_of(module) is layer for module in FILES)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "allowed"),
+    [
+        ("placement.packing", "from flexrlhf.placement.cluster import Cluster", True),
+        ("placement.packing", "from flexrlhf.strategies.schedule import Schedule", False),
+        ("placement.packing", "from flexrlhf import plan", False),
+        ("operators.ppo", "from flexrlhf.operators.graph import Graph", True),
+        ("operators.ppo", "from flexrlhf.operators.functions import gae", False),
+        ("operators.another", "import torch", False),
+        ("strategies.overlap", "import torch", False),
+        ("run_data", "from transformers import AutoTokenizer", False),
+        ("run_data", "def load():\n    from transformers import AutoTokenizer", True),
+        ("cli", "from flexrlhf.launch import launch", False),
+        ("cli", "def run():\n    from flexrlhf import launch", True),
+        ("plan", "def load():\n    from flexrlhf.engines.registry import make_engine", False),
+        ("comm.move", "from flexrlhf.strategies.instructions import Move", True),
+        ("comm.move", "from flexrlhf.strategies.schedule import walk", False),
+        ("comm.reduce", "from flexrlhf.engines.base import Batch", False),
+        ("engines.another", "from flexrlhf.engines.sampling import gumbel_noise", True),
+        ("engines.another", "from flexrlhf.engines.torch import TorchEngine", False),
+        ("engines.torch", "from flexrlhf.strategies.instructions import Run", False),
+    ],
+)
+def test_the_rule_has_teeth(module: str, line: str, allowed: bool) -> None:
+    assert (violations(module, line) == []) == allowed
