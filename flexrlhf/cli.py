@@ -56,10 +56,11 @@ def run(
         machines = Machines(nnodes, node_rank, rdzv_endpoint)
         machines.check()
         plans = make_plans(_specs(configs, placement_ratio, devices, set_, nnodes))
+        num_local = machines.num_ranks(plans[0].cluster)
         if dry_run:
             _dry_run(plans, quick_start=not configs)
         else:
-            _execute(plans, machines, quick_start=not configs)
+            _execute(plans, machines, num_local, quick_start=not configs)
 
 
 def _specs(
@@ -108,13 +109,13 @@ def _dry_run(plans: Sequence[Plan], quick_start: bool) -> None:
     typer.echo("\n\n".join(format_plan(made) for made in plans))
 
 
-def _execute(plans: Sequence[Plan], machines: Machines, quick_start: bool) -> None:
+def _execute(plans: Sequence[Plan], machines: Machines, num_local: int, quick_start: bool) -> None:
     """Check all inputs, prepare the run directories, run on all ranks, print the summary."""
     from flexrlhf import launch
     from flexrlhf.worker import work
 
     is_worker = launch.under_torchrun()
-    num_local = launch.num_local_ranks(plans[0]) if is_worker else machines.num_ranks(plans[0].cluster)
+    num_local = launch.num_local_ranks(plans[0]) if is_worker else num_local
     device = launch.settle_device(plans[0].spec.cluster.device, num_local)
     is_first = launch.is_first_rank() if is_worker else machines.node_rank == 0
     if is_first or not is_worker:

@@ -15,6 +15,7 @@ from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
@@ -24,14 +25,6 @@ from flexrlhf.spec import ModelSpec, Spec
 from flexrlhf.strategies.instructions import Instruction, Move, Sync
 from flexrlhf.strategies.registry import STRATEGIES, choose_strategy
 from flexrlhf.strategies.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate for one purpose: compute (a placed model), move or sync. Purposes never share a group."""
-
-    purpose: str
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

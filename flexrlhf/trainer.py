@@ -18,7 +18,7 @@ from flexrlhf.comm.sync import Syncer
 from flexrlhf.comm.world import Groups, Whereabouts, World, deadline
 from flexrlhf.data import Example, step_indices
 from flexrlhf.engines.base import Moments, Sampling, add_moments
-from flexrlhf.engines.registry import make_engine
+from flexrlhf.engines.registry import Wanted, make_engine
 from flexrlhf.metrics import statistic_name
 from flexrlhf.operators.inputs import input_columns
 from flexrlhf.operators.run import OperatorRun, Resident, run_operator
@@ -137,7 +137,19 @@ class Trainer:
     def _load(self, model: PlacedModel) -> Resident:
         handle = self._groups.get(f"compute {model.name}", model.ranks)
         replicas = Replicas(handle, model.ranks, self._wait)
-        return Resident(model, make_engine(model, self.plan, replicas, self._world.device), replicas)
+        plan = self.plan
+        engine = make_engine(
+            Wanted(
+                placed=model,
+                spec=plan.model(model.role),
+                lengths=plan.lengths,
+                temperature=plan.temperature,
+                seed=plan.spec.seed,
+                replicas=replicas,
+                device=self._world.device,
+            )
+        )
+        return Resident(model, engine, replicas)
 
     def _store(self, step: int) -> RowStore:
         """The rows of a step; those of steps that nothing works on any more are dropped."""

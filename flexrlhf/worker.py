@@ -29,8 +29,8 @@ from flexrlhf.yaml12 import read_yaml
 
 def work(specs: Sequence[Spec]) -> None:
     """Run ``specs`` in order on this rank. All runs of a command share the job's ranks."""
-    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, threads))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
         for spec in specs:
             plan = make_plan(spec)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from flexrlhf.plan import Group
+from flexrlhf.placement.groups import Group
 
 
 class SealedWorld(dist.ProcessGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -10,21 +11,34 @@ from flexrlhf.comm.reduce import Replicas
 from flexrlhf.engines.base import Engine
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import HEAD_OF_ROLE
-from flexrlhf.plan import Plan
-
-Maker = Callable[[PlacedModel, Plan, Replicas, torch.device], Engine]
+from flexrlhf.spec import ModelSpec
 
 
-def _torch(model: PlacedModel, plan: Plan, replicas: Replicas, device: torch.device) -> Engine:
-    spec = plan.model(model.role)
-    loaded = load_model(spec, HEAD_OF_ROLE[model.role], plan.spec.seed, device)
-    return TorchEngine(loaded, spec, plan.lengths, replicas, plan.temperature, model.trained)
+@dataclass(frozen=True)
+class Wanted:
+    """All that an engine is told: the placed model, its settings, and where and with whom it computes."""
+
+    placed: PlacedModel
+    spec: ModelSpec
+    lengths: Lengths
+    temperature: float
+    seed: int
+    replicas: Replicas
+    device: torch.device
 
 
-ENGINES: dict[str, Maker] = {"torch": _torch}
+def _torch(wanted: Wanted) -> Engine:
+    model = load_model(wanted.spec, HEAD_OF_ROLE[wanted.placed.role], wanted.seed, wanted.device)
+    return TorchEngine(
+        model, wanted.spec, wanted.lengths, wanted.replicas, wanted.temperature, trained=wanted.placed.trained
+    )
 
 
-def make_engine(model: PlacedModel, plan: Plan, replicas: Replicas, device: torch.device) -> Engine:
-    return ENGINES[model.engine](model, plan, replicas, device)
+ENGINES: dict[str, Callable[[Wanted], Engine]] = {"torch": _torch}
+
+
+def make_engine(wanted: Wanted) -> Engine:
+    return ENGINES[wanted.placed.engine](wanted)

@@ -184,6 +184,11 @@ def shaped_score(spec: PpoSpec, answer: Answer) -> float:
         score -= spec.truncation.penalty
     if not answer.finished and spec.truncation == "bootstrap":
         score = 0.0
+    return score
+
+
+def clipped_score(spec: PpoSpec, answer: Answer) -> float:
+    score = shaped_score(spec, answer)
     return score if spec.reward_clip is None else max(-spec.reward_clip, min(spec.reward_clip, score))
 
 
@@ -191,7 +196,7 @@ def estimate_advantages(spec: PpoSpec, answer: Answer) -> None:
     """Rewards, then generalized advantage estimation from the last token to the first."""
     pairs = zip(answer.logprobs, answer.ref_logprobs, strict=True)
     rewards = [-spec.kl_coefficient * (logprob - ref) for logprob, ref in pairs]
-    rewards[-1] += shaped_score(spec, answer)
+    rewards[-1] += clipped_score(spec, answer)
     bootstrap = spec.truncation == "bootstrap" and not answer.finished
     next_value, next_advantage = (answer.values[-1] if bootstrap else 0.0), 0.0
     answer.advantages, answer.returns = [], []
@@ -355,7 +360,7 @@ class Reference:
         terms.add("return_mean", answer.returns)
         terms.add("value_mean", answer.values[:-1])
         if self.ppo.reward_clip is not None:
-            terms.add("reward_clipped", [float(abs(answer.score) > self.ppo.reward_clip)])
+            terms.add("reward_clipped", [float(abs(shaped_score(self.ppo, answer)) > self.ppo.reward_clip)])
 
     def _train_actor(self, answers: list[Answer], terms: Terms) -> None:
         losses, entropies = [], []

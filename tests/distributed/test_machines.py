@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,12 @@ def assert_equals_the_reference(assets: Assets, directory: Path) -> None:
 
 
 def test_two_machines_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> None:
-    """Two launchers with a rank each, on a file system that they share."""
+    """Two launchers with a rank and half of the cores each, on a file system that they share."""
     job = ["run", write_config(assets, tmp_path), "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
     machines = [start([*job, "--node-rank", str(number)], tmp_path) for number in (0, 1)]
+    cores = sorted(os.sched_getaffinity(0))
+    for number, machine in enumerate(machines):
+        os.sched_setaffinity(machine.pid, cores[number::2] or cores)
     first, second = (machine.communicate(timeout=SECONDS)[0] for machine in machines)
     assert [machine.returncode for machine in machines] == [0, 0], first[-2000:] + second[-2000:]
     assert_equals_the_reference(assets, tmp_path)

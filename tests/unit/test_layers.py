@@ -22,8 +22,8 @@ HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
 class Layer:
     """Which modules may import which, by prefix.
 
-    ``torch``: whether loading them may load HEAVY; functions may load it everywhere. ``lazily``: what of the package
-    functions may import besides.
+    ``torch``: whether loading them may load HEAVY; without, they import no module with it. Functions may load HEAVY
+    everywhere. ``lazily``: what of the package functions may import besides.
     """
 
     modules: str
@@ -57,9 +57,9 @@ LAYERS = (
         lazily="worker launch run_data quickstart",
     ),
     # what the ranks load
-    Layer("comm", "comm plan strategies.instructions placement operators.columns spec", torch=True),
+    Layer("comm", "comm strategies.instructions placement operators.columns spec", torch=True),
     Layer("engines", f"{ENGINE_PARTS} comm.reduce placement operators.columns spec", torch=True),
-    Layer("engines.registry", "engines comm.reduce plan placement spec", torch=True),
+    Layer("engines.registry", "engines comm.reduce placement operators.columns spec", torch=True),
     Layer("operators.functions", "engines.base spec", torch=True),
     Layer("operators.inputs", "operators.columns data", torch=True),
     Layer("operators.run", "operators engines.base comm placement spec", torch=True),
