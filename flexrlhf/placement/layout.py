@@ -41,10 +41,14 @@ class Layout:
             bounds.append(seen / total)
         return tuple(bounds)
 
-    def slice(self, items: range, replica: int) -> range:
-        """The contiguous part of ``items`` that a replica holds. Exact: parts are disjoint and cover; may be empty."""
-        start = int(len(items) * (self.bounds[replica - 1] if replica else Fraction(0)))
-        return items[start : int(len(items) * self.bounds[replica])]
+    def slice(self, items: range, replica: int, turn: int = 0) -> range:
+        """The contiguous part of ``items`` that a replica holds. Exact: parts are disjoint and cover; may be empty.
+
+        ``turn`` shifts where the bounds are rounded, so that over several turns what does not divide goes round.
+        """
+        shift = Fraction(turn % self.dp, self.dp)
+        start = int(len(items) * (self.bounds[replica - 1] if replica else Fraction(0)) + shift)
+        return items[start : int(len(items) * self.bounds[replica] + shift)]
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class BatchShape:
     def held(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
         """Prompts of ``mini_batches`` that ``rank`` holds, ascending."""
         replica = layout.replica(rank)
-        return tuple(prompt for m in mini_batches for prompt in layout.slice(self.prompts(m), replica))
+        return tuple(prompt for m in mini_batches for prompt in layout.slice(self.prompts(m), replica, turn=m))
 
     def rows(self, prompts: tuple[int, ...]) -> tuple[int, ...]:
         n = self.samples_per_prompt

@@ -21,8 +21,15 @@ def layout_of(shares: tuple[int | Fraction, ...]) -> Layout:
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 100])
 def test_slices_are_disjoint_and_cover(shares: tuple[int | Fraction, ...], size: int) -> None:
     layout, items = layout_of(shares), range(5, 5 + size)
-    slices = [layout.slice(items, replica) for replica in range(layout.dp)]
-    assert [item for part in slices for item in part] == list(items)
+    for turn in range(layout.dp + 1):
+        slices = [layout.slice(items, replica, turn) for replica in range(layout.dp)]
+        assert [item for part in slices for item in part] == list(items)
+
+
+def test_what_does_not_divide_goes_round() -> None:
+    """Two prompts in each of four mini-batches, four replicas: all have the same work in the end."""
+    layout, batch = Layout((0, 1, 2, 3)), BatchShape(num_prompts=8, num_mini_batches=4)
+    assert [len(batch.held(layout, rank, batch.mini_batches)) for rank in range(4)] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("shares", SHARES)
