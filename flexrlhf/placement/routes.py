@@ -3,7 +3,7 @@
 A transfer is the rows of one column that one rank sends to another. The primitive over the union of ranks, first match:
 
 * nothing missing               -> none
-* every rank gives the same equal share to all others -> all_gather
+* every rank ends with every row, from equal shares -> all_gather
 * no rank both sends and receives -> point_to_point
 * else                          -> all_to_all with exact splits (an unequal all_gather, too)
 """
@@ -50,8 +50,11 @@ def route(column: str, produced: Holdings, held: Holdings, needed: Holdings) -> 
     return transfers
 
 
-def primitive_of(transfers: Iterable[Transfer], ranks: tuple[int, ...]) -> Primitive:
-    """The primitive that carries ``transfers`` among ``ranks``, by the module's rule."""
+def primitive_of(transfers: Iterable[Transfer], ranks: tuple[int, ...], ends_with_all: bool) -> Primitive:
+    """The primitive that carries ``transfers`` among ``ranks``, by the module's rule.
+
+    ``ends_with_all``: afterwards every one of ``ranks`` holds every row of the columns.
+    """
     payloads: dict[int, dict[int, list[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(list))
     receivers = set()
     for transfer in transfers:
@@ -59,7 +62,7 @@ def primitive_of(transfers: Iterable[Transfer], ranks: tuple[int, ...]) -> Primi
         receivers.add(transfer.destination)
     if not payloads:
         return "none"
-    if _is_all_gather(payloads, ranks):
+    if ends_with_all and _is_all_gather(payloads, ranks):
         return "all_gather"
     return "all_to_all" if receivers & set(payloads) else "point_to_point"
 

@@ -153,6 +153,15 @@ class Builder:
         needs = self._needs(self.model_of(reader.operator), both)
         return any(not prompts <= self.held[column].get(rank, set()) for rank, prompts in needs.items())
 
+    def _all_hold(self, columns: list[tuple[str, Task]], ranks: tuple[int, ...]) -> bool:
+        """Whether each of ``ranks`` holds all that the writers of ``columns`` wrote."""
+        return all(
+            self.held[column][rank].issuperset(self.shape.prompts(mini_batch))
+            for column, writer in columns
+            for mini_batch in self.mini_batches(writer)
+            for rank in ranks
+        )
+
     def _move(self, columns: list[tuple[str, Task]], destinations: tuple[str, ...], chunk: int | None) -> Move:
         transfers: list[Transfer] = []
         for column, writer in columns:
@@ -170,7 +179,7 @@ class Builder:
             columns=tuple(column for column, _ in columns),
             sources=tuple(dict.fromkeys(self.model_of(writer.operator).name for _, writer in columns)),
             destinations=destinations,
-            primitive=primitive_of(transfers, ranks),
+            primitive=primitive_of(transfers, ranks, self._all_hold(columns, ranks)),
             transfers=tuple(transfers),
             chunk=chunk,
         )

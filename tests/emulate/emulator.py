@@ -265,10 +265,11 @@ class Rank:
             self._put(step, column, row, value)
 
     def _check_everything(self, step: int, move: Move) -> None:
-        """After an all_gather every rank has all that any of them sent."""
         batch = self._plan.batch
-        sent = {(transfer.column, row) for transfer in move.transfers for row in batch.rows(transfer.prompts)}
-        missing = sorted(sent - self._rows[step].values.keys())
+        mini_batches = batch.mini_batches if move.chunk is None else batch.chunk(move.chunk)
+        rows = batch.rows(tuple(prompt for m in mini_batches for prompt in batch.prompts(m)))
+        held = self._rows[step].values
+        missing = [(column, row) for column in move.columns for row in rows if (column, row) not in held]
         assert not missing, f"after the all_gather {move.label} rank {self.number} lacks {missing[0]}"
 
     # Sync --------------------------------------------------------------------------------------------------------

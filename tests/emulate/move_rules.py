@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import chain
+from collections import Counter, defaultdict
+from itertools import chain, product
 
 from flexrlhf.plan import Plan
-from flexrlhf.strategies.instructions import Move
+from flexrlhf.strategies.instructions import Move, Run
 
 
 def check_moves(plan: Plan) -> None:
@@ -19,10 +19,12 @@ def check_moves(plan: Plan) -> None:
             assert all(t.source != t.destination and t.prompts for t in move.transfers), f"{move.label}: empty transfer"
             cells = Counter((t.column, t.destination, prompt) for t in move.transfers for prompt in t.prompts)
             assert max(cells.values()) == 1, f"{move.label} sends {cells.most_common(1)} more than once"
-            assert move.primitive == primitive_needed(move), f"{move.label} says {move.primitive}: {move.transfers}"
+            assert move.primitive == primitive_needed(plan, move), (
+                f"{move.label} says {move.primitive}: {move.transfers}"
+            )
 
 
-def primitive_needed(move: Move) -> str:
+def primitive_needed(plan: Plan, move: Move) -> str:
     """The primitive by design.md's rule, from the rows that each pair of ranks exchanges."""
     if not move.transfers:
         return "none"
@@ -36,7 +38,23 @@ def primitive_needed(move: Move) -> str:
     }
     to_all = all(sent[a, b] == sent[a, c] != set() for a, b in sent for c in move.ranks if c != a)
     sizes = {tuple(sorted((column, len(prompts)) for column, prompts in parcel)) for parcel in sent.values()}
-    if to_all and len(sizes) == 1:
+    if to_all and len(sizes) == 1 and all_rows_everywhere(plan, move):
         return "all_gather"
     sources, destinations = {t.source for t in move.transfers}, {t.destination for t in move.transfers}
     return "all_to_all" if sources & destinations else "point_to_point"
+
+
+def all_rows_everywhere(plan: Plan, move: Move) -> bool:
+    """Whether every rank of ``move`` has all prompts of its columns afterwards: own, received before, received now."""
+    instructions = plan.schedule.instructions
+    mini_batches = plan.batch.mini_batches if move.chunk is None else plan.batch.chunk(move.chunk)
+    wanted = {(c, prompt) for c in move.columns for m in mini_batches for prompt in plan.batch.prompts(m)}
+    held: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    for run in (x for x in instructions if isinstance(x, Run)):
+        for rank in run.ranks:
+            prompts = plan.batch.held(plan.placement[run.model].layout, rank, run.mini_batches)
+            held[rank].update(product(run.operator.writes, prompts))
+    for earlier in (x for x in instructions[: instructions.index(move) + 1] if isinstance(x, Move)):
+        for transfer in earlier.transfers:
+            held[transfer.destination].update(product([transfer.column], transfer.prompts))
+    return all(wanted <= held[rank] for rank in move.ranks)

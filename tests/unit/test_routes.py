@@ -21,7 +21,11 @@ def holdings(layout: Layout, shape: BatchShape, ranks: tuple[int, ...] | None = 
 def planned(source: Holdings, needed: Holdings) -> tuple[list[Transfer], Primitive]:
     transfers = route("scores", source, source, needed)
     ranks = tuple(sorted({rank for t in transfers for rank in (t.source, t.destination)}))
-    return transfers, primitive_of(transfers, ranks)
+    held = {rank: set(source.get(rank, set())) for rank in ranks}
+    for transfer in transfers:
+        held[transfer.destination].update(transfer.prompts)
+    everything = set().union(*source.values())
+    return transfers, primitive_of(transfers, ranks, all(held[rank] == everything for rank in ranks))
 
 
 def arrived(transfers: list[Transfer], held: Holdings) -> Holdings:
@@ -75,14 +79,20 @@ def test_two_columns_gather_together_only_when_both_are_gathered() -> None:
     shape = BatchShape(4)
     source, everything = holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), tp=2), shape)
     both = [*route("tokens", source, source, everything), *route("scores", source, source, everything)]
-    assert primitive_of(both, (0, 1)) == "all_gather"
-    assert primitive_of(both[:-1], (0, 1)) == "all_to_all"
+    assert primitive_of(both, (0, 1), True) == "all_gather"
+    assert primitive_of(both[:-1], (0, 1), True) == "all_to_all"
+
+
+def test_an_exchange_of_a_part_of_the_rows_is_no_all_gather() -> None:
+    """Equal shares go both ways, but neither rank ends with every row."""
+    source = {0: {0, 1, 2}, 1: {3, 4, 5}}
+    assert planned(source, {0: {0, 3}, 1: {2, 4}})[1] == "all_to_all"
 
 
 def test_a_rank_outside_the_collective_spoils_an_all_gather() -> None:
     shape = BatchShape(4)
     transfers, _ = planned(holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), tp=2), shape))
-    assert primitive_of(transfers, (0, 1, 2)) == "all_to_all"
+    assert primitive_of(transfers, (0, 1, 2), True) == "all_to_all"
 
 
 def test_receivers_take_turns_among_the_ranks_that_hold_the_same_rows() -> None:
