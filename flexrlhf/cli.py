@@ -13,10 +13,11 @@ from flexrlhf.errors import UserError
 from flexrlhf.machines import Machines, equal_nodes, with_device
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan import Plan, make_plans
+from flexrlhf.remedies import check_fits
 from flexrlhf.report import format_plan, format_summary
 from flexrlhf.run_directory import prepare_directory, read_lines
 from flexrlhf.spec import Spec
-from flexrlhf.spec_file import check_scopes, load_spec, parse_vector
+from flexrlhf.spec_file import check_scopes, load_spec, parse_vector, split_scope
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="RLHF by placement ratios."
@@ -25,17 +26,26 @@ app = typer.Typer(
 Configs = Annotated[list[Path] | None, typer.Argument(help="YAML files, run in order; none: the quick start")]
 Ratio = Annotated[str | None, typer.Option(help="vector such as [1,1,0.5,0.5], for the runs that have so many models")]
 Devices = Annotated[int | None, typer.Option(min=1, help="ranks to start; replaces cluster.devices")]
+Force = Annotated[bool, typer.Option("--force", help="go on where the plan needs more memory than devices have")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting; NAME:KEY=VALUE for one run")
 ]
 
 
 @app.command()
-def plan(configs: Configs = None, placement_ratio: Ratio = None, devices: Devices = None, set_: Sets = None) -> None:
+def plan(
+    configs: Configs = None,
+    placement_ratio: Ratio = None,
+    devices: Devices = None,
+    set_: Sets = None,
+    force: Force = False,
+) -> None:
     """Print who sits where, who runs when, what moves, and how many bytes. Starts nothing."""
     with _user_errors():
-        for made in make_plans(_specs(configs, placement_ratio, devices, set_)):
+        plans = make_plans(_specs(configs, placement_ratio, devices, set_))
+        for made in plans:
             typer.echo(format_plan(made) + "\n")
+        _check_memory(plans, force)
 
 
 @app.command()
@@ -50,17 +60,29 @@ def run(
     nnodes: Annotated[int, typer.Option(min=1, help="machines of the job")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="number of this machine")] = 0,
     rdzv_endpoint: Annotated[str, typer.Option(help="HOST:PORT of machine 0, with several machines")] = "",
+    force: Force = False,
 ) -> None:
     """Train. Starts one process for each device of this machine; under torchrun it is one of them."""
     with _user_errors():
         machines = Machines(nnodes, node_rank, rdzv_endpoint)
         machines.check()
         plans = make_plans(_specs(configs, placement_ratio, devices, set_, nnodes))
+        _check_memory(plans, force)
         num_local = machines.num_ranks(plans[0].cluster)
         if dry_run:
             _dry_run(plans, quick_start=not configs)
         else:
             _execute(plans, machines, num_local, quick_start=not configs)
+
+
+def _check_memory(plans: Sequence[Plan], force: bool) -> None:
+    for made in plans:
+        try:
+            check_fits(made)
+        except UserError as error:
+            if not force:
+                raise
+            typer.echo(f"flexrlhf: {error} (--force: going on)", err=True)
 
 
 def _specs(
@@ -77,13 +99,29 @@ def _specs(
     if devices is not None:
         overrides += (f"cluster.devices={devices}",)
     paths = list(configs or config_paths())
-    specs = [load_spec(path, overrides) for path in paths]
+    general = tuple(override for override in overrides if _role_of(override) is None)
+    specs = [load_spec(path, general) for path in paths]
     check_scopes(overrides, specs)
     own = [_own_overrides(spec, placement_ratio, nnodes) for spec in specs]
+    settings = [_settings_for(spec, specs, overrides) for spec in specs]
     if placement_ratio is not None and not any(f"placement={placement_ratio}" in extra for extra in own):
         # no run has so many models: let the first say which vectors it takes
         own[0] += (f"placement={placement_ratio}",)
-    return [load_spec(path, overrides + extra) for path, extra in zip(paths, own, strict=True)]
+    return [load_spec(path, chosen + extra) for path, chosen, extra in zip(paths, settings, own, strict=True)]
+
+
+def _role_of(override: str) -> str | None:
+    """``actor`` for ``models.actor.zero=3``: a setting for whichever runs have that model."""
+    scope, setting = split_scope(override)
+    section, _, rest = setting.partition("=")[0].partition(".")
+    return rest.partition(".")[0] if scope is None and section == "models" and rest else None
+
+
+def _settings_for(spec: Spec, specs: Sequence[Spec], overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides without those of models that this run lacks and another one has."""
+    roles = make_graph(spec).roles
+    elsewhere = {role for other in specs for role in make_graph(other).roles} - set(roles)
+    return tuple(override for override in overrides if _role_of(override) not in elsewhere)
 
 
 def _own_overrides(spec: Spec, placement_ratio: str | None, nnodes: int) -> tuple[str, ...]:

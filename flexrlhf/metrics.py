@@ -48,6 +48,12 @@ METRICS = (
     Metric("actor_grad_norm", "train_actor/grad_norm", "global norm before clipping, mean over optimizer steps"),
     Metric("critic_grad_norm", "train_critic/grad_norm", "global norm before clipping, mean over optimizer steps"),
     Metric("reward_grad_norm", "train_reward/grad_norm", "global norm before clipping, mean over optimizer steps"),
+    Metric("actor_learning_rate", "train_actor/learning_rate", "of the updates, mean over optimizer steps"),
+    Metric("critic_learning_rate", "train_critic/learning_rate", "of the updates, mean over optimizer steps"),
+    Metric("reward_learning_rate", "train_reward/learning_rate", "of the updates, mean over optimizer steps"),
+    Metric("actor_skipped", "train_actor/skipped", "share of optimizer steps left out since float16 overflowed"),
+    Metric("critic_skipped", "train_critic/skipped", "share of optimizer steps left out since float16 overflowed"),
+    Metric("reward_skipped", "train_reward/skipped", "share of optimizer steps left out since float16 overflowed"),
     Metric("nll", "nll", "negative log-likelihood of the answers, mean over tokens (nats)", progress=True),
     Metric("pair_loss", "pair_loss", "-log sigmoid(chosen - rejected), mean over pairs", progress=True),
     Metric("pair_accuracy", "pair_correct", "share of training pairs with chosen above rejected", progress=True),
@@ -62,12 +68,13 @@ METRICS = (
     Metric("eval_response_length", "eval_response_length", "tokens per answer to held-out prompts"),
 )
 
+_OF_EVERY_UPDATE = ("grad_norm", "learning_rate", "skipped")
 _STATISTICS = {metric.statistic for metric in METRICS}
 
 
 def statistic_name(operator: str, name: str) -> str:
     """Statistics that every train operator reports get its name in front; each must be defined in METRICS."""
-    full = f"{operator}/{name}" if name == "grad_norm" else name
+    full = f"{operator}/{name}" if name in _OF_EVERY_UPDATE else name
     assert full in _STATISTICS, f"statistic {full} of {operator} has no metric"
     return full
 

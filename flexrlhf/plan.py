@@ -6,30 +6,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from flexrlhf.engines.catalogue import check_engines
+from flexrlhf.engines.catalogue import check_engines, check_models
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.cluster import Cluster, make_cluster
-from flexrlhf.placement.groups import Group
+from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.lora import with_adapters
+from flexrlhf.placement.memory import RankMemory, Sizing, Texts, rank_memory
+from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.placement.reshard import sync_bytes
 from flexrlhf.placement.shapes import ModelShape, model_shape
+from flexrlhf.placement.states import State
 from flexrlhf.spec import ModelSpec, Spec
-from flexrlhf.strategies.instructions import Instruction, Move, Sync
+from flexrlhf.strategies.instructions import Instruction, Move, Save, Sync
 from flexrlhf.strategies.registry import STRATEGIES, choose_strategy
+from flexrlhf.strategies.residency import Memory, with_residency
 from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.strategies.workload import workload
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``shapes``: parameter shapes by role; a role is absent when only loading the model can tell."""
+    """``shapes``: parameter shapes by role; a role is absent when only loading the model can tell.
+
+    ``offloaded``: rank → placed models that wait in host memory when the run starts.
+    """
 
     spec: Spec
     cluster: Cluster
@@ -41,6 +50,18 @@ class Plan:
     lengths: Lengths
     shapes: dict[str, ModelShape]
     groups: tuple[Group, ...]
+    offloaded: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def with_residency(self) -> Plan:
+        """This plan with Offload and Reload where models fit a device one after the other, but not together."""
+        placed = {
+            rank: tuple(model.name for model in self.placement.on_rank(rank))
+            for rank in range(self.placement.num_ranks)
+        }
+        memory = Memory(self.sizing, self.cluster, self.batch, self.graph.evaluation)
+        residency = with_residency(self.schedule.instructions, placed, memory)
+        schedule = replace(self.schedule, instructions=residency.instructions)
+        return replace(self, schedule=schedule, offloaded=residency.offloaded)
 
     def model(self, role: str) -> ModelSpec:
         """The resolved settings of a role of the graph."""
@@ -58,6 +79,12 @@ class Plan:
         """Role → absolute directory of the model that the run writes."""
         return {role: (self.spec.directory / role).resolve() for role in self.graph.trained}
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of each trained model in the whole run."""
+        algorithm = self.spec.algorithm
+        return self.spec.steps * algorithm.num_mini_batches * algorithm.epochs
+
     def move_bytes(self, move: Move) -> int:
         """Bytes that cross between ranks when ``move`` runs once."""
         samples = self.batch.samples_per_prompt
@@ -65,18 +92,31 @@ class Plan:
 
     def sync_bytes(self, sync: Sync) -> int | None:
         """Bytes that cross between ranks when ``sync`` runs once; None before an unknown architecture is loaded."""
-        shape = self.shapes.get(self.placement[sync.source].role)
+        source, destination = self.placement[sync.source], self.placement[sync.destination]
+        shape = self.shapes.get(source.role)
         if shape is None:
             return None
-        settings = self.spec.sync
-        return sync_bytes(shape.tensor_bytes, bucket_bytes(self.spec), settings.checksum, len(sync.transfers))
+        return sync_bytes(source, destination, shape, sync.transfers, bucket_bytes(self.spec), self.spec.sync.checksum)
 
-    def parameter_bytes(self, rank: int) -> dict[str, int | None]:
-        """Bytes of weights by placed model on ``rank``."""
-        return {
-            model.name: self.shapes[model.role].num_bytes if model.role in self.shapes else None
-            for model in self.placement.on_rank(rank)
-        }
+    def state(self, model: PlacedModel, rank: int) -> State | None:
+        """What ``model`` holds on ``rank``; None before an unknown architecture is loaded."""
+        return self.sizing.state(model, rank)
+
+    @cached_property
+    def sizing(self) -> Sizing:
+        """What bytes follow from."""
+        texts = Texts(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
+        return Sizing(self.placement, self.shapes, texts, self.spec.sync)
+
+    def memory(self, rank: int) -> RankMemory:
+        """Bytes on ``rank`` while the run lasts."""
+        mine = self.schedule.for_rank(rank)
+        return rank_memory(self.sizing, rank, workload(mine, self.placement, self.batch, self.graph.evaluation, rank))
+
+    @cached_property
+    def memories(self) -> tuple[RankMemory, ...]:
+        """That of every rank."""
+        return tuple(self.memory(rank) for rank in range(self.placement.num_ranks))
 
 
 def bucket_bytes(spec: Spec) -> int:
@@ -95,6 +135,7 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
     strategy = choose_strategy(spec, placement)
     check_engines(graph, placement)
     shapes = _shapes(spec, graph, pending or {})
+    check_models(placement, shapes, cluster)
     batch = BatchShape(
         spec.algorithm.prompts_per_step,
         spec.algorithm.samples_per_prompt,
@@ -105,7 +146,8 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
     instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
     schedule = Schedule(instructions, max((i.lag for i in instructions), default=0))
     groups = tuple(_groups(placement, instructions))
-    return Plan(spec, cluster, graph, placement, strategy, schedule, batch, lengths, shapes, groups)
+    made = Plan(spec, cluster, graph, placement, strategy, schedule, batch, lengths, shapes, groups)
+    return made.with_residency()
 
 
 def make_plans(specs: Sequence[Spec]) -> list[Plan]:
@@ -135,7 +177,8 @@ def make_plans(specs: Sequence[Spec]) -> list[Plan]:
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
     """Fill in ref (the actor's weights) and critic (the reward's); refuse roles that the algorithm does not have."""
     written = {role for role in type(spec.models).model_fields if spec.models.of(role) is not None}
-    surplus = sorted(written - set(graph.roles))
+    shared = {role for role in written if _shares(spec, role)}
+    surplus = sorted(written - set(graph.roles) - shared)
     if surplus:
         raise UserError(
             f"models.{surplus[0]}: {spec.algorithm.name} has no {surplus[0]}; it has {', '.join(graph.roles)}"
@@ -150,6 +193,22 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     return spec.model_copy(update={"models": spec.models.model_copy(update=filled)})
 
 
+def _shares(spec: Spec, role: str) -> bool:
+    """Whether ``role`` is another's base weights; refused where that is not possible."""
+    model = spec.models.of(role)
+    if model is None or model.share is None:
+        return False
+    owner = spec.models.of(model.share)
+    if role != "ref":
+        raise UserError(f"models.{role}.share: only ref can share the actor's weights, found it on {role}")
+    if owner is None or owner.lora is None:
+        raise UserError(
+            f"models.ref.share: {model.share} has no lora, so its weights are trained themselves; "
+            f"give models.{model.share}.lora or remove models.ref.share"
+        )
+    return True
+
+
 def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
     if origin is None or model.path is not None or model.init is not None:
         return model
@@ -161,20 +220,25 @@ def _shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict
     for role in graph.roles:
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
+        lora = model.lora
         while model.path is not None and Path(model.path).resolve() in pending:
             model = pending[Path(model.path).resolve()]
         shape = model_shape(role, model)
         if shape is not None:
-            shapes[role] = shape
+            shapes[role] = shape if lora is None else with_adapters(role, shape, lora)
     return shapes
 
 
 def _groups(placement: Placement, instructions: tuple[Instruction, ...]) -> list[Group]:
     """All groups in the order in which every rank creates them. A single rank needs none."""
-    groups = [Group(f"compute {model.name}", model.ranks) for model in placement.models]
+    groups = [group for model in placement.models for group in compute_groups(model)]
     for instruction in instructions:
-        if isinstance(instruction, Move):
-            groups.append(Group("move", instruction.ranks))
-        elif isinstance(instruction, Sync):
-            groups.append(Group(f"sync {instruction.source}", instruction.ranks))
-    return [group for group in dict.fromkeys(groups) if len(group.ranks) > 1]
+        match instruction:
+            case Move():
+                groups.append(Group("move", instruction.ranks))
+            case Sync():
+                groups.append(Group(f"sync {instruction.source}", instruction.ranks))
+                groups += [Group(f"gather {instruction.source}", ranks) for ranks in instruction.gathers]
+            case Save():
+                groups.append(Group(f"gather {instruction.model}", instruction.ranks))
+    return [group for group in dict.fromkeys(groups) if len(group.ranks) > 1 or group.alone]

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 from flexrlhf.metrics import METRICS
+from flexrlhf.placement.cluster import DEVICE_CLASSES
+from flexrlhf.placement.memory import Phase, RankMemory
+from flexrlhf.placement.memory import bytes_text as _bytes
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.states import State
 from flexrlhf.plan import Plan
+from flexrlhf.remedies import remedies, tightest_rank
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
+
+NUM_REMEDIES = 6
+SMALLEST_DEVICE_BYTES = min(int(1e9 * device.memory_gb) for device in DEVICE_CLASSES.values())
 
 
 def format_plan(plan: Plan) -> str:
@@ -22,7 +32,7 @@ def format_plan(plan: Plan) -> str:
         [head],
         _titled("batch", _batch(plan)),
         _titled("placement", _placement(plan)),
-        _titled("weights per rank", _weights(plan)),
+        _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", _memory(plan)),
         _titled("overlap", _overlap(plan)),
         _titled("process groups", _groups(plan)),
         _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
@@ -57,12 +67,14 @@ def _range(sizes: Sequence[int]) -> str:
 def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
     batch = plan.batch
     counts = [
-        len(batch.held(model.layout, rank, batch.mini_batches)) * batch.samples_per_prompt for rank in model.ranks
+        len(batch.held(model.layout, ranks[0], batch.mini_batches)) * batch.samples_per_prompt
+        for ranks in model.layout.tp_sets
     ]
     shown = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
     if len(set(counts)) == 1:
         shown = str(counts[0])
-    replicas = "its one replica" if len(counts) == 1 else f"each of {len(counts)} replicas"
+    dp = model.layout.dp
+    replicas = "its one replica" if dp == 1 else f"each of {dp} replicas"
     return f"rows of {model.name:<13}{shown:>8} on {replicas}"
 
 
@@ -72,21 +84,109 @@ def _placement(plan: Plan) -> list[str]:
         devices = {(plan.cluster.devices[r].node, plan.cluster.devices[r].device_class) for r in model.ranks}
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
         trained = "trained" if model.trained else "follows " + model.role if model.is_shadow else "frozen"
-        lines.append(f"{model.name:<14}{ranks_text(model.ranks):<12} {where:<22} {model.engine:<7} {trained}")
+        lines.append(f"{model.name:<14}{ranks_text(model.ranks):<12} {where:<22} {_computing(model):<28} {trained}")
+    lines += [f"{role:<14}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
     return lines + [f"warning: {text}" for text in plan.placement.warnings]
 
 
-def _weights(plan: Plan) -> list[str]:
-    by_contents: dict[str, list[int]] = {}
-    for rank in range(plan.placement.num_ranks):
-        held = plan.parameter_bytes(rank)
-        text = ", ".join(f"{name} {_bytes(size)}" for name, size in held.items()) or "nothing"
-        total = _bytes(sum(size or 0 for size in held.values()))
-        by_contents.setdefault(f"{total:>9} = {text}", []).append(rank)
-    return [f"{ranks_text(tuple(ranks)):<12} {text}" for text, ranks in by_contents.items()]
+def _computing(model: PlacedModel) -> str:
+    """Engine, and of the sharding and the type what is not the default."""
+    settings, layout = model.settings, model.layout
+    shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
+    shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
+    shown += [f"zero {settings.zero}"] if settings.zero else []
+    shown += [settings.dtype] if settings.dtype != "float32" else []
+    shown += ["lora"] if settings.lora is not None else []
+    return " ".join([settings.engine, *shown])
+
+
+def _shared(plan: Plan) -> dict[str, str]:
+    models = plan.spec.models
+    return {role: m.share for role in type(models).model_fields if (m := models.of(role)) and m.share is not None}
+
+
+def _memory(plan: Plan) -> list[str]:
+    """For ranks with the same models and device the one that needs most; then what would free memory."""
+    alike: dict[tuple[tuple[str, ...], str, int | None], list[RankMemory]] = {}
+    for memory in plan.memories:
+        device = plan.cluster.devices[memory.rank].device_class, plan.cluster.memory_bytes(memory.rank)
+        alike.setdefault((tuple(memory.states), *device), []).append(memory)
+    lines = []
+    for (_, device_class, size), members in alike.items():
+        highest = max(members, key=lambda memory: memory.peak_bytes)
+        where = "" if size is None else f" ({device_class}, {_bytes(size)})"
+        lines.append(f"{ranks_text(tuple(memory.rank for memory in members))}{where}: {_peak(highest)}")
+        lines += [f"  {line}" for line in _memory_table(highest)]
+    return lines + _remedies(plan)
+
+
+def _peak(memory: RankMemory) -> str:
+    if memory.peak is None:
+        return "nothing"
+    known = "at most" if memory.is_complete else "at least"
+    return f"{known} {_bytes(memory.peak_bytes)}, for {memory.peak.label}"
+
+
+def _memory_table(memory: RankMemory) -> list[str]:
+    """A line for each model, which holds that much between its calls too, and for each phase with its parts."""
+    if not memory.states:
+        return []
+    return [
+        *_states(memory.states),
+        f"{'':<25}{'in all':>11}  of it beside the states",
+        *(line for phase in memory.phases if _is_worth_a_line(phase, memory) for line in _phase_lines(phase)),
+        f"{'host memory':<25}{_bytes(memory.host_bytes):>11}  {_host(memory)}".rstrip(),
+    ]
+
+
+def _states(states: Mapping[str, State | None]) -> list[str]:
+    sizes = {name: asdict(state) if state else None for name, state in states.items()}
+    shown = ["weights", "gradients", "optimizer"]
+    shown += [key for key in ("buffers", "host") if any(each and each[key] for each in sizes.values())]
+    lines = [f"{'':<25}" + "".join(f"{key:>11}" for key in shown)]
+    for name, each in sizes.items():
+        texts = ["? B"] if each is None else [_bytes(each[key]) if each[key] else "-" for key in shown]
+        lines.append(f"{name:<25}" + "".join(f"{text:>11}" for text in texts))
+    return lines
+
+
+def _is_worth_a_line(phase: Phase, memory: RankMemory) -> bool:
+    """Left out is what takes next to nothing beside the states, unless it is a model call."""
+    return phase == memory.peak or phase.kind in ("generate", "forward", "train") or _share(phase.besides, phase)
+
+
+def _phase_lines(phase: Phase) -> list[str]:
+    parts = [f"{_bytes(size)} {name}" for name, size in phase.parts.items() if size is None or _share(size, phase)]
+    head = f"{phase.label:<25}{_bytes(phase.total):>11}  "
+    unbroken = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts]
+    lines = textwrap.wrap(head + ", ".join(unbroken), 96, subsequent_indent=" " * len(head))
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _host(memory: RankMemory) -> str:
+    later = max((phase.host for phase in memory.phases), default=0)
+    return "while models are loaded, each whole and in float32" if memory.host_bytes > later else ""
+
+
+def _share(size: int, phase: Phase) -> bool:
+    """Whether ``size`` is at least a hundredth."""
+    return 100 * size >= phase.total > 0
+
+
+def _remedies(plan: Plan) -> list[str]:
+    """What would lower the highest peak, where it is not far below what devices hold."""
+    rank = tightest_rank(plan)
+    size = plan.cluster.memory_bytes(rank) or SMALLEST_DEVICE_BYTES
+    if 2 * plan.memories[rank].peak_bytes < size:
+        return []
+    lines = [
+        f"  {_bytes(remedy.freed):>8}  {remedy.change}{'' if remedy.same_numbers else '  (other numbers)'}"
+        for remedy in remedies(plan, rank)[:NUM_REMEDIES]
+    ]
+    return [f"to free memory on rank {rank}:", *lines] if lines else []
 
 
 def _overlap(plan: Plan) -> list[str]:
@@ -99,7 +199,10 @@ def _overlap(plan: Plan) -> list[str]:
 
 
 def _groups(plan: Plan) -> list[str]:
-    return [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups] or ["none: one rank"]
+    alone = tuple(sorted(group.ranks[0] for group in plan.groups if group.alone))
+    lines = [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups if not group.alone]
+    lines += [f"{'alone, each':<24} {ranks_text(alone)}"] if alone else []
+    return lines or ["none: one rank"]
 
 
 def schedule_table(plan: Plan) -> list[str]:
@@ -161,16 +264,6 @@ def span_of(ranks: tuple[int, ...]) -> str:
         else:
             parts.append([rank])
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
-def _bytes(size: int | None) -> str:
-    """Decimal units, as links and device memory are sold."""
-    if size is None:
-        return "? B"
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"
 
 
 def format_summary(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.data import Example, load_examples, read_texts
+from flexrlhf.engines.catalogue import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.placement.shapes import read_config
 from flexrlhf.plan import Plan
@@ -71,6 +72,7 @@ def check_runs(plans: Sequence[Plan]) -> None:
     texts checked here and its tokens by its ranks.
     """
     for index, plan in enumerate(plans):
+        check_packages(plan.placement)
         _check_sources(plan, plans, index)
         pending = {path for earlier in plans[:index] for path in earlier.outputs.values()}
         for source in data_paths(plan):

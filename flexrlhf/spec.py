@@ -61,30 +61,94 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(Section):
-    """AdamW (Loshchilov & Hutter 2019) and the clipping of the global gradient norm."""
+    """The update rule, its learning rate over the optimizer steps, and the clipping of the global gradient norm."""
 
-    learning_rate: float = Field(1e-6, ge=0)
+    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="AdamW: Loshchilov & Hutter 2019")
+    learning_rate: float = Field(1e-6, ge=0, description="its highest value")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up; to 0 at the end")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises from 0")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0, description="None: the gradient is not clipped")
 
+    @model_validator(mode="after")
+    def _momentum_is_of_sgd(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum {self.momentum:g} goes with sgd; {self.name} has betas")
+        return self
+
+
+class LoraSpec(Section):
+    """Low-rank adapters beside frozen weights (Hu et al. 2022), by peft: h = Wx + alpha / rank * BAx."""
+
+    rank: int = Field(8, ge=1)
+    alpha: int = Field(16, ge=1)
+    targets: tuple[str, ...] | None = Field(None, description="last names of modules; None: every linear layer")
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Zero = Literal[0, 1, 2, 3]
+
+
+class ShadowSpec(Section):
+    """Where a shadow computes in another way than the trained copy; what is left out is that copy's."""
+
+    engine: str | None = None
+    zero: Zero | None = None
+    tp: int | None = Field(None, ge=1)
+    dtype: Dtype | None = None
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    generate_tokens: int | None = Field(None, ge=1)
+
 
 class ModelSpec(Section):
-    """The weights of one role and how they are trained."""
+    """The weights of one role, how they are computed with and how they are trained."""
 
     path: str | None = Field(None, description="Hugging Face model directory; default: see ModelsSpec")
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
+    share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
     engine: str = "torch"
+    zero: Zero = Field(
+        0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
+    )
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
+    cp: int = Field(1, ge=1, description="context-parallel ranks of a replica")
+    dtype: Dtype = Field("float32", description="of weights and passes; a trained model keeps float32 master weights")
+    lora: LoraSpec | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward or backward pass")
     generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
+    logits_mb: float = Field(64.0, gt=0, description="float32 logits that exist at a time while log-probs are computed")
+    activation_checkpointing: bool = Field(False, description="recompute a layer's activations in the backward pass")
+    offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory")
+    offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
+    config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, as it names them")
+    shadow: ShadowSpec | None = Field(None, description="where the shadow computes in another way")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is not None and self.init is not None:
             raise ValueError("path and init exclude each other: remove one")
         return self
+
+    @model_validator(mode="after")
+    def _shared_weights_have_no_settings(self) -> Self:
+        plain = type(self).model_construct()
+        others = [name for name in type(self).model_fields if getattr(self, name) != getattr(plain, name)]
+        if self.share is not None and others != ["share"]:
+            others.remove("share")
+            raise ValueError(f"share: {self.share} means no copy of its own: remove {', '.join(others)}")
+        return self
+
+    @property
+    def of_shadow(self) -> Self:
+        """The settings of this role's shadow."""
+        own = dict(self.shadow or ())
+        return self.model_copy(
+            update={**{key: value for key, value in own.items() if value is not None}, "shadow": None}
+        )
 
 
 class ModelsSpec(Section):
@@ -186,6 +250,7 @@ class NodeSpec(Section):
     count: int = Field(1, ge=1)
     devices: int = Field(ge=1, description="devices in each machine")
     device_class: str = Field("any", alias="class")
+    memory_gb: float | None = Field(None, gt=0, description="of one device; default: that of its class")
 
 
 class ClusterSpec(Section):
@@ -193,6 +258,7 @@ class ClusterSpec(Section):
 
     devices: int | None = Field(None, ge=1)
     nodes: tuple[NodeSpec, ...] = ()
+    memory_gb: float | None = Field(None, gt=0, description="of one device, where no node says otherwise")
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @model_validator(mode="after")

@@ -2,23 +2,165 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from flexrlhf.engines.deepspeed_config import check_deepspeed_config
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.cluster import DEVICE_CLASSES, Cluster
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape
 
-SERVES: dict[str, frozenset[str]] = {
-    "torch": frozenset({"generate", "forward", "train"}),
+
+@dataclass(frozen=True)
+class Package:
+    """A library that is not installed by default, and the extra of ours that installs it."""
+
+    module: str
+    extra: str
+
+
+@dataclass(frozen=True)
+class Serves:
+    """What one engine can do. ``config``: whether further settings of its library pass through."""
+
+    kinds: frozenset[str]
+    zero: tuple[int, ...]
+    tp: bool = False
+    offload: bool = False
+    config: bool = False
+    package: Package | None = None
+
+
+ALL_KINDS = frozenset({"generate", "forward", "train"})
+SERVES: dict[str, Serves] = {
+    "torch": Serves(ALL_KINDS, zero=(0, 2, 3), tp=True),
+    "deepspeed": Serves(
+        ALL_KINDS, zero=(0, 1, 2, 3), offload=True, config=True, package=Package("deepspeed", "deepspeed")
+    ),
 }
+PEFT = Package("peft", "lora")
 
 
 def check_engines(graph: Graph, placement: Placement) -> None:
-    """Raise UserError where a placed model's engine cannot serve an operator of its role."""
+    """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings."""
     for model in placement.models:
         if model.engine not in SERVES:
             raise UserError(
-                f"models.{model.role}.engine: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; "
+                f"{_key(model)}.engine: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; "
                 f"known: {', '.join(SERVES)}"
             )
         for operator in graph.operators:
-            if operator.role == model.role and operator.kind != "combine" and operator.kind not in SERVES[model.engine]:
-                raise UserError(f"models.{model.role}.engine: engine {model.engine} cannot serve {operator.kind}")
+            can = operator.kind == "combine" or operator.kind in SERVES[model.engine].kinds
+            if operator.role == model.role and not can:
+                raise UserError(f"{_key(model)}.engine: engine {model.engine} cannot serve {operator.kind}")
+        _check_settings(model)
+
+
+def _key(model: PlacedModel) -> str:
+    return f"models.{model.role}.shadow" if model.is_shadow else f"models.{model.role}"
+
+
+def _check_settings(model: PlacedModel) -> None:
+    serves, settings, key = SERVES[model.engine], model.settings, _key(model)
+    if model.trained and settings.zero not in serves.zero:
+        raise UserError(
+            f"{key}.zero: engine {model.engine} has no stage {settings.zero}; use {_or(serves.zero)}"
+            + _instead(lambda other: settings.zero in other.zero)
+        )
+    if settings.cp > 1:
+        raise UserError(f"{key}.cp: context parallel ({settings.cp}) is not supported yet; use 1, or tp for long texts")
+    if settings.tp > 1 and not serves.tp:
+        raise UserError(
+            f"{key}.tp: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
+            + _instead(lambda other: other.tp)
+        )
+    if settings.tp > 1 and settings.lora is not None:
+        raise UserError(f"{key}.lora: adapters under tp {settings.tp} are not supported; use tp 1 with zero 3")
+    for name in ("offload_optimizer", "offload_parameters"):
+        if getattr(settings, name) and not serves.offload:
+            raise UserError(f"{key}.{name}: engine {model.engine} has none" + _instead(lambda other: other.offload))
+    if settings.offload_parameters and settings.zero != 3:
+        raise UserError(
+            f"{key}.offload_parameters: needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
+        )
+    if settings.config and not serves.config:
+        raise UserError(f"{key}.config: engine {model.engine} takes none; remove it" + _instead(lambda o: o.config))
+    if settings.activation_checkpointing and not model.trained and not model.is_shadow:
+        raise UserError(f"{key}.activation_checkpointing: {model.role} is not trained; remove it")
+    if settings.lora is not None and not model.trained and not model.is_shadow:
+        raise UserError(f"{key}.lora: {model.role} is not trained, so its adapters would do nothing; remove it")
+    if model.engine == "deepspeed":
+        check_deepspeed_config(key, settings.config)
+
+
+def _or(numbers: Iterable[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _instead(can: Callable[[Serves], bool]) -> str:
+    others = [name for name, serves in SERVES.items() if can(serves)]
+    return f", or engine {' or '.join(others)}" if others else ""
+
+
+def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster) -> None:
+    """Raise UserError where a model's own sizes or its devices do not go with its settings."""
+    for model in placement.models:
+        _check_dtype(model, cluster)
+        shape = shapes.get(model.role)
+        if shape is None:
+            _check_unknown_shape(model)
+        elif model.settings.tp > 1:
+            _check_heads(model, shape)
+
+
+def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
+    if model.settings.dtype != "bfloat16":
+        return
+    for rank in model.ranks:
+        figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
+        if figures is not None and not figures.bf16:
+            raise UserError(
+                f"{_key(model)}.dtype: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, "
+                f"or place {model.name} on another class with `on:`"
+            )
+
+
+def _check_unknown_shape(model: PlacedModel) -> None:
+    settings = model.settings
+    for name, plain in (("zero", 0), ("tp", 1), ("lora", None)):
+        if getattr(settings, name) != plain:
+            raise UserError(
+                f"{_key(model)}.{name}: needs parameter shapes before loading, and this architecture has none known; "
+                f"give a path with safetensors weights, or a model of {', '.join(LLAMA_LIKE)}"
+            )
+
+
+def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
+    """Each tensor-parallel rank computes whole heads, and groups of queries stay with their keys."""
+    tp, sizes = model.settings.tp, shape.sizes
+    if sizes is None or sizes.family not in LLAMA_LIKE:
+        raise UserError(f"{_key(model)}.tp: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
+    fits = [n for n in range(1, sizes.heads + 1) if not (sizes.heads % n or sizes.kv_heads % n or sizes.ffn % n)]
+    if tp not in fits:
+        raise UserError(
+            f"{_key(model)}.tp: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
+            f"and {sizes.ffn} inner features; use {_or(fits)}"
+        )
+
+
+def check_packages(placement: Placement) -> None:
+    """Raise UserError for a library that a run needs and this machine lacks."""
+    for model in placement.models:
+        wanted = {f"engine {model.engine}": SERVES[model.engine].package}
+        if model.settings.lora is not None:
+            wanted["lora"] = PEFT
+        for what, package in wanted.items():
+            if package is not None and find_spec(package.module) is None:
+                raise UserError(
+                    f"{_key(model)}: {what} needs the package {package.module}, which is not installed; "
+                    f"pip install 'flexrlhf[{package.extra}]'"
+                )

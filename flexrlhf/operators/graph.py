@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -17,6 +17,7 @@ class Operator:
 
     ``function`` names the mathematics of a combine or the loss of a train (operators/functions.py).
     ``barrier``: needs every row of the step at once, so chunks end here (and for all that reads what it writes).
+    ``adapters`` False: the base weights alone compute it, without the low-rank adapters that are trained.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Operator:
     writes: tuple[str, ...] = ()
     function: str = ""
     barrier: bool = False
+    adapters: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,16 @@ class Graph:
             if operator.barrier or any(parent.name in names for parent in self.parents(operator)):
                 names.add(operator.name)
         return frozenset(names)
+
+
+def share_weights(graph: Graph, role: str, owner: str) -> Graph:
+    """``role`` has no copy of its own: its operators run on ``owner``'s weights without adapters."""
+
+    def shared(operator: Operator) -> Operator:
+        return replace(operator, role=owner, adapters=False) if operator.role == role else operator
+
+    return replace(
+        graph,
+        operators=tuple(shared(operator) for operator in graph.operators),
+        roles=tuple(name for name in graph.roles if name != role),
+    )

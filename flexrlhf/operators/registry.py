@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.graph import Graph, share_weights
 from flexrlhf.operators.ppo import ppo
 from flexrlhf.operators.reward import reward
 from flexrlhf.operators.sft import sft
@@ -15,4 +15,10 @@ GRAPHS: dict[str, Callable[[Any], Graph]] = {"ppo": ppo, "sft": sft, "reward": r
 
 
 def make_graph(spec: Spec) -> Graph:
-    return GRAPHS[spec.algorithm.name](spec.algorithm)
+    """The graph of the algorithm; roles that share another's weights are part of that role."""
+    graph = GRAPHS[spec.algorithm.name](spec.algorithm)
+    for role in graph.roles:
+        model = spec.models.of(role)
+        if model is not None and model.share is not None:
+            graph = share_weights(graph, role, model.share)
+    return graph

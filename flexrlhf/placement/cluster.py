@@ -10,25 +10,27 @@ from flexrlhf.spec import ClusterSpec
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Figures of one device class. tflops: dense 16-bit tensor-core peak."""
+    """Figures of one device class. tflops: dense 16-bit tensor-core peak; memory_gb: as sold, in 1e9 bytes."""
 
     name: str
     tflops: float
+    memory_gb: float
+    bf16: bool = True
 
 
 # Vendor data sheets and whitepapers (NVIDIA V100, A100, H100, H200); H20: public board listings.
 DEVICE_CLASSES = {
     item.name: item
     for item in (
-        DeviceClass("V100-16G", 125),
-        DeviceClass("V100-32G", 125),
-        DeviceClass("A100-40G", 312),
-        DeviceClass("A100-80G", 312),
-        DeviceClass("H100-80G", 989),
-        DeviceClass("H200-141G", 989),
-        DeviceClass("H20-96G", 148),
-        DeviceClass("L40S-48G", 362),
-        DeviceClass("A10-24G", 125),
+        DeviceClass("V100-16G", 125, 16, bf16=False),
+        DeviceClass("V100-32G", 125, 32, bf16=False),
+        DeviceClass("A100-40G", 312, 40),
+        DeviceClass("A100-80G", 312, 80),
+        DeviceClass("H100-80G", 989, 80),
+        DeviceClass("H200-141G", 989, 141),
+        DeviceClass("H20-96G", 148, 96),
+        DeviceClass("L40S-48G", 362, 48),
+        DeviceClass("A10-24G", 125, 24),
     )
 }
 
@@ -38,6 +40,7 @@ class Device:
     rank: int
     node: int
     device_class: str
+    memory_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,13 @@ class Cluster:
             raise UserError(f"placement: on: {wanted!r} names no single device class; the cluster has {found}")
         return matches[0]
 
+    def memory_bytes(self, rank: int) -> int | None:
+        """What one device holds: as the YAML says, else as its class is sold; None when nobody says."""
+        device = self.devices[rank]
+        figures = DEVICE_CLASSES.get(device.device_class)
+        gigabytes = device.memory_gb or (figures.memory_gb if figures else None)
+        return None if gigabytes is None else int(gigabytes * 1e9)
+
     def speed(self, rank: int) -> int:
         """Relative speed for default row shares; a class without figures counts 1."""
         figures = DEVICE_CLASSES.get(self.devices[rank].device_class)
@@ -79,11 +89,12 @@ class Cluster:
 def make_cluster(spec: ClusterSpec) -> Cluster:
     """Number the devices node by node. A cluster given as one number is one node."""
     if not spec.nodes:
-        return Cluster(tuple(Device(rank, 0, "any") for rank in range(spec.devices or 1)))
+        return Cluster(tuple(Device(rank, 0, "any", spec.memory_gb) for rank in range(spec.devices or 1)))
     devices: list[Device] = []
     node = 0
     for group in spec.nodes:
         for _ in range(group.count):
-            devices += [Device(len(devices) + i, node, group.device_class) for i in range(group.devices)]
+            memory = group.memory_gb or spec.memory_gb
+            devices += [Device(len(devices) + i, node, group.device_class, memory) for i in range(group.devices)]
             node += 1
     return Cluster(tuple(devices))

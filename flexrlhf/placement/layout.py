@@ -31,6 +31,20 @@ class Layout:
     def replica(self, rank: int) -> int:
         return self.ranks.index(rank) // self.tp % self.dp
 
+    def tp_index(self, rank: int) -> int:
+        """Which tensor-parallel part of its replica a rank holds."""
+        return self.ranks.index(rank) % self.tp
+
+    @property
+    def tp_sets(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that together hold one replica's layers."""
+        return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
+
+    def dp_set(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold what ``rank`` holds, or its ZeRO shards, for other rows: one of each replica."""
+        assert self.pp == 1, "no engine has pipeline stages yet"
+        return self.ranks[self.tp_index(rank) :: self.tp]
+
     @cached_property
     def bounds(self) -> tuple[Fraction, ...]:
         """Where the replicas' shares end, in (0, 1]."""

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Literal
 
 from flexrlhf.placement.layout import Layout
+from flexrlhf.spec import ModelSpec
 
 SHADOW = ".shadow"
+
+Split = Literal["whole", "rows", "flat"]
+_SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "rows", ("deepspeed", 3): "flat"}
+"""How weights lie between passes, by engine and ZeRO stage: FSDP2 cuts each tensor's rows, ZeRO-3 its flat numbers."""
 
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """One copy of ``role``'s weights. ``trained`` copies own an optimizer; shadows follow them by Sync."""
+    """One copy of ``role``'s weights. ``trained`` copies own an optimizer; shadows follow them by Sync.
+
+    ``settings``: how this copy computes.
+    """
 
     name: str
     role: str
     layout: Layout
-    engine: str
     trained: bool
+    settings: ModelSpec = field(default=ModelSpec(), hash=False)
+
+    @property
+    def engine(self) -> str:
+        return self.settings.engine
+
+    @property
+    def split(self) -> Split:
+        """How the replicas share the weights between passes."""
+        return "whole" if self.layout.dp == 1 else _SPLITS.get((self.engine, self.settings.zero), "whole")
+
+    @property
+    def gather_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The smallest sets of ranks that hold all weights together."""
+        return self.layout.tp_sets if self.split == "whole" else (self.ranks,)
 
     @property
     def ranks(self) -> tuple[int, ...]:

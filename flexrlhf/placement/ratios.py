@@ -17,7 +17,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.packing import Packing, Request, pack
 from flexrlhf.placement.placed import SHADOW, PlacedModel, Placement
-from flexrlhf.spec import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap, Spec
+from flexrlhf.spec import PLACEMENT_SETTINGS, ModelSpec, PlacementEntry, PlacementMap, Spec
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,49 @@ def _placed(
     name: str, entry: PlacementEntry, ranks: tuple[int, ...], spec: Spec, roles: Roles, cluster: Cluster
 ) -> PlacedModel:
     role = name.removesuffix(SHADOW)
-    shares = entry.row_shares or tuple(Fraction(cluster.speed(rank)) for rank in ranks)
-    if len(shares) != len(ranks):
-        raise UserError(f"placement: {name} has {len(ranks)} replicas, but row_shares has {len(shares)} entries")
-    ranks, shares = zip(*sorted(zip(ranks, shares, strict=True)), strict=True)
-    equal = len(set(shares)) == 1
-    model = spec.models.of(role)
-    engine = model.engine if model else "torch"
-    return PlacedModel(name, role, Layout(ranks, row_shares=() if equal else shares), engine, name in roles.trained)
+    model = spec.models.of(role) or ModelSpec()
+    settings = model.of_shadow if name.endswith(SHADOW) else model
+    layout = _layout(name, entry, tuple(sorted(ranks)), ranks, settings.tp, cluster)
+    return PlacedModel(name, role, layout, name in roles.trained, settings)
+
+
+def _layout(
+    name: str, entry: PlacementEntry, ranks: tuple[int, ...], written: tuple[int, ...], tp: int, cluster: Cluster
+) -> Layout:
+    """Ranks in ascending order; ``row_shares`` stand in the order in which the user wrote the ranks."""
+    _check_tensor_parallel(name, ranks, tp, cluster)
+    dp = len(ranks) // tp
+    shares = entry.row_shares
+    if shares is None:
+        # a replica is as fast as its slowest rank
+        shares = tuple(
+            Fraction(min(cluster.speed(rank) for rank in ranks[i : i + tp])) for i in range(0, len(ranks), tp)
+        )
+    elif len(shares) != dp:
+        raise UserError(f"placement: {name} has {dp} replicas, but row_shares has {len(shares)} entries")
+    elif tp == 1:
+        shares = tuple(share for _, share in sorted(zip(written, shares, strict=True)))
+    return Layout(ranks, tp=tp, row_shares=() if len(set(shares)) == 1 else shares)
+
+
+def _check_tensor_parallel(name: str, ranks: tuple[int, ...], tp: int, cluster: Cluster) -> None:
+    """A replica's tensor-parallel ranks stay on one node, where links are fast."""
+    where = f"models.{name.removesuffix(SHADOW)}.{'shadow.' if name.endswith(SHADOW) else ''}tp"
+    works = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _stays_on_node(ranks, n, cluster)]
+    if len(ranks) % tp:
+        raise UserError(f"{where}: {tp} does not divide the {len(ranks)} devices of {name}; use {_or(works)}")
+    if not _stays_on_node(ranks, tp, cluster):
+        raise UserError(f"{where}: {tp} ranks of {name} would lie on two nodes; use {_or(works)}")
+
+
+def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:
+    sets = (ranks[i : i + tp] for i in range(0, len(ranks), tp))
+    return all(len({cluster.devices[rank].node for rank in members}) == 1 for members in sets)
+
+
+def _or(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 _PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"

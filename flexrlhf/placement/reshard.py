@@ -1,12 +1,18 @@
-"""Weights from one placed model to another: who sends to whom, in which buckets. comm/sync.py executes it.
+"""Weights from one placed model to another, whatever their layouts: who gathers, who sends to whom, in which buckets.
 
-Today every rank of a model holds all its weights (replicas), so a destination rank needs one source rank. Sharded
-layouts extend ``WeightTransfer`` by the part that is sent.
+Bucket by bucket the source's shards are gathered into whole tensors, once, and every destination rank is sent the part
+that it holds, in the type that it holds it in. comm/sync.py executes it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.shapes import DTYPE_BYTES, ModelShape
+from flexrlhf.placement.shards import Part, parts_on
 
 CHECKSUM_BYTES = 8
 """One int64 for each bucket."""
@@ -18,12 +24,17 @@ class WeightTransfer:
     destination: int
 
 
+def gathering_sets(model: PlacedModel, senders: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The sets of ``model``'s ranks that put their shards together so that ``senders`` have whole tensors."""
+    return tuple(ranks for ranks in model.gather_sets if len(ranks) > 1 and set(ranks) & set(senders))
+
+
 def pair_ranks(source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[WeightTransfer, ...]:
     """Every destination rank gets a source rank; source ranks take turns."""
     return tuple(WeightTransfer(source[i % len(source)], rank) for i, rank in enumerate(destination))
 
 
-def make_buckets(tensor_bytes: tuple[int, ...], bucket_bytes: int) -> list[range]:
+def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
     """Consecutive tensors (by index) of at most ``bucket_bytes`` together; a larger tensor is a bucket of its own."""
     buckets: list[range] = []
     start, size = 0, 0
@@ -37,7 +48,52 @@ def make_buckets(tensor_bytes: tuple[int, ...], bucket_bytes: int) -> list[range
     return buckets
 
 
-def sync_bytes(tensor_bytes: tuple[int, ...], bucket_bytes: int, checksum: bool, num_transfers: int) -> int:
-    """Bytes that one Sync sends: the weights, and a checksum for each bucket, to every destination rank."""
-    buckets = len(make_buckets(tensor_bytes, bucket_bytes))
-    return num_transfers * (sum(tensor_bytes) + (CHECKSUM_BYTES * buckets if checksum else 0))
+Parts = Mapping[str, Part]
+
+
+def bucket_names(parts: Parts, item_bytes: int, bucket_bytes: int) -> list[list[str]]:
+    """The names of each bucket, in sorted order; a bucket counts whole tensors, so that all ranks cut alike."""
+    names = sorted(parts)
+    sizes = [math.prod(parts[name].shape) * item_bytes for name in names]
+    return [[names[index] for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]
+
+
+def part_elements(parts: Parts, names: Sequence[str]) -> int:
+    return sum(parts[name].num_elements for name in names)
+
+
+def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str, Part]:
+    """What ``rank`` holds of the weights that training changes."""
+    parts = parts_on(model, shape, rank)
+    return {name: parts[name] for name, _ in shape.trained}
+
+
+def gather_bytes(model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], item_bytes: int, bucket: int) -> int:
+    """Bytes that ``ranks`` send each other when they gather the trained weights in buckets of ``bucket`` bytes.
+
+    Every rank sends its part of a bucket, padded to the largest, to every other.
+    """
+    parts = [trained_parts(model, shape, rank) for rank in ranks]
+    longest = (
+        max(part_elements(each, names) for each in parts) for names in bucket_names(parts[0], item_bytes, bucket)
+    )
+    return len(ranks) * (len(ranks) - 1) * item_bytes * sum(longest)
+
+
+def sync_bytes(
+    source: PlacedModel,
+    destination: PlacedModel,
+    shape: ModelShape,
+    transfers: Sequence[WeightTransfer],
+    bucket_bytes: int,
+    checksum: bool,
+) -> int:
+    """Bytes that cross between ranks in one Sync: the gathers, each destination rank's part, a checksum per bucket."""
+    item_bytes = DTYPE_BYTES[destination.settings.dtype]
+    sets = gathering_sets(source, [t.source for t in transfers])
+    total = sum(gather_bytes(source, shape, ranks, item_bytes, bucket_bytes) for ranks in sets)
+    for transfer in transfers:
+        parts = trained_parts(destination, shape, transfer.destination)
+        total += item_bytes * part_elements(parts, list(parts))
+        total += CHECKSUM_BYTES * len(bucket_names(parts, item_bytes, bucket_bytes)) if checksum else 0
+    return total

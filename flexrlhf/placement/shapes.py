@@ -14,32 +14,54 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.spec import ModelSpec
+from flexrlhf.spec import Dtype, ModelSpec
 
 Head = Literal["causal", "scalar"]
 HEAD_OF_ROLE: dict[str, Head] = {"actor": "causal", "ref": "causal", "critic": "scalar", "reward": "scalar"}
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-PARAMETER_BYTES = 4
-"""float32 in memory, whatever the file holds."""
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""In memory, whatever the file holds."""
+
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What activations and caches follow from."""
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameter name → shape, in sorted order of names."""
+    """Parameter name → shape, in sorted order of names. ``adapters``: the names that are trained; none: all are.
 
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    ``sizes``: None for a family whose config has other words.
+    """
+
+    parameters: Parameters
+    adapters: frozenset[str] = frozenset()
+    sizes: Sizes | None = None
 
     @property
-    def tensor_bytes(self) -> tuple[int, ...]:
-        return tuple(math.prod(shape) * PARAMETER_BYTES for _, shape in self.parameters)
+    def trained(self) -> Parameters:
+        """What training changes, and so what is synced and saved."""
+        return tuple((name, shape) for name, shape in self.parameters if name in self.adapters or not self.adapters)
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.parameters)
+        return count_elements(self.parameters)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_parameters * PARAMETER_BYTES
+
+def count_elements(parameters: Parameters) -> int:
+    return sum(math.prod(shape) for _, shape in parameters)
 
 
 def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
@@ -89,7 +111,8 @@ def model_shape(role: str, model: ModelSpec) -> ModelShape | None:
             raise UserError(f"models.{role}: the config is not one of {config['model_type']} ({error})") from None
     if head == "causal" and "score.weight" in shapes and "lm_head.weight" not in shapes and not _is_tied(config):
         raise UserError(f"models.{role}.path {model.path}: a reward model without a language head; use a causal model")
-    return ModelShape(tuple(sorted(_with_head(shapes, head, config).items())))
+    parameters = tuple(sorted(_with_head(shapes, head, config).items()))
+    return ModelShape(parameters, sizes=_sizes(config))
 
 
 def _is_tied(config: dict[str, Any]) -> bool:
@@ -140,19 +163,29 @@ _DEFAULTS_OF: dict[str, dict[str, int]] = {
 }
 
 
+def _sizes(config: dict[str, Any]) -> Sizes | None:
+    kind = str(config["model_type"])
+    known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config} if kind in LLAMA_LIKE else config
+    if any(not isinstance(known.get(key), int) for key in _DEFAULTS):
+        return None
+    vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
+    kv_heads = int(known.get("num_key_value_heads") or heads)
+    return Sizes(kind, layers, hidden, ffn, heads, kv_heads, int(known.get("head_dim") or hidden // heads), vocabulary)
+
+
 def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Parameters of a dense Llama, Mistral, Qwen2 or Qwen3 causal model, named as transformers names them."""
-    kind = config["model_type"]
-    config = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config}
-    vocabulary, hidden, ffn, layers, heads = (int(config[key]) for key in _DEFAULTS)
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
+    sizes = _sizes(config)
+    if sizes is None:
+        raise ValueError(f"{', '.join(_DEFAULTS)} must be whole numbers")
+    kind, hidden, ffn, heads, head_dim = sizes.family, sizes.hidden, sizes.ffn, sizes.heads, sizes.head_dim
+    vocabulary, kv_heads = sizes.vocabulary, sizes.kv_heads
     attention_bias = kind in ("llama", "qwen3") and config.get("attention_bias")
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocabulary, hidden),
         "model.norm.weight": (hidden,),
     }
-    for index in range(layers):
+    for index in range(sizes.layers):
         prefix = f"model.layers.{index}"
         for name, width in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
             shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (width, hidden)

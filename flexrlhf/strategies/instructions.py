@@ -74,11 +74,12 @@ class Move(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Sync(_Periodic):
-    """Weights of a trained model to its shadow."""
+    """Weights of a trained model to its shadow. ``gathers``: sets of source ranks that put their shards together."""
 
     source: str
     destination: str
     transfers: tuple[WeightTransfer, ...]
+    gathers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def label(self) -> str:
@@ -98,10 +99,37 @@ class Eval(_Periodic):
 
 @dataclass(frozen=True, kw_only=True)
 class Save(_Periodic):
-    """Write the weights of one trained model as a Hugging Face directory."""
+    """Gather the weights of one trained model on its ranks; the first of them writes a Hugging Face directory."""
 
     model: str
 
     @property
     def label(self) -> str:
         return f"{self.model}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Residence(_Periodic):
+    """Moves a model between device and host memory on each of ``ranks`` by itself.
+
+    It is due in every round of the list, also those in which a lagging batch is all that is left; beside an instruction
+    that most steps do without (``rare``), when that one is.
+    """
+
+    model: str
+    rare: bool = False
+
+    def due(self, step: int, steps: int) -> bool:
+        return super().due(step, steps) if self.rare else step >= 0
+
+    @property
+    def label(self) -> str:
+        return self.model
+
+
+class Offload(_Residence):
+    """Put a placed model's weights and optimizer state into host memory."""
+
+
+class Reload(_Residence):
+    """Take them back."""

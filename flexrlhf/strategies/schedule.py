@@ -17,7 +17,7 @@ from itertools import groupby
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.reshard import pair_ranks
+from flexrlhf.placement.reshard import gathering_sets, pair_ranks
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
 from flexrlhf.spec import Spec
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
@@ -207,6 +207,7 @@ def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec
             source=source.name,
             destination=shadow.name,
             transfers=transfers,
+            gathers=gathering_sets(source, [transfer.source for transfer in transfers]),
         )
         trains = [
             i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name
@@ -224,7 +225,7 @@ def closing(graph: Graph, placement: Placement, spec: Spec, lag: int) -> list[In
         out.append(Eval(ranks=model.ranks, lag=lag, every=every, at_end=True, model=model.name))
     for role in graph.trained:
         model, every = placement[role], spec.save.every or spec.steps
-        out.append(Save(ranks=model.ranks[:1], lag=lag, every=every, at_end=True, model=model.name))
+        out.append(Save(ranks=model.gather_sets[0], lag=lag, every=every, at_end=True, model=model.name))
     return out
 
 

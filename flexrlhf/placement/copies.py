@@ -1,0 +1,88 @@
+"""Bytes of weights on their way: buckets of a Sync on both sides, and the gathering of a Save. As comm/ does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.reshard import (
+    Parts,
+    WeightTransfer,
+    bucket_names,
+    gathering_sets,
+    part_elements,
+    trained_parts,
+)
+from flexrlhf.placement.shapes import ModelShape, count_elements
+from flexrlhf.placement.states import item_bytes
+from flexrlhf.spec import SyncSpec
+
+NUM_BUCKETS = 3
+"""Two that travel while a third is made."""
+
+
+@dataclass(frozen=True)
+class WeightSync:
+    """Trained weights of a placed model to another that follows it."""
+
+    source: str
+    destination: str
+    transfers: tuple[WeightTransfer, ...]
+
+
+def sync_parts(
+    work: WeightSync, source: PlacedModel, destination: PlacedModel, shape: ModelShape, settings: SyncSpec, rank: int
+) -> dict[str, int | None]:
+    """Name → bytes on ``rank``, a sender, a receiver, or one that only helps to gather."""
+    item = item_bytes(destination)
+    arriving = trained_parts(destination, shape, work.transfers[0].destination)
+    buckets = bucket_names(arriving, item, _bucket_bytes(settings))
+    parts: dict[str, int | None] = {}
+    if rank in source.ranks:
+        receivers = [transfer.destination for transfer in work.transfers if transfer.source == rank]
+        held = {tuple(trained_parts(destination, shape, receiver).items()) for receiver in receivers}
+        sizes = [item * sum(part_elements(dict(each), names) for each in held) for names in buckets]
+        sets = gathering_sets(source, [transfer.source for transfer in work.transfers])
+        members = next((ranks for ranks in sets if rank in ranks), (rank,))
+        parts["buckets"] = sum(sizes if settings.snapshot else sorted(sizes)[-NUM_BUCKETS:])
+        parts["gathered"] = _gathering(item * _largest(arriving, buckets), len(members))
+    if rank in destination.ranks:
+        mine = trained_parts(destination, shape, rank)
+        # one that arrives, and a copy of what is held, for its checksum
+        parts["buckets"] = 2 * item * max(part_elements(mine, names) for names in buckets)
+    return parts
+
+
+def saving_parts(
+    model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], settings: SyncSpec
+) -> dict[str, int | None]:
+    """Name → bytes on each of ``ranks``, which make the trained weights whole bucket by bucket."""
+    item, parts = _saved_item(model), trained_parts(model, shape, ranks[0])
+    buckets = bucket_names(parts, item, _bucket_bytes(settings))
+    return {"gathered": _gathering(item * _largest(parts, buckets), len(ranks))}
+
+
+def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
+    """Host memory for all trained weights, whole."""
+    return _saved_item(model) * count_elements(shape.trained)
+
+
+def _saved_item(model: PlacedModel) -> int:
+    """Float32 master weights where the engine hands them out."""
+    return item_bytes(model) if model.engine == "deepspeed" else 4
+
+
+def _bucket_bytes(settings: SyncSpec) -> int:
+    return int(settings.bucket_mb * 1e6)
+
+
+def _largest(parts: Parts, buckets: Sequence[Sequence[str]]) -> int:
+    """Elements of the largest bucket of whole tensors."""
+    return max(sum(math.prod(parts[name].shape) for name in names) for names in buckets)
+
+
+def _gathering(bucket: int, num_ranks: int) -> int:
+    """A bucket as it arrives from all ranks and as whole tensors, and a rank's own part of it as sent, and padded."""
+    return 2 * bucket + 2 * -(-bucket // num_ranks) if num_ranks > 1 else 0

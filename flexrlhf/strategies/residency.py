@@ -1,0 +1,186 @@
+"""Insert Offload and Reload where a rank's memory would overflow: evict the model that is used farthest in the future.
+
+That rule moves least when all uses are known (Belady 1966), and a schedule knows them. The list repeats every step, so
+it is walked until what is resident at its start repeats, too; models that are not resident then start offloaded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.memory import Phase, Sizing
+from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.workload import works_of
+
+TRAINING = ("train", "update")
+MAX_ROUNDS = 8
+"""Walks after which the resident set must have repeated; two are usual."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the ranks of a plan."""
+
+    sizing: Sizing
+    cluster: Cluster
+    batch: BatchShape
+    evaluation: tuple[Operator, ...]
+
+    def capacity(self, rank: int) -> int | None:
+        """What the device holds; None when nobody says, and then nothing is evicted."""
+        return self.cluster.memory_bytes(rank)
+
+    def state(self, rank: int, model: str) -> int:
+        """What a model holds between instructions."""
+        state = self.sizing.state(self.sizing.placement[model], rank)
+        return 0 if state is None else state.resting
+
+    def needed_for(self, rank: int, instruction: Instruction) -> int:
+        """What an instruction takes besides what the resident models hold between instructions."""
+        works = works_of(instruction, self.sizing.placement, self.batch, self.evaluation, rank)
+        phases = [phase for work in works for phase in self.sizing.phases(work, rank)]
+        return max((phase.besides + self._gradients(phase, rank) for phase in phases), default=0)
+
+    def _gradients(self, phase: Phase, rank: int) -> int:
+        state = self.sizing.state(self.sizing.placement[phase.model], rank) if phase.kind in TRAINING else None
+        return 0 if state is None else state.training - state.resting
+
+
+@dataclass(frozen=True)
+class Residency:
+    """``instructions`` with Offload and Reload among them. ``offloaded``: rank → models that start in host memory."""
+
+    instructions: tuple[Instruction, ...]
+    offloaded: dict[int, tuple[str, ...]]
+
+
+def models_of(instruction: Instruction, placed: Iterable[str]) -> tuple[str, ...]:
+    """Those of a rank's ``placed`` models that an instruction touches there."""
+    match instruction:
+        case Run(model=name) | Eval(model=name) | Save(model=name):
+            touched: tuple[str, ...] = (name,)
+        case Sync(source=source, destination=destination):
+            touched = (source, destination)
+        case _:
+            touched = ()
+    return tuple(name for name in placed if name in touched)
+
+
+def _is_rare(instruction: Instruction) -> bool:
+    """Whether most steps do without it; what is evicted for it comes back right after it."""
+    return isinstance(instruction, Eval | Save) or (isinstance(instruction, Sync) and instruction.every > 1)
+
+
+@dataclass
+class _Walk:
+    """One rank's walk over the list. ``before`` and ``after``: names to offload and to reload at an index."""
+
+    rank: int
+    placed: tuple[str, ...]
+    instructions: Sequence[Instruction]
+    memory: Memory
+    capacity: int
+    resident: set[str] = field(default_factory=set)
+    before: dict[int, list[tuple[type[Offload] | type[Reload], str]]] = field(default_factory=dict)
+    after: dict[int, list[tuple[type[Offload] | type[Reload], str]]] = field(default_factory=dict)
+
+    def walk(self) -> None:
+        self.before, self.after = defaultdict(list), defaultdict(list)
+        for index, instruction in enumerate(self.instructions):
+            needed = models_of(instruction, self.placed) if self.rank in instruction.ranks else ()
+            missing = [name for name in needed if name not in self.resident]
+            room = self.capacity - self.memory.needed_for(self.rank, instruction) if needed else self.capacity
+            victims = self._victims(index, needed, missing, room) if needed else []
+            if _is_rare(instruction):
+                self._visit(index, missing, victims)
+            else:
+                self._change(self.before[index], victims, missing)
+                self.resident = self.resident - set(victims) | set(missing)
+
+    def _victims(self, index: int, needed: Sequence[str], missing: Sequence[str], room: int) -> list[str]:
+        """Resident models to evict so that those needed fit, farthest next use first."""
+        total = sum(self.memory.state(self.rank, name) for name in self.resident.union(missing))
+        idle = sorted(self.resident - set(needed), key=lambda name: (-self._next_use(index, name), name))
+        victims: list[str] = []
+        while total > room and idle:
+            victims.append(idle.pop(0))
+            total -= self.memory.state(self.rank, victims[-1])
+        return victims
+
+    def _next_use(self, index: int, name: str) -> int:
+        """Instructions until ``name`` is touched again, going round."""
+        length = len(self.instructions)
+        for distance in range(1, length + 1):
+            instruction = self.instructions[(index + distance) % length]
+            touched = self.rank in instruction.ranks and name in models_of(instruction, self.placed)
+            if touched and not _is_rare(instruction):
+                return distance
+        return length + 1
+
+    def _visit(self, index: int, missing: Sequence[str], victims: Sequence[str]) -> None:
+        self._change(self.before[index], victims, missing)
+        self._change(self.after[index], missing, victims)
+
+    @staticmethod
+    def _change(into: list[tuple[type[Offload] | type[Reload], str]], out: Sequence[str], back: Sequence[str]) -> None:
+        into += [(Offload, name) for name in out] + [(Reload, name) for name in back]
+
+
+def with_residency(
+    instructions: Sequence[Instruction], placed: dict[int, tuple[str, ...]], memory: Memory
+) -> Residency:
+    """``instructions`` with the evictions that every rank needs. ``placed``: rank → the models placed on it."""
+    walks: list[_Walk] = []
+    offloaded: dict[int, tuple[str, ...]] = {}
+    for rank, names in placed.items():
+        capacity = memory.capacity(rank)
+        if capacity is None or sum(memory.state(rank, name) for name in names) == 0:
+            continue
+        walk = _settled(_Walk(rank, names, instructions, memory, capacity))
+        walks.append(walk)
+        away = tuple(name for name in names if name not in walk.resident)
+        if away:
+            offloaded[rank] = away
+    out: list[Instruction] = []
+    for index, instruction in enumerate(instructions):
+        out += _merged(instruction, [(walk.rank, walk.before.get(index, [])) for walk in walks])
+        out.append(instruction)
+        out += _merged(instruction, [(walk.rank, walk.after.get(index, [])) for walk in walks])
+    return Residency(tuple(out), offloaded)
+
+
+def _settled(walk: _Walk) -> _Walk:
+    """Walk until the resident set at the start of the list is the one that a walk over it ends with."""
+    walk.resident = set(walk.placed)
+    for _ in range(MAX_ROUNDS):
+        seen = frozenset(walk.resident)
+        walk.walk()
+        if walk.resident == seen:
+            return walk
+    # a set that keeps changing: put all away at the end of every step
+    walk.resident = set()
+    walk.walk()
+    walk.after[len(walk.instructions) - 1] += [(Offload, name) for name in sorted(walk.resident)]
+    walk.resident = set()
+    return walk
+
+
+def _merged(
+    beside: Instruction, changes: Iterable[tuple[int, list[tuple[type[Offload] | type[Reload], str]]]]
+) -> list[Instruction]:
+    """One instruction for all ranks that put the same model away, or take it back, at the same place."""
+    ranks: dict[tuple[type[Offload] | type[Reload], str], list[int]] = defaultdict(list)
+    for rank, wanted in changes:
+        for change in wanted:
+            ranks[change].append(rank)
+    made: list[Offload | Reload] = [kind(ranks=tuple(members), model=name) for (kind, name), members in ranks.items()]
+    # what is freed comes first
+    made.sort(key=lambda item: isinstance(item, Reload))
+    if isinstance(beside, Eval | Save | Sync) and _is_rare(beside):
+        made = [replace(i, rare=True, every=beside.every, at_end=beside.at_end, lag=beside.lag) for i in made]
+    return list(made)
