@@ -1,14 +1,18 @@
-"""Write a model as a Hugging Face directory, whole or not at all."""
+"""Write a model as a Hugging Face directory, or its adapters as peft's, whole or not at all."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from flexrlhf.placement.lora import ADAPTER
+from flexrlhf.spec import ModelSpec
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -22,13 +26,41 @@ TOKENIZER_FILES = (
 
 
 def save_model(directory: Path, weights: Mapping[str, Tensor], config: Any, tokenizer: str | None) -> None:
-    """Replace ``directory`` by one with config, weights and the tokenizer's files; at every moment one is whole."""
+    """A directory with config, weights and the tokenizer's files."""
+    with _replacing(directory, tokenizer) as fresh:
+        config.save_pretrained(fresh)
+        save_file(dict(weights), fresh / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_adapters(directory: Path, weights: Mapping[str, Tensor], model: ModelSpec, tokenizer: str | None) -> None:
+    """A directory that ``peft.PeftModel.from_pretrained(base, directory)`` reads; a scalar head goes with it."""
+    from peft import LoraConfig
+
+    assert model.lora is not None, "a model without adapters has none to save"
+    targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in weights if ".lora_" in name})
+    head = ["score"] if "score.weight" in weights else None
+    config = LoraConfig(
+        r=model.lora.rank,
+        lora_alpha=model.lora.alpha,
+        target_modules=targets,
+        modules_to_save=head,
+        base_model_name_or_path=model.path,
+        task_type="SEQ_CLS" if head else "CAUSAL_LM",
+        inference_mode=True,
+    )
+    tensors = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
+    with _replacing(directory, tokenizer) as fresh:
+        config.save_pretrained(fresh)
+        save_file(tensors, fresh / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def _replacing(directory: Path, tokenizer: str | None) -> Iterator[Path]:
+    """A directory to fill with the tokenizer's files in it, which then takes the place of ``directory``."""
     fresh = directory.with_name(directory.name + ".writing")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    config.save_pretrained(fresh)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(tensors, fresh / "model.safetensors", metadata={"format": "pt"})
+    yield fresh
     for name in TOKENIZER_FILES:
         if tokenizer is not None and (Path(tokenizer) / name).is_file():
             shutil.copy(Path(tokenizer) / name, fresh / name)

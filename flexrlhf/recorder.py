@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -51,10 +52,10 @@ class Recorder:
         while self._next_step < self._plan.spec.steps and self._store.check(list(self._reports(self._next_step))):
             self._write_step()
 
-    def finish(self, timeline: Timeline, weights_held: dict[str, int]) -> None:
-        """Hand in this rank's spans; rank 0 waits for all and writes the rest."""
+    def finish(self, timeline: Timeline, held: Mapping[str, Mapping[str, int]], peak: int) -> None:
+        """Hand in this rank's spans and the bytes that it held; rank 0 waits for all and writes the rest."""
         self._store.set(f"timeline/{self._world.rank}", timeline.dump())
-        self._store.set(f"weights/{self._world.rank}", json.dumps(weights_held))
+        self._store.set(f"held/{self._world.rank}", json.dumps({"models": held, "peak": peak}))
         if self._world.rank != 0:
             return
         while self._next_step < self._plan.spec.steps:
@@ -80,10 +81,13 @@ class Recorder:
 
     def _write_timeline(self) -> None:
         spans: list[Span] = []
-        held = {}
+        held, peaks = {}, {}
         for rank in range(self._plan.placement.num_ranks):
-            self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "weights")}, "the end of the run")
+            self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "held")}, "the end of the run")
             spans += load_spans(self._store.get(f"timeline/{rank}").decode())
-            held[rank] = json.loads(self._store.get(f"weights/{rank}"))
+            found = json.loads(self._store.get(f"held/{rank}"))
+            held[rank], peaks[rank] = found["models"], found["peak"]
         classes = {device.rank: device.device_class for device in self._plan.cluster.devices}
-        write_trace(self._directory / "timeline.json", spans, {"weights_held_bytes": held, "device_class": classes})
+        write_trace(
+            self._directory / "timeline.json", spans, {"held_bytes": held, "peak_bytes": peaks, "device_class": classes}
+        )

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from flexrlhf.checkpoint import save_model
+from flexrlhf.checkpoint import save_adapters, save_model
 from flexrlhf.comm.move import Mover, Wire
-from flexrlhf.comm.reduce import Replicas
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import Syncer
 from flexrlhf.comm.world import Groups, Whereabouts, World, deadline
 from flexrlhf.data import Example, step_indices
 from flexrlhf.engines.base import Moments, Sampling, add_moments
-from flexrlhf.engines.registry import Wanted, make_engine
+from flexrlhf.memory_meter import MemoryMeter
 from flexrlhf.metrics import statistic_name
 from flexrlhf.operators.inputs import input_columns
 from flexrlhf.operators.run import OperatorRun, Resident, run_operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.reshard import trained_parts
 from flexrlhf.plan import Plan, bucket_bytes
 from flexrlhf.recorder import Recorder
+from flexrlhf.residents import destination_of, load_resident, source_of, whole_weights
 from flexrlhf.run_data import RunData
 from flexrlhf.samples import append_samples
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.timeline import Span, Timeline
 
@@ -48,7 +51,11 @@ class Trainer:
         self._position = 0
         self._whereabouts = Whereabouts(world, plan.spec.name)
         self._groups: Groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
+        self._meter = MemoryMeter(world.device)
         self._residents = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
+        for name in plan.offloaded.get(world.rank, ()):
+            self._residents[name].engine.offload()
+        self._meter.forget_peak()
         self._stores: dict[int, RowStore] = {}
         self._mover = Mover(world.rank, Wire(plan.batch, plan.lengths, world.device), self._wait)
         self._syncer = Syncer(world.rank, plan.spec.sync, bucket_bytes(plan.spec), self._wait)
@@ -59,7 +66,7 @@ class Trainer:
         """The loop, all of it."""
         for position, step, instruction in walk(self.plan.schedule, self._world.rank, self.plan.spec.steps):
             self._enter(position, step, instruction)
-            with self.timeline.span(instruction, step) as span:
+            with self.timeline.span(instruction, step) as span, self._named(instruction.ranks):
                 self._execute(instruction, step, span)
             if self._world.rank == 0:
                 self._recorder.collect()
@@ -83,6 +90,10 @@ class Trainer:
                 self._evaluate(instruction, step)
             case Save():
                 self._save(instruction)
+            case Offload():
+                self._residents[instruction.model].engine.offload()
+            case Reload():
+                self._residents[instruction.model].engine.reload()
 
     def _run(self, run: Run, step: int, span: Span) -> None:
         resident = self._residents[run.model]
@@ -106,10 +117,16 @@ class Trainer:
         assert group is not None, "a sync joins at least two ranks"
         sent = 0
         if sync.source in self._residents:
-            sent = self._syncer.send(sync, self._residents[sync.source].engine.weights(), group)
+            resident = self._residents[sync.source]
+            source = source_of(resident, sync.gathers, self._world.rank, self._groups, self._wait)
+            destination = destination_of(self.plan.placement[sync.destination], resident.shape, sync)
+            sent = self._syncer.send(sync, source, destination, group)
         if sync.destination in self._residents:
-            engine = self._residents[sync.destination].engine
-            self._syncer.receive(sync, engine.weights(), engine.load_weights, group)
+            resident = self._residents[sync.destination]
+            parts = trained_parts(resident.model, resident.shape, self._world.rank)
+            held = resident.engine.weights()
+            shadow = {name: held[name] for name in parts}
+            self._syncer.receive(sync, shadow, parts, resident.engine.load_weights, group)
         return sent
 
     def _evaluate(self, instruction: Eval, step: int) -> None:
@@ -131,25 +148,19 @@ class Trainer:
             append_samples(self._directory, step, self._data.tokenizer, *texts)
 
     def _save(self, save: Save) -> None:
-        engine = self._residents[save.model].engine
-        save_model(self._directory / save.model, engine.weights(), engine.config, self._data.tokenizer)
+        resident, is_writer = self._residents[save.model], self._world.rank == save.ranks[0]
+        source = source_of(resident, [save.ranks], self._world.rank, self._groups, self._wait)
+        weights = whole_weights(self.plan, source, keep=is_writer)
+        if not is_writer:
+            return
+        directory, settings = self._directory / save.model, resident.model.settings
+        if settings.lora is None:
+            save_model(directory, weights, resident.engine.config, self._data.tokenizer)
+        else:
+            save_adapters(directory, weights, settings, self._data.tokenizer)
 
     def _load(self, model: PlacedModel) -> Resident:
-        handle = self._groups.get(f"compute {model.name}", model.ranks)
-        replicas = Replicas(handle, model.ranks, self._wait)
-        plan = self.plan
-        engine = make_engine(
-            Wanted(
-                placed=model,
-                spec=plan.model(model.role),
-                lengths=plan.lengths,
-                temperature=plan.temperature,
-                seed=plan.spec.seed,
-                replicas=replicas,
-                device=self._world.device,
-            )
-        )
-        return Resident(model, engine, replicas)
+        return load_resident(self.plan, model, self._world, self._groups, self._wait)
 
     def _store(self, step: int) -> RowStore:
         """The rows of a step; those of steps that nothing works on any more are dropped."""
@@ -194,6 +205,8 @@ class Trainer:
             self._recorder.publish(step, self._position, {name: tuple(value.tolist()) for name, value in named.items()})
 
     def _record_columns(self, run: Run, step: int, rows: tuple[int, ...], store: RowStore) -> None:
+        if self.plan.placement[run.model].layout.tp_index(self._world.rank):
+            return  # the first tensor-parallel rank of a replica writes its rows
         directory = self._directory / "columns"
         directory.mkdir(parents=True, exist_ok=True)
         columns = {name: store.get(name, rows).cpu().contiguous() for name in run.operator.writes}
@@ -208,21 +221,22 @@ class Trainer:
 
     def _wait(self, work: dist.Work, ranks: tuple[int, ...]) -> None:
         """Every wait of this rank: with the group's deadline and a name."""
-        with deadline(
-            f"rank {self._world.rank} at {self._at}", lambda: self._whereabouts.missing(ranks, self._position)
-        ):
+        with self._named(ranks):
             work.wait()
+
+    def _named(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+        """Names what a failed wait was for; around whole instructions, since engines' libraries wait by themselves."""
+        return deadline(
+            f"rank {self._world.rank} at {self._at}", lambda: self._whereabouts.missing(ranks, self._position)
+        )
 
     def _finish(self) -> None:
         for store in self._stores.values():
             store.finish()
         self._mover.close()
         self._syncer.close()
-        self._recorder.finish(self.timeline, self._weights_held())
+        self._recorder.finish(self.timeline, self._held(), self._meter.peak())
 
-    def _weights_held(self) -> dict[str, int]:
-        """Bytes of weights on this rank by placed model, counted on the tensors."""
-        return {
-            name: sum(tensor.nbytes for tensor in resident.engine.weights().values())
-            for name, resident in self._residents.items()
-        }
+    def _held(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank by placed model, counted on the tensors."""
+        return {name: asdict(resident.engine.held()) for name, resident in self._residents.items()}

@@ -1,4 +1,4 @@
-"""Sums and gathers over the replicas of one placed model, in its compute group."""
+"""Sums and gathers over the ranks that compute one placed model together: its replicas, or one replica's ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ class Replicas:
             self._done(dist.all_reduce(tensor, group=self.group, async_op=True))
         return tensor
 
+    def largest(self, number: int, device: torch.device) -> int:
+        """The largest of the replicas' numbers."""
+        if self.group is None:
+            return number
+        tensor = torch.tensor([number], device=device)
+        self._done(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        return int(tensor)
+
     def gather(self, vector: Tensor) -> Tensor:
         """Concatenate int64 vectors (any length each, no negative numbers) over the replicas."""
         if self.group is None:
             return vector
-        longest = self._longest(vector)
+        longest = self.largest(len(vector), vector.device)
         padded = torch.cat([vector, vector.new_full((longest - len(vector),), -1)])
         out = vector.new_empty(len(self.ranks), longest)
         self._done(dist.all_gather(list(out.unbind(0)), padded, group=self.group, async_op=True))
         return out[out >= 0]
-
-    def _longest(self, vector: Tensor) -> int:
-        length = torch.tensor([len(vector)], device=vector.device)
-        self._done(dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
-        return int(length)
 
     def _done(self, work: dist.Work | None) -> None:
         self.wait(posted(work), self.ranks)

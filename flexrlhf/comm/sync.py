@@ -1,75 +1,63 @@
 """Execute a Sync: weights of a trained model to its shadow, in buckets, with a checksum taken on both sides.
 
-The source sends flat buckets (copies, so training may go on) and a checksum of each; the destination loads them and
-checks what it then holds. Without ``snapshot`` the source keeps at most two buckets in memory and so waits for the
-destination; with it all are copied at once and nobody waits.
+For each bucket the source's ranks put their shards together; a sender cuts what each of its destination ranks holds
+and sends copies, so training may go on. The destination loads them and checks what it then holds. Without ``snapshot``
+the source keeps at most two buckets in memory and so waits for the destination; with it all are copied at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexrlhf.comm.weights import Gather, Weights, cut, flat
 from flexrlhf.comm.world import Wait, posted
-from flexrlhf.placement.reshard import make_buckets
+from flexrlhf.placement.reshard import Parts, bucket_names
 from flexrlhf.spec import SyncSpec
 from flexrlhf.strategies.instructions import Sync
 
-Weights = dict[str, Tensor]
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class ChecksumError(RuntimeError):
     """The destination of a Sync does not hold what the source sent."""
 
 
+def checksum(values: Tensor) -> Tensor:
+    """Sum of the numbers' bits as integers: cheap, and different for nearly every change. int64."""
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+
+
 @dataclass(frozen=True)
-class Buckets:
-    """Weights in order of their names, cut into buckets."""
+class Source:
+    """A trained model on this rank: its local weights, and how the ranks beside it make them whole."""
 
     weights: Weights
-    bucket_bytes: int
+    gather: Gather
 
-    @property
-    def names(self) -> list[str]:
-        return sorted(self.weights)
 
-    def ranges(self) -> list[range]:
-        return make_buckets(tuple(self.weights[name].nbytes for name in self.names), self.bucket_bytes)
+@dataclass(frozen=True)
+class Destination:
+    """A shadow: the type of its weights, and what each of its ranks holds of them."""
 
-    def members(self, bucket: range) -> list[Tensor]:
-        names = self.names
-        return [self.weights[names[i]] for i in bucket]
+    dtype: torch.dtype
+    parts: Mapping[int, Parts]
 
-    def flat(self, bucket: range) -> Tensor:
-        """A copy of the bucket's weights as one vector of bytes."""
-        return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in self.members(bucket)])
-
-    def split(self, buffer: Tensor, bucket: range) -> dict[str, Tensor]:
-        names, start, parts = self.names, 0, {}
-        for i in bucket:
-            like = self.weights[names[i]]
-            parts[names[i]] = buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
-            start += like.nbytes
-        return parts
-
-    def checksum(self, bucket: range) -> Tensor:
-        """Sum of the weights' bits as integers: cheap, and different for nearly every change. int64."""
-        return torch.stack(
-            [t.detach().contiguous().view(torch.int32).sum(dtype=torch.int64) for t in self.members(bucket)]
-        ).sum()
+    def buckets(self, bucket_bytes: int) -> list[list[str]]:
+        return bucket_names(next(iter(self.parts.values())), self.dtype.itemsize, bucket_bytes)
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """One bucket on its way to all receivers; the buffer must live as long."""
+    """One buffer on its way to a receiver; it must live as long."""
 
-    receivers: list[int]
-    works: list[dist.Work]
+    receiver: int
+    work: dist.Work
     buffer: Tensor
 
 
@@ -81,68 +69,109 @@ class Syncer:
         self._settings = settings
         self._bucket_bytes = bucket_bytes
         self._wait = wait
-        self._flying: dict[str, deque[_Flight]] = {}
+        self._flying: dict[str, deque[list[_Flight]]] = {}
 
-    def send(self, sync: Sync, weights: Weights, group: dist.ProcessGroup) -> int:
-        """Send to every destination that the plan gives this rank. Returns the bytes sent."""
+    def send(self, sync: Sync, source: Source, destination: Destination, group: dist.ProcessGroup) -> int:
+        """Gather with the source's ranks and send to every rank that the plan gives this one. Returns the bytes."""
         receivers = [t.destination for t in sync.transfers if t.source == self._rank]
-        if not receivers:
+        if not receivers and source.gather.group is None:
             return 0
         flying = self._flying.setdefault(sync.source, deque())
         self._land_all(flying)
-        sent = 0
-        for buffer in self._outgoing(Buckets(weights, self._bucket_bytes)):
+        buckets = destination.buckets(self._bucket_bytes)
+        sent = sum(source.gather.bytes_sent(names, destination.dtype.itemsize) for names in buckets)
+        for buffers in self._outgoing(source, destination, buckets, receivers):
             while len(flying) >= 2 and not self._settings.snapshot:
                 self._land(flying)
-            works = [posted(dist.isend(buffer, rank, group=group)) for rank in receivers]
-            flying.append(_Flight(receivers, works, buffer))
-            sent += buffer.nbytes * len(receivers)
+            flying.append([self._post(receiver, buffer, group) for receiver, buffer in buffers if len(buffer)])
+            sent += sum(buffer.nbytes for _, buffer in buffers)
         return sent
 
-    def receive(self, sync: Sync, weights: Weights, load: Callable[[Weights], None], group: dist.ProcessGroup) -> None:
-        """Receive into the shadow. ``weights`` are its current ones; ``load`` overwrites those that it is given."""
+    def receive(
+        self,
+        sync: Sync,
+        weights: Weights,
+        parts: Parts,
+        load: Callable[[dict[str, Tensor]], None],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Receive into the shadow. ``weights``: its live local ones; ``load`` overwrites those that it is given."""
         source = next(t.source for t in sync.transfers if t.destination == self._rank)
-        buckets = Buckets(weights, self._bucket_bytes)
-        device = next(iter(weights.values())).device
-        for bucket in buckets.ranges():
-            buffer = torch.empty(sum(t.nbytes for t in buckets.members(bucket)), dtype=torch.uint8, device=device)
+        like = next(iter(weights.values()))
+        buckets = bucket_names(parts, like.element_size(), self._bucket_bytes)
+        for names in buckets:
+            sizes = [parts[name].num_elements for name in names]
+            buffer = like.new_empty(sum(sizes))
             self._receive(buffer, source, group)
-            load(buckets.split(buffer, bucket))
+            load(dict(zip(names, buffer.split(sizes), strict=True)))
         if self._settings.checksum:
-            self._check(sync, buckets, source, group, device)
+            held = torch.stack([checksum(flat(weights, names, like.dtype)) for names in buckets])
+            self._check(sync, buckets, held, source, group)
 
     def close(self) -> None:
         """Await all sends that are under way."""
         for flying in self._flying.values():
             self._land_all(flying)
 
-    def _outgoing(self, buckets: Buckets) -> Iterator[Tensor]:
-        """The buckets, then their checksums as one vector; all copied at once for a snapshot."""
-        flats = (buckets.flat(bucket) for bucket in buckets.ranges())
-        yield from list(flats) if self._settings.snapshot else flats
-        if self._settings.checksum:
-            yield torch.stack([buckets.checksum(bucket) for bucket in buckets.ranges()])
+    def _outgoing(
+        self, source: Source, destination: Destination, buckets: Sequence[Sequence[str]], receivers: Sequence[int]
+    ) -> Iterator[list[tuple[int, Tensor]]]:
+        """For each bucket a buffer for every receiver, then their checksums; all copied at once for a snapshot."""
+        sums: dict[int, list[Tensor]] = {receiver: [] for receiver in receivers}
 
-    def _land_all(self, flying: deque[_Flight]) -> None:
+        def copies() -> Iterator[list[tuple[int, Tensor]]]:
+            for names in buckets:
+                tensors = source.gather.whole(source.weights, names, destination.dtype)
+                buffers = _cut_for(receivers, tensors, destination, names)
+                for receiver, buffer in buffers:
+                    sums[receiver].append(checksum(buffer))
+                yield buffers
+
+        yield from list(copies()) if self._settings.snapshot else copies()
+        if self._settings.checksum and receivers:
+            yield [(receiver, torch.stack(sums[receiver])) for receiver in receivers]
+
+    def _post(self, receiver: int, buffer: Tensor, group: dist.ProcessGroup) -> _Flight:
+        return _Flight(receiver, posted(dist.isend(buffer.view(torch.uint8), receiver, group=group)), buffer)
+
+    def _land_all(self, flying: deque[list[_Flight]]) -> None:
         while flying:
             self._land(flying)
 
-    def _land(self, flying: deque[_Flight]) -> None:
-        flight = flying.popleft()
-        for receiver, work in zip(flight.receivers, flight.works, strict=True):
-            self._wait(work, (receiver,))
+    def _land(self, flying: deque[list[_Flight]]) -> None:
+        for flight in flying.popleft():
+            self._wait(flight.work, (flight.receiver,))
 
     def _receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        self._wait(posted(dist.irecv(buffer, source, group=group)), (source,))
+        if not len(buffer):
+            return  # ZeRO-3 may leave a rank nothing of a bucket of small tensors
+        self._wait(posted(dist.irecv(buffer.view(torch.uint8), source, group=group)), (source,))
 
-    def _check(self, sync: Sync, buckets: Buckets, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        ranges = buckets.ranges()
-        expected = torch.empty(len(ranges), dtype=torch.int64, device=device)
+    def _check(
+        self, sync: Sync, buckets: Sequence[Sequence[str]], held: Tensor, source: int, group: dist.ProcessGroup
+    ) -> None:
+        expected = torch.empty_like(held)
         self._receive(expected, source, group)
-        for i, bucket in enumerate(ranges):
-            if expected[i] != buckets.checksum(bucket):
-                name = buckets.names[bucket[0]]
-                raise ChecksumError(
-                    f"sync {sync.label}: rank {self._rank} holds other weights than rank {source} sent, "
-                    f"in the bucket of {name}"
-                )
+        wrong = [names[0] for names, same in zip(buckets, (expected == held).tolist(), strict=True) if not same]
+        if wrong:
+            raise ChecksumError(
+                f"sync {sync.label}: rank {self._rank} holds other weights than rank {source} sent, "
+                f"in the bucket of {wrong[0]}"
+            )
+
+
+def _cut_for(
+    receivers: Sequence[int], tensors: Mapping[str, Tensor], destination: Destination, names: Sequence[str]
+) -> list[tuple[int, Tensor]]:
+    """What each receiver holds of a bucket, in one buffer; receivers that hold the same share it."""
+    made: list[tuple[list[object], Tensor]] = []
+    out = []
+    for receiver in receivers:
+        parts = destination.parts[receiver]
+        wanted: list[object] = [parts[name] for name in names]
+        buffer = next((buffer for key, buffer in made if key == wanted), None)
+        if buffer is None:
+            buffer = torch.cat([cut(tensors[name], parts[name]) for name in names])
+            made.append((wanted, buffer))
+        out.append((receiver, buffer))
+    return out

@@ -108,6 +108,10 @@ class Groups:
     def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return None if len(ranks) == 1 else self.handles[Group(purpose, ranks)]
 
+    def alone(self, rank: int) -> dist.ProcessGroup | None:
+        """The group of this rank by itself, where a library of one of its engines wants one."""
+        return self.handles.get(Group("alone", (rank,), alone=True))
+
     def close(self) -> None:
         """Drop the groups. Their threads and sockets end with the last reference, so nobody else may keep one."""
         for handle in self.handles.values():

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.operators.columns import Column, Quantity
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.operators.columns import Column, Lengths, Quantity
+from flexrlhf.placement.placed import PlacedModel
 
 Moments = dict[str, Tensor]
 """Statistic name → float64 (3,): weight, weighted sum, weighted sum of squares. They add up over rows and ranks."""
@@ -80,6 +83,36 @@ class Loss:
     entropy: EntropyUse = "none"
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """All that an engine is told: the placed model, and where and with whom it computes.
+
+    ``replicas``: the ranks that hold the same part of the model for other rows; ``tp``: those that hold the other parts
+    for the same rows; ``alone``: the group of this rank by itself, where the engine's library wants one.
+    ``num_updates``: optimizer steps of the whole run.
+    """
+
+    placed: PlacedModel
+    lengths: Lengths
+    temperature: float
+    seed: int
+    num_updates: int
+    replicas: Replicas
+    tp: Replicas
+    alone: dist.ProcessGroup | None
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of tensors on this rank, counted. ``gradients``: at the last optimizer step; ``host``: in host memory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+
+
 class Engine(Protocol):
     """One placed model on this rank. Batches may be empty; all ranks of the model make the calls that communicate."""
 
@@ -90,8 +123,8 @@ class Engine(Protocol):
         """Read prompts, prompt_mask; return tokens, attention_mask, response_mask, finished."""
         ...
 
-    def forward(self, batch: Batch, column: Column) -> Tensor:
-        """Compute ``column`` for every row, without gradients."""
+    def forward(self, batch: Batch, column: Column, adapters: bool = True) -> Tensor:
+        """Compute ``column`` for every row, without gradients; ``adapters`` False: by the base weights alone."""
         ...
 
     def train(self, batch: Batch, loss: Loss) -> Moments:
@@ -99,11 +132,24 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """The live parameters under Hugging Face names."""
+        """The live parameters under Hugging Face (and peft) names: of each what this rank holds, in any shape.
+
+        Of a trained model the float32 master weights where the engine has them.
+        """
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite the named parameters."""
+        """Overwrite what this rank holds of the named parameters. No collective."""
+        ...
+
+    def held(self) -> Held: ...
+
+    def offload(self) -> None:
+        """Free the device's memory: weights and optimizer state wait in host memory."""
+        ...
+
+    def reload(self) -> None:
+        """Take back what ``offload`` put away."""
         ...
 
     def close(self) -> None: ...

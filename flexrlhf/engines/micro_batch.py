@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch
@@ -13,12 +14,16 @@ from flexrlhf.operators.columns import Lengths
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows with their text cut to ``[first, last)`` of the padded sequence; the last prompt token is always in it."""
+    """Rows with their text cut to ``[first, last)`` of the padded sequence; the last prompt token is always in it.
+
+    ``idle``: it stands for no row, and its outputs count for nothing.
+    """
 
     batch: Batch
     first: int
     last: int
     lengths: Lengths
+    idle: bool = False
 
     @property
     def tokens(self) -> Tensor:
@@ -35,6 +40,17 @@ class MicroBatch:
     @property
     def response_width(self) -> int:
         return self.last - self.lengths.prompt
+
+
+def idle_micro_batch(lengths: Lengths, device: torch.device) -> MicroBatch:
+    """One row of two tokens, for ranks that must call as often as others and have no rows left."""
+    width = lengths.prompt + lengths.response
+    tokens = torch.zeros(1, width, dtype=torch.int32, device=device)
+    mask = torch.zeros(1, width, dtype=torch.uint8, device=device)
+    mask[:, lengths.prompt - 1 : lengths.prompt + 1] = 1
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    batch = Batch({"tokens": tokens, "attention_mask": mask}, rows, 1)
+    return MicroBatch(batch, lengths.prompt - 1, lengths.prompt + 1, lengths, idle=True)
 
 
 def micro_batches(batch: Batch, lengths: Lengths, token_budget: int) -> Iterator[MicroBatch]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -12,30 +16,104 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from flexrlhf.placement.shapes import Head
-from flexrlhf.spec import ModelSpec
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.shapes import HEAD_OF_ROLE, Head
+from flexrlhf.spec import LoraSpec, ModelSpec
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CLASSES: dict[Head, Any] = {"causal": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
 
 
-def load_model(model: ModelSpec, head: Head, seed: int, device: torch.device) -> PreTrainedModel:
-    """The model in float32, without dropout. Weights that no file holds are drawn from ``seed``, alike on all ranks."""
+def load_model(placed: PlacedModel, seed: int) -> PreTrainedModel:
+    """The model in float32 on the CPU, without dropout; ``requires_grad`` tells what is trained.
+
+    Weights that no file holds, adapters among them, are drawn from ``seed``, alike on all ranks and copies.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    extra = {"num_labels": 1} if head == "scalar" else {}
+    head = HEAD_OF_ROLE[placed.role]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if model.path is not None:
-            loaded = _CLASSES[head].from_pretrained(model.path, dtype=torch.float32, **extra)
-        else:
-            config = AutoConfig.for_model(**{**(model.init or {}), **extra})
-            loaded = _CLASSES[head].from_config(config, dtype=torch.float32)
+        model = _load(placed.settings, head)
+        if placed.settings.lora is not None:
+            _add_adapters(model, placed.settings.lora)
     if head == "causal":
         # decoding is set by the run alone: sampling defaults stored with a model would change the policy
-        loaded.generation_config = GenerationConfig()
+        model.generation_config = GenerationConfig()
+    else:
+        model.forward = MethodType(_scores_everywhere, model)
     # saved with the model; other tools choose the class by it
-    loaded.config.architectures = [type(loaded).__name__]
-    result: PreTrainedModel = loaded.eval().to(device)
-    return result
+    model.config.architectures = [type(model).__name__]
+    if not placed.trained:
+        model.requires_grad_(False)
+    for parameter in model.parameters():
+        # weights mapped from a file cannot be freed, which offloading does
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def _load(settings: ModelSpec, head: Head) -> PreTrainedModel:
+    extra = {"num_labels": 1} if head == "scalar" else {}
+    if settings.path is not None:
+        model: PreTrainedModel = _CLASSES[head].from_pretrained(settings.path, dtype=torch.float32, **extra)
+        return model
+    config = AutoConfig.for_model(**{**(settings.init or {}), **extra})
+    fresh: PreTrainedModel = _CLASSES[head].from_config(config, dtype=torch.float32)
+    return fresh
+
+
+def _scores_everywhere(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    """A sequence classifier's forward: its head at every position (n, width), float32.
+
+    The model's own looks for the pad token to find the last one; where that is, the mask knows.
+    """
+    base = getattr(self, self.base_model_prefix)
+    out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    scores: Tensor = self.score(out.last_hidden_state).squeeze(-1).float()
+    return scores
+
+
+def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
+    """Adapters inside the model, which keeps its class and forward; a scalar head is trained beside them."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = list(lora.targets) if lora.targets is not None else "all-linear"
+    # peft leaves the scalar head out of "every linear layer" of a classifier alone
+    kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type=kind)
+    inject_adapter_in_model(config, model)
+    if hasattr(model, "score"):
+        model.score.requires_grad_(True)
+
+
+@contextmanager
+def base_weights_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Without adapters. peft's own switch would also change ``requires_grad``, which shards were made by."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers, "this model has no adapters"
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+def recomputing(model: PreTrainedModel) -> Iterator[None]:
+    """transformers recomputes activations in training mode alone, which for all else would mean dropout."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = layer.gradient_checkpointing
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
-
-from flexrlhf.comm.reduce import Replicas
-from flexrlhf.engines.base import Engine
-from flexrlhf.engines.models import load_model
-from flexrlhf.engines.torch import TorchEngine
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.shapes import HEAD_OF_ROLE
-from flexrlhf.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """All that an engine is told: the placed model, its settings, and where and with whom it computes."""
-
-    placed: PlacedModel
-    spec: ModelSpec
-    lengths: Lengths
-    temperature: float
-    seed: int
-    replicas: Replicas
-    device: torch.device
+from flexrlhf.engines.base import Engine, Wanted
 
 
 def _torch(wanted: Wanted) -> Engine:
-    model = load_model(wanted.spec, HEAD_OF_ROLE[wanted.placed.role], wanted.seed, wanted.device)
-    return TorchEngine(
-        model, wanted.spec, wanted.lengths, wanted.replicas, wanted.temperature, trained=wanted.placed.trained
-    )
+    from flexrlhf.engines.torch import TorchEngine
+
+    return TorchEngine(wanted)
 
 
-ENGINES: dict[str, Callable[[Wanted], Engine]] = {"torch": _torch}
+def _deepspeed(wanted: Wanted) -> Engine:
+    from flexrlhf.engines.deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine(wanted)
+
+
+ENGINES: dict[str, Callable[[Wanted], Engine]] = {"torch": _torch, "deepspeed": _deepspeed}
 
 
 def make_engine(wanted: Wanted) -> Engine:

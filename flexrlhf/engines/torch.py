@@ -1,194 +1,174 @@
-"""The engine on plain PyTorch and transformers: replicated data parallel, micro-batches by token budget, KV cache."""
+"""The engine on plain PyTorch and transformers: replicas, FSDP2 shards, tensor parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from flexrlhf.comm.reduce import Replicas
-from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments, moments
-from flexrlhf.engines.micro_batch import MicroBatch, micro_batches
-from flexrlhf.engines.sampling import GumbelProcessor
-from flexrlhf.operators.columns import Column, Lengths, Quantity
-from flexrlhf.spec import ModelSpec
+from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
+from flexrlhf.engines.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes
+from flexrlhf.engines.gradients import Gradients, Trained
+from flexrlhf.engines.head import LanguageHead, use_language_head
+from flexrlhf.engines.models import DTYPES, load_model, recomputing
+from flexrlhf.engines.optimizers import local
+from flexrlhf.engines.parking import Parking
+from flexrlhf.engines.passes import Passes
+from flexrlhf.engines.update import Update
+from flexrlhf.operators.columns import Column
+from flexrlhf.placement.shards import tensor_parallel_dim
 
 
 class TorchEngine:
-    """One replica of a model. ``trained``: it owns an AdamW, and gradients are summed over ``replicas``."""
+    """One rank's part of a model. A trained one owns an optimizer over float32 weights."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        spec: ModelSpec,
-        lengths: Lengths,
-        replicas: Replicas,
-        temperature: float,
-        trained: bool,
-    ) -> None:
-        self.config = model.config
-        self._model = model
-        self._lengths = lengths
-        self._replicas = replicas
-        self._temperature = temperature
-        self._budget = spec.micro_batch_tokens
-        self._generate_tokens = spec.generate_tokens
-        self._max_grad_norm = spec.optimizer.max_grad_norm
-        self._parameters = [parameter for _, parameter in sorted(model.named_parameters())]
-        model.requires_grad_(trained)
-        self._optimizer = self._make_optimizer(spec) if trained else None
+    def __init__(self, wanted: Wanted) -> None:
+        placed, settings = wanted.placed, wanted.placed.settings
+        self._is_sharded = placed.split != "whole"
+        self._model = load_model(placed, wanted.seed)
+        self.config = self._model.config
+        head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
+        partial = _cut(self._model, head, wanted)
+        self._masters: dict[str, Tensor] = {}
+        if not self._is_sharded:
+            self._masters = _lower(self._model, DTYPES[settings.dtype])
+        self._passes = Passes(
+            model=self._model,
+            call=self._model,
+            head=head,
+            settings=settings,
+            lengths=wanted.lengths,
+            temperature=wanted.temperature,
+            replicas=wanted.replicas,
+            lockstep=self._is_sharded,
+        )
+        self._parking = Parking()
+        self._update = self._make_update(wanted, partial) if placed.trained else None
+        if settings.activation_checkpointing and placed.trained:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def _make_optimizer(self, spec: ModelSpec) -> torch.optim.AdamW:
-        settings = spec.optimizer
-        return torch.optim.AdamW(
-            self._parameters,
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+    def _make_update(self, wanted: Wanted, partial: frozenset[str]) -> Update:
+        settings, tp = wanted.placed.settings, wanted.placed.layout.tp
+        live = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        trained = [
+            Trained(
+                self._masters.get(name, live[name]),
+                is_cut=tp > 1 and tensor_parallel_dim(name, tuple(live[name].shape), tp) is not None,
+                is_partial=name in partial,
+            )
+            for name in sorted(live)
+        ]
+        for name, master in self._masters.items():
+            live[name].register_post_accumulate_grad_hook(_accumulate_into(master))
+        return Update(
+            settings.optimizer,
+            Gradients(trained, wanted.replicas, wanted.tp, self._is_sharded),
+            wanted.num_updates,
+            is_scaled=settings.dtype == "float16",
+            changed=self._publish_masters,
         )
 
+    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
+        with self._gathering():
+            return self._passes.generate(batch, sampling)
+
+    def forward(self, batch: Batch, column: Column, adapters: bool = True) -> Tensor:
+        with self._gathering():
+            return self._passes.forward(batch, column, adapters)
+
+    def train(self, batch: Batch, loss: Loss) -> Moments:
+        update = self._update
+        assert update is not None, "this placed model is not trained"
+        with self._gathering(), recomputing(self._model):
+            statistics = self._passes.backward(batch, loss, lambda value, _: update.scaled(value).backward())
+        return statistics | update.step()
+
     def weights(self) -> dict[str, Tensor]:
-        return dict(self._model.named_parameters())
+        live = {name: local(parameter) for name, parameter in self._model.named_parameters()}
+        return live | {name: local(master) for name, master in self._masters.items()}
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        own = self.weights()
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
+        own = dict(self._model.named_parameters())
+        for name, values in weights.items():
+            target = local(own[name])
+            target.copy_(values.view(target.shape))
+
+    def held(self) -> Held:
+        live = [local(parameter) for parameter in self._model.parameters()]
+        return Held(
+            weights=sum(tensor.nbytes for tensor in live),
+            gradients=self._update.gradient_bytes if self._update else 0,
+            optimizer=sum(tensor.nbytes for tensor in self._beside_weights()),
+            host=self._parking.num_bytes,
+        )
+
+    def offload(self) -> None:
+        live = [local(parameter) for parameter in self._model.parameters()]
+        self._parking.put([*live, *self._beside_weights()])
+
+    def reload(self) -> None:
+        self._parking.take()
 
     def close(self) -> None:
-        del self._model, self._optimizer, self._parameters
+        del self._model, self._passes, self._update, self._masters
 
-    @torch.no_grad()
-    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
-        prompts, prompt_mask = batch["prompts"].long(), batch["prompt_mask"]
-        answers = prompts.new_full((len(batch), self._lengths.response), sampling.pad_token_id)
-        num_rows = max(1, self._generate_tokens // (self._lengths.prompt + self._lengths.response))
-        for start in range(0, len(batch), num_rows):
-            part = slice(start, start + num_rows)
-            drawn = self._decode(prompts[part], prompt_mask[part].long(), batch.rows[part], sampling)
-            answers[part, : drawn.shape[1]] = drawn
-        is_end = torch.isin(answers, answers.new_tensor(sampling.eos_token_ids))
-        # a token is part of the answer when no end came before it; the pad token may be an end token or a real one
-        response_mask = (is_end.cumsum(1) - is_end.long() == 0).to(torch.uint8)
-        return {
-            "tokens": torch.cat([prompts, answers.where(response_mask.bool(), sampling.pad_token_id)], 1).int(),
-            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
-            "response_mask": response_mask,
-            "finished": is_end.any(1).to(torch.uint8),
-        }
+    def _beside_weights(self) -> list[Tensor]:
+        """Master weights and what the optimizer remembers."""
+        masters = [local(master) for master in self._masters.values()]
+        return masters + (self._update.state() if self._update else [])
 
-    def _decode(self, prompts: Tensor, mask: Tensor, rows: Tensor, sampling: Sampling) -> Tensor:
-        first = int(mask.int().argmax(1).min())
-        prompts, mask = prompts[:, first:], mask[:, first:]
-        out = self._model.generate(
-            prompts,
-            attention_mask=mask,
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=self._lengths.response,
-                eos_token_id=list(sampling.eos_token_ids),
-                pad_token_id=sampling.pad_token_id,
-                use_cache=True,
-            ),
-            logits_processor=LogitsProcessorList([GumbelProcessor(sampling, rows, prompts.shape[1])]),
-        )
-        return out[:, prompts.shape[1] :]
+    def _publish_masters(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if name in self._masters:
+                local(parameter).copy_(local(self._masters[name]))
 
-    @torch.no_grad()
-    def forward(self, batch: Batch, column: Column) -> Tensor:
-        assert column.quantity is not None, f"{column.name} is not computed by a model"
-        parts = [self._compute(piece, column.quantity).quantity for piece in self._pieces(batch)]
-        if parts:
-            return torch.cat(parts)
-        width = self._lengths.width(column)
-        return torch.zeros((0,) if width is None else (0, width), device=batch.rows.device)
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        yield
+        if self._is_sharded:
+            free_gathered(self._model)
 
-    def train(self, batch: Batch, loss: Loss) -> Moments:
-        assert self._optimizer is not None, "this placed model is not trained"
-        totals = self._totals(batch)
-        self._optimizer.zero_grad()
-        statistics: Moments = {name: self._parameters[0].new_zeros(3, dtype=torch.float64) for name in loss.statistics}
-        for piece in self._pieces(batch):
-            value, part = loss.function(self._compute(piece, loss.quantity, loss.entropy), piece.batch, totals)
-            value.backward()
-            add_moments(statistics, part)
-        statistics["grad_norm"] = moments(self._reduce_gradients()[None])
-        self._optimizer.step()
-        return statistics
 
-    def _pieces(self, batch: Batch) -> list[MicroBatch]:
-        return list(micro_batches(batch, self._lengths, self._budget))
+def _cut(model: PreTrainedModel, head: LanguageHead | None, wanted: Wanted) -> frozenset[str]:
+    """Put the model on its device, cut as placed. Returns the names whose gradients are partial sums."""
+    placed, settings = wanted.placed, wanted.placed.settings
+    replica_mesh, tp_mesh = make_meshes(wanted)
+    partial = apply_tensor_parallel(model, head, tp_mesh) if tp_mesh is not None else frozenset[str]()
+    if placed.split == "whole":
+        model.to(wanted.device)
+        return partial
+    assert replica_mesh is not None, "shards need several ranks"
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[settings.dtype])
+    # moves one layer at a time to the device, of which its shard stays there
+    apply_fsdp(model, replica_mesh, settings.zero, DTYPES[settings.dtype])
+    return partial
 
-    def _totals(self, batch: Batch) -> Totals:
-        mask = batch["response_mask"].double()
-        counts = torch.stack([mask.sum(), (mask.sum(1) > 0).double().sum(), mask.new_tensor(len(batch))])
-        tokens, sequences, rows = self._replicas.sum(counts).tolist()
-        return Totals(tokens, sequences, rows / batch.samples_per_prompt)
 
-    def _reduce_gradients(self) -> Tensor:
-        """Sum the gradients over the replicas as one vector and clip it; return the global norm before clipping."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        flat = self._replicas.sum(torch.cat([grad.reshape(-1) for grad in grads]))
-        norm = torch.linalg.vector_norm(flat)
-        if not torch.isfinite(norm):
-            raise FloatingPointError("the gradient is not finite; the weights were left as they were")
-        if self._max_grad_norm is not None:
-            flat *= (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter, part in zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
-        return norm
+@torch.no_grad()
+def _lower(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Put the parameters, not the buffers, in ``dtype``. Returns float32 copies of the trained ones it lowers."""
+    if dtype == torch.float32:
+        return {}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return masters
 
-    def _compute(self, piece: MicroBatch, quantity: Quantity, entropy: EntropyUse = "none") -> Outputs:
-        match quantity:
-            case "logprobs":
-                return self._logprobs(piece, entropy)
-            case "values":
-                return Outputs(self._values(piece))
-            case "scores":
-                return Outputs(self._scores(piece))
 
-    def _logprobs(self, piece: MicroBatch, entropy: EntropyUse) -> Outputs:
-        """Log-probs (n, R) of the response tokens under softmax(logits / T); 0 outside the response."""
-        width = piece.response_width
-        out = self._model(
-            input_ids=piece.tokens,
-            attention_mask=piece.attention_mask,
-            position_ids=piece.position_ids,
-            logits_to_keep=width + 1,
-        )
-        scaled = (out.logits[:, :-1].float() / self._temperature).log_softmax(-1)
-        mask = piece.attention_mask[:, -width:]
-        picked = scaled.gather(-1, piece.tokens[:, -width:, None]).squeeze(-1) * mask
-        spread = None
-        if entropy != "none":
-            with torch.set_grad_enabled(entropy == "gradient"):
-                spread = self._widen(-(scaled.exp() * scaled).sum(-1) * mask, self._lengths.response)
-        return Outputs(self._widen(picked, self._lengths.response), spread)
+def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
+    """Add up 16-bit gradients of micro-batches in float32, and free each at once."""
 
-    def _values(self, piece: MicroBatch) -> Tensor:
-        """Values (n, R+1): entry t is that of the state before response token t, the last that after the whole text."""
-        width = piece.response_width + 1
-        values = self._head(piece)[:, -width:] * piece.attention_mask[:, -width:]
-        return self._widen(values, self._lengths.response + 1)
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
 
-    def _scores(self, piece: MicroBatch) -> Tensor:
-        """The head's output (n,) at the last token of the text, known from the mask."""
-        mask = piece.attention_mask
-        last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-        return self._head(piece).gather(1, last[:, None]).squeeze(1)
-
-    def _head(self, piece: MicroBatch) -> Tensor:
-        """The scalar head at every position (n, width). The model's own forward looks for the pad token to pool."""
-        base = getattr(self._model, self._model.base_model_prefix)
-        out = base(input_ids=piece.tokens, attention_mask=piece.attention_mask, position_ids=piece.position_ids)
-        scores: Tensor = self._model.score(out.last_hidden_state).squeeze(-1).float()
-        return scores
-
-    @staticmethod
-    def _widen(tensor: Tensor, width: int) -> Tensor:
-        return pad(tensor, (0, width - tensor.shape[1]))
+    return hook

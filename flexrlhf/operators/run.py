@@ -16,6 +16,7 @@ from flexrlhf.operators.functions import COMBINES, LOSSES
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.shapes import ModelShape
 from flexrlhf.spec import AlgorithmSpec
 
 
@@ -26,6 +27,7 @@ class Resident:
     model: PlacedModel
     engine: Engine
     replicas: Replicas
+    shape: ModelShape
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def run_operator(
         case "generate":
             columns = engine.generate(batch, sampling)
         case "forward":
-            columns = {name: engine.forward(batch, COLUMNS[name]) for name in operator.writes}
+            columns = {name: engine.forward(batch, COLUMNS[name], operator.adapters) for name in operator.writes}
         case "combine":
             combine = COMBINES[operator.function]
             columns, statistics = combine(algorithm, batch, work.segments(), work.resident.replicas)

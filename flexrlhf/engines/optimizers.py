@@ -1,0 +1,52 @@
+"""The update rule and its learning rate, by torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from flexrlhf.spec import OptimizerSpec
+
+_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+
+def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Optimizer:
+    rate, decay = settings.learning_rate, settings.weight_decay
+    if settings.name == "sgd":
+        return SGD(parameters, lr=rate, momentum=settings.momentum, weight_decay=decay)
+    kind = AdamW if settings.name == "adamw" else Adam
+    return kind(parameters, lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
+
+def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: int) -> LRScheduler:
+    """Warm-up from 0, then constant, or linear or half a cosine down to 0 at ``num_updates`` optimizer steps."""
+    scheduler: LRScheduler = get_scheduler(
+        _SCHEDULES[settings.schedule],
+        optimizer,
+        num_warmup_steps=settings.warmup_steps,
+        num_training_steps=num_updates,
+    )
+    return scheduler
+
+
+def learning_rate(optimizer: Optimizer) -> Tensor:
+    """The rate of the next update (1,)."""
+    return torch.tensor([float(optimizer.param_groups[0]["lr"])], dtype=torch.float64)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """What the optimizer remembers of each parameter on this rank; counters are left out."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [local(tensor) for tensor in tensors if tensor.ndim]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``: of a DTensor its shard, sharing memory."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,189 @@
+"""The passes of one transformers model on this rank, whatever engine owns it: decode, infer, and what a loss reads.
+
+``lockstep``: the ranks of the model gather its shards layer by layer, so all of them must call equally often; a rank
+with fewer rows runs idle passes up to the largest count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments
+from flexrlhf.engines.head import LanguageHead
+from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
+from flexrlhf.engines.models import base_weights_alone
+from flexrlhf.engines.sampling import GumbelProcessor
+from flexrlhf.operators.columns import Column, Lengths, Quantity
+from flexrlhf.spec import ModelSpec
+
+
+@dataclass
+class Passes:
+    """``call``: the model, or the library's wrapper around it. ``head`` None: the plain language head of the model."""
+
+    model: PreTrainedModel
+    call: Callable[..., Any]
+    head: LanguageHead | None
+    settings: ModelSpec
+    lengths: Lengths
+    temperature: float
+    replicas: Replicas
+    lockstep: bool
+
+    def __post_init__(self) -> None:
+        if self.lockstep:
+            # transformers asks the world whether a sequence is unfinished anywhere; here the replicas are asked
+            self.model._has_unfinished_sequences = self._unfinished_anywhere  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
+        """Answers drawn for the rows of ``batch``, as the engine contract says."""
+        prompts, prompt_mask = batch["prompts"].long(), batch["prompt_mask"]
+        answers = prompts.new_full((len(batch), self.lengths.response), sampling.pad_token_id)
+        num_rows = max(1, self.settings.generate_tokens // (self.lengths.prompt + self.lengths.response))
+        for start in range(0, self._most(-(-len(batch) // num_rows)) * num_rows, num_rows):
+            part = slice(start, start + num_rows)
+            drawn = self._decode(prompts[part], prompt_mask[part].long(), batch.rows[part], sampling)
+            answers[part, : drawn.shape[1]] = drawn
+        is_end = torch.isin(answers, answers.new_tensor(sampling.eos_token_ids))
+        # a token is part of the answer when no end came before it; the pad token may be an end token or a real one
+        response_mask = (is_end.cumsum(1) - is_end.long() == 0).to(torch.uint8)
+        return {
+            "tokens": torch.cat([prompts, answers.where(response_mask.bool(), sampling.pad_token_id)], 1).int(),
+            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
+            "response_mask": response_mask,
+            "finished": is_end.any(1).to(torch.uint8),
+        }
+
+    def _decode(self, prompts: Tensor, mask: Tensor, rows: Tensor, sampling: Sampling) -> Tensor:
+        if not len(prompts):
+            # idle: one token of one row, then the steps of the others until none is unfinished
+            self._draw(prompts.new_zeros(1, 1), mask.new_ones(1, 1), rows.new_zeros(1), sampling, 1)
+            return prompts[:, :0]
+        first = int(mask.int().argmax(1).min())
+        return self._draw(prompts[:, first:], mask[:, first:], rows, sampling, self.lengths.response)
+
+    def _draw(self, prompts: Tensor, mask: Tensor, rows: Tensor, sampling: Sampling, num_tokens: int) -> Tensor:
+        out = self.model.generate(
+            prompts,
+            attention_mask=mask,
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                eos_token_id=list(sampling.eos_token_ids),
+                pad_token_id=sampling.pad_token_id,
+                use_cache=True,
+            ),
+            logits_processor=LogitsProcessorList([GumbelProcessor(sampling, rows, prompts.shape[1])]),
+            synced_gpus=self.lockstep,
+        )
+        return out[:, prompts.shape[1] :]
+
+    def _unfinished_anywhere(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        return bool(self.replicas.largest(int(not this_peer_finished), device))
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, column: Column, adapters: bool) -> Tensor:
+        """``column`` (n, ...) of every row of ``batch``."""
+        assert column.quantity is not None, f"{column.name} is not computed by a model"
+        with nullcontext() if adapters else base_weights_alone(self.model):
+            pieces = [(piece, self._outputs(piece, column.quantity).quantity) for piece in self._pieces(batch)]
+        parts = [values for piece, values in pieces if not piece.idle]
+        if parts:
+            return torch.cat(parts)
+        width = self.lengths.width(column)
+        return torch.zeros((0,) if width is None else (0, width), device=batch.rows.device)
+
+    def backward(self, batch: Batch, loss: Loss, backward: Callable[[Tensor, bool], None]) -> Moments:
+        """The loss of a mini-batch, micro-batch by micro-batch: ``backward(part of the loss, is the last part)``."""
+        totals = self._totals(batch)
+        empty = torch.zeros(3, dtype=torch.float64, device=batch.rows.device)
+        statistics: Moments = dict.fromkeys(loss.statistics, empty)
+        pieces = self._pieces(batch)
+        for number, piece in enumerate(pieces):
+            outputs = self._outputs(piece, loss.quantity, loss.entropy)
+            if piece.idle:
+                value = outputs.quantity.sum() * 0.0
+            else:
+                value, part = loss.function(outputs, piece.batch, totals)
+                add_moments(statistics, part)
+            backward(value, number == len(pieces) - 1)
+        return statistics
+
+    def _pieces(self, batch: Batch) -> list[MicroBatch]:
+        pieces = list(micro_batches(batch, self.lengths, self.settings.micro_batch_tokens))
+        idle = self._most(len(pieces)) - len(pieces)
+        return pieces + [idle_micro_batch(self.lengths, batch.rows.device)] * idle
+
+    def _most(self, count: int) -> int:
+        """How often this rank calls: as often as the busiest one in lockstep, else as its rows ask."""
+        return self.replicas.largest(count, self.model.device) if self.lockstep else count
+
+    def _totals(self, batch: Batch) -> Totals:
+        mask = batch["response_mask"].double()
+        counts = torch.stack([mask.sum(), (mask.sum(1) > 0).double().sum(), mask.new_tensor(len(batch))])
+        tokens, sequences, rows = self.replicas.sum(counts).tolist()
+        return Totals(tokens, sequences, rows / batch.samples_per_prompt)
+
+    def _outputs(self, piece: MicroBatch, quantity: Quantity, entropy: EntropyUse = "none") -> Outputs:
+        match quantity:
+            case "logprobs":
+                return self._logprobs(piece, entropy)
+            case "values":
+                return Outputs(self._values(piece))
+            case "scores":
+                return Outputs(self._scores(piece))
+
+    def _logprobs(self, piece: MicroBatch, entropy: EntropyUse) -> Outputs:
+        """Log-probs (n, R) of the response tokens under softmax(logits / T); 0 outside the response."""
+        width = piece.response_width
+        mask, targets = piece.attention_mask[:, -width:], piece.tokens[:, -width:]
+        with nullcontext() if self.head is None else self.head.scoring(targets, self.temperature, entropy):
+            out = self._call(piece, logits_to_keep=width + 1, use_cache=False).logits
+        if self.head is not None:
+            picked, spread = out.unbind(-1)
+        else:
+            picked, spread = self._from_logits(out[:, :-1], targets, entropy)
+        # a value outside the mask may be anything: of padding no number counts
+        masked = [self._widen(values.where(mask.bool(), 0.0), self.lengths.response) for values in (picked, spread)]
+        return Outputs(masked[0], None if entropy == "none" else masked[1])
+
+    def _from_logits(self, logits: Tensor, targets: Tensor, entropy: EntropyUse) -> tuple[Tensor, Tensor]:
+        """Of a family whose head may do more than multiply: all logits at once."""
+        scaled = (logits.float() / self.temperature).log_softmax(-1)
+        picked = scaled.gather(-1, targets[..., None]).squeeze(-1)
+        if entropy == "none":
+            return picked, torch.zeros_like(picked)
+        with torch.set_grad_enabled(entropy == "gradient"):
+            return picked, -(scaled.exp() * scaled).sum(-1)
+
+    def _values(self, piece: MicroBatch) -> Tensor:
+        """Values (n, R+1): entry t is that of the state before response token t, the last that after the whole text."""
+        width = piece.response_width + 1
+        values = self._call(piece)[:, -width:] * piece.attention_mask[:, -width:]
+        return self._widen(values, self.lengths.response + 1)
+
+    def _scores(self, piece: MicroBatch) -> Tensor:
+        """The head's output (n,) at the last token of the text, known from the mask."""
+        mask = piece.attention_mask
+        last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+        scores: Tensor = self._call(piece).gather(1, last[:, None]).squeeze(1)
+        return scores
+
+    def _call(self, piece: MicroBatch, **further: Any) -> Any:
+        return self.call(
+            input_ids=piece.tokens, attention_mask=piece.attention_mask, position_ids=piece.position_ids, **further
+        )
+
+    @staticmethod
+    def _widen(tensor: Tensor, width: int) -> Tensor:
+        return pad(tensor, (0, width - tensor.shape[1]))

@@ -1,0 +1,88 @@
+"""Placed models on this rank: make their engines, and say how their weights become whole or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.sync import Destination, Source
+from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.world import Groups, Wait, World
+from flexrlhf.engines.base import Wanted
+from flexrlhf.engines.models import DTYPES
+from flexrlhf.engines.registry import make_engine
+from flexrlhf.errors import UserError
+from flexrlhf.operators.run import Resident
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.reshard import bucket_names, trained_parts
+from flexrlhf.placement.shapes import ModelShape
+from flexrlhf.placement.shards import parts_on
+from flexrlhf.plan import Plan, bucket_bytes
+from flexrlhf.strategies.instructions import Sync
+
+
+def load_resident(plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait) -> Resident:
+    """Make the engine of ``model`` and check that it holds what the plan says."""
+    layout, rank = model.layout, world.rank
+    members = layout.dp_set(rank)
+    tp_set = next(ranks for ranks in layout.tp_sets if rank in ranks)
+    replicas = Replicas(groups.get(f"compute {model.name}", members), members, wait)
+    engine = make_engine(
+        Wanted(
+            placed=model,
+            lengths=plan.lengths,
+            temperature=plan.temperature,
+            seed=plan.spec.seed,
+            num_updates=plan.num_updates,
+            replicas=replicas,
+            tp=Replicas(groups.get(f"tp {model.name}", tp_set), tp_set, wait),
+            alone=groups.alone(rank),
+            device=world.device,
+        )
+    )
+    return Resident(model, engine, replicas, _shape(plan, model, engine.weights(), rank))
+
+
+def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:
+    """The planned shape; of an architecture that only loading can tell, the shape of what was loaded."""
+    planned = plan.shapes.get(model.role)
+    if planned is None or {name for name, _ in planned.parameters} != set(weights):
+        if model.split != "whole" or model.layout.tp > 1 or model.settings.lora is not None:
+            raise UserError(
+                f"models.{model.role}: its parameters are not named as in its files, so it cannot be cut; "
+                f"save it again with transformers, or use zero 0, tp 1 and no lora"
+            )
+        return ModelShape(tuple((name, tuple(weights[name].shape)) for name in sorted(weights)))
+    for name, part in parts_on(model, planned, rank).items():
+        held = weights[name].numel()
+        assert held == part.num_elements, f"{model.name}: {name} has {held} numbers here, planned {part.num_elements}"
+    return planned
+
+
+def source_of(resident: Resident, sets: Sequence[tuple[int, ...]], rank: int, groups: Groups, wait: Wait) -> Source:
+    """The trained weights of ``resident``; of ``sets`` that gather, the one with this rank makes them whole."""
+    ranks = next((members for members in sets if rank in members), (rank,))
+    parts = tuple(trained_parts(resident.model, resident.shape, member) for member in ranks)
+    group = groups.get(f"gather {resident.model.name}", ranks)
+    weights = resident.engine.weights()
+    return Source({name: weights[name] for name in parts[0]}, Gather(group, ranks, parts, wait))
+
+
+def destination_of(model: PlacedModel, shape: ModelShape, sync: Sync) -> Destination:
+    """What each rank of the shadow ``model`` holds."""
+    parts = {rank: trained_parts(model, shape, rank) for rank in sorted({t.destination for t in sync.transfers})}
+    return Destination(DTYPES[model.settings.dtype], parts)
+
+
+def whole_weights(plan: Plan, source: Source, keep: bool) -> dict[str, Tensor]:
+    """All trained weights, whole, in host memory where ``keep``; gathered bucket by bucket, by all ranks that share."""
+    parts = source.gather.parts[0]
+    dtype = next(iter(source.weights.values())).dtype
+    tensors: dict[str, Tensor] = {}
+    for names in bucket_names(parts, dtype.itemsize, bucket_bytes(plan.spec)):
+        bucket = source.gather.whole(source.weights, names, dtype)
+        if keep:
+            tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
+    return tensors
