@@ -22,6 +22,20 @@ Raw = dict[str, Any]
 WORDS = [first + second for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u")]
 """60 words and 4 special tokens: a vocabulary of 64."""
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
+SIZES = {
+    "vocab_size": len(WORDS) + 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+"""Of the models: the words of a Llama config."""
 HELD_OUT = {"ppo": 11, "sft": 3, "reward": 11}
 """Rows to evaluate with; of 3 the first of 4 ranks has none."""
 TRAINED = {"ppo": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",)}
@@ -32,16 +46,19 @@ class Case:
     setting: str
     shape: str
     ranks: int
+    compute: str = "replicas"
 
     @property
     def name(self) -> str:
-        return f"{self.setting}_{self.shape}_{self.ranks}"
+        plain = f"{self.setting}_{self.shape}_{self.ranks}"
+        return plain if self.compute == "replicas" else f"{plain}_{self.compute}"
 
 
 def _ppo(**changes: Any) -> Raw:
     return {"algorithm": {"name": "ppo", **changes}}
 
 
+FAST = {"learning_rate": 0.01, "eps": 1e-4}
 SETTINGS: dict[str, Raw] = {
     "two": _ppo(num_mini_batches=2),
     "four": _ppo(num_mini_batches=4),
@@ -84,14 +101,53 @@ SETTINGS: dict[str, Raw] = {
     },
     "reward": {"algorithm": {"name": "reward", "num_mini_batches": 2}},
     "reward-uneven": {"algorithm": {"name": "reward", "prompts_per_step": 7, "num_mini_batches": 4, "epochs": 2}},
+    "scheduled": {
+        **_ppo(num_mini_batches=2),
+        "models": {
+            "actor": {"optimizer": {"schedule": "cosine", "warmup_steps": 2}},
+            "critic": {"optimizer": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.03, "schedule": "linear"}},
+        },
+    },
+    # adapters start at nothing (B = 0), so only a higher rate moves the policy as far as in the other settings; and the
+    # gradient of A starts at 0 and stays small, of which the eps of Adam must not make whole steps (see Assets._model)
+    "adapters": {
+        **_ppo(num_mini_batches=2),
+        "models": {
+            "actor": {"lora": {"rank": 4, "alpha": 8}, "optimizer": FAST},
+            "critic": {"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}, "optimizer": FAST},
+        },
+    },
+    "shared": {
+        **_ppo(num_mini_batches=2),
+        "models": {"actor": {"lora": {}, "optimizer": FAST}, "ref": {"share": "actor"}},
+    },
+    "sft-adapters": {
+        "algorithm": {"name": "sft", "num_mini_batches": 2},
+        "models": {
+            "actor": {"lora": {}, "optimizer": {**FAST, "name": "adam", "schedule": "linear", "warmup_steps": 1}}
+        },
+    },
+    "reward-adapters": {
+        "algorithm": {"name": "reward", "num_mini_batches": 2},
+        "models": {"reward": {"lora": {"rank": 4}, "optimizer": {**FAST, "name": "adam", "warmup_steps": 3}}},
+    },
 }
 SLOW = {"debug": {"run_delay_seconds": 0.3}}
 SETTINGS |= {
     "slow": {**_ppo(num_mini_batches=2), **SLOW},
     "slow-streaming": {**_ppo(num_mini_batches=4, whiten="mini_batch"), **SLOW, "steps": 2},
+    # 32 layers, so that no tensor is a large part of what a rank of four holds
+    "deep": {
+        "algorithm": {"name": "sft"},
+        "models": {"actor": {"path": None, "init": {**SIZES, "model_type": "llama", "num_hidden_layers": 32}}},
+        "steps": 1,
+    },
 }
-TIMED = ("slow", "slow-streaming")
-EVALUATED = ("four", "samples", "short", "sft", "sft-epochs", "reward", "reward-uneven")
+NOT_COMPARED = ("slow", "slow-streaming", "deep")
+EVALUATED = (
+    *("four", "samples", "short", "sft", "sft-epochs", "sft-adapters"),
+    *("reward", "reward-uneven", "reward-adapters"),
+)
 """Settings that look at held-out rows after every step."""
 SUPERVISED = tuple(name for name, raw in SETTINGS.items() if raw["algorithm"]["name"] != "ppo")
 
@@ -148,10 +204,75 @@ SHAPES: dict[str, Raw] = {
         },
         "schedule": {"num_chunks": 4},
     },
+    # two engines that share no rank
+    "apart": {
+        "placement": {
+            **{role: {"ranks": [0, 1]} for role in ("actor", "ref")},
+            **{role: {"ranks": [2, 3]} for role in ("critic", "reward")},
+        }
+    },
     "all": {"placement": [1]},
     "half": {"placement": [0.5]},
 }
-ON_FOUR_ONLY = ("six-uneven", "six-apart", "classes", "shares", "classes-six", "span")
+ON_FOUR_ONLY = ("six-uneven", "six-apart", "classes", "shares", "classes-six", "span", "apart")
+
+
+def _everywhere(**settings: Any) -> Raw:
+    return {role: dict(settings) for role in ("actor", "critic", "ref", "reward")}
+
+
+COMPUTE: dict[str, Raw] = {
+    "replicas": {},
+    "torch-2": _everywhere(zero=2),
+    "torch-3": _everywhere(zero=3),
+    **{f"deepspeed-{stage}": _everywhere(engine="deepspeed", zero=stage) for stage in range(4)},
+    "recomputed": _everywhere(zero=3) | {r: {"zero": 3, "activation_checkpointing": True} for r in ("actor", "critic")},
+    "tp": _everywhere(tp=2),
+    "tp-3": _everywhere(tp=2, zero=3),
+    # each side in its own way
+    "mixed": {
+        "actor": {"engine": "deepspeed", "zero": 3},
+        "critic": {"zero": 3},
+        "ref": {"zero": 2},
+        "reward": {"engine": "deepspeed", "zero": 3},
+    },
+    # every shadow of another layout than its source
+    "crossed": {
+        "actor": {"engine": "deepspeed", "zero": 3, "shadow": {"engine": "torch", "zero": 0, "tp": 2}},
+        "critic": {"zero": 3, "shadow": {"engine": "deepspeed"}},
+        "ref": {"tp": 2},
+        "reward": {"zero": 2},
+    },
+    "uncrossed": {
+        "actor": {"tp": 2, "shadow": {"tp": 1, "zero": 3}},
+        "critic": {"engine": "deepspeed", "zero": 2, "shadow": {"engine": "torch", "zero": 2}},
+        "ref": {"engine": "deepspeed", "zero": 3},
+        "reward": {"tp": 2, "zero": 2},
+    },
+    # for the shape of this name: DeepSpeed on two ranks, FSDP2 on the other two
+    "apart": {
+        "actor": {"engine": "deepspeed", "zero": 2},
+        "ref": {"engine": "deepspeed", "zero": 3},
+        "critic": {"zero": 3},
+        "reward": {"zero": 2},
+    },
+}
+"""How models compute: changes no number."""
+PRECISION: dict[str, Raw] = {
+    "bf16": _everywhere(dtype="bfloat16"),
+    "bf16-torch-3": _everywhere(dtype="bfloat16", zero=3),
+    **{f"bf16-deepspeed-{z}": _everywhere(dtype="bfloat16", engine="deepspeed", zero=z) for z in (2, 3)},
+    # the shadows pad other rows together than the trained copies
+    "bf16-pieces": _everywhere(dtype="bfloat16")
+    | {role: {"dtype": "bfloat16", "shadow": {"micro_batch_tokens": 20}} for role in ("actor", "critic")},
+    "fp16": _everywhere(dtype="float16"),
+    "fp16-torch-3": _everywhere(dtype="float16", zero=3),
+    "fp16-frozen": {role: {"dtype": "float16"} for role in ("ref", "reward")},
+    "fp16-frozen-torch-3": {role: {"dtype": "float16", "zero": 3} for role in ("ref", "reward")},
+}
+"""Other types: change numbers by their rounding."""
+STAGES = ("torch-2", "torch-3", *(f"deepspeed-{stage}" for stage in range(4)))
+"""Engine and ZeRO stage, but torch's stage 0, which is "replicas"."""
 PPO_SHAPES = {
     1: ("co-located",),
     2: tuple(name for name, raw in SHAPES.items() if len(raw["placement"]) > 1 and name not in ON_FOUR_ONLY),
@@ -192,15 +313,58 @@ DEFAULT = [
     Case("uneven", "span", 4),
     Case("sft-epochs", "all", 4),
     Case("reward-uneven", "half", 4),
+    Case("four", "co-located", 4, "torch-2"),
+    Case("uneven", "halves", 4, "torch-3"),
+    Case("scarce", "six", 4, "torch-3"),
+    Case("samples", "co-located", 4, "deepspeed-0"),
+    Case("uneven", "halves", 4, "deepspeed-1"),
+    Case("pieces", "six", 4, "deepspeed-2"),
+    Case("scarce", "co-located", 4, "deepspeed-3"),
+    Case("two", "six", 4, "deepspeed-3"),
+    Case("one", "pairs", 4, "mixed"),
+    Case("two", "co-located", 4, "tp"),
+    Case("one", "co-located", 4, "tp-3"),
+    Case("penalty", "six", 4, "crossed"),
+    Case("two", "six", 4, "uncrossed"),
+    Case("epochs", "halves", 4, "recomputed"),
+    Case("sft", "all", 4, "deepspeed-3"),
+    Case("reward", "all", 4, "torch-3"),
+    Case("scheduled", "halves", 2),
+    Case("adapters", "six-snapshot", 2, "torch-3"),
+    Case("shared", "co-located", 2, "deepspeed-2"),
+    Case("sft-adapters", "half", 2),
+    Case("reward-adapters", "all", 2, "deepspeed-3"),
+    Case("scheduled", "six", 4, "deepspeed-2"),
+    Case("scheduled", "co-located", 4, "torch-3"),
+    Case("adapters", "co-located", 4),
+    Case("adapters", "six", 4, "deepspeed-3"),
+    Case("adapters", "lag-chunks", 4),
+    Case("shared", "halves", 4, "torch-3"),
+    Case("shared", "six", 4, "deepspeed-2"),
+    Case("shared", "co-located", 4, "deepspeed-3"),
+    Case("two", "apart", 4, "apart"),
 ]
 
 
 def every_case() -> list[Case]:
-    """The full product, where the chunks of the shape divide the mini-batches of the setting."""
+    """Every setting under every shape; engines, stages and tensor parallel where they are tried hardest."""
+    computed = {stage: ("two", "uneven", "adapters", "shared", "scheduled") for stage in STAGES}
+    # adapters are not cut
+    computed |= {"tp": ("two", "uneven"), "tp-3": ("two", "uneven")}
+    return _every_shape() + [
+        Case(setting, shape, 4, compute)
+        for compute, settings in computed.items()
+        for shape in ("co-located", "halves", "six")
+        for setting in settings
+    ]
+
+
+def _every_shape() -> list[Case]:
+    """The product of settings and shapes, where the chunks of the shape divide the mini-batches of the setting."""
     cases = []
     for ranks in (1, 2, 4):
         for setting, raw in SETTINGS.items():
-            if setting in TIMED:
+            if setting in NOT_COMPARED:
                 continue
             shapes = SUPERVISED_SHAPES if setting in SUPERVISED else PPO_SHAPES
             for shape in shapes[ranks]:
@@ -244,7 +408,10 @@ class Assets:
         shape = SHAPES[case.shape]
         if "nodes" in shape.get("cluster", {}):
             del base["cluster"]["devices"]
-        return parse_spec(_merged(_merged(base, SETTINGS[case.setting]), shape), case.name)
+        computes = COMPUTE | PRECISION
+        compute = {"models": {role: raw for role, raw in computes[case.compute].items() if role in roles}}
+        raw = _merged(_merged(_merged(base, SETTINGS[case.setting]), shape), compute)
+        return parse_spec(_shared(raw) if "share" in raw["models"].get("ref", {}) else raw, case.name)
 
     def _model(self, role: str, trained: bool) -> Raw:
         limits = {"actor": 1.0, "critic": 2.0, "reward": None}
@@ -268,6 +435,17 @@ def _merged(base: Raw, changes: Raw) -> Raw:
     return out
 
 
+def _shared(raw: Raw) -> Raw:
+    """``raw`` with a ref that is the actor's base weights: without settings of its own, and without a place."""
+    placement = raw["placement"]
+    if isinstance(placement, dict):
+        placement = {name: entry for name, entry in placement.items() if name != "ref"}
+    else:
+        # in both forms of the vector ref is the last but one
+        placement = [*placement[:-2], placement[-1]]
+    return {**raw, "models": {**raw["models"], "ref": {"share": "actor"}}, "placement": placement}
+
+
 def make_assets(directory: Path) -> Assets:
     assets = Assets(directory)
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
@@ -288,20 +466,7 @@ def make_assets(directory: Path) -> Assets:
 
 
 def _config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(WORDS) + 4,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        num_labels=1,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+    return LlamaConfig(**SIZES, num_labels=1)
 
 
 def _save(model: PreTrainedModel, path: str) -> None:

@@ -39,13 +39,19 @@ class Deviation:
         return f"{when}, {self.quantity} is {self.size:.1e} off, allowed {self.limit:.0e}"
 
 
+OF_RUN = {"algorithm", "data", "eval", "steps", "seed"}
+OF_MODELS = {"path", "share", "lora", "optimizer"}
+"""What numbers depend on."""
 _REFERENCES: dict[str, Result] = {}
 
 
 def reference_of(spec: Spec) -> Result:
-    """One reference for all runs that must have its numbers: placement, chunks and the like are left out of the key."""
-    keep = {"algorithm", "models", "data", "eval", "steps", "seed"}
-    key = json.dumps([spec.model_dump(mode="json", include=keep), spec.schedule.lag, spec.sync.every])
+    """One reference for all runs that must have its numbers: placement, chunks and engines are left out of the key."""
+    models = {
+        role: model.model_dump(mode="json", include=OF_MODELS) for role, model in spec.models if model is not None
+    }
+    run = spec.model_dump(mode="json", include=OF_RUN)
+    key = json.dumps([run, models, spec.schedule.lag, spec.sync.every])
     if key not in _REFERENCES:
         _REFERENCES[key] = Reference(spec).run() if spec.algorithm.name == "ppo" else run_supervised(spec)
     return _REFERENCES[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import make_assets
+from cases import Case, make_assets
 from launcher import Launches
 
 
@@ -12,7 +12,7 @@ from launcher import Launches
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     """Runs exactly the cases that selected tests ask for."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    wanted = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+    wanted = [value for item in items for value in item.callspec.params.values() if isinstance(value, Case)]
     # a model this small is slower on several threads
     torch.set_num_threads(1)
     return Launches(make_assets(tmp_path_factory.mktemp("equality")), wanted)

@@ -49,7 +49,9 @@ class Outcome:
         return [event for event in self.trace["traceEvents"] if event["ph"] == "X"]
 
     def weights(self, model: str) -> dict[str, Tensor]:
-        return load_file(self.directory / model / "model.safetensors")
+        """What the run saved: all weights, or the adapters under peft's names."""
+        (file,) = (self.directory / model).glob("*.safetensors")
+        return load_file(file)
 
     def columns(self, step: int) -> dict[str, Tensor]:
         """The columns of a step with all rows in order, put together from what each rank wrote."""

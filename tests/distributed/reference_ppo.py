@@ -1,7 +1,8 @@
 """PPO in one process and one file, as the textbook has it: what every placement must reproduce.
 
 No padding, no KV cache, no batching: every answer is sampled token by token and computed as a sequence of its own. From
-the package come only the definition of a run: its spec, the order of its data and the noise of its sampling.
+the package come only the definition of a run: its spec, the order of its data and the noise of its sampling. Low-rank
+adapters are peft's own models.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from flexrlhf.data import Example, load_examples, step_indices
 from flexrlhf.engines.base import Sampling
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.spec import ModelSpec, PpoSpec, Spec, TruncationPenalty
+from flexrlhf.spec import LoraSpec, ModelSpec, OptimizerSpec, PpoSpec, Spec, TruncationPenalty
 
 Weights = dict[str, Tensor]
 TIE = 1e-4
@@ -68,7 +71,7 @@ class Step:
 
 @dataclass
 class Result:
-    """``weights``: by role, after the last step. ``moved``: how far training went, relative to their norm."""
+    """``weights``: by role, after the last step, named as in files. ``moved``: how far they went, to their norm."""
 
     steps: list[Step]
     weights: dict[str, Weights]
@@ -78,11 +81,32 @@ class Result:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
+def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
+    """A model of transformers, or peft's around it.
+
+    By definition of a run the numbers that no file holds, those of new adapters, are what torch draws behind its seed
+    when the model is loaded and peft then adds its adapters, module by module.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind.from_pretrained(spec.path, dtype=torch.float32, **further)
+        if spec.lora is not None:
+            task = TaskType.CAUSAL_LM if kind is AutoModelForCausalLM else TaskType.SEQ_CLS
+            model = get_peft_model(model, lora_config(spec.lora, task))
+    return model.eval()
+
+
+def lora_config(lora: LoraSpec, task: TaskType) -> LoraConfig:
+    """peft itself trains the head of a sequence classifier beside the adapters."""
+    targets = "all-linear" if lora.targets is None else list(lora.targets)
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type=task)
+
+
 class Policy:
     """A causal language model, one sequence at a time."""
 
-    def __init__(self, path: str, temperature: float) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    def __init__(self, spec: ModelSpec, seed: int, temperature: float) -> None:
+        self.model = load(AutoModelForCausalLM, spec, seed)
         self.temperature = temperature
 
     def next_logits(self, text: list[int]) -> Tensor:
@@ -107,49 +131,79 @@ class Policy:
 class Scorer:
     """A language model with a scalar head: the value of a text is the head at its last token."""
 
-    def __init__(self, path: str) -> None:
-        self.model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self.model = load(AutoModelForSequenceClassification, spec, seed, num_labels=1)
+        # the model itself, in which peft has put its adapters
+        self.inner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     def everywhere(self, prompt: list[int], answer: list[int]) -> Tensor:
         """(len(answer) + 1): before the answer, and after each of its tokens."""
-        hidden = self.model.model(input_ids=torch.tensor([prompt + answer])).last_hidden_state[0]
-        return self.model.score(hidden[len(prompt) - 1 :])[:, 0]
+        hidden = self.inner.model(input_ids=torch.tensor([prompt + answer])).last_hidden_state[0]
+        return self.inner.score(hidden[len(prompt) - 1 :])[:, 0]
 
     def score(self, prompt: list[int], answer: list[int]) -> Tensor:
         return self.everywhere(prompt, answer)[-1]
 
 
-class Trainee:
-    """A model with its AdamW."""
+def learning_rate(settings: OptimizerSpec, update: int, num_updates: int) -> float:
+    """Of optimizer step ``update`` (from 0): a straight line up from 0, then constant or down to 0 at the end."""
+    if update < settings.warmup_steps:
+        return settings.learning_rate * update / settings.warmup_steps
+    left = (num_updates - update) / (num_updates - settings.warmup_steps)
+    shares = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+    return settings.learning_rate * shares[settings.schedule]
 
-    def __init__(self, model: torch.nn.Module, spec: ModelSpec) -> None:
-        self.model = model
-        self.max_grad_norm = spec.optimizer.max_grad_norm
-        settings = spec.optimizer
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+
+def make_optimizer(settings: OptimizerSpec, parameters: list[torch.nn.Parameter]) -> Optimizer:
+    decay = settings.weight_decay
+    match settings.name:
+        case "sgd":
+            return SGD(parameters, momentum=settings.momentum, weight_decay=decay)
+        case "adam":
+            return Adam(parameters, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+        case "adamw":
+            return AdamW(parameters, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
+
+class Trainee:
+    """A model with its optimizer. ``num_updates``: optimizer steps of the whole run."""
+
+    def __init__(self, role: str, model: torch.nn.Module, spec: Spec) -> None:
+        algorithm = spec.algorithm
+        self.role, self.model = role, model
+        self.settings: OptimizerSpec = getattr(spec.models, role).optimizer
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(self.settings, self.parameters)
+        self.num_updates = spec.steps * algorithm.num_mini_batches * algorithm.epochs
+        self.updates_done = 0
         self.first = copy_of(model)
 
-    def update(self, loss: Tensor) -> float:
-        """One optimizer step; returns the gradient norm before clipping."""
+    def update(self, loss: Tensor, terms: Terms) -> None:
+        """One optimizer step; the gradient norm is that before clipping."""
         self.optimizer.zero_grad()
         loss.backward()
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        limit = math.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        rate = learning_rate(self.settings, self.updates_done, self.num_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.step()
-        return float(norm)
+        self.updates_done += 1
+        terms.add(f"{self.role}_grad_norm", [float(norm)])
+        terms.add(f"{self.role}_learning_rate", [rate])
 
     def moved(self) -> float:
         return distance(copy_of(self.model), self.first)
 
 
 def copy_of(model: torch.nn.Module) -> Weights:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """What training changes."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def saved(model: torch.nn.Module) -> Weights:
+    """What a file of the trained model holds: all weights, or as peft writes them the adapters."""
+    return copy_of(model) if not isinstance(model, PeftModel) else get_peft_model_state_dict(model)
 
 
 def distance(weights: Weights, reference: Weights) -> float:
@@ -256,22 +310,21 @@ class Reference:
     def __init__(self, spec: Spec, forced: Sequence[Tensor] | None = None) -> None:
         assert isinstance(spec.algorithm, PpoSpec)
         self.spec, self.ppo, self.forced = spec, spec.algorithm, forced
-        paths = {role: getattr(spec.models, role).path for role in ("actor", "critic", "ref", "reward")}
-        self.actor, self.ref = (Policy(paths[role], self.ppo.temperature) for role in ("actor", "ref"))
-        self.critic, self.reward = Scorer(paths["critic"]), Scorer(paths["reward"])
+        models, seed, temperature = spec.models, spec.seed, self.ppo.temperature
+        self.actor, self.critic = Policy(models.actor, seed, temperature), Scorer(models.critic, seed)
+        self.reward = Scorer(models.reward, seed)
+        self.ref = None if models.ref.share else Policy(models.ref, seed, temperature)
         # what generates and computes log-probs and values: copies of the trained two, of the version that the rule says
-        self.old_actor, self.old_critic = Policy(paths["actor"], self.ppo.temperature), Scorer(paths["critic"])
-        self.trainees = {"actor": self._trainee("actor"), "critic": self._trainee("critic")}
+        self.old_actor, self.old_critic = Policy(models.actor, seed, temperature), Scorer(models.critic, seed)
+        self.trainees = {role: Trainee(role, getattr(self, role).model, spec) for role in ("actor", "critic")}
         self.versions = [self._weights()]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(spec.data.tokenizer)
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
 
     def run(self) -> Result:
         steps = [self._step(step) for step in range(self.spec.steps)]
-        return Result(steps, self.versions[-1], {role: t.moved() for role, t in self.trainees.items()})
-
-    def _trainee(self, role: str) -> Trainee:
-        return Trainee(getattr(self, role).model, getattr(self.spec.models, role))
+        weights = {role: saved(trainee.model) for role, trainee in self.trainees.items()}
+        return Result(steps, weights, {role: trainee.moved() for role, trainee in self.trainees.items()})
 
     def _weights(self) -> dict[str, Weights]:
         return {role: copy_of(trainee.model) for role, trainee in self.trainees.items()}
@@ -311,10 +364,17 @@ class Reference:
         for answer in answers:
             text = answer.prompt, answer.tokens
             answer.logprobs = self.old_actor.logprobs(*text)[0].tolist()
-            answer.ref_logprobs = self.ref.logprobs(*text)[0].tolist()
+            answer.ref_logprobs = self._ref_logprobs(*text)
             answer.values = self.old_critic.everywhere(*text).tolist()
             answer.score = float(self.reward.score(*text))
         return answers
+
+    def _ref_logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
+        """By ref's own weights, or by the actor's without its adapters."""
+        if self.ref is not None:
+            return self.ref.logprobs(prompt, answer)[0].tolist()
+        with self.actor.model.disable_adapter():
+            return self.actor.logprobs(prompt, answer)[0].tolist()
 
     def _sample(self, step: int, row: int, prompt: list[int]) -> Answer:
         """Token by token, until the end token or R tokens."""
@@ -378,7 +438,7 @@ class Reference:
             terms.add("entropy", entropy)
         how, longest = self.ppo.loss_aggregation, self.spec.data.max_response_tokens
         bonus = self.ppo.entropy_coefficient * aggregate(entropies, how, longest)
-        terms.add("actor_grad_norm", [self.trainees["actor"].update(aggregate(losses, how, longest) - bonus)])
+        self.trainees["actor"].update(aggregate(losses, how, longest) - bonus, terms)
 
     def _train_critic(self, answers: list[Answer], terms: Terms) -> None:
         losses = []
@@ -393,7 +453,7 @@ class Reference:
                 "value_clipped", ((values - old).abs() > self.ppo.value_clip).logical_and(clipped > plain).float()
             )
         loss = aggregate(losses, self.ppo.loss_aggregation, self.spec.data.max_response_tokens)
-        terms.add("critic_grad_norm", [self.trainees["critic"].update(loss)])
+        self.trainees["critic"].update(loss, terms)
 
 
 def describe_answers(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms) -> None:

@@ -14,9 +14,9 @@ from reference_ppo import (
     Terms,
     Trainee,
     aggregate,
-    copy_of,
     describe_answers,
     read_examples,
+    saved,
 )
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -31,8 +31,8 @@ def run_supervised(spec: Spec) -> Result:
     examples = read_examples(spec, tokenizer, spec.data.path)
     role = "actor" if spec.algorithm.name == "sft" else "reward"
     model_spec = getattr(spec.models, role)
-    model = Policy(model_spec.path, 1.0) if role == "actor" else Scorer(model_spec.path)
-    trainee = Trainee(model.model, model_spec)
+    model = Policy(model_spec, spec.seed, 1.0) if role == "actor" else Scorer(model_spec, spec.seed)
+    trainee = Trainee(role, model.model, spec)
     steps = []
     prompts, count = spec.algorithm.prompts_per_step, spec.algorithm.num_mini_batches
     for step in range(spec.steps):
@@ -42,10 +42,10 @@ def run_supervised(spec: Spec) -> Result:
             for i in range(count):
                 part = batch[i * prompts // count : (i + 1) * prompts // count]
                 loss = _sft_loss(spec, model, part, terms) if role == "actor" else _pair_loss(model, part, terms)
-                terms.add(f"{role}_grad_norm", [trainee.update(loss)])
+                trainee.update(loss, terms)
         _evaluate(spec, model, tokenizer, terms)
         steps.append(Step({}, terms.metrics()))
-    return Result(steps, {role: copy_of(trainee.model)}, {role: trainee.moved()})
+    return Result(steps, {role: saved(trainee.model)}, {role: trainee.moved()})
 
 
 @torch.no_grad()

@@ -66,12 +66,16 @@ def test_the_ranks_of_an_instruction_are_those_that_do_it(launches: Launches, ca
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
-    held = outcome.trace["otherData"]["weights_held_bytes"]
+    held = outcome.trace["otherData"]["held_bytes"]
     assert sorted(held) == [str(rank) for rank in range(case.ranks)]
     for rank in range(case.ranks):
-        assert held[str(rank)] == outcome.plan.parameter_bytes(rank), f"{case.name}, rank {rank}"
-        for name, size in held[str(rank)].items():
-            assert size == files_bytes(launches, name.removesuffix(".shadow")), f"{case.name}, rank {rank}, {name}"
+        placed = outcome.plan.placement.on_rank(rank)
+        assert sorted(held[str(rank)]) == sorted(model.name for model in placed), f"{case.name}, rank {rank}"
+        for model in placed:
+            state, where = outcome.plan.state(model, rank), f"{case.name}, rank {rank}, {model.name}"
+            assert state is not None and held[str(rank)][model.name]["weights"] == state.weights, where
+            if model.split == "whole" and model.layout.tp == 1 and model.settings.lora is None:
+                assert state.weights == files_bytes(launches, model.role), where
 
 
 @pytest.mark.parametrize(
@@ -84,5 +88,5 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
 def test_models_sit_where_the_paper_puts_them(launches: Launches, case: Case, models: list[str]) -> None:
-    held = launches.outcome(case).trace["otherData"]["weights_held_bytes"]
+    held = launches.outcome(case).trace["otherData"]["held_bytes"]
     assert [sorted(held[str(rank)]) for rank in range(case.ranks)] == [names.split() for names in models]

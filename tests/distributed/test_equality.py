@@ -6,8 +6,10 @@ import pytest
 import torch
 from cases import DEFAULT, Case, every_case
 from comparison import deviations
-from launcher import Launches
+from launcher import Launches, Outcome
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 # the first test of a number of ranks waits for the launch of all its cases
 pytestmark = pytest.mark.timeout(3600)
@@ -46,3 +48,23 @@ def test_nothing_changes_at_learning_rate_zero(launches: Launches, case: Case) -
         first = load_file(launches.assets.model(role) + "/model.safetensors")
         last = launches.outcome(case).weights(role)
         assert last.keys() == first.keys() and all(torch.equal(last[name], first[name]) for name in first), role
+
+
+@pytest.mark.parametrize("case", chosen("adapters", "shared", "sft-adapters", "reward-adapters"))
+def test_peft_reads_the_adapters_that_a_run_wrote(launches: Launches, case: Case) -> None:
+    """All of them, and their scale: what it computes with them follows from the equality above."""
+    outcome = launches.outcome(case)
+    for role in outcome.plan.graph.trained:
+        lora = outcome.plan.model(role).lora
+        if lora is not None:
+            model = load_adapters(launches.assets.model(role), outcome, role)
+            read, written = get_peft_model_state_dict(model), outcome.weights(role)
+            assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read), role
+            config = model.peft_config["default"]
+            assert (config.r, config.lora_alpha) == (lora.rank, lora.alpha), (case.name, role)
+
+
+def load_adapters(base: str, outcome: Outcome, role: str) -> PeftModel:
+    """The model of ``role`` as a user loads it."""
+    kind = AutoModelForCausalLM if role == "actor" else AutoModelForSequenceClassification
+    return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), str(outcome.directory / role))

@@ -6,7 +6,9 @@ import pytest
 from cases import Case
 from comparison import reference_of
 from launcher import Launches
-from reference_ppo import NoTie, Reference
+from reference_ppo import NoTie, Reference, learning_rate
+
+from flexrlhf.spec import OptimizerSpec
 
 FOUR = Case("four", "co-located", 1)
 
@@ -21,6 +23,39 @@ def test_the_cases_have_teeth(launches: Launches) -> None:
         assert 0 < values["ratio_clipped"] < 1 and 0 < values["value_clipped"] < 1, values
         assert abs(values["kl_token"]) > 1e-3, values
         assert len({len(answer.prompt) for answer in step.answers}) > 2
+
+
+@pytest.mark.parametrize("setting", ["scheduled", "adapters", "shared", "sft-adapters", "reward-adapters"])
+def test_other_updates_have_teeth_too(launches: Launches, setting: str) -> None:
+    """They move what they train far beyond the tolerance."""
+    shape = "co-located" if setting in ("scheduled", "adapters", "shared") else "all"
+    result = reference_of(launches.assets.spec(Case(setting, shape, 1)))
+    assert min(result.moved.values()) > 1e-3, result.moved
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({}, [8, 8, 8, 8, 8]),
+        ({"warmup_steps": 4}, [0, 2, 4, 6, 8]),
+        ({"schedule": "linear"}, [8, 6.4, 4.8, 3.2, 1.6]),
+        ({"schedule": "linear", "warmup_steps": 1}, [0, 8, 6, 4, 2]),
+        ({"schedule": "cosine", "warmup_steps": 1}, [0, 8, 4 + 8**0.5, 4, 4 - 8**0.5]),
+    ],
+    ids=["constant", "warm-up", "linear", "warm-up-linear", "warm-up-cosine"],
+)
+def test_learning_rates_follow_the_formula(settings: dict[str, object], rates: list[float]) -> None:
+    """Of five updates; a sixth would have none left."""
+    spec = OptimizerSpec(learning_rate=8, **settings)
+    assert [learning_rate(spec, update, 5) for update in range(5)] == pytest.approx(rates)
+    assert spec.schedule == "constant" or learning_rate(spec, 5, 5) == pytest.approx(0)
+
+
+def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches) -> None:
+    """The first answers are those of the base weights, whose log-probs are the shared ref's in every step."""
+    first, second, _ = reference_of(launches.assets.spec(Case("shared", "co-located", 1))).steps
+    assert first.columns["logprobs"].equal(first.columns["ref_logprobs"])
+    assert first.metrics["kl_token"].value == 0 and abs(second.metrics["kl_token"].value) > 1e-3
 
 
 @pytest.mark.parametrize("shape", ["lag", "every-3", "lag-every-3"])

@@ -20,7 +20,7 @@ from symbolic import Cell, Value, digest, initial_weights, input_value, statisti
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan import Group, Plan
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
 Mode = Literal["asynchronous", "rendezvous"]
@@ -94,6 +94,7 @@ class Rank:
         self._mode = mode
         self._rows: dict[int, Rows] = defaultdict(Rows)
         self._edges: dict[str, deque[tuple[int, tuple[int, ...]]]] = defaultdict(deque)
+        self._offloaded = set(plan.offloaded.get(number, ()))
         self._at = "start"
 
     def run(self, stream: Stream) -> None:
@@ -111,7 +112,8 @@ class Rank:
 
     def _do(self, position: int, step: int, instruction: Instruction) -> None:
         assert self.number in instruction.ranks, f"the instruction names only {instruction.ranks}"
-        assert 0 <= step < self._plan.spec.steps, "no such batch"
+        is_of_batch = not isinstance(instruction, Offload | Reload)
+        assert not is_of_batch or 0 <= step < self._plan.spec.steps, "no such batch"
         if self._mode == "rendezvous":
             self._fabric.meet(self.number, ("all", position), instruction.ranks, self._at)
         match instruction:
@@ -121,9 +123,19 @@ class Rank:
                 self._move(position, step, instruction)
             case Sync():
                 self._sync(position, instruction)
-            case Eval() | Save():
-                what = type(instruction).__name__.lower()
-                self.trace.looks.append((what, instruction.model, step, self._weights(instruction.model)))
+            case Eval():
+                model = self._plan.placement[instruction.model]
+                self._look("eval", step, instruction, self._pass(("eval", position), model, instruction))
+            case Save():
+                is_writer = self.number == instruction.ranks[0]
+                weights = self._gathered(position, instruction.model, instruction.ranks, instruction, is_writer)
+                self._look("save", step, instruction, weights)
+            case Offload():
+                self._weights(instruction.model)
+                self._offloaded.add(instruction.model)
+            case Reload():
+                assert instruction.model in self._offloaded, f"{instruction.model} is on the device already"
+                self._offloaded.remove(instruction.model)
             case _:
                 raise AssertionError(f"unknown instruction {instruction}")
 
@@ -132,21 +144,25 @@ class Rank:
     def _run(self, position: int, step: int, run: Run) -> None:
         model = self._plan.placement[run.model]
         assert model.ranks == run.ranks, f"{model.name} sits on {model.ranks}, the run names {run.ranks}"
-        weights = self._weights(run.model)
         match run.operator.kind:
             case "train":
                 self._train(position, step, run, model)
             case "combine":
                 self._combine(position, step, run, model)
             case _:
-                for row, read in self._reads(step, run, run.mini_batches).items():
+                reads = self._reads(step, run, run.mini_batches)
+                held = self._pass(("run", position), model, run, reads)
+                weights = held if run.operator.adapters else initial_weights(model.role)
+                for row, read in reads.items():
                     self._write(step, run, row, read, weights)
 
     def _train(self, position: int, step: int, run: Run, model: PlacedModel) -> None:
         for epoch in range(self._plan.spec.algorithm.epochs):
             for mini_batch in run.mini_batches:
                 key = (position, epoch, mini_batch)
-                reads = self._all_reduce(key, step, run, model, range(mini_batch, mini_batch + 1))
+                part = range(mini_batch, mini_batch + 1)
+                self._pass(("train", *key), model, run, self._reads(step, run, part))
+                reads = self._all_reduce(key, step, run, model, part)
                 self.trace.weights[run.model] = updated(run.operator, self.trace.weights[run.model], reads)
 
     def _combine(self, position: int, step: int, run: Run, model: PlacedModel) -> None:
@@ -164,10 +180,10 @@ class Rank:
         self, key: tuple[int, ...], step: int, run: Run, model: PlacedModel, mini_batches: range
     ) -> dict[int, Value]:
         """What the replicas read of ``mini_batches``, each row exactly once, in row order."""
-        ranks = model.ranks
+        ranks = model.layout.dp_set(self.number)
         self._check_group(f"compute {model.name}", ranks, run)
         own = self._reads(step, run, mini_batches)
-        gifts = self._fabric.meet(self.number, ("reduce", *key), ranks, f"{self._at}, all-reduce", own)
+        gifts = self._fabric.meet(self.number, ("reduce", ranks, *key), ranks, f"{self._at}, all-reduce", own)
         merged: dict[int, Value] = {}
         for rank, gift in gifts.items():
             assert isinstance(gift, dict)
@@ -202,7 +218,8 @@ class Rank:
         for column in run.operator.writes:
             value = written(run.operator, column, step, row, read, context)
             self._put(step, column, row, value)
-            self.trace.produced.add((step, column, row))
+            if not self._plan.placement[run.model].layout.tp_index(self.number):
+                self.trace.produced.add((step, column, row))
 
     def _put(self, step: int, column: str, row: int, value: Value) -> None:
         values = self._rows[step].values
@@ -277,11 +294,14 @@ class Rank:
     def _sync(self, position: int, sync: Sync) -> None:
         self._check_group(f"sync {sync.source}", sync.ranks, sync)
         assert {t.destination for t in sync.transfers} == set(self._plan.placement[sync.destination].ranks)
+        receivers = [t.destination for t in sync.transfers if t.source == self.number]
+        ranks = next((ranks for ranks in sync.gathers if self.number in ranks), ())
+        if receivers or ranks:
+            weights = self._gathered(position, sync.source, ranks or (self.number,), sync, bool(receivers))
         for transfer in sync.transfers:
             assert {transfer.source, transfer.destination} <= set(sync.ranks), f"{transfer} leaves {sync.ranks}"
-            if transfer.source == self.number:
-                key = ("sync", position, transfer.destination)
-                self._fabric.send(key, self._weights(sync.source))
+        for receiver in receivers:
+            self._fabric.send(("sync", position, receiver), weights)
         for transfer in sync.transfers:
             if transfer.destination == self.number:
                 self._weights(sync.destination)
@@ -290,11 +310,62 @@ class Rank:
                 assert isinstance(parcel, int)
                 self.trace.weights[sync.destination] = parcel
 
+    # Weights -----------------------------------------------------------------------------------------------------
+
     def _weights(self, model: str) -> Value:
+        """The weights that this rank's part belongs to."""
         assert model in self.trace.weights, f"{model} is not placed on rank {self.number}"
+        assert model not in self._offloaded, f"{model} waits in host memory on rank {self.number}"
         return self.trace.weights[model]
+
+    def _pass(
+        self, key: tuple[object, ...], model: PlacedModel, instruction: Run | Eval, reads: object = None
+    ) -> Value:
+        """Compute with ``model``: ranks that hold its weights together hand each other layers or activations.
+
+        So all of them must come, with parts of the same weights; those of one replica with the same rows.
+        """
+        layout, weights = model.layout, self._weights(model.name)
+        if model.engine == "deepspeed":
+            assert Group("alone", (self.number,), alone=True) in self._plan.groups, f"no group of {self.number} alone"
+        if layout.tp > 1:
+            ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)
+            self._agree((*key, "tp"), f"tp {model.name}", ranks, instruction, (weights, reads))
+        if model.split != "whole":
+            self._agree((*key, "dp"), f"compute {model.name}", layout.dp_set(self.number), instruction, weights)
+        return weights
+
+    def _agree(
+        self, key: tuple[object, ...], purpose: str, ranks: tuple[int, ...], instruction: Instruction, gift: object
+    ) -> None:
+        self._check_group(purpose, ranks, instruction)
+        gifts = self._fabric.meet(self.number, (*key, ranks), ranks, f"{self._at}, together,", gift)
+        assert all(other == gift for other in gifts.values()), f"{purpose}: ranks {ranks} do not compute the same"
+
+    def _gathered(
+        self, position: int, name: str, ranks: tuple[int, ...], instruction: Instruction, is_needed: bool
+    ) -> Value:
+        """The weights of ``name`` from the parts of ``ranks``; ``is_needed``: this rank must then have them whole."""
+        self._check_group(f"gather {name}", ranks, instruction)
+        model, weights = self._plan.placement[name], self._weights(name)
+        own = (shard_of(model, self.number), weights)
+        gifts = self._fabric.meet(self.number, ("gather", position, ranks), ranks, f"{self._at}, gather", own)
+        shards = {gift[0] for gift in gifts.values() if isinstance(gift, tuple)}
+        assert set(gifts.values()) == {(shard, weights) for shard in shards}, f"{name}: parts of different weights"
+        missing = sorted({shard_of(model, rank) for rank in model.ranks} - shards)
+        assert not (is_needed and missing), f"ranks {ranks} hold {name} without its parts {missing}"
+        return weights
+
+    def _look(self, what: str, step: int, instruction: Eval | Save, weights: Value) -> None:
+        self.trace.looks.append((what, instruction.model, step, weights))
 
     def _check_group(self, purpose: str, ranks: tuple[int, ...], instruction: Instruction) -> None:
         """Ranks talk in a group that the plan made for this purpose and that the instruction names."""
         assert set(ranks) <= set(instruction.ranks), f"{purpose} of {ranks}, but {instruction.ranks} are named"
         assert len(ranks) == 1 or Group(purpose, ranks) in self._plan.groups, f"no group {purpose!r} of {ranks}"
+
+
+def shard_of(model: PlacedModel, rank: int) -> tuple[int, int]:
+    """Which part of the weights a rank holds: by tensor parallelism, and by ZeRO where that leaves it only a part."""
+    layout = model.layout
+    return layout.tp_index(rank), 0 if model.split == "whole" else layout.replica(rank)

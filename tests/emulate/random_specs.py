@@ -8,12 +8,14 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
+from residency_rules import least_and_most
+
 from flexrlhf.errors import UserError
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec import PlacementMap
 from flexrlhf.spec_file import parse_spec
-from flexrlhf.strategies.instructions import Move
+from flexrlhf.strategies.instructions import Move, Offload, Save, Sync
 
 Raw = dict[str, Any]
 
@@ -22,13 +24,17 @@ INIT = {
     "hidden_size": 8,
     "intermediate_size": 8,
     "num_hidden_layers": 1,
-    "num_attention_heads": 1,
+    "num_attention_heads": 4,
     "vocab_size": 16,
 }
 TRAINED = ("actor", "critic")
 SHADOWS = ("actor.shadow", "critic.shadow")
 ROLES = ("actor", "critic", "ref", "reward")
 CLASSES = ("A100-80G", "V100-32G")
+COMPUTE = (
+    *({"engine": "torch", "zero": zero} for zero in (0, 2, 3, 3)),
+    *({"engine": "deepspeed", "zero": zero} for zero in (0, 1, 2, 3)),
+)
 
 
 @dataclass
@@ -51,7 +57,13 @@ def draw_valid(count: int, seed: int) -> Draws:
     while len(draws.plans) < count:
         raw = draw(rng)
         try:
-            draws.plans.append(make_plan(parse_spec(raw)))
+            plan = make_plan(parse_spec(raw))
+            if _chance(rng, 0.7) and _add_tensor_parallel(rng, raw, plan):
+                plan = make_plan(parse_spec(raw))
+            if _chance(rng, 0.25):
+                raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
+                plan = make_plan(parse_spec(raw))
+            draws.plans.append(plan)
             draws.specs.append(raw)
         except UserError as error:
             draws.refused[" ".join(str(error).removeprefix("config: ").split()[:2])] += 1
@@ -65,20 +77,20 @@ def draw(rng: Random) -> Raw:
     algorithm = _algorithm(rng, name)
     nodes = _nodes(rng)
     shadows = name == "ppo" and strategy == "disaggregated"
+    models = _models(rng, name, shadows)
+    roles = tuple(role for role in ROLES if "share" not in models.get(role, {}))
     spec: Raw = {
         "name": "emulated",
         "steps": rng.randint(3, 5),
         "algorithm": algorithm,
-        "models": {role: {"init": INIT} for role in {"sft": ["actor"]}.get(name, ["reward"])},
+        "models": models,
         "data": {"path": "rows.jsonl"},
         "cluster": {"nodes": nodes},
-        "placement": _placement(rng, name, strategy, _classes(nodes)),
+        "placement": _placement(rng, name, strategy, _classes(nodes), roles),
         "schedule": {"num_chunks": _chunks(rng, algorithm), "lag": int(_chance(rng, 0.5 if shadows else 0.02))},
         "sync": {"every": rng.choice((1, 1, 2, 3)) if shadows or _chance(rng, 0.02) else 1},
         "save": {"every": rng.choice((None, 1, 2))},
     }
-    if name == "ppo":
-        spec["models"]["actor"] = {"init": INIT}
     if _chance(rng, 0.1):
         spec["schedule"]["strategy"] = strategy
     if _chance(rng, 0.3):
@@ -88,6 +100,58 @@ def draw(rng: Random) -> Raw:
 
 def _chance(rng: Random, probability: float) -> bool:
     return rng.random() < probability
+
+
+def _models(rng: Random, name: str, shadows: bool) -> Raw:
+    """How each model computes; tensor parallel comes when it is known where they sit."""
+    roles = {"sft": ("actor",), "reward": ("reward",)}.get(name, ROLES)
+    trained = TRAINED if name == "ppo" else roles
+    models = {role: _settings(rng, role in trained, shadows) for role in roles}
+    for role in {"actor", "reward"} & set(roles):
+        models[role]["init"] = INIT
+    if name == "ppo" and _chance(rng, 0.2):
+        models["actor"]["lora"] = {"rank": 2}
+        models["ref"] = {"share": "actor"}
+    return models
+
+
+def _settings(rng: Random, trained: bool, shadows: bool) -> Raw:
+    settings: Raw = {}
+    if _chance(rng, 0.75):
+        settings |= rng.choice(COMPUTE)
+    if trained and _chance(rng, 0.15):
+        settings["lora"] = {"rank": rng.randint(1, 3)}
+    if trained and shadows and _chance(rng, 0.4):
+        settings["shadow"] = dict(rng.choice(COMPUTE))
+    return settings
+
+
+def _add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
+    """Give some placed models that can have it tensor-parallel ranks; whether any has them now."""
+    changed = False
+    for model in plan.placement.models:
+        entry = plan.spec.placement.models[model.name] if isinstance(plan.spec.placement, PlacementMap) else None
+        given = entry is not None and entry.row_shares is not None
+        sizes = [] if given or model.engine != "torch" or model.settings.lora else _tensor_parallel_sizes(plan, model)
+        tp = rng.choice(sizes) if sizes and _chance(rng, 0.7) else 1
+        settings = raw["models"].setdefault(model.role, {})
+        if model.is_shadow:
+            # said where the role says otherwise
+            settings["shadow"] = settings.get("shadow", {}) | {"tp": tp}
+        elif tp > 1:
+            settings["tp"] = tp
+        changed = changed or tp > 1
+    return changed
+
+
+def _tensor_parallel_sizes(plan: Plan, model: PlacedModel) -> list[int]:
+    """Sizes that divide the model's devices and its 4 heads, and leave no replica on two nodes."""
+    nodes = [plan.cluster.devices[rank].node for rank in model.ranks]
+    return [
+        tp
+        for tp in (2, 4)
+        if len(nodes) % tp == 0 and all(len(set(nodes[i : i + tp])) == 1 for i in range(0, len(nodes), tp))
+    ]
 
 
 def _algorithm(rng: Random, name: str) -> Raw:
@@ -108,7 +172,7 @@ def _chunks(rng: Random, algorithm: Raw) -> int:
 
 def _nodes(rng: Random) -> list[Raw]:
     """1 to 3 nodes of one or two device classes, 1 to 12 devices in all."""
-    counts = [rng.choice((1, 2, 2, 2, 2, 3, 3, *range(4, 13)))]
+    counts = [rng.choice((1, 1, 2, 2, 2, 2, 3, 3, *range(4, 13)))]
     if _chance(rng, 0.6):
         counts = [rng.randint(1, 4) for _ in range(rng.randint(2, 3))]
     classes = CLASSES if _chance(rng, 0.5) else CLASSES[:1]
@@ -122,13 +186,13 @@ def _classes(nodes: list[Raw]) -> dict[str, int]:
     return dict(devices)
 
 
-def _placement(rng: Random, name: str, strategy: str, classes: dict[str, int]) -> Any:
+def _placement(rng: Random, name: str, strategy: str, classes: dict[str, int], roles: tuple[str, ...]) -> Any:
     size = sum(classes.values())
     if name != "ppo":
         return [str(Fraction(rng.randint(1, size), size))]
-    names = (*SHADOWS, *ROLES) if strategy == "disaggregated" else ROLES
+    names = (*SHADOWS, *roles) if strategy == "disaggregated" else roles
     if strategy == "co-located":
-        return rng.choice((None, None, [1, 1, 1, 1], {**dict.fromkeys(names, 1), "span_classes": True}))
+        return rng.choice((None, None, [1] * len(names), {**dict.fromkeys(names, 1), "span_classes": True}))
     if strategy == "interleaving" and size <= 3 and _chance(rng, 0.9):
         # one reader on every rank, so that rows are gathered to all
         return {**dict.fromkeys(names, str(Fraction(1, size))), "actor": 1, "span_classes": True}
@@ -140,11 +204,15 @@ def _placement(rng: Random, name: str, strategy: str, classes: dict[str, int]) -
     return _mapping(rng, names, classes)
 
 
+def _has_shadows(names: tuple[str, ...]) -> bool:
+    return bool(set(SHADOWS) & set(names))
+
+
 def _counts(rng: Random, names: tuple[str, ...], size: int) -> tuple[dict[str, int], int]:
     """Devices by model in a pool of ``size``, and the training side's: all of it without shadows."""
     training = [name for name in names if name in TRAINED]
     inference = [name for name in names if name not in TRAINED]
-    if names == ROLES or not training or not inference:
+    if not _has_shadows(names) or not training or not inference:
         return {name: size if _chance(rng, 0.3) else rng.randint(1, size) for name in names}, size
     side = rng.randint(1, max(1, size - 1))
     counts = {name: rng.randint(1, max(1, size - side)) for name in inference}
@@ -156,11 +224,11 @@ def _counts(rng: Random, names: tuple[str, ...], size: int) -> tuple[dict[str, i
 def _explicit(rng: Random, names: tuple[str, ...], size: int) -> Raw:
     """Any subset of the ranks for each model; the training models' subsets apart from the others' with shadows."""
     ranks = rng.sample(range(size), size)
-    side = rng.randint(1, max(1, size - 1)) if names != ROLES else size
+    side = rng.randint(1, max(1, size - 1)) if _has_shadows(names) else size
     left, right = ranks[:side], ranks[side:] or ranks
     placement: Raw = {}
     for name in names:
-        pool = left if name in TRAINED or names == ROLES else right
+        pool = left if name in TRAINED or not _has_shadows(names) else right
         placement[name] = {"ranks": rng.sample(pool, rng.randint(1, len(pool)))}
     return placement
 
@@ -179,7 +247,7 @@ def _mapping(rng: Random, names: tuple[str, ...], classes: dict[str, int]) -> Ra
                 placement[name]["on"] = home.split("-")[0]
             if _chance(rng, 0.3):
                 placement[name]["row_shares"] = _row_shares(rng, counts[name])
-        if len(classes) == 1 and names != ROLES and _chance(rng, 0.2):
+        if len(classes) == 1 and _has_shadows(names) and _chance(rng, 0.2):
             placement["train_share"] = str(Fraction(side, size))
     return placement
 
@@ -218,7 +286,31 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "epochs": [str(algorithm.epochs)],
         "samples per prompt": [str(algorithm.samples_per_prompt)],
         "moves": [i.primitive for i in plan.schedule.instructions if isinstance(i, Move)],
+        "engine": [f"{m.engine}-{m.settings.zero}" for m in placement.models],
+        "weights": [f"{m.split} of {'tp' if m.layout.tp > 1 else 'one'}" for m in placement.models if len(m.ranks) > 1],
+        "tensor parallel": [str(m.layout.tp) for m in placement.models],
+        "adapters": _adapters(plan),
+        "syncs": [_reshards(plan, x) for x in plan.schedule.instructions if isinstance(x, Sync)],
+        "offload": ["some" if any(isinstance(x, Offload) for x in plan.schedule.instructions) else "none"],
+        "saves": ["several ranks" if len(x.ranks) > 1 else "one rank" for x in _saves(plan)],
     }
+
+
+def _saves(plan: Plan) -> list[Save]:
+    return [x for x in plan.schedule.instructions if isinstance(x, Save)]
+
+
+def _adapters(plan: Plan) -> list[str]:
+    if "ref" in plan.graph.roles or plan.graph.data != "prompts":
+        return ["some" if any(m.settings.lora for m in plan.placement.models) else "none"]
+    return ["shared"]
+
+
+def _reshards(plan: Plan, sync: Sync) -> str:
+    """Whether the source gathers, and whether the shadow holds whole tensors."""
+    shadow = plan.placement[sync.destination]
+    is_whole = shadow.split == "whole" and shadow.layout.tp == 1
+    return f"{'parts' if sync.gathers else 'whole'} to {'whole' if is_whole else 'parts'}"
 
 
 def _form(plan: Plan) -> str:

@@ -80,7 +80,8 @@ class _Run:
                 if operator.kind == "train":
                     self._train(operator, step)
                 else:
-                    self._write(operator, step, weights[operator.role])
+                    base = initial_weights(operator.role)
+                    self._write(operator, step, weights[operator.role] if operator.adapters else base)
             for role in set(self._graph.roles) - set(self._graph.trained):
                 self._versions[role].append(self._versions[role][-1])
         return Reference(self._columns, self._versions)

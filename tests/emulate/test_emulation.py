@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,15 +14,17 @@ from emulator import EmulationError, Mode, Trace, emulate
 from move_rules import check_moves
 from random_specs import INIT, Draws, coverage, draw_valid, format_table
 from replay import Item, find_deadlock
+from residency_rules import check_residency
 from symbolic import Cell, Reference, inference_version, reference
 
+from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec_file import parse_spec
 from flexrlhf.strategies.instructions import Instruction, Move, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
-NUM_SPECS = 300
+NUM_SPECS = 360
 SEED = 20
 MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")
 SHORT_SECONDS = 0.5
@@ -38,13 +41,13 @@ def streams_of(plan: Plan) -> dict[int, list[Item]]:
 
 
 def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    """A PPO run of 4 steps; ``settings``: sync_every, and what an algorithm may have."""
-    sync_every = settings.pop("sync_every", 1)
+    """A PPO run of 4 steps; ``settings``: models, sync_every, and what an algorithm may have."""
+    sync_every, models = settings.pop("sync_every", 1), settings.pop("models", {})
     raw = {
         "name": "fixed",
         "steps": 4,
         "algorithm": {"name": "ppo", "prompts_per_step": 8, "num_mini_batches": 4, **settings},
-        "models": {"actor": {"init": INIT}, "reward": {"init": INIT}},
+        "models": models | {role: {"init": INIT} | models.get(role, {}) for role in ("actor", "reward")},
         "data": {"path": "rows.jsonl"},
         "cluster": {"devices": devices},
         "placement": placement,
@@ -59,6 +62,7 @@ def check_plan(plan: Plan) -> None:
     deadlock = find_deadlock(streams_of(plan))
     assert deadlock is None, f"deadlock:\n{deadlock and deadlock.grid()}"
     check_moves(plan)
+    check_residency(plan)
     for mode in MODES:
         check_answer(plan, emulate(plan, mode))
 
@@ -123,6 +127,13 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
         "replicas without rows": (30, ["some", "none"]),
         "moves": (10, ["all_gather", "all_to_all", "point_to_point"]),
         "algorithm": (5, ["ppo", "sft", "reward"]),
+        "engine": (50, [f"{engine}-{zero}" for engine in ("torch", "deepspeed") for zero in (0, 2, 3)]),
+        "weights": (10, ["whole of one", "whole of tp", "rows of one", "rows of tp", "flat of one"]),
+        "tensor parallel": (5, ["1", "2", "4"]),
+        "adapters": (30, ["none", "some", "shared"]),
+        "syncs": (10, ["whole to whole", "whole to parts", "parts to whole", "parts to parts"]),
+        "offload": (30, ["none", "some"]),
+        "saves": (50, ["one rank", "several ranks"]),
     }
     assert draws().valid_share >= 0.6
     for feature, (least, values) in wanted.items():
@@ -132,6 +143,13 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
 
 
 SIX = ["1/2", "1/2", "1/2", "1/2", "1/2", "1/2"]
+SHARDED: dict[str, Any] = {"actor": {"zero": 3}, "critic": {"engine": "deepspeed", "zero": 3}, "ref": {"zero": 2}}
+CROSSED: dict[str, Any] = {
+    "actor": {"engine": "deepspeed", "zero": 3, "shadow": {"engine": "torch", "zero": 0, "tp": 2}},
+    "critic": {"tp": 2, "shadow": {"tp": 1, "zero": 3}},
+}
+TENSOR: dict[str, Any] = {"actor": {"tp": 2}, "critic": {"tp": 4}, "ref": {"tp": 2, "zero": 3}}
+SHARED: dict[str, Any] = {"actor": {"lora": {}, "zero": 3}, "ref": {"share": "actor"}}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +164,12 @@ SIX = ["1/2", "1/2", "1/2", "1/2", "1/2", "1/2"]
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="mini_batch"), id="six-models-streaming"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, sync_every=3), id="six-models-lag-1-every-3"),
         pytest.param(lambda: ppo_plan(SIX, 2, {"lag": 1, "num_chunks": 2}, epochs=2), id="six-models-lag-1-chunked"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, models=SHARDED), id="shards"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
+        pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="none", models=CROSSED), id="six-crossed"),
+        pytest.param(lambda: ppo_plan(SIX, 8, {"lag": 1}, sync_every=2, models=CROSSED), id="six-crossed-lag-1"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, models=SHARED), id="shared-reference"),
+        pytest.param(lambda: ppo_plan(SIX[:5], 4, {"lag": 1}, models=SHARED), id="shared-reference-of-a-shadow"),
     ],
 )
 def test_fixed_plan_reaches_the_right_answer(plan: Callable[[], Plan]) -> None:
@@ -244,11 +268,75 @@ def test_replicas_that_do_not_share_the_rows_out_exactly_are_reported(shape: typ
         emulate(replace(plan, batch=shape(**vars(plan.batch))), "asynchronous")
 
 
-def test_a_group_that_the_plan_does_not_list_is_reported() -> None:
-    plan = ppo_plan([1, 1, 1, 1], 2)
-    groups = tuple(group for group in plan.groups if group.purpose != "compute critic")
-    with pytest.raises(EmulationError, match=r"no group 'compute critic' of \(0, 1\)"):
+@pytest.mark.parametrize(
+    ("purpose", "ranks", "plan"),
+    [
+        ("compute critic", (0, 1), lambda: ppo_plan([1, 1, 1, 1], 2)),
+        ("compute critic", (1, 3), lambda: ppo_plan([1, 1, 1, 1], 4, models={"critic": {"tp": 2}})),
+        ("tp actor.shadow", (2, 3), lambda: ppo_plan(SIX, 4, models=CROSSED)),
+        ("gather actor", (0, 1), lambda: ppo_plan(SIX, 4, models=CROSSED)),
+        ("sync critic", (0, 1, 2, 3), lambda: ppo_plan(SIX, 4, models=CROSSED)),
+    ],
+)
+def test_a_group_that_the_plan_does_not_list_is_reported(
+    purpose: str, ranks: tuple[int, ...], plan: Callable[[], Plan]
+) -> None:
+    made = plan()
+    groups = tuple(group for group in made.groups if (group.purpose, group.ranks) != (purpose, ranks))
+    assert len(groups) == len(made.groups) - 1
+    with pytest.raises(EmulationError, match=re.escape(f"no group '{purpose}' of {ranks}")):
+        emulate(replace(made, groups=groups), "asynchronous")
+
+
+def test_deepspeed_without_a_group_of_one_rank_is_reported() -> None:
+    plan = ppo_plan([1, 1, 1, 1], 2, models=SHARDED)
+    groups = tuple(group for group in plan.groups if not group.alone)
+    with pytest.raises(EmulationError, match=r"no group of \d alone"):
         emulate(replace(plan, groups=groups), "asynchronous")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("gathers", "message"),
+    [
+        ((), r"rank \d at step 0, sync weights actor.*: ranks \(\d,\) hold actor without its parts \[\(0, \d\)\]"),
+        (((0, 1, 2, 3),), "actor is not placed on rank"),
+    ],
+)
+def test_a_sync_that_does_not_gather_its_parts_is_reported(
+    gathers: tuple[tuple[int, ...], ...], message: str, mode: Mode
+) -> None:
+    def change(instruction: Instruction) -> Instruction:
+        is_it = isinstance(instruction, Sync) and instruction.source == "actor"
+        return replace(instruction, gathers=gathers) if is_it else instruction
+
+    plan = with_instructions(ppo_plan(SIX, 4, models=CROSSED), change)
+    extra = tuple(Group("gather actor", ranks) for ranks in gathers)
+    with pytest.raises(EmulationError, match=message):
+        emulate(replace(plan, groups=(*plan.groups, *extra)), mode)
+
+
+def test_a_save_without_all_parts_is_reported() -> None:
+    def lone(instruction: Instruction) -> Instruction:
+        return replace(instruction, ranks=instruction.ranks[:1]) if isinstance(instruction, Save) else instruction
+
+    for models, missing in (({"critic": {"zero": 3}}, "(0, 1)"), ({"critic": {"tp": 2}}, "(1, 0)")):
+        plan = with_instructions(ppo_plan([1, 1, 1, 1], 2, models=models), lone)
+        with pytest.raises(EmulationError, match=re.escape(f"ranks (0,) hold critic without its parts [{missing}]")):
+            emulate(plan, "asynchronous")
+
+
+class Askew(BatchShape):
+    """Rank 1 holds the rows of the next replica."""
+
+    def held(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
+        return super().held(layout, 2 if rank == 1 else rank, mini_batches)
+
+
+def test_tensor_parallel_ranks_with_different_rows_are_reported() -> None:
+    plan = ppo_plan([1, 1, 1, 1], 4, models={role: {"tp": 2} for role in ("actor", "critic", "ref", "reward")})
+    with pytest.raises(EmulationError, match=r"tp actor: ranks \(0, 1\) do not compute the same"):
+        emulate(replace(plan, batch=Askew(**vars(plan.batch))), "asynchronous")
 
 
 def swapped_streams(plan: Plan, rank: int, first: int) -> dict[int, list[Item]]:

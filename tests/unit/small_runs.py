@@ -5,8 +5,10 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import Spec
+from flexrlhf.spec import ModelSpec, Spec
 from flexrlhf.spec_file import apply_override, parse_spec
 
 TINY = {
@@ -36,3 +38,9 @@ def spec_of(placement: object = None, devices: int = 2, *overrides: str) -> Spec
 
 def plan_of(placement: object = None, devices: int = 2, *overrides: str) -> Plan:
     return make_plan(spec_of(placement, devices, *overrides))
+
+
+def placed_model(name: str, ranks: tuple[int, ...], **settings: Any) -> PlacedModel:
+    """A placed model by itself, such as ``actor`` or ``actor.shadow``; ``settings`` as in the YAML."""
+    model = ModelSpec(**settings)
+    return PlacedModel(name, name.partition(".")[0], Layout(ranks, tp=model.tp), name in ("actor", "critic"), model)

@@ -66,6 +66,30 @@ BAD = [
     ("other strategy", ("--set", "schedule.strategy=disaggregated"), ("schedule.strategy", "'co-located'")),
     ("chunks", ("--set", "schedule.num_chunks=3"), ("num_chunks 3", "num_mini_batches 1")),
     ("engine", ("--set", "models.actor.engine=vllm"), ("models.actor.engine", "'vllm'", "torch")),
+    ("stage", ("--set", "models.actor.zero=1"), ("models.actor.zero", "stage 1", "0, 2 or 3", "engine deepspeed")),
+    ("no such stage", ("--set", "models.actor.zero=4"), ("models.actor.zero", "0, 1, 2 or 3", "found 4")),
+    ("tp and devices", ("--devices", "3", "--set", "models.ref.tp=2"), ("models.ref.tp", "2", "3 devices", "1 or 3")),
+    ("tp and heads", ("--devices", "4", "--set", "models.ref.tp=4"), ("models.ref.tp", "4", "2 heads", "1 or 2")),
+    ("cp", ("--set", "models.actor.cp=2"), ("models.actor.cp", "2", "use 1")),
+    ("offload", ("--set", "models.actor.offload_optimizer=true"), ("models.actor.offload_optimizer", "deepspeed")),
+    (
+        "adapters",
+        ("--set", "models.actor.lora={targets: [q_prj]}"),
+        ("models.actor.lora.targets", "'q_prj'", "'q_proj'"),
+    ),
+    ("adapters of ref", ("--set", "models.ref.lora={}"), ("models.ref.lora", "not trained", "remove")),
+    ("no base to share", ("--set", "models.ref.share=actor"), ("models.ref.share", "no lora", "models.actor.lora")),
+    ("momentum", ("--set", "models.actor.optimizer.momentum=0.5"), ("models.actor.optimizer", "0.5", "sgd", "adamw")),
+    (
+        "two answers",
+        ("--set", "models.actor={init: {model_type: llama}, engine: deepspeed, config: {gradient_clipping: 2}}"),
+        ("models.actor.config.gradient_clipping", "models.actor.optimizer.max_grad_norm", "remove"),
+    ),
+    (
+        "no bfloat16",
+        ("--set", "models.ref.dtype=bfloat16", "--set", "cluster.nodes=[{devices: 1, class: V100-32G}]"),
+        ("models.ref.dtype", "V100-32G", "float16 or float32"),
+    ),
 ]
 
 
@@ -163,6 +187,28 @@ def test_a_vector_is_for_the_runs_that_have_so_many_models(invoke: Invoke, tmp_p
     assert "sft: sft, co-located" in result.stdout
     assert "test: ppo, interleaving" in result.stdout
     assert "entries" in refused(invoke("plan", "sft.yaml", "a.yaml", "--placement-ratio", "[1,1]"))
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> tuple[str, str]:
+    """An SFT run, which has an actor alone, and the PPO run."""
+    raw = PPO | {"name": "sft", "algorithm": {"name": "sft"}, "models": {"actor": {"init": dict(TINY)}}}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(raw))
+    return "sft.yaml", "a.yaml"
+
+
+def test_a_setting_of_a_model_is_for_the_runs_that_have_it(invoke: Invoke, two_runs: tuple[str, str]) -> None:
+    result = invoke("plan", *two_runs, "--set", "models.reward.init.hidden_size=16", "--set", "models.actor.zero=3")
+    assert result.exit_code == 0, result.output
+    assert "models.actor.zero" in refused(invoke("plan", *two_runs, "--set", "models.actor.zero=1"))
+    assert "models.reward.tp" in refused(invoke("plan", *two_runs, "--set", "models.reward.tp=2", "--devices", "3"))
+
+
+def test_a_setting_of_a_model_that_no_run_has_is_refused(invoke: Invoke, two_runs: tuple[str, str]) -> None:
+    message = refused(invoke("plan", *two_runs, "--set", "models.rewrd.zero=3"))
+    assert "unknown key 'rewrd' (did you mean 'reward'?)" in message
+    assert "sft has no reward" in refused(invoke("plan", "sft.yaml", "--set", "models.reward={path: x}"))
+    assert "sft has no reward" in refused(invoke("plan", *two_runs, "--set", "sft:models.reward={path: x}"))
 
 
 def test_several_machines_need_an_endpoint(invoke: Invoke, tmp_path: Path) -> None:

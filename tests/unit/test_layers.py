@@ -32,7 +32,12 @@ class Layer:
     lazily: str = ""
 
 
-ENGINE_PARTS = "engines.base engines.models engines.micro_batch engines.sampling"
+ENGINE_PARTS = (
+    "engines.base engines.models engines.micro_batch engines.sampling engines.head engines.passes engines.optimizers "
+    "engines.parking"
+)
+"""What engines share; what follows is of one engine alone."""
+TORCH_PARTS = "engines.gradients engines.update engines.fsdp"
 LAYERS = (
     # a plan is made and printed without torch
     Layer("errors yaml12 metrics corpus"),
@@ -43,32 +48,46 @@ LAYERS = (
     Layer("operators", "operators spec data errors"),
     Layer("placement", "placement spec data errors"),
     Layer("strategies", "strategies placement operators spec errors"),
-    Layer("engines.catalogue", "placement operators errors"),
+    Layer("engines.deepspeed_config", "spec errors"),
+    Layer("engines.catalogue", "engines.deepspeed_config placement operators errors"),
     Layer("plan", "strategies engines.catalogue placement operators spec errors"),
     Layer("machines", "placement spec errors"),
     Layer("timeline", "strategies.instructions"),
-    Layer("report", "plan strategies placement metrics"),
+    Layer("remedies", "plan strategies engines.catalogue placement spec errors"),
+    Layer("report", "remedies plan strategies placement metrics"),
     Layer("run_directory", "plan spec_file"),
-    Layer("run_data", "plan placement data errors"),
+    Layer("run_data", "plan engines.catalogue placement data errors"),
     Layer("quickstart", lazily="corpus"),
     Layer(
         "cli",
-        "report run_directory machines plan operators spec_file spec errors",
+        "report remedies run_directory machines plan operators spec_file spec errors",
         lazily="worker launch run_data quickstart",
     ),
     # what the ranks load
     Layer("comm", "comm strategies.instructions placement operators.columns spec", torch=True),
     Layer("engines", f"{ENGINE_PARTS} comm.reduce placement operators.columns spec", torch=True),
-    Layer("engines.registry", "engines comm.reduce placement operators.columns spec", torch=True),
+    Layer(
+        f"{TORCH_PARTS} engines.torch",
+        f"{ENGINE_PARTS} {TORCH_PARTS} comm.reduce placement operators.columns spec",
+        torch=True,
+    ),
+    Layer("engines.deepspeed", f"{ENGINE_PARTS} engines.deepspeed_config operators.columns", torch=True),
+    Layer("engines.registry", "engines.base", torch=True, lazily="engines"),
     Layer("operators.functions", "engines.base spec", torch=True),
     Layer("operators.inputs", "operators.columns data", torch=True),
     Layer("operators.run", "operators engines.base comm placement spec", torch=True),
-    Layer("checkpoint", torch=True),
+    Layer("checkpoint", "placement.lora spec", torch=True),
+    Layer(
+        "residents",
+        "engines.registry engines.base engines.models comm operators.run plan strategies.instructions placement errors",
+        torch=True,
+    ),
+    Layer("memory_meter", torch=True),
     Layer("samples", "run_data", torch=True),
     Layer("recorder", "comm.world plan strategies.instructions timeline metrics", torch=True),
     Layer(
         "trainer",
-        "recorder samples checkpoint operators engines.registry engines.base comm run_data timeline metrics plan "
+        "recorder samples checkpoint memory_meter residents operators engines.base comm run_data timeline metrics plan "
         "strategies placement data",
         torch=True,
     ),

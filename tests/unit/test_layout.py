@@ -57,6 +57,20 @@ def test_tensor_and_pipeline_ranks_of_a_replica_hold_the_same_rows() -> None:
     assert [layout.replica(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_ranks_of_a_replica_hold_its_parts_and_those_of_other_replicas_the_same() -> None:
+    layout = Layout((1, 3, 4, 6, 8, 9), tp=2)
+    assert [layout.tp_index(rank) for rank in layout.ranks] == [0, 1, 0, 1, 0, 1]
+    assert layout.tp_sets == ((1, 3), (4, 6), (8, 9))
+    assert [layout.dp_set(rank) for rank in layout.ranks] == [(1, 4, 8), (3, 6, 9)] * 3
+
+
+def test_without_tensor_parallel_every_rank_is_a_replica() -> None:
+    layout = Layout((2, 5))
+    assert layout.tp_sets == ((2,), (5,))
+    assert [layout.tp_index(rank) for rank in (2, 5)] == [0, 0]
+    assert layout.dp_set(5) == (2, 5)
+
+
 @pytest.mark.parametrize(("prompts", "mini_batches"), [(8, 2), (7, 3), (10, 4), (5, 5), (64, 1)])
 def test_mini_batches_are_contiguous_cover_and_are_even(prompts: int, mini_batches: int) -> None:
     shape = BatchShape(prompts, 2, mini_batches)

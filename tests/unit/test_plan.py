@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_runs import TINY, plan_of, spec_of
+from small_runs import TINY, placed_model, plan_of, spec_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flexrlhf.errors import UserError
 from flexrlhf.placement.reshard import WeightTransfer, make_buckets, pair_ranks, sync_bytes
-from flexrlhf.placement.shapes import llama_like_shapes, model_shape
-from flexrlhf.plan import make_plan
+from flexrlhf.placement.shapes import ModelShape, llama_like_shapes, model_shape
+from flexrlhf.placement.states import model_state
+from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec import ModelSpec
 from flexrlhf.strategies.instructions import Move, Sync
 
@@ -64,11 +65,16 @@ def test_a_column_with_a_value_after_the_text_is_one_wider() -> None:
     assert plan.move_bytes(back) == 4 * 4 + 4 * (8 + 1) * 4
 
 
+def weight_bytes(plan: Plan, rank: int) -> dict[str, int | None]:
+    states = {model.name: plan.state(model, rank) for model in plan.placement.on_rank(rank)}
+    return {name: state and state.weights for name, state in states.items()}
+
+
 def test_weights_held_by_each_rank() -> None:
     plan = plan_of([1, 1, 0.5, 0.5], 2)
     actor, critic = TINY_ACTOR_PARAMETERS * 4, TINY_CRITIC_PARAMETERS * 4
-    assert plan.parameter_bytes(0) == {"actor": actor, "critic": critic, "ref": actor}
-    assert plan.parameter_bytes(1) == {"actor": actor, "critic": critic, "reward": critic}
+    assert weight_bytes(plan, 0) == {"actor": actor, "critic": critic, "ref": actor}
+    assert weight_bytes(plan, 1) == {"actor": actor, "critic": critic, "reward": critic}
 
 
 @pytest.mark.parametrize(("devices", "copies"), [(2, 1), (4, 2)])
@@ -97,7 +103,10 @@ def test_every_shadow_rank_gets_one_source_and_sources_take_turns() -> None:
 )
 def test_buckets_are_whole_tensors_within_the_limit(sizes: tuple[int, ...], limit: int, buckets: list[range]) -> None:
     assert make_buckets(sizes, limit) == buckets
-    assert sync_bytes(sizes, limit, True, 3) == 3 * (sum(sizes) + 8 * len(buckets))
+    shape = ModelShape(tuple((f"tensor {i}", (size // 4,)) for i, size in enumerate(sizes)))
+    source, shadow = placed_model("actor", (0,)), placed_model("actor.shadow", (1, 2, 3))
+    transfers = pair_ranks(source.ranks, shadow.ranks)
+    assert sync_bytes(source, shadow, shape, transfers, limit, True) == 3 * (sum(sizes) + 8 * len(buckets))
 
 
 # --- models by role
@@ -165,7 +174,7 @@ def test_an_unknown_architecture_has_no_shape_before_it_is_loaded() -> None:
     plan = plan_of([0.5] * 6, 2, "models.actor.init={model_type: gpt2}")
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
     assert plan.sync_bytes(sync) is None
-    assert plan.parameter_bytes(0)["actor"] is None
+    assert weight_bytes(plan, 0)["actor"] is None
 
 
 # --- shapes
@@ -180,7 +189,8 @@ def test_parameter_counts_are_the_published_ones(config: dict[str, Any], paramet
     shape = model_shape("actor", ModelSpec(init=config))
     assert shape is not None
     assert shape.num_parameters == parameters
-    assert shape.num_bytes == 4 * parameters == sum(shape.tensor_bytes)
+    assert shape.trained == shape.parameters
+    assert model_state(placed_model("ref", (0,)), shape, 0).weights == 4 * parameters
 
 
 SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

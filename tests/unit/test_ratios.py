@@ -330,6 +330,40 @@ def test_equal_devices_share_rows_equally() -> None:
     assert all(model.layout.row_shares == () for model in placed([1, 1, 0.5, 0.5]).models)
 
 
+# --- tensor parallel
+
+
+def test_tensor_parallel_ranks_make_one_replica() -> None:
+    layout = placed(None, 8, "", "models.actor.tp=4")["actor"].layout
+    assert (layout.ranks, layout.tp, layout.dp, layout.row_shares) == (ALL, 4, 2, ())
+
+
+def test_a_shadow_has_its_own_tensor_parallel_ranks() -> None:
+    placement = placed(same(0.5, SIX), 8, "", "models.actor.tp=2", "models.actor.shadow.tp=4")
+    assert (placement["actor"].layout.dp, placement["actor.shadow"].layout.dp) == (2, 1)
+    assert placement["actor"].settings.tp == 2
+    assert placement["actor.shadow"].settings.tp == 4
+
+
+def test_a_replica_on_one_class_is_as_fast_as_that_class() -> None:
+    placement = placed(same(1, span_classes=True), 4, MIXED, "models.ref.tp=2")
+    assert placement["ref"].layout.row_shares == (312, 125)
+    assert placement["reward"].layout.row_shares == (312, 312, 125, 125)
+
+
+def test_row_shares_are_of_replicas() -> None:
+    entry = {"ratio": 1, "row_shares": [2, 1]}
+    assert placed(same(1, ref=entry), 4, "", "models.ref.tp=2")["ref"].layout.row_shares == (2, 1)
+    message = refused(same(1, ref={"ratio": 1, "row_shares": [2, 1, 1, 1]}), 4, "", "models.ref.tp=2")
+    assert message == "placement: ref has 2 replicas, but row_shares has 4 entries"
+
+
+def test_replicas_are_cut_from_ranks_in_ascending_order() -> None:
+    explicit = same({"ranks": [0, 1]}, ref={"ranks": [7, 2, 5, 3]})
+    layout = placed(explicit, 8, "", "models.ref.tp=2")["ref"].layout
+    assert layout.tp_sets == ((2, 3), (5, 7))
+
+
 # --- properties
 
 

@@ -7,16 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_runs import TINY
+from small_runs import TINY, placed_model
 from torch import Tensor
 
 from flexrlhf.comm.reduce import Replicas
-from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.models import load_model
+from flexrlhf.engines.base import Batch, Sampling, Wanted
 from flexrlhf.engines.sampling import GumbelProcessor, gumbel_noise
 from flexrlhf.engines.torch import TorchEngine
 from flexrlhf.operators.columns import COLUMNS, Lengths
-from flexrlhf.spec import ModelSpec
 
 LENGTHS = Lengths(prompt=5, response=6)
 ENDS = tuple(range(1, 9))
@@ -102,13 +100,23 @@ def test_the_position_counts_from_the_prompt() -> None:
 
 
 def engine_of(temperature: float = 1.0) -> TorchEngine:
-    model = load_model(ModelSpec(init=TINY), "causal", seed=0, device=torch.device("cpu"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 8
-    return TorchEngine(
-        model, ModelSpec(), LENGTHS, Replicas(None, (0,), lambda work, ranks: None), temperature, trained=False
+    """A frozen model with weights so large that its distributions are far from flat."""
+    one_rank = Replicas(None, (0,), lambda work, ranks: None)
+    engine = TorchEngine(
+        Wanted(
+            placed=placed_model("ref", (0,), init=TINY),
+            lengths=LENGTHS,
+            temperature=temperature,
+            seed=0,
+            num_updates=1,
+            replicas=one_rank,
+            tp=one_rank,
+            alone=None,
+            device=torch.device("cpu"),
+        )
     )
+    engine.load_weights({name: weight * 8 for name, weight in engine.weights().items()})
+    return engine
 
 
 @pytest.fixture(scope="module")

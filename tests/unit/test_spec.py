@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 from small_runs import PPO, spec_of
 
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.spec import ALGORITHMS, PlacementEntry, PlacementMap
+from flexrlhf.spec import ALGORITHMS, ModelSpec, PlacementEntry, PlacementMap
 from flexrlhf.spec_file import check_scopes, dump_spec, load_spec, parse_spec, parse_vector
 from flexrlhf.yaml12 import read_yaml, write_yaml
 
@@ -219,6 +220,109 @@ def test_ratios_are_read_exactly(text: str, value: Fraction) -> None:
     assert spec.placement == (value,) * 4
 
 
+# --- models: optimizer, adapters, shadow
+
+OPTIMIZER = "models.actor.optimizer"
+
+
+def model_of(*overrides: str) -> ModelSpec:
+    model = spec_of(None, 2, *overrides).models.actor
+    assert model is not None
+    return model
+
+
+def test_the_optimizer_of_a_model_that_names_none() -> None:
+    optimizer = model_of().optimizer
+    assert (optimizer.name, optimizer.schedule, optimizer.warmup_steps) == ("adamw", "constant", 0)
+    assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (1e-6, (0.9, 0.95), 1e-8)
+    assert (optimizer.momentum, optimizer.weight_decay, optimizer.max_grad_norm) == (0, 0, 1)
+
+
+def test_every_field_of_the_optimizer_is_read() -> None:
+    written = {
+        "name": "sgd",
+        "learning_rate": 0.5,
+        "schedule": "cosine",
+        "warmup_steps": 3,
+        "betas": [0.5, 0.75],
+        "eps": 0.25,
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+        "max_grad_norm": None,
+    }
+    assert model_of(f"{OPTIMIZER}={json.dumps(written)}").optimizer.model_dump(mode="json") == written
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (f"{OPTIMIZER}={{momentum: 0.5}}", f"{OPTIMIZER}: momentum 0.5 goes with sgd; adamw has betas"),
+        (f"{OPTIMIZER}={{name: adam, momentum: 0.5}}", f"{OPTIMIZER}: momentum 0.5 goes with sgd; adam has betas"),
+        (f"{OPTIMIZER}.momentum=1", f"{OPTIMIZER}.momentum: must be less than 1, found 1"),
+        (
+            f"{OPTIMIZER}.name=adamww",
+            f"{OPTIMIZER}.name: expected one of 'adamw', 'adam' or 'sgd' (did you mean 'adamw'?), found 'adamww'",
+        ),
+        (
+            f"{OPTIMIZER}.schedule=cosin",
+            f"{OPTIMIZER}.schedule: expected one of 'constant', 'linear' or 'cosine' (did you mean 'cosine'?), "
+            "found 'cosin'",
+        ),
+        (f"{OPTIMIZER}.warmup_steps=-1", f"{OPTIMIZER}.warmup_steps: must be greater than or equal to 0, found -1"),
+        ("models.actor.zero=4", "models.actor.zero: expected one of 0, 1, 2 or 3, found 4"),
+        ("models.actor.tp=0", "models.actor.tp: must be greater than or equal to 1, found 0"),
+        (
+            "models.actor.dtype=fp16",
+            "models.actor.dtype: expected one of 'float32', 'bfloat16' or 'float16' (did you mean 'float16'?), "
+            "found 'fp16'",
+        ),
+        ("models.actor.lora.rank=0", "models.actor.lora.rank: must be greater than or equal to 1, found 0"),
+        ("models.actor.config=3", "models.actor.config: expected a mapping, found 3"),
+        ("models.actor.shadow.zero=4", "models.actor.shadow.zero: expected one of 0, 1, 2 or 3, found 4"),
+        (
+            "models.actor.shadow.lora={}",
+            "models.actor.shadow: unknown key 'lora'; known: dtype, engine, generate_tokens, micro_batch_tokens, "
+            "tp, zero",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_in_plain_words(override: str, sentence: str) -> None:
+    assert refused(override) == f"config: {sentence}"
+
+
+SHADOW = "{engine: deepspeed, zero: 3, dtype: bfloat16, micro_batch_tokens: 7}"
+
+
+def test_a_shadow_has_the_settings_of_its_role_but_for_its_own() -> None:
+    model = model_of(f"models.actor.shadow={SHADOW}", "models.actor.zero=2", "models.actor.logits_mb=3")
+    shadow = model.of_shadow
+    assert (shadow.engine, shadow.zero, shadow.dtype, shadow.micro_batch_tokens) == ("deepspeed", 3, "bfloat16", 7)
+    assert (shadow.tp, shadow.generate_tokens, shadow.logits_mb, shadow.init) == (1, 65536, 3, model.init)
+    assert shadow.shadow is None
+    assert (model.engine, model.zero, model.dtype) == ("torch", 2, "float32")
+
+
+def test_without_settings_of_its_own_a_shadow_is_like_its_role() -> None:
+    model = model_of("models.actor.zero=3")
+    assert model.of_shadow == model
+    assert model_of("models.actor.zero=3", "models.actor.shadow={}").of_shadow == model
+
+
+def test_a_shadow_may_undo_what_its_role_sets() -> None:
+    """Also by the value that is the default."""
+    model = model_of("models.actor.zero=3", "models.actor.tp=2", "models.actor.shadow={zero: 0, tp: 1}")
+    assert (model.of_shadow.zero, model.of_shadow.tp) == (0, 1)
+
+
+@pytest.mark.parametrize("shadow", ["null", "{}", "{zero: 0}", SHADOW])
+def test_a_dumped_shadow_loads_as_the_same_shadow(shadow: str) -> None:
+    spec = spec_of(None, 2, f"models.actor.shadow={shadow}", "models.actor.zero=3", "models.actor.lora={rank: 3}")
+    again = parse_spec(read_yaml(dump_spec(spec)))
+    assert again == spec
+    assert again.models.actor is not None and spec.models.actor is not None
+    assert again.models.actor.of_shadow == spec.models.actor.of_shadow
+
+
 # --- there and back
 
 FORMS = [
@@ -238,7 +342,10 @@ def test_a_dumped_spec_loads_as_the_same_spec(placement: str, tmp_path: Path) ->
         f"placement={placement}",
         "cluster={nodes: [{count: 2, devices: 2, class: V100}]}",
         "algorithm.truncation={penalty: 0.5}",
-        "models.actor.optimizer.max_grad_norm=null",
+        "models.actor.optimizer={name: sgd, momentum: 0.9, schedule: linear, max_grad_norm: null}",
+        "models.actor.lora={rank: 4, targets: [q_proj]}",
+        "models.actor.config={zero_optimization: {reduce_bucket_size: 1e6}}",
+        "models.ref.share=actor",
         "eval={path: held_out.jsonl}",
     )
     path = tmp_path / "config.yaml"

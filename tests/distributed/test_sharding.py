@@ -1,0 +1,78 @@
+"""Sharding is real: what a ZeRO stage promises to split lies on every rank as its n-th part, counted on the tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from cases import DEFAULT, STAGES, Case
+from launcher import Launches, Outcome
+
+from flexrlhf.placement.placed import PlacedModel
+
+pytestmark = pytest.mark.timeout(3600)
+TOLERANCE = 0.05
+ALL = ("weights", "gradients", "optimizer")
+SPLIT = {
+    ("deepspeed", 1): ("optimizer",),
+    ("deepspeed", 2): ("optimizer", "gradients"),
+    ("deepspeed", 3): ALL,
+    ("torch", 2): ALL,
+    ("torch", 3): ALL,
+}
+"""Engine and stage → what it promises to split."""
+# stages 1 and 2 of DeepSpeed cut the numbers of all tensors in a row, and of a gradient that a cut goes through both
+# ranks keep the whole: little in a model of 32 layers, much in one of two
+DEEP = [Case("deep", "all", ranks, compute) for ranks in (2, 4) for compute in ("replicas", *STAGES)]
+ADAPTED = [case for case in DEFAULT if "adapters" in case.setting and case.compute == "replicas"]
+PLACED = [case for case in DEFAULT if case.ranks == 4 and case.compute in ("torch-2", "torch-3", "deepspeed-3")]
+
+
+def params(cases: list[Case]) -> list[object]:
+    return [pytest.param(case, id=case.name) for case in cases]
+
+
+def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:
+    """Float32 bytes of a model that nothing splits."""
+    shape = outcome.plan.shapes[model.role]
+    weights, trained = (
+        4 * sum(math.prod(size) for _, size in parameters) for parameters in (shape.parameters, shape.trained)
+    )
+    settings = model.settings.optimizer
+    moments = 2 if settings.name != "sgd" else int(settings.momentum > 0)
+    # ZeRO keeps float32 weights of its own beside those of a float32 model
+    masters = int(model.engine == "deepspeed" and model.settings.zero > 0)
+    return {
+        "weights": weights,
+        "gradients": trained if model.trained else 0,
+        "optimizer": (moments + masters) * trained if model.trained else 0,
+    }
+
+
+def shares(outcome: Outcome, model: PlacedModel, kind: str) -> list[float]:
+    """What each rank holds, of the whole."""
+    held = outcome.trace["otherData"]["held_bytes"]
+    return [held[str(rank)][model.name][kind] / whole(outcome, model)[kind] for rank in model.ranks]
+
+
+@pytest.mark.parametrize("case", params(DEEP + PLACED))
+def test_a_rank_holds_its_part_of_what_the_stage_splits(launches: Launches, case: Case) -> None:
+    outcome = launches.outcome(case)
+    for model in outcome.plan.placement.models:
+        for kind in SPLIT.get((model.engine, model.settings.zero), ()):
+            if whole(outcome, model)[kind]:
+                found = shares(outcome, model, kind)
+                right = all(abs(share * model.layout.dp - 1) <= TOLERANCE for share in found)
+                assert right, f"{case.name}: {kind} of {model.name}: {found}"
+
+
+@pytest.mark.parametrize("case", params(DEEP + ADAPTED))
+def test_a_rank_holds_all_of_what_the_stage_leaves_whole(launches: Launches, case: Case) -> None:
+    """Or the test above would say nothing. Beside adapters the frozen weights have no gradients and no optimizer."""
+    outcome = launches.outcome(case)
+    for model in outcome.plan.placement.models:
+        stage = model.settings.zero
+        # stage 1 frees other ranks' gradients before the update, though it does not promise that
+        for kind in ("weights", "optimizer", *(["gradients"] if stage == 0 else [])):
+            if kind not in SPLIT.get((model.engine, stage), ()) and whole(outcome, model)[kind]:
+                assert shares(outcome, model, kind) == [1.0] * len(model.ranks), f"{case.name}: {kind} of {model.name}"

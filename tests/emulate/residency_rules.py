@@ -1,0 +1,58 @@
+"""What is on a device fits it. Written from the rule, not from the code that decides what is put away."""
+
+from __future__ import annotations
+
+from flexrlhf.plan import Plan
+from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.residency import Memory
+from flexrlhf.strategies.schedule import walk
+
+
+def memory_of(plan: Plan) -> Memory:
+    return Memory(plan.sizing, plan.cluster, plan.batch, plan.graph.evaluation)
+
+
+def models_used(plan: Plan, rank: int, instruction: Instruction) -> set[str]:
+    """Models on ``rank`` that an instruction computes with, reads or overwrites."""
+    match instruction:
+        case Run() | Eval() | Save():
+            names = {instruction.model}
+        case Sync():
+            names = {instruction.source, instruction.destination}
+        case _:
+            names = set()
+    return names & {model.name for model in plan.placement.on_rank(rank)}
+
+
+def check_residency(plan: Plan) -> None:
+    """While a rank works, all that lies on its device fits, or nothing lies there that it does not work with."""
+    memory = memory_of(plan)
+    for rank in range(plan.placement.num_ranks):
+        capacity = memory.capacity(rank)
+        here = {model.name for model in plan.placement.on_rank(rank)} - set(plan.offloaded.get(rank, ()))
+        for _, step, instruction in walk(plan.schedule, rank, plan.spec.steps):
+            if isinstance(instruction, Offload):
+                here.remove(instruction.model)
+            elif isinstance(instruction, Reload):
+                assert instruction.model not in here, f"rank {rank}: {instruction.model} is on the device already"
+                here.add(instruction.model)
+            used = models_used(plan, rank, instruction)
+            where = f"rank {rank}, step {step}: {type(instruction).__name__.lower()} {instruction.label}"
+            assert used <= here, f"{where} without {sorted(used - here)}"
+            if used and capacity is not None:
+                held = sum(memory.state(rank, name) for name in here) + memory.needed_for(rank, instruction)
+                assert held <= capacity or here == used, (
+                    f"{where}: {held} bytes on {capacity}, {sorted(here)} are there"
+                )
+
+
+def least_and_most(plan: Plan) -> tuple[int, int]:
+    """Bytes of a device on which every instruction fits by itself, and on which nothing is ever put away."""
+    memory, least, most = memory_of(plan), 0, 0
+    for rank in range(plan.placement.num_ranks):
+        everything = sum(memory.state(rank, model.name) for model in plan.placement.on_rank(rank))
+        for instruction in plan.schedule.for_rank(rank):
+            used, needed = models_used(plan, rank, instruction), memory.needed_for(rank, instruction)
+            least = max(least, needed + sum(memory.state(rank, name) for name in used))
+            most = max(most, needed + everything)
+    return least, most

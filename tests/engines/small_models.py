@@ -1,0 +1,95 @@
+"""Tiny models in engines of one rank, and mini-batches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, Wanted
+from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.spec import LoraSpec, ModelSpec, OptimizerSpec
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+LENGTHS = Lengths(prompt=4, response=6)
+SEED = 3
+ONE_RANK = Replicas(None, (0,), lambda work, ranks: None)
+
+
+def placed(role: str = "actor", **settings: Any) -> PlacedModel:
+    """``settings`` as in the YAML; ``optimizer`` and ``lora`` as mappings. A critic or an actor is trained."""
+    source = {} if "path" in settings else {"init": TINY}
+    for name, kind in (("optimizer", OptimizerSpec), ("lora", LoraSpec)):
+        if name in settings:
+            settings[name] = kind(**settings[name])
+    return PlacedModel(role, role, Layout((0,)), role in ("actor", "critic"), ModelSpec(**source, **settings))
+
+
+def engine_of(role: str = "actor", num_updates: int = 100, **settings: Any) -> TorchEngine:
+    return TorchEngine(
+        Wanted(
+            placed=placed(role, **settings),
+            lengths=LENGTHS,
+            temperature=1.0,
+            seed=SEED,
+            num_updates=num_updates,
+            replicas=ONE_RANK,
+            tp=ONE_RANK,
+            alone=None,
+            device=torch.device("cpu"),
+        )
+    )
+
+
+def mini_batch(seed: int = 0, rows: int = 5) -> Batch:
+    """Random texts with 1 to 4 prompt and 1 to 6 response tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    places = torch.arange(LENGTHS.prompt + LENGTHS.response)
+    first = LENGTHS.prompt - torch.randint(1, LENGTHS.prompt + 1, (rows, 1), generator=draw)
+    last = LENGTHS.prompt + torch.randint(1, LENGTHS.response + 1, (rows, 1), generator=draw)
+    mask = ((places >= first) & (places < last)).to(torch.uint8)
+    tokens = torch.randint(0, TINY["vocab_size"], mask.shape, generator=draw, dtype=torch.int32) * mask
+    columns = {"tokens": tokens, "attention_mask": mask, "response_mask": mask[:, LENGTHS.prompt :]}
+    return Batch(columns, torch.arange(rows), 1)
+
+
+def likelihood(factor: float = 1.0) -> Loss:
+    """Minus the mean log-prob of the response tokens, times ``factor``."""
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        return -factor * (outputs.quantity * batch["response_mask"]).sum() / totals.tokens, {}
+
+    return Loss("logprobs", function, ())
+
+
+def squared_values() -> Loss:
+    """Half the mean squared distance of the values from 1."""
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        distance = (outputs.quantity[:, :-1] - 1) * batch["response_mask"]
+        return 0.5 * distance.square().sum() / totals.tokens, {}
+
+    return Loss("values", function, ())
+
+
+def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in engine.weights().items()}
+
+
+def train(engine: TorchEngine, steps: int, loss: Loss | None = None) -> list[Moments]:
+    """Mini-batch i of every engine is the same."""
+    return [engine.train(mini_batch(seed), loss or likelihood()) for seed in range(steps)]

@@ -1,0 +1,180 @@
+"""Low-rank adapters in an engine: they alone are trained, go away when asked, and are saved as peft reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SEED, TINY, engine_of, likelihood, mini_batch, placed, snapshot, squared_values, train
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from flexrlhf.checkpoint import save_adapters
+from flexrlhf.engines.base import Loss
+from flexrlhf.engines.models import load_model
+from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.operators.columns import COLUMNS
+
+peft = pytest.importorskip("peft")
+
+LORA: dict[str, Any] = {"rank": 2, "alpha": 6}
+FAST = {"learning_rate": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loss_of(role: str) -> Loss:
+    return likelihood() if role == "actor" else squared_values()
+
+
+def trained_engine(role: str = "actor", steps: int = 3, **settings: Any) -> TorchEngine:
+    engine = engine_of(role, optimizer=FAST, **{"lora": LORA, **settings})
+    train(engine, steps, loss_of(role))
+    return engine
+
+
+def output(engine: TorchEngine, column: str, adapters: bool = True) -> Tensor:
+    return engine.forward(mini_batch(9), COLUMNS[column], adapters)
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_only_adapters_and_the_scalar_head_change(role: str, dtype: str) -> None:
+    engine = engine_of(role, optimizer=FAST, lora=LORA, dtype=dtype)
+    before = snapshot(engine)
+    train(engine, 3, loss_of(role))
+    changed = {name for name, weight in engine.weights().items() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if ".lora_" in name or name == "score.weight"}
+    assert ("score.weight" in changed) == (role == "critic")
+
+
+def test_only_what_is_trained_has_float32_copies_gradients_and_state() -> None:
+    engine = trained_engine(dtype="bfloat16", steps=1)
+    kinds = {name: weight.dtype for name, weight in engine.weights().items()}
+    assert all((kind == torch.float32) == (".lora_" in name) for name, kind in kinds.items())
+    trained = sum(weight.numel() for weight in engine.weights().values() if weight.dtype == torch.float32)
+    total = sum(weight.numel() for weight in engine.weights().values())
+    held = engine.held()
+    assert (held.weights, held.gradients, held.optimizer) == (2 * total, 4 * trained, (4 + 8) * trained)
+
+
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"micro_batch_tokens": 1}], ids=str)
+def test_adapters_are_trained_alike_in_other_ways_to_compute(settings: dict[str, Any]) -> None:
+    plain, other = trained_engine(), trained_engine(**settings)
+    for name, weight in plain.weights().items():
+        assert torch.allclose(other.weights()[name], weight, rtol=1e-4, atol=1e-5), name
+
+
+# --- with and without
+
+
+def test_fresh_adapters_change_nothing() -> None:
+    assert torch.equal(output(trained_engine(steps=0), "logprobs"), output(engine_of(), "logprobs"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_adapters_a_trained_policy_is_the_model_that_it_began_as(dtype: str) -> None:
+    engine, reference = trained_engine(dtype=dtype), engine_of("ref", dtype=dtype)
+    expected = output(reference, "ref_logprobs")
+    with_adapters = output(engine, "logprobs")
+    assert torch.equal(output(engine, "ref_logprobs", adapters=False), expected)
+    assert not torch.allclose(with_adapters, expected, atol=0.01)
+    # and they are there again
+    assert torch.equal(output(engine, "logprobs"), with_adapters)
+
+
+def test_training_goes_on_after_a_look_without_adapters() -> None:
+    looked, other = trained_engine(), trained_engine()
+    output(looked, "ref_logprobs", adapters=False)
+    for engine in (looked, other):
+        train(engine, 1)
+    assert all(torch.equal(weight, other.weights()[name]) for name, weight in looked.weights().items())
+
+
+def test_a_copy_takes_the_adapters_alone() -> None:
+    """As a Sync hands them over."""
+    engine, copy = trained_engine(), engine_of("ref", lora=LORA)
+    copy.load_weights({name: weight for name, weight in engine.weights().items() if ".lora_" in name})
+    assert torch.equal(output(copy, "logprobs"), output(engine, "logprobs"))
+
+
+# --- saved
+
+
+def base_directory(role: str, directory: Path) -> str:
+    """The model before training, as transformers writes it."""
+    load_model(placed(role), SEED).save_pretrained(directory / "base")
+    return str(directory / "base")
+
+
+def saved(engine: TorchEngine, directory: Path, **settings: Any) -> Path:
+    weights = {
+        name: w.contiguous() for name, w in engine.weights().items() if ".lora_" in name or name == "score.weight"
+    }
+    save_adapters(directory / "adapters", weights, placed("actor", **settings).settings, tokenizer=None)
+    return directory / "adapters"
+
+
+def with_peft(kind: Any, base: str, adapters: Path, **extra: Any) -> PreTrainedModel:
+    model = kind.from_pretrained(base, dtype=torch.float32, **extra)
+    found: PreTrainedModel = peft.PeftModel.from_pretrained(model, str(adapters)).eval()
+    return found
+
+
+TEXT = torch.randint(0, TINY["vocab_size"], (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
+def test_peft_loads_a_saved_policy(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
+    base = base_directory("actor", tmp_path)
+    lora = LORA | {"targets": targets}
+    engine = trained_engine(path=base, lora=lora)
+    adapters = saved(engine, tmp_path, path=base, lora=lora)
+    with torch.no_grad():
+        expected = engine._model(input_ids=TEXT).logits
+        loaded = with_peft(AutoModelForCausalLM, base, adapters)(input_ids=TEXT).logits
+        alone = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)(input_ids=TEXT).logits
+        # the directory names its base, too
+        found = peft.AutoPeftModelForCausalLM.from_pretrained(str(adapters), dtype=torch.float32)(input_ids=TEXT).logits
+    assert torch.allclose(loaded, expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(alone, expected, atol=0.01)
+
+
+def test_peft_loads_a_saved_critic_with_its_head(tmp_path: Path) -> None:
+    base = base_directory("critic", tmp_path)
+    engine = trained_engine("critic", path=base)
+    adapters = saved(engine, tmp_path, path=base, lora=LORA)
+    mask = torch.ones_like(TEXT)
+    with torch.no_grad():
+        expected = engine._model(input_ids=TEXT, attention_mask=mask, position_ids=mask.cumsum(1) - 1)
+        loaded = with_peft(AutoModelForSequenceClassification, base, adapters, num_labels=1)
+        hidden = loaded.base_model.model.model(input_ids=TEXT).last_hidden_state
+        scores = loaded.base_model.model.score(hidden).squeeze(-1)
+        plain = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32, num_labels=1)
+        before = plain.score(plain.model(input_ids=TEXT).last_hidden_state).squeeze(-1)
+    assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(before, expected, atol=0.01)
+
+
+def test_saved_adapters_hold_nothing_of_the_base(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    adapters = saved(trained_engine(), tmp_path, lora=LORA)
+    assert {file.name for file in adapters.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    with safe_open(adapters / "adapter_model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    assert len(names) == 2 * 7 * TINY["num_hidden_layers"]
+    assert all(".lora_" in name and "default" not in name for name in names)

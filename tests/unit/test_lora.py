@@ -1,0 +1,144 @@
+"""Low-rank adapters on paper equal those that peft makes: names, shapes, and what is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_runs import TINY, placed_model, plan_of
+from transformers import PreTrainedModel
+
+from flexrlhf.errors import UserError
+from flexrlhf.placement.lora import lora_candidates, with_adapters
+from flexrlhf.placement.reshard import trained_parts
+from flexrlhf.placement.shapes import ModelShape, count_elements, model_shape
+from flexrlhf.spec import LoraSpec, ModelSpec
+from flexrlhf.strategies.instructions import Sync
+
+SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = [SMALL, SMALL | {"model_type": "qwen2"}, SMALL | {"attention_bias": True, "mlp_bias": True}]
+LINEAR = ["down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj"]
+PER_LAYER = 2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 16)
+"""Inputs and outputs of q and o, of k and v, of gate, up and down: so many numbers has a layer at rank 1."""
+
+
+def plain(role: str, config: dict[str, Any]) -> ModelShape:
+    shape = model_shape(role, ModelSpec(init=config))
+    assert shape is not None
+    return shape
+
+
+def adapted(role: str, config: dict[str, Any], **lora: Any) -> ModelShape:
+    return with_adapters(role, plain(role, config), LoraSpec(**lora))
+
+
+def real_model(role: str, config: dict[str, Any], seed: int = 0, **lora: Any) -> PreTrainedModel:
+    pytest.importorskip("peft")
+    from flexrlhf.engines.models import load_model
+
+    return load_model(placed_model(role, (0,), init=config, lora=LoraSpec(**lora)), seed)
+
+
+# --- as peft makes them
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("config", FAMILIES, ids=["llama", "qwen2", "llama with biases"])
+@pytest.mark.parametrize("lora", [{}, {"rank": 3}, {"rank": 2, "targets": ("q_proj", "down_proj")}], ids=str)
+def test_names_shapes_and_what_is_trained_are_those_of_peft(
+    lora: dict[str, Any], config: dict[str, Any], tied: bool, role: str
+) -> None:
+    config = config | {"tie_word_embeddings": tied}
+    model, shape = real_model(role, config, **lora), adapted(role, config, **lora)
+    real = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert dict(shape.parameters) == real
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert dict(shape.trained) == trained
+
+
+def test_a_copy_that_is_not_trained_has_the_same_parameters() -> None:
+    shape = adapted("actor", SMALL)
+    pytest.importorskip("peft")
+    from flexrlhf.engines.models import load_model
+
+    model = load_model(placed_model("actor.shadow", (0,), init=SMALL, lora=LoraSpec()), 0)
+    assert dict(shape.parameters) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_adapters_are_drawn_from_the_seed_alike_on_every_rank_and_copy(role: str) -> None:
+    first, again, other = (real_model(role, SMALL, seed) for seed in (5, 5, 6))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in first.state_dict().items())
+    name = next(name for name in first.state_dict() if "lora_A" in name)
+    assert not torch.equal(first.state_dict()[name], other.state_dict()[name])
+
+
+# --- on paper
+
+
+def test_names_are_sorted() -> None:
+    names = [name for name, _ in adapted("critic", SMALL).parameters]
+    assert names == sorted(names)
+
+
+def test_an_adapter_stands_beside_the_weight_and_the_bias_that_it_leaves_alone() -> None:
+    config = SMALL | {"model_type": "qwen2"}
+    before = dict(plain("actor", config).parameters)
+    after = dict(adapted("actor", config, rank=3, targets=("k_proj",)).parameters)
+    path = "model.layers.0.self_attn.k_proj"
+    assert after[f"{path}.base_layer.weight"] == before[f"{path}.weight"] == (4, 8)
+    assert after[f"{path}.base_layer.bias"] == before[f"{path}.bias"] == (4,)
+    assert after[f"{path}.lora_A.default.weight"] == (3, 8)
+    assert after[f"{path}.lora_B.default.weight"] == (4, 3)
+    assert f"{path}.weight" not in after
+    assert "model.layers.0.self_attn.q_proj.weight" in after
+
+
+@pytest.mark.parametrize(("rank", "role", "head"), [(1, "actor", 0), (8, "actor", 0), (3, "critic", 8)])
+def test_the_number_of_trained_parameters(rank: int, role: str, head: int) -> None:
+    """Two layers; a critic also trains its head of 8 numbers."""
+    shape = adapted(role, SMALL, rank=rank)
+    added = 2 * rank * PER_LAYER
+    assert count_elements(shape.trained) == added + head
+    assert shape.num_parameters == plain(role, SMALL).num_parameters + added
+
+
+def test_candidates_are_the_linear_layers_without_embeddings_and_heads() -> None:
+    for role in ("actor", "critic"):
+        assert sorted(lora_candidates(plain(role, SMALL))) == sorted(LINEAR)
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"), [("q_prj", "did you mean 'q_proj'"), ("lm_head", ""), ("score", ""), ("zzz", "")]
+)
+def test_an_unknown_target_is_refused_with_the_candidates(target: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        adapted("critic", SMALL, targets=("q_proj", target))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"models.critic.lora.targets: no module {target!r}")
+    assert hint in message
+    assert all(name in message for name in LINEAR)
+
+
+# --- in a plan
+
+
+def test_a_plan_refuses_an_unknown_target_of_a_user() -> None:
+    with pytest.raises(UserError, match="models.actor.lora.targets: no module 'wq'.*candidates: .*q_proj"):
+        plan_of(None, 1, "models.actor.lora={targets: [wq]}")
+
+
+def test_only_adapters_and_the_scalar_head_travel_to_a_shadow() -> None:
+    """One layer; 4 bytes a number, one bucket with a checksum of 8 bytes."""
+    plan = plan_of([0.5] * 6, 2, "models.actor.lora={rank: 2}", "models.critic.lora={rank: 3}")
+    numbers = {"actor": 2 * (4 * (8 + 8) + 3 * (8 + 16)), "critic": 3 * (4 * (8 + 8) + 3 * (8 + 16)) + 8}
+    syncs = [x for x in plan.schedule.instructions if isinstance(x, Sync)]
+    assert {sync.source: plan.sync_bytes(sync) for sync in syncs} == {n: 4 * c + 8 for n, c in numbers.items()}
+    for role, count in numbers.items():
+        parts = trained_parts(plan.placement[role], plan.shapes[role], 0)
+        assert sum(part.num_elements for part in parts.values()) == count
+        assert set(parts) == plan.shapes[role].adapters

@@ -1,0 +1,154 @@
+"""What frees memory: each remedy lowers the planned peak by what it says; runs that cannot fit are refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from small_runs import plan_of
+
+from flexrlhf.errors import UserError
+from flexrlhf.plan import Plan
+from flexrlhf.remedies import Remedy, check_fits, remedies, tightest_rank
+from flexrlhf.report import format_plan
+
+ACTOR = (
+    "{model_type: llama, hidden_size: 2048, intermediate_size: 5504, num_hidden_layers: 16, num_attention_heads: 16}"
+)
+LARGE = (
+    f"models.actor.init={ACTOR}",
+    "models.reward.init={model_type: llama, hidden_size: 1024, intermediate_size: 2752, num_hidden_layers: 8, "
+    "num_attention_heads: 16}",
+    "algorithm.prompts_per_step=256",
+    "data.max_prompt_tokens=256",
+    "data.max_response_tokens=256",
+)
+DEEPSPEED = ("models.actor.engine=deepspeed", "models.actor.zero=2", "models.critic.engine=deepspeed")
+
+
+def large(placement: Any = None, devices: int = 4, *overrides: str) -> Plan:
+    return plan_of(placement, devices, *LARGE, *overrides)
+
+
+def settings_of(found: list[Remedy]) -> set[str]:
+    return {remedy.change.partition("=")[0] for remedy in found}
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides"),
+    [
+        (None, ()),
+        (None, DEEPSPEED),
+        ([1, 1, 0.5, 0.5], ("models.actor.zero=3", "models.actor.dtype=bfloat16")),
+        ([0.5] * 6, ("sync.snapshot=true",)),
+        ([0.5] * 6, ("models.actor.shadow={zero: 3, dtype: bfloat16}",)),
+    ],
+    ids=["replicas", "deepspeed", "interleaving", "disaggregated", "shadow"],
+)
+def test_a_remedy_lowers_the_peak_by_what_it_says(placement: Any, overrides: tuple[str, ...]) -> None:
+    plan = large(placement, 4, *overrides)
+    for rank in (0, 3):
+        found = remedies(plan, rank)
+        assert found
+        for remedy in found:
+            changed = large(placement, 4, *overrides, *re.split(" (?=models)", remedy.change))
+            assert plan.memory(rank).peak_bytes - changed.memory(rank).peak_bytes == remedy.freed > 0
+
+
+def test_remedies_come_in_order_and_say_whether_numbers_change() -> None:
+    found = remedies(large(), 0)
+    assert [remedy.freed for remedy in found] == sorted((remedy.freed for remedy in found), reverse=True)
+    for remedy in found:
+        assert remedy.same_numbers == (".lora=" not in remedy.change and ".dtype=" not in remedy.change)
+
+
+def test_only_what_the_engine_serves_is_offered() -> None:
+    torch, deepspeed = settings_of(remedies(large(), 0)), settings_of(remedies(large(None, 4, *DEEPSPEED), 0))
+    assert "models.actor.offload_optimizer" in deepspeed
+    assert not any("offload" in setting for setting in torch)
+    assert "models.actor.tp" in torch
+    assert not {"models.actor.tp", "models.critic.tp"} & deepspeed
+    stages = [remedy.change for remedy in remedies(large(), 0) if remedy.change.startswith("models.actor.zero")]
+    assert stages and all("=1" not in stage for stage in stages)
+
+
+def test_only_what_the_device_can_do_is_offered() -> None:
+    old = large(None, 4, "cluster={nodes: [{devices: 4, class: V100-32G}]}")
+    changes = " ".join(remedy.change for remedy in remedies(old, 0))
+    assert "float16" in changes and "bfloat16" not in changes
+
+
+def test_models_that_need_alike_are_changed_together() -> None:
+    """Of equal models a change of one alone hands the peak to the other."""
+    plan = large(None, 2, f"models.reward.init={ACTOR}")
+    found = {remedy.change: remedy.freed for remedy in remedies(plan, 0)}
+    both = "models.actor.activation_checkpointing=true models.critic.activation_checkpointing=true"
+    assert found[both] > found.get("models.actor.activation_checkpointing=true", 0)
+
+
+def test_the_tightest_rank_lacks_most() -> None:
+    plan = large([0.5] * 6, 4)
+    assert tightest_rank(plan) in plan.placement["actor"].ranks
+    nodes = "cluster={nodes: [{devices: 2, memory_gb: 1000}, {devices: 2, memory_gb: 1}]}"
+    assert tightest_rank(large([0.5] * 6, 4, nodes)) in plan.placement["actor.shadow"].ranks
+
+
+# --- what cannot fit
+
+
+def test_what_fits_or_is_unknown_passes() -> None:
+    check_fits(large())
+    check_fits(large(None, 4, "cluster.memory_gb=1000"))
+
+
+def test_what_cannot_fit_is_refused_with_the_best_remedy() -> None:
+    plan = large(None, 4, "cluster={nodes: [{devices: 4, class: V100-16G}]}")
+    with pytest.raises(UserError) as caught:
+        check_fits(plan)
+    message = str(caught.value)
+    assert "\n" not in message
+    best = remedies(plan, 0)[0]
+    for words in ("rank 0", "V100-16G", "holds 16 GB", "for train on actor", f"{best.change} frees"):
+        assert words in message, message
+
+
+# --- what is printed
+
+
+def table(plan: Plan) -> list[str]:
+    """The section of the plan, without its title."""
+    text = format_plan(plan)
+    return text[text.index("memory per rank") :].split("\n\n")[0].splitlines()[1:]
+
+
+def test_six_models_fit_the_page() -> None:
+    lines = table(large([0.5] * 6, 4, "cluster.memory_gb=24", "sync.snapshot=true"))
+    assert max(map(len, lines)) <= 100
+    assert [line.strip() for line in lines if line.strip().startswith("rank")] == [
+        line.strip() for line in lines if ": at most" in line
+    ]
+    assert sum("host memory" in line for line in lines) == 2
+    assert any(line.strip().startswith("to free memory on rank") for line in lines)
+
+
+def test_equal_ranks_are_printed_once() -> None:
+    lines = table(large(None, 4))
+    assert [line for line in lines if line.startswith("  rank")] == [lines[0]]
+    assert lines[0].startswith("  ranks 0-3: at most ")
+
+
+def test_a_small_run_gets_no_advice() -> None:
+    assert not any("to free memory" in line for line in table(plan_of(None, 2)))
+
+
+def test_unknown_architectures_and_idle_ranks_are_said() -> None:
+    plan = plan_of(
+        {name: {"ranks": [0]} for name in ("actor", "critic", "ref", "reward")},
+        2,
+        "models.reward.init={model_type: gpt2}",
+    )
+    lines = table(plan)
+    assert ": at least " in lines[0]
+    assert any("? B activations" in line for line in lines)
+    assert lines[-1] == "  rank 1: nothing"

@@ -1,0 +1,254 @@
+"""Weights between layouts: who gathers, who sends what, in which buckets, and the bytes of it by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_runs import placed_model, plan_of
+
+from flexrlhf.placement.groups import Group
+from flexrlhf.placement.reshard import (
+    WeightTransfer,
+    bucket_names,
+    gather_bytes,
+    gathering_sets,
+    pair_ranks,
+    part_elements,
+    sync_bytes,
+    trained_parts,
+)
+from flexrlhf.placement.shapes import ModelShape
+from flexrlhf.placement.shards import parts_on
+from flexrlhf.plan import Plan
+from flexrlhf.strategies.instructions import Save, Sync
+
+SHAPE = ModelShape((("norm.weight", (5,)), ("q_proj.weight", (4, 3))))
+"""5 numbers that tensor parallelism leaves whole, and 4 rows of 3 that it cuts."""
+ONE_BUCKET = 1000
+SIX = [0.5] * 6
+SHARDED, DEEPSPEED, TENSOR = {"zero": 3}, {"engine": "deepspeed", "zero": 3}, {"tp": 2}
+
+
+# --- buckets
+
+
+@pytest.mark.parametrize(
+    ("item_bytes", "limit", "buckets"),
+    [
+        (4, 68, [["norm.weight", "q_proj.weight"]]),
+        (4, 67, [["norm.weight"], ["q_proj.weight"]]),
+        (2, 34, [["norm.weight", "q_proj.weight"]]),
+        (2, 33, [["norm.weight"], ["q_proj.weight"]]),
+        (4, 1, [["norm.weight"], ["q_proj.weight"]]),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, SHARDED, DEEPSPEED, TENSOR], ids=str)
+def test_all_ranks_of_all_layouts_cut_the_same_buckets(
+    settings: dict[str, Any], item_bytes: int, limit: int, buckets: list[list[str]]
+) -> None:
+    """They count whole tensors, in sorted order of names."""
+    model = placed_model("actor", (0, 1), **settings)
+    for rank in model.ranks:
+        parts = dict(reversed(parts_on(model, SHAPE, rank).items()))
+        assert bucket_names(parts, item_bytes, limit) == buckets
+
+
+def test_the_numbers_that_a_rank_holds_of_a_bucket() -> None:
+    model = placed_model("actor", (0, 1), **SHARDED)
+    held = [parts_on(model, SHAPE, rank) for rank in (0, 1)]
+    assert [part_elements(parts, ["norm.weight"]) for parts in held] == [3, 2]
+    assert [part_elements(parts, ["norm.weight", "q_proj.weight"]) for parts in held] == [9, 8]
+
+
+def test_only_what_training_changes_travels() -> None:
+    adapted = ModelShape(SHAPE.parameters, adapters=frozenset({"norm.weight"}))
+    model = placed_model("actor", (0, 1), **SHARDED)
+    assert list(trained_parts(model, adapted, 1)) == ["norm.weight"]
+    assert trained_parts(model, SHAPE, 1) == parts_on(model, SHAPE, 1)
+
+
+# --- who gathers
+
+
+@pytest.mark.parametrize(
+    ("settings", "senders", "sets"),
+    [
+        ({}, (0, 1), ()),
+        (SHARDED, (0,), ((0, 1, 2, 3),)),
+        (DEEPSPEED, (0, 3), ((0, 1, 2, 3),)),
+        ({"engine": "deepspeed", "zero": 2}, (0, 1, 2, 3), ()),
+        (TENSOR, (0,), ((0, 1),)),
+        (TENSOR, (0, 1), ((0, 1),)),
+        (TENSOR, (0, 3), ((0, 1), (2, 3))),
+        (TENSOR | SHARDED, (1,), ((0, 1, 2, 3),)),
+    ],
+)
+def test_only_sets_with_a_sender_gather(
+    settings: dict[str, Any], senders: tuple[int, ...], sets: tuple[tuple[int, ...], ...]
+) -> None:
+    assert gathering_sets(placed_model("actor", (0, 1, 2, 3), **settings), senders) == sets
+
+
+# --- bytes
+
+
+@pytest.mark.parametrize("settings", [SHARDED, DEEPSPEED, TENSOR], ids=str)
+def test_a_gather_pads_to_the_largest_part(settings: dict[str, Any]) -> None:
+    """3 and 2 of 5 numbers, 6 of 12: two ranks hand each other 9. Under tensor parallel both hold all 5: 11."""
+    model = placed_model("actor", (0, 1), **settings)
+    longest = 11 if settings is TENSOR else 9
+    assert gather_bytes(model, SHAPE, (0, 1), 4, ONE_BUCKET) == 2 * 4 * longest
+    assert gather_bytes(model, SHAPE, (0, 1), 2, 10) == 2 * 2 * longest
+
+
+def test_buckets_do_not_change_the_padding() -> None:
+    """The first rank holds the most of every tensor: here all of a single row."""
+    shape = ModelShape((("a", (1, 3)), ("b", (3,))))
+    for limit in (12, ONE_BUCKET):
+        assert gather_bytes(placed_model("actor", (0, 1), **SHARDED), shape, (0, 1), 4, limit) == 2 * 4 * (3 + 2)
+        three = placed_model("actor", (0, 1, 2), **SHARDED)
+        assert gather_bytes(three, shape, (0, 1, 2), 4, limit) == 3 * 2 * 4 * (3 + 1)
+
+
+def bytes_between(
+    source: dict[str, Any], shadow: dict[str, Any], limit: int = ONE_BUCKET, checksum: bool = True
+) -> int:
+    trained, copy = placed_model("actor", (0, 1), **source), placed_model("actor.shadow", (2, 3), **shadow)
+    return sync_bytes(trained, copy, SHAPE, pair_ranks((0, 1), (2, 3)), limit, checksum)
+
+
+@pytest.mark.parametrize(
+    ("source", "shadow", "numbers"),
+    [
+        ({}, {}, 2 * 17),
+        ({}, TENSOR, 2 * (5 + 6)),
+        ({}, SHARDED, 9 + 8),
+        ({}, DEEPSPEED, 9 + 8),
+        (SHARDED, {}, 2 * 9 + 2 * 17),
+        (DEEPSPEED, TENSOR, 2 * 9 + 2 * 11),
+        (TENSOR, SHARDED, 2 * 11 + 9 + 8),
+        (SHARDED, SHARDED, 2 * 9 + 9 + 8),
+    ],
+)
+def test_bytes_of_a_sync_are_those_of_the_gathers_and_of_each_part(
+    source: dict[str, Any], shadow: dict[str, Any], numbers: int
+) -> None:
+    assert bytes_between(source, shadow, checksum=False) == 4 * numbers
+    assert bytes_between(source, shadow) == 4 * numbers + 2 * 8
+    # two buckets; of each a checksum for each of the two receivers
+    assert bytes_between(source, shadow, limit=20) == 4 * numbers + 2 * 2 * 8
+
+
+def test_everything_travels_in_the_type_of_the_shadow() -> None:
+    numbers = 2 * 9 + 2 * 11
+    assert bytes_between(DEEPSPEED, TENSOR | {"dtype": "bfloat16"}) == 2 * numbers + 2 * 8
+    assert bytes_between(DEEPSPEED | {"dtype": "bfloat16"}, TENSOR) == 4 * numbers + 2 * 8
+    # 17 numbers of 2 bytes fit where those of 4 bytes do not
+    assert bytes_between({}, {"dtype": "float16"}, limit=34) == 2 * 2 * 17 + 2 * 8
+
+
+# --- in a plan
+
+CROSSED = (
+    "models.actor={init: {model_type: llama, vocab_size: 32, hidden_size: 8, intermediate_size: 16, "
+    "num_hidden_layers: 1, num_attention_heads: 2}, zero: 3, shadow: {zero: 0, tp: 2}}",
+    "models.critic={engine: deepspeed, zero: 3, shadow: {engine: torch, zero: 0}}",
+)
+TINY_CUT = 4 * 8 * 8 + 3 * 8 * 16 + 32 * 8
+"""Of the tiny actor: q k v o, gate up down, the head. Below what stays whole: the embedding and three norms."""
+TINY_WHOLE = 32 * 8 + 3 * 8
+
+
+def sync_of(plan: Plan, source: str) -> Sync:
+    return next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == source)
+
+
+def test_bytes_of_a_sync_from_shards_to_tensor_parallel_parts() -> None:
+    """Ranks 0 and 1 hand each other their halves, then each sends one rank its part."""
+    plan = plan_of(SIX, 4, *CROSSED)
+    sync = sync_of(plan, "actor")
+    assert sync.gathers == ((0, 1),)
+    assert sync.transfers == (WeightTransfer(0, 2), WeightTransfer(1, 3))
+    gathered = 2 * (TINY_CUT + TINY_WHOLE) // 2
+    received = 2 * (TINY_CUT // 2 + TINY_WHOLE)
+    assert plan.sync_bytes(sync) == 4 * (gathered + received) + 2 * 8
+
+
+def test_bytes_are_the_same_whichever_library_cuts_in_halves() -> None:
+    """Every tensor of the tiny actor has an even number of rows."""
+    torch_, deepspeed = (
+        plan_of(SIX, 4, f"models.actor.engine={engine}", "models.actor.zero=3") for engine in ("torch", "deepspeed")
+    )
+    assert torch_.sync_bytes(sync_of(torch_, "actor")) == deepspeed.sync_bytes(sync_of(deepspeed, "actor"))
+
+
+# --- groups
+
+
+def test_the_groups_of_a_plan_with_shards_and_tensor_parallel() -> None:
+    plan = plan_of(SIX, 4, *CROSSED)
+    by_purpose: dict[str, list[tuple[int, ...]]] = {}
+    for group in plan.groups:
+        by_purpose.setdefault(group.purpose, []).append(group.ranks)
+    by_purpose.pop("move")
+    assert by_purpose == {
+        # the two tensor-parallel ranks of actor.shadow are one replica, so they have no group of replicas
+        "tp actor.shadow": [(2, 3)],
+        "compute critic.shadow": [(2, 3)],
+        "compute actor": [(0, 1)],
+        "compute critic": [(0, 1)],
+        "alone": [(0,), (1,)],
+        "compute ref": [(2, 3)],
+        "compute reward": [(2, 3)],
+        "sync actor": [(0, 1, 2, 3)],
+        "gather actor": [(0, 1)],
+        "sync critic": [(0, 1, 2, 3)],
+        "gather critic": [(0, 1)],
+    }
+
+
+def test_replicas_of_tensor_parallel_ranks_meet_part_by_part() -> None:
+    plan = plan_of(None, 4, "models.critic.tp=2")
+    groups = [group for group in plan.groups if group.purpose.endswith("critic")]
+    assert groups == [
+        Group("compute critic", (0, 2)),
+        Group("compute critic", (1, 3)),
+        Group("tp critic", (0, 1)),
+        Group("tp critic", (2, 3)),
+        Group("gather critic", (0, 1)),
+    ]
+
+
+def test_deepspeed_is_given_every_rank_by_itself_once() -> None:
+    both = ("models.actor.engine=deepspeed", "models.critic.engine=deepspeed")
+    alone = [group for group in plan_of(None, 2, *both).groups if group.alone]
+    assert alone == [Group("alone", (0,), alone=True), Group("alone", (1,), alone=True)]
+    assert not any(group.alone for group in plan_of(None, 2).groups)
+
+
+def test_a_group_is_listed_once_and_never_of_one_rank_without_need() -> None:
+    plan = plan_of(SIX, 4, *CROSSED, "save.every=1")
+    assert len(set(plan.groups)) == len(plan.groups)
+    assert all(len(group.ranks) > 1 or group.alone for group in plan.groups)
+
+
+# --- saving
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ((), (0,)),
+        (("models.critic.zero=3",), (0, 1, 2, 3)),
+        (("models.critic.tp=2",), (0, 1)),
+        (("models.critic.tp=2", "models.critic.zero=3"), (0, 1, 2, 3)),
+        (("models.critic.engine=deepspeed", "models.critic.zero=2"), (0,)),
+        (("models.critic.engine=deepspeed", "models.critic.zero=3"), (0, 1, 2, 3)),
+    ],
+)
+def test_the_ranks_that_hold_all_weights_save_them(settings: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    plan = plan_of(None, 4, *settings)
+    save = next(x for x in plan.schedule.instructions if isinstance(x, Save) and x.model == "critic")
+    assert save.ranks == ranks
+    assert len(ranks) == 1 or Group("gather critic", ranks) in plan.groups

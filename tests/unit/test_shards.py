@@ -1,0 +1,214 @@
+"""What a rank holds of each tensor: all ranks together hold every number, and as often as the layout says."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from small_runs import TINY, placed_model
+
+from flexrlhf.placement.placed import PlacedModel, Split
+from flexrlhf.placement.shapes import ModelShape, model_shape
+from flexrlhf.placement.shards import Part, parts_on, tensor_parallel_dim, whole
+from flexrlhf.spec import ModelSpec
+
+LAYOUTS = [
+    ("torch", 0, 1),
+    ("torch", 0, 2),
+    ("torch", 2, 1),
+    ("torch", 3, 1),
+    ("torch", 3, 2),
+    ("torch", 2, 3),
+    ("deepspeed", 2, 1),
+    ("deepspeed", 3, 1),
+]
+"""Engine, ZeRO stage and tensor-parallel ranks."""
+NAMES = ("q_proj.weight", "q_proj.bias", "o_proj.weight", "o_proj.bias", "norm.weight", "lm_head.weight")
+
+
+def placed(engine: str, zero: int, tp: int, dp: int) -> PlacedModel:
+    """On ranks that neither begin with 0 nor follow each other."""
+    return placed_model("actor", tuple(range(3, 3 + 2 * tp * dp, 2)), engine=engine, zero=zero, tp=tp)
+
+
+def numbers(part: Part) -> list[int]:
+    """Where the numbers of ``part`` stand among the row-major ones of the tensor."""
+    places = torch.arange(torch.Size(part.shape).numel()).view(part.shape)
+    inside = [int(places[index]) for index in product(*part.box)]
+    return inside if part.flat is None else inside[part.flat.start : part.flat.stop]
+
+
+def drawn_shape(draw: random.Random, tp: int) -> ModelShape:
+    """Tensors of any sizes, many of them smaller than the group. ``tp`` divides what it cuts, as planning demands."""
+    parameters: dict[str, tuple[int, ...]] = {}
+    for name in NAMES:
+        if name.startswith("lm_head"):
+            size: tuple[int, ...] = (draw.randint(1, 9), draw.randint(1, 4))
+        elif name.endswith("bias") or name.startswith("norm"):
+            size = (tp * draw.randint(1, 5),)
+        else:
+            size = (tp * draw.randint(1, 4), tp * draw.randint(1, 4))
+        parameters[name] = size
+    return ModelShape(tuple(sorted(parameters.items())))
+
+
+def copies(model: PlacedModel, name: str, size: tuple[int, ...]) -> int:
+    """How many ranks hold a number of this tensor."""
+    layout = model.layout
+    is_cut = layout.tp > 1 and tensor_parallel_dim(name, size, layout.tp) is not None
+    return (1 if is_cut else layout.tp) * (layout.dp if model.split == "whole" else 1)
+
+
+# --- all ranks together
+
+
+@pytest.mark.parametrize(("engine", "zero", "tp"), LAYOUTS)
+def test_the_ranks_hold_every_number_as_often_as_the_layout_says(engine: str, zero: int, tp: int) -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        model, shape = placed(engine, zero, tp, draw.randint(1, 6)), drawn_shape(draw, tp)
+        held = {rank: parts_on(model, shape, rank) for rank in model.ranks}
+        for name, size in shape.parameters:
+            assert all(list(parts) == [name for name, _ in shape.parameters] for parts in held.values())
+            count = Counter(place for parts in held.values() for place in numbers(parts[name]))
+            everywhere = range(torch.Size(size).numel())
+            assert count == dict.fromkeys(everywhere, copies(model, name, size)), f"{name} {size} of {model}"
+            assert all(part.num_elements == len(numbers(part)) for part in (parts[name] for parts in held.values()))
+
+
+@pytest.mark.parametrize(("engine", "zero", "tp"), LAYOUTS)
+def test_replicas_hold_the_same_where_nothing_is_sharded(engine: str, zero: int, tp: int) -> None:
+    draw = random.Random(1)
+    for _ in range(20):
+        model, shape = placed(engine, zero, tp, draw.randint(2, 4)), drawn_shape(draw, tp)
+        held = {rank: parts_on(model, shape, rank) for rank in model.ranks}
+        for rank in model.ranks:
+            others = [held[other] for other in model.layout.dp_set(rank)]
+            assert all(parts == held[rank] for parts in others) == (model.split == "whole")
+
+
+def test_one_rank_holds_everything() -> None:
+    draw = random.Random(2)
+    for engine, zero in product(("torch", "deepspeed"), (0, 3)):
+        shape = drawn_shape(draw, 1)
+        assert parts_on(placed(engine, zero, 1, 1), shape, 3) == {name: whole(size) for name, size in shape.parameters}
+
+
+def test_a_part_that_is_the_whole_tensor_says_so() -> None:
+    assert whole((3, 2)).is_whole
+    assert whole((3, 2)).num_elements == 6
+    assert Part((3, 2), (range(3), range(2)), range(6)).is_whole
+    assert not Part((3, 2), (range(3), range(2)), range(5)).is_whole
+    assert not Part((3, 2), (range(2), range(2))).is_whole
+
+
+# --- which numbers
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_fsdp_cuts_rows_as_torch_chunks_them(zero: int) -> None:
+    """What does not divide leaves the last ranks less, or nothing."""
+    for rows, dp in product(range(1, 10), range(2, 6)):
+        model, shape = placed("torch", zero, 1, dp), ModelShape((("norm.weight", (rows, 3)),))
+        sizes = [len(parts_on(model, shape, rank)["norm.weight"].box[0]) for rank in model.ranks]
+        chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(dp)]
+        assert sizes == chunks + [0] * (dp - len(chunks))
+
+
+def test_deepspeed_cuts_the_flat_numbers_of_a_tensor() -> None:
+    model, shape = placed("deepspeed", 3, 1, 4), ModelShape((("norm.weight", (3, 3)),))
+    parts = [parts_on(model, shape, rank)["norm.weight"] for rank in model.ranks]
+    assert [part.flat for part in parts] == [range(0, 3), range(3, 6), range(6, 9), range(9, 9)]
+    assert all(part.box == (range(3), range(3)) for part in parts)
+
+
+def test_tensor_parallel_comes_before_shards() -> None:
+    """Ranks 3, 5 and 7, 9 are replicas; of 8 rows each tensor-parallel rank has 4, and a shard is 2 of those."""
+    model = placed("torch", 3, 2, 2)
+    shape = ModelShape((("o_proj.weight", (4, 6)), ("q_proj.weight", (8, 4))))
+    parts = [parts_on(model, shape, rank) for rank in model.ranks]
+    assert [part["q_proj.weight"].box[0] for part in parts] == [range(0, 2), range(4, 6), range(2, 4), range(6, 8)]
+    assert [part["o_proj.weight"].box for part in parts] == [
+        (range(0, 2), range(0, 3)),
+        (range(0, 2), range(3, 6)),
+        (range(2, 4), range(0, 3)),
+        (range(2, 4), range(3, 6)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dim"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (8, 8), 0),
+        ("model.layers.0.self_attn.k_proj.weight", (4, 8), 0),
+        ("model.layers.0.self_attn.v_proj.weight", (4, 8), 0),
+        ("model.layers.0.self_attn.o_proj.weight", (8, 8), 1),
+        ("model.layers.0.mlp.gate_proj.weight", (16, 8), 0),
+        ("model.layers.0.mlp.up_proj.weight", (16, 8), 0),
+        ("model.layers.0.mlp.down_proj.weight", (8, 16), 1),
+        ("model.layers.0.self_attn.q_proj.bias", (8,), 0),
+        ("model.layers.0.mlp.up_proj.bias", (16,), 0),
+        ("model.layers.0.self_attn.o_proj.bias", (8,), None),
+        ("model.layers.0.mlp.down_proj.bias", (8,), None),
+        ("model.layers.0.input_layernorm.weight", (8,), None),
+        ("model.layers.0.self_attn.q_norm.weight", (4,), None),
+        ("model.embed_tokens.weight", (32, 8), None),
+        ("model.norm.weight", (8,), None),
+        ("lm_head.weight", (32, 8), 0),
+        ("lm_head.weight", (33, 8), None),
+        ("score.weight", (1, 8), None),
+        ("weight", (8, 8), None),
+    ],
+)
+def test_the_dim_that_tensor_parallelism_cuts(name: str, size: tuple[int, ...], dim: int | None) -> None:
+    assert tensor_parallel_dim(name, size, 2) == dim
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_is_the_embedding_and_stays_whole(tied: bool) -> None:
+    shape = model_shape("actor", ModelSpec(init=TINY | {"tie_word_embeddings": tied}))
+    assert shape is not None
+    parts = parts_on(placed("torch", 0, 2, 1), shape, 3)
+    assert parts["model.embed_tokens.weight"].is_whole
+    assert ("lm_head.weight" in parts) != tied
+    assert tied or parts["lm_head.weight"].box == (range(16), range(8))
+
+
+# --- how a placed model is split
+
+
+@pytest.mark.parametrize(
+    ("engine", "zero", "dp", "split"),
+    [
+        *(("torch", zero, 2, split) for zero, split in ((0, "whole"), (2, "rows"), (3, "rows"))),
+        *(("deepspeed", zero, 2, split) for zero, split in enumerate(("whole", "whole", "whole", "flat"))),
+        *((engine, zero, 1, "whole") for engine in ("torch", "deepspeed") for zero in (0, 2, 3)),
+    ],
+)
+def test_how_replicas_share_the_weights(engine: str, zero: int, dp: int, split: Split) -> None:
+    assert placed(engine, zero, 1, dp).split == split
+
+
+@pytest.mark.parametrize(
+    ("engine", "zero", "tp", "sets"),
+    [
+        ("torch", 0, 1, ((3,), (5,), (7,), (9,))),
+        ("torch", 0, 2, ((3, 5), (7, 9))),
+        ("torch", 3, 1, ((3, 5, 7, 9),)),
+        ("torch", 3, 2, ((3, 5, 7, 9),)),
+        ("deepspeed", 2, 1, ((3,), (5,), (7,), (9,))),
+        ("deepspeed", 3, 1, ((3, 5, 7, 9),)),
+    ],
+)
+def test_the_smallest_sets_of_ranks_with_all_weights(
+    engine: str, zero: int, tp: int, sets: tuple[tuple[int, ...], ...]
+) -> None:
+    model, shape = placed(engine, zero, tp, 4 // tp), drawn_shape(random.Random(3), tp)
+    assert model.gather_sets == sets
+    for ranks in sets:
+        for name, size in shape.parameters:
+            places = {place for rank in ranks for place in numbers(parts_on(model, shape, rank)[name])}
+            assert len(places) == torch.Size(size).numel()

@@ -1,0 +1,129 @@
+"""A reference without a copy of its own: the actor's base weights, without its adapters, compute its log-probs."""
+
+from __future__ import annotations
+
+import pytest
+from small_runs import plan_of, spec_of
+
+from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import share_weights
+from flexrlhf.operators.ppo import ppo
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan import Plan, make_plan
+from flexrlhf.report import schedule_table
+from flexrlhf.spec import PpoSpec
+from flexrlhf.spec_file import dump_spec, parse_spec
+from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.yaml12 import read_yaml
+
+SHARED = ("models.actor.lora={rank: 2}", "models.ref.share=actor")
+THREE = ("actor", "critic", "reward")
+FIVE = ("actor.shadow", "critic.shadow", *THREE)
+
+
+def shared_plan(placement: object, devices: int, *overrides: str) -> Plan:
+    return plan_of(placement, devices, *SHARED, *overrides)
+
+
+def run_of(plan: Plan, operator: str) -> Run:
+    return next(x for x in plan.schedule.instructions if isinstance(x, Run) and x.operator.name == operator)
+
+
+# --- the graph
+
+
+def test_the_role_goes_and_its_operators_run_without_adapters() -> None:
+    before, after = ppo(PpoSpec()), share_weights(ppo(PpoSpec()), "ref", "actor")
+    assert after.roles == THREE
+    assert after.trained == ("actor", "critic")
+    pairs = zip(before.operators, after.operators, strict=True)
+    assert [(old.name, new.role, new.adapters) for old, new in pairs if old != new] == [
+        ("ref_logprobs", "actor", False)
+    ]
+    assert all(operator.adapters for operator in before.operators)
+
+
+def test_nothing_else_about_the_graph_changes() -> None:
+    before, after = ppo(PpoSpec()), share_weights(ppo(PpoSpec()), "ref", "actor")
+    assert after.waves == before.waves
+    assert after.after_barrier == before.after_barrier
+    assert (after.inputs, after.evaluation, after.data) == (before.inputs, before.evaluation, before.data)
+
+
+def test_the_graph_follows_from_the_spec() -> None:
+    assert make_graph(spec_of(None, 1, *SHARED)).roles == THREE
+    assert make_graph(spec_of(None, 1)).roles == ("actor", "critic", "ref", "reward")
+
+
+# --- placement
+
+
+@pytest.mark.parametrize(
+    ("vector", "names", "strategy"),
+    [([1, 1, 1], THREE, "co-located"), ([1, 1, 0.5], THREE, "interleaving"), ([0.5] * 5, FIVE, "disaggregated")],
+)
+def test_vectors_have_no_entry_for_it(vector: list[float], names: tuple[str, ...], strategy: str) -> None:
+    plan = shared_plan(vector, 2)
+    assert tuple(model.name for model in plan.placement.models) == names
+    assert plan.strategy == strategy
+    assert set(plan.shapes) == set(THREE)
+
+
+@pytest.mark.parametrize("length", [2, 4, 6])
+def test_other_vectors_are_refused_with_those_that_fit(length: int) -> None:
+    with pytest.raises(UserError) as caught:
+        shared_plan([0.5] * length, 2)
+    assert "3 [actor, critic, reward] or 5 [actor.shadow, critic.shadow, actor, critic, reward]" in str(caught.value)
+
+
+def test_a_mapping_has_no_entry_for_it() -> None:
+    with pytest.raises(UserError, match="placement: no model 'ref'.*known: actor.shadow, critic.shadow, actor"):
+        shared_plan({"actor": 1, "critic": 1, "ref": 1, "reward": 1}, 2)
+    assert "ref" not in shared_plan({"actor": 1, "critic": 1, "reward": 1}, 2).placement
+
+
+# --- the schedule
+
+
+@pytest.mark.parametrize(("vector", "model"), [([1, 1, 1], "actor"), ([0.5] * 5, "actor.shadow")])
+def test_its_log_probs_are_made_where_the_policy_infers(vector: list[float], model: str) -> None:
+    plan = shared_plan(vector, 2)
+    run = run_of(plan, "ref_logprobs")
+    assert (run.model, run.operator.adapters) == (model, False)
+    assert run.ranks == run_of(plan, "generate").ranks
+
+
+def test_the_schedule_on_two_devices() -> None:
+    assert [" ".join(line.split()) for line in schedule_table(shared_plan([1, 1, 0.5], 2))] == [
+        "## run generate on actor",
+        "## move tokens, attention_mask actor -> reward point_to_point 240 B",
+        "## run logprobs on actor",
+        "## run ref_logprobs on actor",
+        "#. run scores on reward",
+        "## run values on critic",
+        "## move scores reward -> actor point_to_point 16 B",
+        "## run advantages on actor",
+        "## run train_actor on actor",
+        "## run train_critic on critic",
+        "#. save actor after the last step",
+        "#. save critic after the last step",
+    ]
+
+
+def test_its_log_probs_never_travel() -> None:
+    for vector in ([1, 1, 0.5], [0.5] * 5):
+        moves = [x for x in shared_plan(vector, 2).schedule.instructions if isinstance(x, Move)]
+        assert moves and all("ref_logprobs" not in move.columns for move in moves)
+
+
+# --- the spec
+
+
+def test_the_resolved_spec_plans_the_same() -> None:
+    """As the ranks do, which read what the command wrote for them."""
+    plan = shared_plan([0.5] * 5, 2)
+    assert plan.spec.models.ref == spec_of(None, 2, *SHARED).models.ref
+    assert plan.spec.models.critic is not None and plan.spec.models.critic.init is not None
+    again = parse_spec(read_yaml(dump_spec(plan.spec)))
+    assert again == plan.spec
+    assert make_plan(again) == plan
