@@ -9,13 +9,15 @@ from typing import Annotated
 
 import typer
 
+from flexrlhf.engines.catalogue import check_device
 from flexrlhf.errors import UserError
 from flexrlhf.machines import Machines, equal_nodes, with_device
+from flexrlhf.memory_report import measured_memory
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan import Plan, make_plans
 from flexrlhf.remedies import check_fits
 from flexrlhf.report import format_plan, format_summary
-from flexrlhf.run_directory import prepare_directory, read_lines
+from flexrlhf.run_directory import prepare_directory, read_facts, read_lines
 from flexrlhf.spec import Spec
 from flexrlhf.spec_file import check_scopes, load_spec, parse_vector, split_scope
 
@@ -155,6 +157,8 @@ def _execute(plans: Sequence[Plan], machines: Machines, num_local: int, quick_st
     is_worker = launch.under_torchrun()
     num_local = launch.num_local_ranks(plans[0]) if is_worker else num_local
     device = launch.settle_device(plans[0].spec.cluster.device, num_local)
+    for made in plans:
+        check_device(made.placement, device)
     is_first = launch.is_first_rank() if is_worker else machines.node_rank == 0
     if is_first or not is_worker:
         _check_inputs(plans, quick_start)
@@ -203,6 +207,8 @@ def _summarise(plans: Sequence[Plan]) -> None:
         rows, samples = (read_lines(made.spec.directory / name) for name in ("metrics.jsonl", "samples.jsonl"))
         newest = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
         typer.echo("\n" + format_summary(made.spec.name, str(made.spec.directory), rows, newest))
+        facts = read_facts(made.spec.directory / "timeline.json")
+        typer.echo("\n".join(measured_memory(made, facts)))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from flexrlhf.strategies.instructions import Instruction, Move, Save, Sync
 from flexrlhf.strategies.registry import STRATEGIES, choose_strategy
 from flexrlhf.strategies.residency import Memory, with_residency
 from flexrlhf.strategies.schedule import Schedule
-from flexrlhf.strategies.workload import workload
+from flexrlhf.strategies.workload import first_alike, workload
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,8 @@ class Plan:
 
     def with_residency(self) -> Plan:
         """This plan with Offload and Reload where models fit a device one after the other, but not together."""
-        placed = {
-            rank: tuple(model.name for model in self.placement.on_rank(rank))
-            for rank in range(self.placement.num_ranks)
-        }
         memory = Memory(self.sizing, self.cluster, self.batch, self.graph.evaluation)
-        residency = with_residency(self.schedule.instructions, placed, memory)
+        residency = with_residency(self.schedule.instructions, memory)
         schedule = replace(self.schedule, instructions=residency.instructions)
         return replace(self, schedule=schedule, offloaded=residency.offloaded)
 
@@ -115,8 +111,10 @@ class Plan:
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        """That of every rank."""
-        return tuple(self.memory(rank) for rank in range(self.placement.num_ranks))
+        """That of every rank; of ranks with the same work the first one's."""
+        alike = first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
+        found = {rank: self.memory(rank) for rank in set(alike.values())}
+        return tuple(replace(found[first], rank=rank) for rank, first in sorted(alike.items()))
 
 
 def bucket_bytes(spec: Spec) -> int:

@@ -87,7 +87,10 @@ class Recorder:
             spans += load_spans(self._store.get(f"timeline/{rank}").decode())
             found = json.loads(self._store.get(f"held/{rank}"))
             held[rank], peaks[rank] = found["models"], found["peak"]
-        classes = {device.rank: device.device_class for device in self._plan.cluster.devices}
-        write_trace(
-            self._directory / "timeline.json", spans, {"held_bytes": held, "peak_bytes": peaks, "device_class": classes}
-        )
+        facts = {
+            "device": self._world.device.type,
+            "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
+            "held_bytes": held,
+            "peak_bytes": peaks,
+        }
+        write_trace(self._directory / "timeline.json", spans, facts)

@@ -13,7 +13,7 @@ from typing import Any
 from flexrlhf.engines.catalogue import check_engines, check_models
 from flexrlhf.errors import UserError
 from flexrlhf.placement.lora import with_adapters
-from flexrlhf.placement.memory import Compute, bytes_text
+from flexrlhf.placement.memory import Compute
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.placement.shapes import ModelShape
@@ -22,6 +22,7 @@ from flexrlhf.spec import LoraSpec, ShadowSpec, Spec
 from flexrlhf.strategies.registry import STRATEGIES
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.strategies.workload import workload
+from flexrlhf.wording import bytes_text
 
 WORTH = 0.01
 """Share of the peak that a remedy must free to be named."""

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 
+from flexrlhf.memory_report import planned_memory
 from flexrlhf.metrics import METRICS
-from flexrlhf.placement.cluster import DEVICE_CLASSES
-from flexrlhf.placement.memory import Phase, RankMemory
-from flexrlhf.placement.memory import bytes_text as _bytes
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.states import State
 from flexrlhf.plan import Plan
-from flexrlhf.remedies import remedies, tightest_rank
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
-
-NUM_REMEDIES = 6
-SMALLEST_DEVICE_BYTES = min(int(1e9 * device.memory_gb) for device in DEVICE_CLASSES.values())
+from flexrlhf.wording import bytes_text, rank_marks, ranks_text
 
 
 def format_plan(plan: Plan) -> str:
@@ -32,7 +24,7 @@ def format_plan(plan: Plan) -> str:
         [head],
         _titled("batch", _batch(plan)),
         _titled("placement", _placement(plan)),
-        _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", _memory(plan)),
+        _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
         _titled("overlap", _overlap(plan)),
         _titled("process groups", _groups(plan)),
         _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
@@ -108,87 +100,6 @@ def _shared(plan: Plan) -> dict[str, str]:
     return {role: m.share for role in type(models).model_fields if (m := models.of(role)) and m.share is not None}
 
 
-def _memory(plan: Plan) -> list[str]:
-    """For ranks with the same models and device the one that needs most; then what would free memory."""
-    alike: dict[tuple[tuple[str, ...], str, int | None], list[RankMemory]] = {}
-    for memory in plan.memories:
-        device = plan.cluster.devices[memory.rank].device_class, plan.cluster.memory_bytes(memory.rank)
-        alike.setdefault((tuple(memory.states), *device), []).append(memory)
-    lines = []
-    for (_, device_class, size), members in alike.items():
-        highest = max(members, key=lambda memory: memory.peak_bytes)
-        where = "" if size is None else f" ({device_class}, {_bytes(size)})"
-        lines.append(f"{ranks_text(tuple(memory.rank for memory in members))}{where}: {_peak(highest)}")
-        lines += [f"  {line}" for line in _memory_table(highest)]
-    return lines + _remedies(plan)
-
-
-def _peak(memory: RankMemory) -> str:
-    if memory.peak is None:
-        return "nothing"
-    known = "at most" if memory.is_complete else "at least"
-    return f"{known} {_bytes(memory.peak_bytes)}, for {memory.peak.label}"
-
-
-def _memory_table(memory: RankMemory) -> list[str]:
-    """A line for each model, which holds that much between its calls too, and for each phase with its parts."""
-    if not memory.states:
-        return []
-    return [
-        *_states(memory.states),
-        f"{'':<25}{'in all':>11}  of it beside the states",
-        *(line for phase in memory.phases if _is_worth_a_line(phase, memory) for line in _phase_lines(phase)),
-        f"{'host memory':<25}{_bytes(memory.host_bytes):>11}  {_host(memory)}".rstrip(),
-    ]
-
-
-def _states(states: Mapping[str, State | None]) -> list[str]:
-    sizes = {name: asdict(state) if state else None for name, state in states.items()}
-    shown = ["weights", "gradients", "optimizer"]
-    shown += [key for key in ("buffers", "host") if any(each and each[key] for each in sizes.values())]
-    lines = [f"{'':<25}" + "".join(f"{key:>11}" for key in shown)]
-    for name, each in sizes.items():
-        texts = ["? B"] if each is None else [_bytes(each[key]) if each[key] else "-" for key in shown]
-        lines.append(f"{name:<25}" + "".join(f"{text:>11}" for text in texts))
-    return lines
-
-
-def _is_worth_a_line(phase: Phase, memory: RankMemory) -> bool:
-    """Left out is what takes next to nothing beside the states, unless it is a model call."""
-    return phase == memory.peak or phase.kind in ("generate", "forward", "train") or _share(phase.besides, phase)
-
-
-def _phase_lines(phase: Phase) -> list[str]:
-    parts = [f"{_bytes(size)} {name}" for name, size in phase.parts.items() if size is None or _share(size, phase)]
-    head = f"{phase.label:<25}{_bytes(phase.total):>11}  "
-    unbroken = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts]
-    lines = textwrap.wrap(head + ", ".join(unbroken), 96, subsequent_indent=" " * len(head))
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-def _host(memory: RankMemory) -> str:
-    later = max((phase.host for phase in memory.phases), default=0)
-    return "while models are loaded, each whole and in float32" if memory.host_bytes > later else ""
-
-
-def _share(size: int, phase: Phase) -> bool:
-    """Whether ``size`` is at least a hundredth."""
-    return 100 * size >= phase.total > 0
-
-
-def _remedies(plan: Plan) -> list[str]:
-    """What would lower the highest peak, where it is not far below what devices hold."""
-    rank = tightest_rank(plan)
-    size = plan.cluster.memory_bytes(rank) or SMALLEST_DEVICE_BYTES
-    if 2 * plan.memories[rank].peak_bytes < size:
-        return []
-    lines = [
-        f"  {_bytes(remedy.freed):>8}  {remedy.change}{'' if remedy.same_numbers else '  (other numbers)'}"
-        for remedy in remedies(plan, rank)[:NUM_REMEDIES]
-    ]
-    return [f"to free memory on rank {rank}:", *lines] if lines else []
-
-
 def _overlap(plan: Plan) -> list[str]:
     """Operators that run at the same time, and what keeps others from it."""
     lines = overlapping_operators(plan.schedule) or ["none"]
@@ -227,9 +138,9 @@ def _notes(plan: Plan, instruction: Instruction) -> list[str]:
     notes: list[str] = []
     match instruction:
         case Move():
-            notes = [instruction.primitive, _bytes(plan.move_bytes(instruction))]
+            notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction))]
         case Sync():
-            notes = ["point_to_point", _bytes(plan.sync_bytes(instruction)), _period(instruction.every)]
+            notes = ["point_to_point", bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
         case Eval() | Save():
             notes = ["after the last step" if instruction.every >= plan.spec.steps else _period(instruction.every)]
     chunk = getattr(instruction, "chunk", None)
@@ -242,28 +153,6 @@ def _notes(plan: Plan, instruction: Instruction) -> list[str]:
 
 def _period(every: int) -> str:
     return "every step" if every == 1 else f"every {every} steps"
-
-
-def rank_marks(ranks: tuple[int, ...], num_ranks: int) -> str:
-    """``##..`` for up to 32 ranks, the ranks themselves beyond."""
-    if num_ranks > 32:
-        return f"{span_of(ranks):<12}"
-    return "".join("#" if rank in ranks else "." for rank in range(num_ranks))
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {span_of(ranks)}"
-
-
-def span_of(ranks: tuple[int, ...]) -> str:
-    """``0-3,6`` for (0, 1, 2, 3, 6)."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def format_summary(

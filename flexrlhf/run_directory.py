@@ -26,6 +26,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """What a timeline says beside its spans."""
+    facts: dict[str, Any] = json.loads(path.read_text())["otherData"]
+    return facts
+
+
 def _free_name(directory: Path) -> Path:
     names = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
     return next(name for name in names if not name.exists())

@@ -144,11 +144,12 @@ class ModelSpec(Section):
 
     @property
     def of_shadow(self) -> Self:
-        """The settings of this role's shadow."""
-        own = dict(self.shadow or ())
-        return self.model_copy(
-            update={**{key: value for key, value in own.items() if value is not None}, "shadow": None}
-        )
+        """The settings of this role's shadow: without what is for training, or for another engine's library."""
+        own = {key: value for key, value in (self.shadow or ()) if value is not None}
+        dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
+        if own.get("engine", self.engine) != self.engine:
+            dropped |= {"config": {}, "offload_parameters": False}
+        return self.model_copy(update={**own, **dropped})
 
 
 class ModelsSpec(Section):

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +47,8 @@ def main(specs_file: str) -> None:
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = _show
+    # FSDP2 and DeepSpeed use names of torch that it has renamed: nothing that a user could mend
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     work([parse_spec(read_yaml(text)) for text in json.loads(Path(specs_file).read_text())])
 
 

@@ -82,6 +82,13 @@ def _check_settings(model: PlacedModel) -> None:
     for name in ("offload_optimizer", "offload_parameters"):
         if getattr(settings, name) and not serves.offload:
             raise UserError(f"{key}.{name}: engine {model.engine} has none" + _instead(lambda other: other.offload))
+    if settings.offload_optimizer and settings.zero == 0:
+        raise UserError(f"{key}.offload_optimizer: needs zero 1, 2 or 3, found 0; use zero 1")
+    if model.engine == "deepspeed" and model.trained and settings.dtype != "float32" and settings.zero == 0:
+        raise UserError(
+            f"{key}.zero: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
+            f"dtype float32, or engine torch"
+        )
     if settings.offload_parameters and settings.zero != 3:
         raise UserError(
             f"{key}.offload_parameters: needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
@@ -150,6 +157,15 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
             f"{_key(model)}.tp: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
             f"and {sizes.ffn} inner features; use {_or(fits)}"
         )
+
+
+def check_device(placement: Placement, device: str) -> None:
+    """Raise UserError for what an engine cannot do on the device of the ranks, ``cpu`` or ``cuda``."""
+    for model in placement.models:
+        if device == "cpu" and model.engine == "deepspeed" and model.settings.dtype == "float16":
+            raise UserError(
+                f"{_key(model)}.dtype: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
+            )
 
 
 def check_packages(placement: Placement) -> None:

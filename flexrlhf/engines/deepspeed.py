@@ -68,15 +68,21 @@ def _import_deepspeed(device: torch.device) -> Any:
     os.environ["DS_ACCELERATOR"] = device.type
     import deepspeed
     from deepspeed.ops import __compatible_ops__
+    from deepspeed.runtime import bf16_optimizer
 
     # its all-reduce in shared memory compiles for most of a minute and knows no groups
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    # printed past the logger for every model in bfloat16
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
     return deepspeed
 
 
 class DeepSpeedEngine:
-    """One replica of a model, or its ZeRO shard."""
+    """One replica of a model, or its ZeRO shard.
+
+    ``weights`` of a 16-bit model are in 16 bits: float32 masters lie in flat partitions that no tensor's name finds.
+    """
 
     def __init__(self, wanted: Wanted) -> None:
         assert wanted.alone is not None, "the plan gives every rank of a DeepSpeed model a group by itself"
@@ -146,11 +152,11 @@ class DeepSpeedEngine:
             GroupMember.WORLD, groups.mpu = world, mpu
 
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
-        with self._as_world():
+        with self._as_world(), self._gathering():
             return self._passes.generate(batch, sampling)
 
     def forward(self, batch: Batch, column: Column, adapters: bool = True) -> Tensor:
-        with self._as_world():
+        with self._as_world(), self._gathering():
             return self._passes.forward(batch, column, adapters)
 
     def train(self, batch: Batch, loss: Loss) -> Moments:
@@ -198,6 +204,13 @@ class DeepSpeedEngine:
         for name, values in weights.items():
             own[name].copy_(values.view(own[name].shape))
 
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Hold shards alone afterwards: DeepSpeed keeps what it gathered for a next pass, which may be far away."""
+        yield
+        if self._settings.zero == 3:
+            self._engine.empty_partition_cache()
+
     def _local(self, parameter: Any) -> Tensor:
         """What this rank holds: at stage 3 its range of the flat numbers, without the padding of the last rank."""
         if not hasattr(parameter, "ds_tensor"):
@@ -208,12 +221,13 @@ class DeepSpeedEngine:
         return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
 
     def held(self) -> Held:
-        return Held(
-            weights=storage_bytes(self._stored()),
-            gradients=self._gradient_bytes,
-            optimizer=storage_bytes(self._beside_weights()),
-            host=self._parking.num_bytes,
-        )
+        weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._beside_weights())
+        host = self._parking.num_bytes
+        if self._settings.offload_parameters:
+            weights, host = 0, host + weights
+        if self._settings.offload_optimizer:
+            optimizer, host = 0, host + optimizer
+        return Held(weights, self._gradient_bytes, optimizer, host)
 
     def offload(self) -> None:
         self._parking.put([*self._stored(), *self._beside_weights()])

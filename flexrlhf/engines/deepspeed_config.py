@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexrlhf.errors import UserError
+from flexrlhf.placement.states import DEEPSPEED_ELEMENTS
 from flexrlhf.spec import ModelSpec
-
-REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 OWNED = {
     "train_batch_size": "algorithm.prompts_per_step",
@@ -52,8 +51,7 @@ def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:
     # without an optimizer there is nothing for stages 1 and 2 to shard, and DeepSpeed refuses them
     stage = settings.zero if trained or settings.zero == 3 else 0
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
-    # DeepSpeed allocates such a bucket whole: its default, 5e8 numbers, is 2 GB in float32
-    zero["reduce_bucket_size"] = REDUCE_BUCKET_ELEMENTS
+    zero["reduce_bucket_size"] = DEEPSPEED_ELEMENTS["reduce_bucket_size"]
     if settings.offload_optimizer and trained:
         zero["offload_optimizer"] = {"device": "cpu"}
     if settings.offload_parameters:
@@ -71,7 +69,7 @@ def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:
         ours["bf16"] = {"enabled": True}
     if settings.dtype == "float16":
         ours["fp16"] = {"enabled": True}
-    if settings.dtype != "float32":
+    if settings.dtype != "float32" and trained:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
         ours["communication_data_type"] = "fp32"
     return _merged(ours, settings.config)

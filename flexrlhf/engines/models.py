@@ -74,7 +74,7 @@ def _scores_everywhere(self: Any, input_ids: Tensor, attention_mask: Tensor, pos
     base = getattr(self, self.base_model_prefix)
     out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
     scores: Tensor = self.score(out.last_hidden_state).squeeze(-1).float()
-    return scores
+    return scores.clone()  # FSDP2 warns of a module that returns a view
 
 
 def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:

@@ -101,9 +101,9 @@ class Blocks:
         return {"KV cache": cache * (prompt + response), **larger(activations=activations, logits=logits)}
 
     def _attention_over_cache(self, rows: int, length: int) -> int:
-        """Keys and values of one layer repeated for all heads; without groups, a copy of the keys with one more."""
+        """One token in one layer: its keys and values repeated for all heads; without groups, a copy of the keys."""
         repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
-        return rows * length * self.item * repeated // self.tp
+        return rows * length * self.item * repeated // self.tp + self.forward_bytes(rows, 1)
 
     def head_bytes(self, tokens: int, chunk_bytes: int, train: bool) -> int:
         """Log-probs of ``tokens`` in chunks of float32 logits, two of which exist; hidden states and their gradient.

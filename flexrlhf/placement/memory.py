@@ -6,6 +6,7 @@ the context of the device's driver (about 1 GB on CUDA), fragmentation, and the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import Literal
 from flexrlhf.placement.activations import Blocks, larger
 from flexrlhf.placement.copies import WeightSync, saved_bytes, saving_parts, sync_parts
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.shapes import HEAD_OF_ROLE, ModelShape, count_elements
+from flexrlhf.placement.shapes import HEAD_OF_ROLE, LLAMA_LIKE, ModelShape, count_elements
 from flexrlhf.placement.states import State, item_bytes, model_state
 from flexrlhf.placement.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.spec import SyncSpec
@@ -174,7 +175,9 @@ class Sizing:
         rows, train = texts.rows_within(settings.micro_batch_tokens, work.rows), work.kind == "train"
         logits = 0
         if HEAD_OF_ROLE[model.role] == "causal":
-            logits = blocks.head_bytes(rows * texts.response, int(settings.logits_mb * 1e6), train)
+            # a head that may do more than multiply gives all logits at once
+            chunk = int(settings.logits_mb * 1e6) if shape.sizes.family in LLAMA_LIKE else sys.maxsize
+            logits = blocks.head_bytes(rows * texts.response, chunk, train)
         if not train:
             return larger(activations=blocks.forward_bytes(rows, texts.width), logits=logits)
         activations = blocks.train_bytes(rows, texts.width, settings.activation_checkpointing)
@@ -212,6 +215,11 @@ class RankMemory:
         return resting if self.peak is None else self.peak.total
 
     @property
+    def process_bytes(self) -> int:
+        """The most that is needed by a rank on CPU, whose device memory is host memory."""
+        return max((phase.total + phase.host for phase in self.phases), default=self.peak_bytes)
+
+    @property
     def host_bytes(self) -> int:
         """The most that is needed in host memory."""
         offloaded = sum(state.host for state in self.states.values() if state is not None)
@@ -246,13 +254,3 @@ def _beside_states(phase: Phase, states: Mapping[str, State | None], away: froze
         if name not in away:
             device += state.training if phase.trains and name == phase.model else state.resting
     return replace(phase, states=device, host=phase.host + host)
-
-
-def bytes_text(size: int | None) -> str:
-    """Decimal units, as links and device memory are sold."""
-    if size is None:
-        return "? B"
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"

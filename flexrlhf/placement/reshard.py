@@ -71,13 +71,11 @@ def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str,
 def gather_bytes(model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], item_bytes: int, bucket: int) -> int:
     """Bytes that ``ranks`` send each other when they gather the trained weights in buckets of ``bucket`` bytes.
 
-    Every rank sends its part of a bucket, padded to the largest, to every other.
+    Every rank sends its part of a bucket, padded to the largest, which is the first one's, to every other.
     """
-    parts = [trained_parts(model, shape, rank) for rank in ranks]
-    longest = (
-        max(part_elements(each, names) for each in parts) for names in bucket_names(parts[0], item_bytes, bucket)
-    )
-    return len(ranks) * (len(ranks) - 1) * item_bytes * sum(longest)
+    parts = trained_parts(model, shape, ranks[0])
+    longest = sum(part_elements(parts, names) for names in bucket_names(parts, item_bytes, bucket))
+    return len(ranks) * (len(ranks) - 1) * item_bytes * longest
 
 
 def sync_bytes(

@@ -7,10 +7,13 @@ travel between any two layouts: ``comm/weights.py`` gathers parts into tensors a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.shapes import ModelShape
+from flexrlhf.placement.placed import PlacedModel, Split
+from flexrlhf.placement.shapes import ModelShape, Parameters
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
@@ -49,24 +52,40 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     return 1 if module in ROWWISE and kind == "weight" else None
 
 
-def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str, Part]:
-    """Parameter name → what ``rank`` holds of it."""
-    return {name: _part(model, name, size, rank) for name, size in shape.parameters}
+@dataclass(frozen=True)
+class _Place:
+    """What decides which part of a tensor a rank holds: ``replica`` of ``dp``, ``tp_index`` of ``tp``."""
+
+    split: Split
+    dp: int
+    tp: int
+    replica: int
+    tp_index: int
+
+    def part(self, name: str, size: tuple[int, ...]) -> Part:
+        box = list(whole(size).box)
+        dim = tensor_parallel_dim(name, size, self.tp) if self.tp > 1 else None
+        if dim is not None:
+            box[dim] = _share(size[dim], self.tp, self.tp_index)
+        match self.split:
+            case "rows":
+                inner = _share(len(box[0]), self.dp, self.replica)
+                box[0] = box[0][inner.start : inner.stop]
+            case "flat":
+                return Part(size, tuple(box), _share(math.prod(map(len, box)), self.dp, self.replica))
+        return Part(size, tuple(box))
 
 
-def _part(model: PlacedModel, name: str, size: tuple[int, ...], rank: int) -> Part:
-    layout = model.layout
-    box = list(whole(size).box)
-    dim = tensor_parallel_dim(name, size, layout.tp) if layout.tp > 1 else None
-    if dim is not None:
-        box[dim] = _share(size[dim], layout.tp, layout.tp_index(rank))
-    match model.split:
-        case "rows":
-            inner = _share(len(box[0]), layout.dp, layout.replica(rank))
-            box[0] = box[0][inner.start : inner.stop]
-        case "flat":
-            return Part(size, tuple(box), _share(math.prod(map(len, box)), layout.dp, layout.replica(rank)))
-    return Part(size, tuple(box))
+def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> Mapping[str, Part]:
+    """Parameter name → what ``rank`` holds of it. Ranks in the same place share the answer."""
+    layout, split = model.layout, model.split
+    replica = 0 if split == "whole" else layout.replica(rank)
+    return _parts(_Place(split, layout.dp, layout.tp, replica, layout.tp_index(rank)), shape.parameters)
+
+
+@lru_cache(maxsize=1024)
+def _parts(place: _Place, parameters: Parameters) -> Mapping[str, Part]:
+    return MappingProxyType({name: place.part(name, size) for name, size in parameters})
 
 
 def _share(size: int, count: int, index: int) -> range:

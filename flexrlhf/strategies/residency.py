@@ -15,9 +15,11 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.memory import Phase, Sizing
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
-from flexrlhf.strategies.workload import works_of
+from flexrlhf.strategies.workload import first_alike, works_of
 
 TRAINING = ("train", "update")
+Change = tuple[type[Offload] | type[Reload], str]
+"""Put a model away or take it back."""
 MAX_ROUNDS = 8
 """Walks after which the resident set must have repeated; two are usual."""
 
@@ -78,7 +80,8 @@ def _is_rare(instruction: Instruction) -> bool:
 
 @dataclass
 class _Walk:
-    """One rank's walk over the list. ``before`` and ``after``: names to offload and to reload at an index."""
+    """One rank's walk over the list. ``before``, ``after``, ``closing``: what to put away and take back at an index,
+    and at the end of a step."""
 
     rank: int
     placed: tuple[str, ...]
@@ -86,8 +89,13 @@ class _Walk:
     memory: Memory
     capacity: int
     resident: set[str] = field(default_factory=set)
-    before: dict[int, list[tuple[type[Offload] | type[Reload], str]]] = field(default_factory=dict)
-    after: dict[int, list[tuple[type[Offload] | type[Reload], str]]] = field(default_factory=dict)
+    before: dict[int, list[Change]] = field(default_factory=dict)
+    after: dict[int, list[Change]] = field(default_factory=dict)
+    closing: list[Change] = field(default_factory=list)
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        return tuple(name for name in self.placed if name not in self.resident)
 
     def walk(self) -> None:
         self.before, self.after = defaultdict(list), defaultdict(list)
@@ -127,31 +135,27 @@ class _Walk:
         self._change(self.after[index], missing, victims)
 
     @staticmethod
-    def _change(into: list[tuple[type[Offload] | type[Reload], str]], out: Sequence[str], back: Sequence[str]) -> None:
+    def _change(into: list[Change], out: Sequence[str], back: Sequence[str]) -> None:
         into += [(Offload, name) for name in out] + [(Reload, name) for name in back]
 
 
-def with_residency(
-    instructions: Sequence[Instruction], placed: dict[int, tuple[str, ...]], memory: Memory
-) -> Residency:
-    """``instructions`` with the evictions that every rank needs. ``placed``: rank → the models placed on it."""
-    walks: list[_Walk] = []
-    offloaded: dict[int, tuple[str, ...]] = {}
-    for rank, names in placed.items():
+def with_residency(instructions: Sequence[Instruction], memory: Memory) -> Residency:
+    """``instructions`` with the evictions that every rank needs."""
+    walks: dict[int, _Walk] = {}
+    alike = first_alike(instructions, memory.sizing.placement, memory.batch, memory.cluster)
+    for rank in sorted(set(alike.values())):
+        names = tuple(model.name for model in memory.sizing.placement.on_rank(rank))
         capacity = memory.capacity(rank)
-        if capacity is None or sum(memory.state(rank, name) for name in names) == 0:
-            continue
-        walk = _settled(_Walk(rank, names, instructions, memory, capacity))
-        walks.append(walk)
-        away = tuple(name for name in names if name not in walk.resident)
-        if away:
-            offloaded[rank] = away
+        if capacity is not None and names:
+            walks[rank] = _settled(_Walk(rank, names, instructions, memory, capacity))
+    each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
     out: list[Instruction] = []
     for index, instruction in enumerate(instructions):
-        out += _merged(instruction, [(walk.rank, walk.before.get(index, [])) for walk in walks])
+        out += _merged(instruction, [(rank, walk.before.get(index, [])) for rank, walk in each])
         out.append(instruction)
-        out += _merged(instruction, [(walk.rank, walk.after.get(index, [])) for walk in walks])
-    return Residency(tuple(out), offloaded)
+        out += _merged(instruction, [(rank, walk.after.get(index, [])) for rank, walk in each])
+    out += _merged(None, [(rank, walk.closing) for rank, walk in each])
+    return Residency(tuple(out), {rank: walk.away for rank, walk in each if walk.away})
 
 
 def _settled(walk: _Walk) -> _Walk:
@@ -165,16 +169,14 @@ def _settled(walk: _Walk) -> _Walk:
     # a set that keeps changing: put all away at the end of every step
     walk.resident = set()
     walk.walk()
-    walk.after[len(walk.instructions) - 1] += [(Offload, name) for name in sorted(walk.resident)]
+    walk.closing = [(Offload, name) for name in sorted(walk.resident)]
     walk.resident = set()
     return walk
 
 
-def _merged(
-    beside: Instruction, changes: Iterable[tuple[int, list[tuple[type[Offload] | type[Reload], str]]]]
-) -> list[Instruction]:
+def _merged(beside: Instruction | None, changes: Iterable[tuple[int, list[Change]]]) -> list[Instruction]:
     """One instruction for all ranks that put the same model away, or take it back, at the same place."""
-    ranks: dict[tuple[type[Offload] | type[Reload], str], list[int]] = defaultdict(list)
+    ranks: dict[Change, list[int]] = defaultdict(list)
     for rank, wanted in changes:
         for change in wanted:
             ranks[change].append(rank)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.copies import WeightSync
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.memory import Compute, Saving, Work
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
 
 
@@ -66,3 +68,40 @@ def _away_at_start(instructions: Sequence[Instruction]) -> frozenset[str]:
         if isinstance(instruction, Offload | Reload):
             first.setdefault(instruction.model, instruction)
     return frozenset(name for name, instruction in first.items() if isinstance(instruction, Reload))
+
+
+def first_alike(
+    instructions: Sequence[Instruction], placement: Placement, batch: BatchShape, cluster: Cluster
+) -> dict[int, int]:
+    """Rank → the first rank with the same work on the same kind of device, so that a thousand ranks are sized as a few.
+
+    Where shards are uneven the first rank holds most.
+    """
+    firsts: dict[object, int] = {}
+    roles = [_roles(instruction) for instruction in instructions]
+
+    def work_of(rank: int) -> object:
+        placed = [
+            (model.name, model.layout.tp_index(rank), tuple(_rows(model, batch, rank)))
+            for model in placement.on_rank(rank)
+        ]
+        parts = [(index, each.get(rank, 0)) for index, each in enumerate(roles) if rank in instructions[index].ranks]
+        return tuple(placed), tuple(parts), cluster.devices[rank].device_class, cluster.memory_bytes(rank)
+
+    return {rank: firsts.setdefault(work_of(rank), rank) for rank in range(placement.num_ranks)}
+
+
+def _rows(model: PlacedModel, batch: BatchShape, rank: int) -> Iterator[int]:
+    """Prompts of each mini-batch on ``rank``."""
+    replica = model.layout.replica(rank)
+    return (len(model.layout.slice(batch.prompts(m), replica, turn=m)) for m in batch.mini_batches)
+
+
+def _roles(instruction: Instruction) -> Counter[int]:
+    """To how many ranks each rank sends weights."""
+    match instruction:
+        case Sync():
+            return Counter(transfer.source for transfer in instruction.transfers)
+        case Save():
+            return Counter(instruction.ranks[:1])
+    return Counter()

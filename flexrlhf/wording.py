@@ -1,0 +1,35 @@
+"""How bytes and ranks are written for a person."""
+
+from __future__ import annotations
+
+
+def bytes_text(size: int | None) -> str:
+    """Decimal units, as links and device memory are sold."""
+    if size is None:
+        return "? B"
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {span_of(ranks)}"
+
+
+def span_of(ranks: tuple[int, ...]) -> str:
+    """``0-3,6`` for (0, 1, 2, 3, 6)."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def rank_marks(ranks: tuple[int, ...], num_ranks: int) -> str:
+    """``##..`` for up to 32 ranks, the ranks themselves beyond."""
+    if num_ranks > 32:
+        return f"{span_of(ranks):<12}"
+    return "".join("#" if rank in ranks else "." for rank in range(num_ranks))
