@@ -104,8 +104,10 @@ def _specs(
     general = tuple(override for override in overrides if _role_of(override) is None)
     specs = [load_spec(path, general) for path in paths]
     check_scopes(overrides, specs)
-    own = [_own_overrides(spec, placement_ratio, nnodes) for spec in specs]
     settings = [_settings_for(spec, specs, overrides) for spec in specs]
+    # settings of models may change which roles a run has
+    specs = [load_spec(path, chosen) for path, chosen in zip(paths, settings, strict=True)]
+    own = [_own_overrides(spec, placement_ratio, nnodes) for spec in specs]
     if placement_ratio is not None and not any(f"placement={placement_ratio}" in extra for extra in own):
         # no run has so many models: let the first say which vectors it takes
         own[0] += (f"placement={placement_ratio}",)

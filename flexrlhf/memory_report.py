@@ -122,7 +122,7 @@ def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
 
 def _held(memory: RankMemory, held: Held) -> str:
     states = [state for state in memory.states.values() if state is not None]
-    planned = sum(state.weights + state.gradients + state.optimizer for state in states)
+    planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
     measured = sum(size for sizes in held.values() for key, size in sizes.items() if key != "host")
     return f"tensors of models {bytes_text(planned)} planned, {bytes_text(measured)} held"
 

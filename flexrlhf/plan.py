@@ -175,7 +175,7 @@ def make_plans(specs: Sequence[Spec]) -> list[Plan]:
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
     """Fill in ref (the actor's weights) and critic (the reward's); refuse roles that the algorithm does not have."""
     written = {role for role in type(spec.models).model_fields if spec.models.of(role) is not None}
-    shared = {role for role in written if _shares(spec, role)}
+    shared = {role for role in written if _shares(spec, role, graph)}
     surplus = sorted(written - set(graph.roles) - shared)
     if surplus:
         raise UserError(
@@ -191,8 +191,8 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     return spec.model_copy(update={"models": spec.models.model_copy(update=filled)})
 
 
-def _shares(spec: Spec, role: str) -> bool:
-    """Whether ``role`` is another's base weights; refused where that is not possible."""
+def _shares(spec: Spec, role: str, graph: Graph) -> bool:
+    """Whether ``role`` is another's base weights in this graph; refused where that is not possible."""
     model = spec.models.of(role)
     if model is None or model.share is None:
         return False
@@ -204,7 +204,7 @@ def _shares(spec: Spec, role: str) -> bool:
             f"models.ref.share: {model.share} has no lora, so its weights are trained themselves; "
             f"give models.{model.share}.lora or remove models.ref.share"
         )
-    return True
+    return any(operator.role == model.share and not operator.adapters for operator in graph.operators)
 
 
 def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
@@ -220,7 +220,13 @@ def _shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict
         assert model is not None, f"{role} is resolved"
         lora = model.lora
         while model.path is not None and Path(model.path).resolve() in pending:
-            model = pending[Path(model.path).resolve()]
+            earlier = pending[Path(model.path).resolve()]
+            if earlier.lora is not None:
+                raise UserError(
+                    f"models.{role}.path {model.path}: an earlier run writes adapters there, not a whole model; "
+                    f"remove that run's lora or give another path"
+                )
+            model = earlier
         shape = model_shape(role, model)
         if shape is not None:
             shapes[role] = shape if lora is None else with_adapters(role, shape, lora)

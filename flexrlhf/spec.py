@@ -147,8 +147,11 @@ class ModelSpec(Section):
         """The settings of this role's shadow: without what is for training, or for another engine's library."""
         own = {key: value for key, value in (self.shadow or ()) if value is not None}
         dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
-        if own.get("engine", self.engine) != self.engine:
-            dropped |= {"config": {}, "offload_parameters": False}
+        is_other = own.get("engine", self.engine) != self.engine
+        if is_other:
+            dropped["config"] = {}
+        if is_other or own.get("zero", self.zero) != 3:
+            dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})
 
 

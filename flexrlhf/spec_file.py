@@ -17,6 +17,7 @@ from flexrlhf.yaml12 import explain, read_yaml, write_yaml
 
 _CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in Section.__subclasses__()}
 _INTERNAL = re.compile(r"(literal|tuple)\[|(function|constrained)-|\[key\]$")
+_LISTS: dict[int | str, str] = {"nodes": "[{devices: 8}]", "targets": "[q_proj, v_proj]"}
 # by the first word of pydantic's error types
 _EXPECTED = {
     "bool": "true or false",
@@ -161,7 +162,7 @@ def _plain(problem: ErrorDetails) -> str:
     if kind == "string_pattern_mismatch":
         return f"expected a text that matches {context['pattern']}"
     if kind in {"tuple_type", "list_type"}:
-        return f"expected a list such as {'[{devices: 8}]' if problem['loc'][-1] == 'nodes' else '[0, 1]'}"
+        return f"expected a list such as {_LISTS.get(problem['loc'][-1], '[0, 1]')}"
     if expected := _EXPECTED.get(kind.partition("_")[0]):
         return f"expected {expected}"
     return problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")

@@ -105,7 +105,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of tensors on this rank, counted. ``gradients``: at the last optimizer step; ``host``: in host memory."""
+    """Bytes of tensors on this rank, counted wherever they lie. ``gradients``: at the last optimizer step.
+
+    ``host``: those that lie in host memory.
+    """
 
     weights: int
     gradients: int

@@ -46,61 +46,89 @@ PEFT = Package("peft", "lora")
 
 def check_engines(graph: Graph, placement: Placement) -> None:
     """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings."""
-    for model in placement.models:
+    # shadows last: what they have from their role is then known to be right
+    for model in sorted(placement.models, key=lambda model: model.is_shadow):
         if model.engine not in SERVES:
             raise UserError(
-                f"{_key(model)}.engine: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; "
+                f"{model.key('engine')}: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; "
                 f"known: {', '.join(SERVES)}"
             )
         for operator in graph.operators:
             can = operator.kind == "combine" or operator.kind in SERVES[model.engine].kinds
             if operator.role == model.role and not can:
-                raise UserError(f"{_key(model)}.engine: engine {model.engine} cannot serve {operator.kind}")
+                raise UserError(f"{model.key('engine')}: engine {model.engine} cannot serve {operator.kind}")
         _check_settings(model)
 
 
-def _key(model: PlacedModel) -> str:
-    return f"models.{model.role}.shadow" if model.is_shadow else f"models.{model.role}"
-
-
 def _check_settings(model: PlacedModel) -> None:
-    serves, settings, key = SERVES[model.engine], model.settings, _key(model)
+    _check_sharding(model)
+    _check_offload(model)
+    _check_role(model)
+    if model.settings.config and not SERVES[model.engine].config:
+        raise UserError(
+            f"{model.key('config')}: engine {model.engine} takes none; use {{}}" + _instead(lambda other: other.config)
+        )
+    if model.engine == "deepspeed":
+        check_deepspeed_config(f"models.{model.role}", model.settings.config)
+
+
+def _check_sharding(model: PlacedModel) -> None:
+    """ZeRO stages, tensor and context parallel, and the types that go with them."""
+    serves, settings = SERVES[model.engine], model.settings
     if model.trained and settings.zero not in serves.zero:
         raise UserError(
-            f"{key}.zero: engine {model.engine} has no stage {settings.zero}; use {_or(serves.zero)}"
+            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {_or(serves.zero)}"
             + _instead(lambda other: settings.zero in other.zero)
         )
+    if model.engine == "deepspeed" and model.trained and settings.dtype != "float32" and settings.zero == 0:
+        raise UserError(
+            f"{model.key('zero')}: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
+            f"dtype float32, or engine torch"
+        )
     if settings.cp > 1:
-        raise UserError(f"{key}.cp: context parallel ({settings.cp}) is not supported yet; use 1, or tp for long texts")
+        raise UserError(
+            f"{model.key('cp')}: context parallel ({settings.cp}) is not supported yet; use 1, or tp for long texts"
+        )
     if settings.tp > 1 and not serves.tp:
         raise UserError(
-            f"{key}.tp: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
+            f"{model.key('tp')}: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
             + _instead(lambda other: other.tp)
         )
     if settings.tp > 1 and settings.lora is not None:
-        raise UserError(f"{key}.lora: adapters under tp {settings.tp} are not supported; use tp 1 with zero 3")
-    for name in ("offload_optimizer", "offload_parameters"):
-        if getattr(settings, name) and not serves.offload:
-            raise UserError(f"{key}.{name}: engine {model.engine} has none" + _instead(lambda other: other.offload))
-    if settings.offload_optimizer and settings.zero == 0:
-        raise UserError(f"{key}.offload_optimizer: needs zero 1, 2 or 3, found 0; use zero 1")
-    if model.engine == "deepspeed" and model.trained and settings.dtype != "float32" and settings.zero == 0:
         raise UserError(
-            f"{key}.zero: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
-            f"dtype float32, or engine torch"
+            f"{model.key('tp')}: adapters (lora) go with tp 1 alone, found {settings.tp}; use 1 with zero 3"
         )
+
+
+def _check_offload(model: PlacedModel) -> None:
+    settings = model.settings
+    for name in ("offload_optimizer", "offload_parameters"):
+        if getattr(settings, name) and not SERVES[model.engine].offload:
+            raise UserError(
+                f"{model.key(name)}: engine {model.engine} has none, found true; use false"
+                + _instead(lambda other: other.offload)
+            )
+    if settings.offload_optimizer and settings.zero == 0:
+        raise UserError(f"{model.key('offload_optimizer')}: needs zero 1, 2 or 3, found 0; use zero 1")
     if settings.offload_parameters and settings.zero != 3:
         raise UserError(
-            f"{key}.offload_parameters: needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
+            f"{model.key('offload_parameters')}: needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
         )
-    if settings.config and not serves.config:
-        raise UserError(f"{key}.config: engine {model.engine} takes none; remove it" + _instead(lambda o: o.config))
-    if settings.activation_checkpointing and not model.trained and not model.is_shadow:
-        raise UserError(f"{key}.activation_checkpointing: {model.role} is not trained; remove it")
-    if settings.lora is not None and not model.trained and not model.is_shadow:
-        raise UserError(f"{key}.lora: {model.role} is not trained, so its adapters would do nothing; remove it")
-    if model.engine == "deepspeed":
-        check_deepspeed_config(key, settings.config)
+
+
+def _check_role(model: PlacedModel) -> None:
+    """Settings of training on a model that is not trained."""
+    settings = model.settings
+    if model.trained or model.is_shadow:
+        return
+    if settings.activation_checkpointing:
+        raise UserError(f"{model.key('activation_checkpointing')}: {model.role} is not trained; remove it")
+    if settings.shadow is not None:
+        raise UserError(f"{model.key('shadow')}: {model.role} is not trained, so it has no shadow; remove it")
+    if settings.lora is not None:
+        raise UserError(
+            f"{model.key('lora')}: {model.role} is not trained, so its adapters would do nothing; remove it"
+        )
 
 
 def _or(numbers: Iterable[int]) -> str:
@@ -115,7 +143,7 @@ def _instead(can: Callable[[Serves], bool]) -> str:
 
 def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster) -> None:
     """Raise UserError where a model's own sizes or its devices do not go with its settings."""
-    for model in placement.models:
+    for model in sorted(placement.models, key=lambda model: model.is_shadow):
         _check_dtype(model, cluster)
         shape = shapes.get(model.role)
         if shape is None:
@@ -131,7 +159,7 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
         figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
         if figures is not None and not figures.bf16:
             raise UserError(
-                f"{_key(model)}.dtype: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, "
+                f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, "
                 f"or place {model.name} on another class with `on:`"
             )
 
@@ -141,7 +169,7 @@ def _check_unknown_shape(model: PlacedModel) -> None:
     for name, plain in (("zero", 0), ("tp", 1), ("lora", None)):
         if getattr(settings, name) != plain:
             raise UserError(
-                f"{_key(model)}.{name}: needs parameter shapes before loading, and this architecture has none known; "
+                f"{model.key(name)}: needs parameter shapes before loading, and this architecture has none known; "
                 f"give a path with safetensors weights, or a model of {', '.join(LLAMA_LIKE)}"
             )
 
@@ -150,11 +178,11 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     """Each tensor-parallel rank computes whole heads, and groups of queries stay with their keys."""
     tp, sizes = model.settings.tp, shape.sizes
     if sizes is None or sizes.family not in LLAMA_LIKE:
-        raise UserError(f"{_key(model)}.tp: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
+        raise UserError(f"{model.key('tp')}: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
     fits = [n for n in range(1, sizes.heads + 1) if not (sizes.heads % n or sizes.kv_heads % n or sizes.ffn % n)]
     if tp not in fits:
         raise UserError(
-            f"{_key(model)}.tp: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
+            f"{model.key('tp')}: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
             f"and {sizes.ffn} inner features; use {_or(fits)}"
         )
 
@@ -164,7 +192,7 @@ def check_device(placement: Placement, device: str) -> None:
     for model in placement.models:
         if device == "cpu" and model.engine == "deepspeed" and model.settings.dtype == "float16":
             raise UserError(
-                f"{_key(model)}.dtype: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
+                f"{model.key('dtype')}: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
             )
 
 
@@ -177,6 +205,6 @@ def check_packages(placement: Placement) -> None:
         for what, package in wanted.items():
             if package is not None and find_spec(package.module) is None:
                 raise UserError(
-                    f"{_key(model)}: {what} needs the package {package.module}, which is not installed; "
+                    f"models.{model.role}: {what} needs the package {package.module}, which is not installed; "
                     f"pip install 'flexrlhf[{package.extra}]'"
                 )

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,6 +113,7 @@ class DeepSpeedEngine:
             lockstep=placed.trained or self._settings.zero == 3,
         )
         self._parking = Parking()
+        self._away: Held | None = None
         self._gradient_bytes = 0
 
     def _align_numbers(self, wanted: Wanted) -> None:
@@ -221,19 +222,19 @@ class DeepSpeedEngine:
         return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
 
     def held(self) -> Held:
+        if self._away is not None:
+            return replace(self._away, host=self._parking.num_bytes)
         weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._beside_weights())
-        host = self._parking.num_bytes
-        if self._settings.offload_parameters:
-            weights, host = 0, host + weights
-        if self._settings.offload_optimizer:
-            optimizer, host = 0, host + optimizer
+        host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
         return Held(weights, self._gradient_bytes, optimizer, host)
 
     def offload(self) -> None:
+        self._away = self.held()
         self._parking.put([*self._stored(), *self._beside_weights()])
 
     def reload(self) -> None:
         self._parking.take()
+        self._away = None
 
     def close(self) -> None:
         with self._as_world():

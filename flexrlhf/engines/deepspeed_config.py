@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, shown
 from flexrlhf.placement.states import DEEPSPEED_ELEMENTS
 from flexrlhf.spec import ModelSpec
 
@@ -21,10 +21,15 @@ OWNED = {
     "fp16.enabled": "dtype",
     "fp16.auto_cast": "dtype",
     "torch_autocast": "dtype",
+    "bfloat16": "dtype",
+    "amp": "dtype",
     "zero_optimization.stage": "zero",
     "zero_optimization.offload_optimizer": "offload_optimizer",
     "zero_optimization.offload_param": "offload_parameters",
+    "zero_optimization.cpu_offload": "offload_optimizer",
+    "zero_optimization.cpu_offload_param": "offload_parameters",
     "zero_optimization.stage3_param_persistence_threshold": "zero",
+    "zero_optimization.param_persistence_threshold": "zero",
     "zero_allow_untested_optimizer": "optimizer.name",
     "zero_force_ds_cpu_optimizer": "offload_optimizer",
     "data_types": "dtype",
@@ -41,6 +46,8 @@ def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
     for name, owner in OWNED.items():
         section, _, entry = name.partition(".")
         value = config.get(section)
+        if entry and section in config and not isinstance(value, Mapping):
+            raise UserError(f"{key}.config.{section}: expected a mapping, found {shown(value)}")
         if (entry and isinstance(value, Mapping) and entry in value) or (not entry and section in config):
             ours = owner if owner.startswith("algorithm.") else f"{key}.{owner}"
             raise UserError(f"{key}.config.{name}: conflicts with {ours}, which says it here; remove it from config")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class TorchEngine:
             lockstep=self._is_sharded,
         )
         self._parking = Parking()
+        self._away: Held | None = None
         self._update = self._make_update(wanted, partial) if placed.trained else None
         if settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -98,20 +100,23 @@ class TorchEngine:
             target.copy_(values.view(target.shape))
 
     def held(self) -> Held:
+        if self._away is not None:
+            return replace(self._away, host=self._parking.num_bytes)
         live = [local(parameter) for parameter in self._model.parameters()]
         return Held(
             weights=sum(tensor.nbytes for tensor in live),
             gradients=self._update.gradient_bytes if self._update else 0,
             optimizer=sum(tensor.nbytes for tensor in self._beside_weights()),
-            host=self._parking.num_bytes,
         )
 
     def offload(self) -> None:
+        self._away = self.held()
         live = [local(parameter) for parameter in self._model.parameters()]
         self._parking.put([*live, *self._beside_weights()])
 
     def reload(self) -> None:
         self._parking.take()
+        self._away = None
 
     def close(self) -> None:
         del self._model, self._passes, self._update, self._masters

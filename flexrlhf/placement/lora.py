@@ -22,6 +22,8 @@ def lora_candidates(shape: ModelShape) -> list[str]:
 def with_adapters(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
     """``shape`` with adapters: A (rank, inputs) and B (outputs, rank) beside each target. Raises UserError."""
     candidates = lora_candidates(shape)
+    if lora.targets == ():
+        raise UserError(f"models.{role}.lora.targets: names no module; candidates: {', '.join(candidates)}")
     for target in lora.targets or ():
         if target not in candidates:
             raise UserError(

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Literal
 
 from flexrlhf.placement.layout import Layout
-from flexrlhf.spec import ModelSpec
+from flexrlhf.spec import ModelSpec, ShadowSpec
 
 SHADOW = ".shadow"
 
@@ -50,6 +50,11 @@ class PlacedModel:
     @property
     def is_shadow(self) -> bool:
         return self.name.endswith(SHADOW)
+
+    def key(self, setting: str) -> str:
+        """Where the YAML says ``setting``; a shadow has from its role what its own section cannot say."""
+        section = SHADOW if self.is_shadow and setting in ShadowSpec.model_fields else ""
+        return f"models.{self.role}{section}.{setting}"
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,10 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
         siblings = [str(p) for p in directory.parent.iterdir()] if directory.parent.is_dir() else []
         raise UserError(f"models.{role}.path {path}: no such directory{nearest(path, siblings)}")
     file = directory / "config.json"
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(
+            f"models.{role}.path {path}: holds adapters, not a whole model; merge them into their base model first"
+        )
     if not file.is_file():
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
     try:

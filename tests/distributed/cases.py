@@ -211,6 +211,9 @@ SHAPES: dict[str, Raw] = {
             **{role: {"ranks": [2, 3]} for role in ("critic", "reward")},
         }
     },
+    # so little memory that models take turns on their devices (CPU ranks, so nothing but the plan knows the size)
+    "tight": {"placement": [1, 1, 1, 1], "cluster": {"memory_gb": 0.0004}},
+    "six-tight": {"placement": SIX, "cluster": {"memory_gb": 0.0004}, "schedule": {"lag": 1}, "sync": {"every": 2}},
     "all": {"placement": [1]},
     "half": {"placement": [0.5]},
 }
@@ -327,6 +330,12 @@ DEFAULT = [
     Case("penalty", "six", 4, "crossed"),
     Case("two", "six", 4, "uncrossed"),
     Case("epochs", "halves", 4, "recomputed"),
+    Case("four", "tight", 2),
+    Case("scarce", "tight", 4, "torch-3"),
+    Case("two", "tight", 4, "deepspeed-2"),
+    Case("two", "tight", 4, "deepspeed-3"),
+    Case("two", "six-tight", 4),
+    Case("two", "six-tight", 4, "mixed"),
     Case("sft", "all", 4, "deepspeed-3"),
     Case("reward", "all", 4, "torch-3"),
     Case("scheduled", "halves", 2),

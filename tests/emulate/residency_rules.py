@@ -30,6 +30,8 @@ def check_residency(plan: Plan) -> None:
     for rank in range(plan.placement.num_ranks):
         capacity = memory.capacity(rank)
         here = {model.name for model in plan.placement.on_rank(rank)} - set(plan.offloaded.get(rank, ()))
+        states = {model.name: memory.state(rank, model.name) for model in plan.placement.on_rank(rank)}
+        needed = {id(x): memory.needed_for(rank, x) for x in plan.schedule.for_rank(rank) if capacity is not None}
         for _, step, instruction in walk(plan.schedule, rank, plan.spec.steps):
             if isinstance(instruction, Offload):
                 here.remove(instruction.model)
@@ -40,19 +42,17 @@ def check_residency(plan: Plan) -> None:
             where = f"rank {rank}, step {step}: {type(instruction).__name__.lower()} {instruction.label}"
             assert used <= here, f"{where} without {sorted(used - here)}"
             if used and capacity is not None:
-                held = sum(memory.state(rank, name) for name in here) + memory.needed_for(rank, instruction)
-                assert held <= capacity or here == used, (
-                    f"{where}: {held} bytes on {capacity}, {sorted(here)} are there"
-                )
+                held = sum(states[name] for name in here) + needed[id(instruction)]
+                assert held <= capacity or here == used, f"{where}: {held} of {capacity} bytes, with {sorted(here)}"
 
 
 def least_and_most(plan: Plan) -> tuple[int, int]:
     """Bytes of a device on which every instruction fits by itself, and on which nothing is ever put away."""
     memory, least, most = memory_of(plan), 0, 0
     for rank in range(plan.placement.num_ranks):
-        everything = sum(memory.state(rank, model.name) for model in plan.placement.on_rank(rank))
+        states = {model.name: memory.state(rank, model.name) for model in plan.placement.on_rank(rank)}
         for instruction in plan.schedule.for_rank(rank):
             used, needed = models_used(plan, rank, instruction), memory.needed_for(rank, instruction)
-            least = max(least, needed + sum(memory.state(rank, name) for name in used))
-            most = max(most, needed + everything)
+            least = max(least, needed + sum(states[name] for name in used))
+            most = max(most, needed + sum(states.values()))
     return least, most

@@ -14,17 +14,18 @@ from emulator import EmulationError, Mode, Trace, emulate
 from move_rules import check_moves
 from random_specs import INIT, Draws, coverage, draw_valid, format_table
 from replay import Item, find_deadlock
-from residency_rules import check_residency
+from residency_rules import check_residency, least_and_most
 from symbolic import Cell, Reference, inference_version, reference
 
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan import Plan, make_plan
+from flexrlhf.spec import ClusterSpec
 from flexrlhf.spec_file import parse_spec
-from flexrlhf.strategies.instructions import Instruction, Move, Save, Sync
+from flexrlhf.strategies.instructions import Instruction, Move, Offload, Reload, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
-NUM_SPECS = 360
+NUM_SPECS = 300
 SEED = 20
 MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")
 SHORT_SECONDS = 0.5
@@ -337,6 +338,43 @@ def test_tensor_parallel_ranks_with_different_rows_are_reported() -> None:
     plan = ppo_plan([1, 1, 1, 1], 4, models={role: {"tp": 2} for role in ("actor", "critic", "ref", "reward")})
     with pytest.raises(EmulationError, match=r"tp actor: ranks \(0, 1\) do not compute the same"):
         emulate(replace(plan, batch=Askew(**vars(plan.batch))), "asynchronous")
+
+
+def tight_plan() -> Plan:
+    """Two devices on which not all four models fit at once."""
+    plan = ppo_plan([1, 1, 1, 1], 2)
+    least, most = least_and_most(plan)
+    assert not any(isinstance(x, Offload | Reload) for x in plan.schedule.instructions)
+    tight = make_plan(plan.spec.model_copy(update={"cluster": ClusterSpec(devices=2, memory_gb=(least + most) / 2e9)}))
+    assert any(isinstance(x, Offload) for x in tight.schedule.instructions)
+    return tight
+
+
+def without(plan: Plan, kind: type[Instruction]) -> Plan:
+    kept = tuple(x for x in plan.schedule.instructions if not isinstance(x, kind))
+    return replace(plan, schedule=replace(plan.schedule, instructions=kept))
+
+
+def test_models_that_take_turns_on_a_device_reach_the_right_answer() -> None:
+    check_plan(tight_plan())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Reload, r"\w+ waits in host memory on rank \d"), (Offload, r"\w+ is on the device already")],
+)
+def test_a_model_that_is_not_where_it_should_be_is_reported(kind: type[Instruction], message: str) -> None:
+    plan = without(tight_plan(), kind)
+    with pytest.raises(EmulationError, match=message):
+        emulate(plan, "asynchronous")
+    with pytest.raises(AssertionError):
+        check_residency(plan)
+
+
+def test_a_device_that_overflows_is_reported() -> None:
+    plan = replace(without(without(tight_plan(), Offload), Reload), offloaded={})
+    with pytest.raises(AssertionError, match=r"rank 0, step 0: run \w+ on \w+: \d+ of \d+ bytes, with \['actor', "):
+        check_residency(plan)
 
 
 def swapped_streams(plan: Plan, rank: int, first: int) -> dict[int, list[Item]]:

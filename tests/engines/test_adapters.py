@@ -103,6 +103,16 @@ def test_training_goes_on_after_a_look_without_adapters() -> None:
     assert all(torch.equal(weight, other.weights()[name]) for name, weight in looked.weights().items())
 
 
+def test_adapters_may_be_put_away_with_their_base() -> None:
+    parked, other = trained_engine(), trained_engine()
+    parked.offload()
+    assert {weight.untyped_storage().nbytes() for weight in parked.weights().values()} == {0}
+    parked.reload()
+    for engine in (parked, other):
+        train(engine, 1)
+    assert all(torch.equal(weight, other.weights()[name]) for name, weight in parked.weights().items())
+
+
 def test_a_copy_takes_the_adapters_alone() -> None:
     """As a Sync hands them over."""
     engine, copy = trained_engine(), engine_of("ref", lora=LORA)

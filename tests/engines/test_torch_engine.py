@@ -342,10 +342,9 @@ def memory(engine: TorchEngine) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-@pytest.mark.parametrize("settings", [{"dtype": dtype} for dtype in DTYPES] + [{"lora": {"rank": 2}}], ids=str)
-def test_what_was_put_away_comes_back_as_it_was(settings: dict[str, Any]) -> None:
-    settings = settings | {"optimizer": FAST}
-    parked, other = engine_of(**settings), engine_of(**settings)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_was_put_away_comes_back_as_it_was(dtype: str) -> None:
+    parked, other = engine_of(dtype=dtype, optimizer=FAST), engine_of(dtype=dtype, optimizer=FAST)
     for engine in (parked, other):
         train(engine, 2)
     before, size = snapshot(parked), sum(memory(parked).values())

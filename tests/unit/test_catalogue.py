@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from small_runs import plan_of
 
 from flexrlhf.engines import catalogue
-from flexrlhf.engines.catalogue import SERVES, check_packages
+from flexrlhf.engines.catalogue import SERVES, check_device, check_packages
 from flexrlhf.engines.registry import ENGINES
 from flexrlhf.errors import UserError
 from flexrlhf.plan import Plan
@@ -59,7 +59,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             ("models.actor.tp=2", "models.actor.lora={}"),
-            "models.actor.lora: adapters under tp 2 are not supported; use tp 1 with zero 3",
+            "models.actor.tp: adapters (lora) go with tp 1 alone, found 2; use 1 with zero 3",
         ),
         (
             ("models.ref.lora={}",),
@@ -72,6 +72,15 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         (
             (DEEPSPEED, "models.actor.offload_parameters=true", "models.actor.zero=2"),
             "models.actor.offload_parameters: needs zero 3, found 2; use zero 3 or offload_optimizer",
+        ),
+        (
+            (DEEPSPEED, "models.actor.offload_optimizer=true"),
+            "models.actor.offload_optimizer: needs zero 1, 2 or 3, found 0; use zero 1",
+        ),
+        (
+            (DEEPSPEED, "models.actor.dtype=bfloat16"),
+            "models.actor.zero: 0 in bfloat16 has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
+            "dtype float32, or engine torch",
         ),
         (
             ("models.actor.engine=vllm",),
@@ -94,6 +103,54 @@ def test_what_only_deepspeed_has_names_deepspeed(setting: str) -> None:
     message = refused(None, 2, f"models.critic.{setting}")
     assert message.startswith(f"models.critic.{setting.partition('=')[0]}: engine torch ")
     assert message.endswith("engine deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "sentence"),
+    [
+        (
+            None,
+            ("models.ref.shadow={zero: 3}",),
+            "models.ref.shadow: ref is not trained, so it has no shadow; remove it",
+        ),
+        (
+            None,
+            ("models.actor.offload_optimizer=true",),
+            "models.actor.offload_optimizer: engine torch has none, found true; use false, or engine deepspeed",
+        ),
+        (
+            SIX,
+            ("models.actor.shadow.tp=2", "models.actor.lora={}"),
+            "models.actor.shadow.tp: adapters (lora) go with tp 1 alone, found 2; use 1 with zero 3",
+        ),
+    ],
+)
+def test_a_sentence_names_a_key_that_there_is(placement: object, overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(placement, 4, *overrides) == sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    [
+        (("models.actor.engine=torhc",), "models.actor.engine: unknown engine 'torhc'"),
+        (("models.critic.cp=2",), "models.critic.cp: context parallel (2)"),
+        (
+            (DEEPSPEED, "models.actor.config={optimizer: 1}"),
+            "models.actor.config.optimizer: conflicts with models.actor.",
+        ),
+        ((GPT2, "models.actor.zero=3"), "models.actor.zero: needs parameter shapes"),
+        ((V100, "models.actor.dtype=bfloat16"), "models.actor.dtype: V100-32G"),
+    ],
+)
+def test_what_a_shadow_has_from_its_role_is_said_of_the_role(overrides: tuple[str, ...], beginning: str) -> None:
+    assert refused(SIX, 2, *overrides).startswith(beginning)
+
+
+def test_what_a_shadow_says_itself_is_said_of_the_shadow() -> None:
+    message = refused(SIX, 2, "models.actor.shadow.engine=torhc")
+    assert message.startswith("models.actor.shadow.engine: unknown engine 'torhc' (did you mean 'torch'?)")
+    message = refused(SIX, 2, V100, "models.actor.shadow.dtype=bfloat16")
+    assert message.startswith("models.actor.shadow.dtype: V100-32G (rank 1) has no bfloat16")
 
 
 def test_a_frozen_model_may_have_any_stage() -> None:
@@ -208,6 +265,20 @@ def test_only_the_devices_of_the_model_count() -> None:
     assert message.startswith("models.ref.dtype: V100-32G (rank 2) has no bfloat16")
 
 
+@pytest.mark.parametrize("role", ["critic", "ref"])
+def test_what_deepspeed_lacks_on_the_cpu_is_refused_when_the_device_is_known(role: str) -> None:
+    plan = plan_of(None, 2, f"models.{role}.engine=deepspeed", f"models.{role}.dtype=float16", f"models.{role}.zero=3")
+    check_device(plan.placement, "cuda")
+    assert sentence_of(lambda: check_device(plan.placement, "cpu")) == (
+        f"models.{role}.dtype: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
+    )
+
+
+@pytest.mark.parametrize("settings", ["{engine: deepspeed, zero: 2, dtype: bfloat16}", "{dtype: float16}"])
+def test_other_types_go_with_the_cpu(settings: str) -> None:
+    check_device(plan_of(None, 2, f"models.critic={settings}").placement, "cpu")
+
+
 # --- a reference that is the actor's base weights
 
 
@@ -242,6 +313,11 @@ def test_weights_that_cannot_be_shared(overrides: tuple[str, ...], sentence: str
     assert refused(None, 2, *overrides) == sentence
 
 
+def test_an_algorithm_without_a_reference_has_none_to_share() -> None:
+    sft = ("algorithm={name: sft}", "models.reward=null", "models.actor.lora={}", "models.ref.share=actor")
+    assert refused(None, 2, *sft) == "models.ref: sft has no ref; it has actor"
+
+
 # --- what passes
 
 VALID = {
@@ -274,6 +350,10 @@ def test_settings_that_work(overrides: tuple[str, ...]) -> None:
         ("{zero: 3}", "{engine: deepspeed}"),
         ("{tp: 2}", "{tp: 1, zero: 3, dtype: bfloat16}"),
         ("{engine: deepspeed, zero: 1}", "{engine: torch}"),
+        ("{engine: deepspeed, zero: 1, offload_optimizer: true}", "{engine: torch}"),
+        ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{engine: torch}"),
+        ("{engine: deepspeed, config: {steps_per_print: 1}}", "{engine: torch}"),
+        ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{zero: 0}"),
     ],
 )
 def test_a_shadow_may_compute_in_another_way(trained: str, shadow: str) -> None:

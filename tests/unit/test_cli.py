@@ -211,6 +211,38 @@ def test_a_setting_of_a_model_that_no_run_has_is_refused(invoke: Invoke, two_run
     assert "sft has no reward" in refused(invoke("plan", *two_runs, "--set", "sft:models.reward={path: x}"))
 
 
+SHARED = ("--set", "models.actor.lora={}", "--set", "models.ref.share=actor")
+
+
+@pytest.mark.parametrize("configs", [("a.yaml",), (("sft.yaml", "a.yaml")), pytest.param(("a.yaml", "sft.yaml"))])
+def test_a_vector_has_no_entry_for_a_shared_reference(
+    configs: tuple[str, ...], invoke: Invoke, two_runs: tuple[str, str]
+) -> None:
+    result = invoke("plan", *configs, *SHARED, "--devices", "2", "--placement-ratio", "[1,1,0.5]")
+    assert result.exit_code == 0, result.output
+    assert "test: ppo, interleaving on 2 devices" in result.stdout
+
+
+def test_adapters_of_an_earlier_run_are_no_model(invoke: Invoke, tmp_path: Path) -> None:
+    write_run(
+        tmp_path / "b.yaml", "other", models={"actor": {"path": "runs/test/actor"}, "reward": {"init": dict(TINY)}}
+    )
+    message = refused(invoke("plan", "a.yaml", "b.yaml", "--set", "test:models.actor.lora={}"))
+    assert message == (
+        "models.actor.path runs/test/actor: an earlier run writes adapters there, not a whole model; "
+        "remove that run's lora or give another path"
+    )
+
+
+def test_a_directory_of_adapters_is_no_model(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    message = refused(invoke("plan", "a.yaml", "--set", "models.actor={path: adapters}"))
+    assert message == (
+        "models.actor.path adapters: holds adapters, not a whole model; merge them into their base model first"
+    )
+
+
 def test_several_machines_need_an_endpoint(invoke: Invoke, tmp_path: Path) -> None:
     before = files(tmp_path)
     assert "--rdzv-endpoint" in refused(invoke("run", "a.yaml", "--devices", "2", "--nnodes", "2"))

@@ -74,6 +74,8 @@ def test_16_bits_are_summed_and_sent_in_32(dtype: str, section: str) -> None:
     assert {"bf16", "fp16"} & set(config) == {section}
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert config["communication_data_type"] == "fp32"
+    # a frozen model sums and sends no gradients
+    assert set(made(trained=False, dtype=dtype)) == set(made()) | {section}
 
 
 def test_float32_has_no_section_of_16_bits() -> None:
@@ -150,6 +152,30 @@ def test_what_the_yaml_says_in_its_own_words_is_refused(name: str, owner: str) -
     assert str(caught.value) == (
         f"models.critic.config.{name}: conflicts with {ours}, which says it here; remove it from config"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        ("bfloat16", "dtype"),
+        ("amp", "dtype"),
+        ("zero_optimization.cpu_offload", "offload_optimizer"),
+        ("zero_optimization.cpu_offload_param", "offload_parameters"),
+        ("zero_optimization.param_persistence_threshold", "zero"),
+    ],
+)
+def test_other_names_of_the_same_are_refused_too(name: str, owner: str) -> None:
+    """DeepSpeed still reads what a key was called before, and the names of its fields."""
+    with pytest.raises(UserError, match=f"^models.actor.config.{name}: conflicts with models.actor.{owner}, "):
+        check_deepspeed_config("models.actor", nested(tuple(name.split(".")), True))
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization"])
+@pytest.mark.parametrize(("value", "found"), [(True, "true"), (3, "3"), (None, "null")])
+def test_a_section_of_ours_is_not_replaced_by_something_else(section: str, value: object, found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan_of(None, 2, "models.actor.engine=deepspeed", f"models.actor.config={{{section}: {found}}}")
+    assert str(caught.value) == f"models.actor.config.{section}: expected a mapping, found {found}"
 
 
 @pytest.mark.parametrize("owner", sorted({owner for owner in OWNED.values() if not owner.startswith("algorithm.")}))

@@ -40,7 +40,7 @@ ENGINE_PARTS = (
 TORCH_PARTS = "engines.gradients engines.update engines.fsdp"
 LAYERS = (
     # a plan is made and printed without torch
-    Layer("errors yaml12 metrics corpus"),
+    Layer("errors yaml12 metrics corpus wording"),
     Layer("spec", "errors"),
     Layer("spec_file", "spec errors yaml12"),
     Layer("data", "errors"),
@@ -48,19 +48,20 @@ LAYERS = (
     Layer("operators", "operators spec data errors"),
     Layer("placement", "placement spec data errors"),
     Layer("strategies", "strategies placement operators spec errors"),
-    Layer("engines.deepspeed_config", "spec errors"),
+    Layer("engines.deepspeed_config", "placement spec errors"),
     Layer("engines.catalogue", "engines.deepspeed_config placement operators errors"),
     Layer("plan", "strategies engines.catalogue placement operators spec errors"),
     Layer("machines", "placement spec errors"),
     Layer("timeline", "strategies.instructions"),
-    Layer("remedies", "plan strategies engines.catalogue placement spec errors"),
-    Layer("report", "remedies plan strategies placement metrics"),
+    Layer("remedies", "plan strategies engines.catalogue placement spec errors wording"),
+    Layer("memory_report", "remedies plan placement wording"),
+    Layer("report", "memory_report plan strategies placement metrics wording"),
     Layer("run_directory", "plan spec_file"),
     Layer("run_data", "plan engines.catalogue placement data errors"),
     Layer("quickstart", lazily="corpus"),
     Layer(
         "cli",
-        "report remedies run_directory machines plan operators spec_file spec errors",
+        "report memory_report remedies run_directory machines engines.catalogue plan operators spec_file spec errors",
         lazily="worker launch run_data quickstart",
     ),
     # what the ranks load

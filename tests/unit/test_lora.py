@@ -124,6 +124,11 @@ def test_an_unknown_target_is_refused_with_the_candidates(target: str, hint: str
     assert all(name in message for name in LINEAR)
 
 
+def test_no_target_at_all_is_refused_with_the_candidates() -> None:
+    with pytest.raises(UserError, match="models.actor.lora.targets: names no module; candidates: down_proj, .*v_proj$"):
+        adapted("actor", SMALL, targets=())
+
+
 # --- in a plan
 
 

@@ -16,7 +16,7 @@ from flexrlhf.engines.deepspeed_config import deepspeed_config
 from flexrlhf.placement.activations import Blocks
 from flexrlhf.placement.copies import NUM_BUCKETS, WeightSync, saving_parts, sync_parts
 from flexrlhf.placement.lora import with_adapters
-from flexrlhf.placement.memory import Compute, RankMemory, Saving, Sizing, Texts, bytes_text, rank_memory
+from flexrlhf.placement.memory import Compute, RankMemory, Saving, Sizing, Texts, rank_memory
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.reshard import pair_ranks
 from flexrlhf.placement.shapes import ModelShape, Sizes, model_shape
@@ -34,6 +34,7 @@ from flexrlhf.spec import LoraSpec, ModelSpec, SyncSpec
 from flexrlhf.strategies.instructions import Offload, Reload, Run
 from flexrlhf.strategies.residency import Memory
 from flexrlhf.strategies.workload import workload
+from flexrlhf.wording import bytes_text
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published"
 """Measurements collected from papers and repositories; not part of the project, so the rows that matter stand here."""

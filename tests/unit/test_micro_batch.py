@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.micro_batch import MicroBatch, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS = Lengths(prompt=4, response=6)
@@ -101,3 +101,13 @@ def test_random_batches_are_covered_within_the_budget() -> None:
             kept = piece.batch["attention_mask"].clone()
             kept[:, piece.first : piece.last] = 0
             assert not kept.any(), "a token of the text was cut off"
+
+
+def test_an_idle_micro_batch_is_one_row_of_two_tokens() -> None:
+    """The last place of the prompt and the first of the answer, for a rank that must call without rows."""
+    piece = idle_micro_batch(LENGTHS, torch.device("cpu"))
+    assert piece.idle and not cut([(2, 3)], 100)[0].idle
+    assert (piece.first, piece.last, piece.response_width) == (3, 5, 1)
+    assert piece.attention_mask.tolist() == [[1, 1]]
+    assert piece.position_ids.tolist() == [[0, 1]]
+    assert piece.tokens.shape == (1, 2)

@@ -13,12 +13,13 @@ from small_runs import plan_of
 
 from flexrlhf import quickstart
 from flexrlhf.plan import Plan, make_plan, make_plans
-from flexrlhf.report import format_plan, rank_marks, schedule_table, span_of
+from flexrlhf.report import format_plan, schedule_table
 from flexrlhf.spec import ModelSpec, Spec
 from flexrlhf.spec_file import load_spec
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk
+from flexrlhf.wording import rank_marks, span_of
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"

@@ -277,6 +277,10 @@ def test_every_field_of_the_optimizer_is_read() -> None:
             "found 'fp16'",
         ),
         ("models.actor.lora.rank=0", "models.actor.lora.rank: must be greater than or equal to 1, found 0"),
+        (
+            "models.actor.lora.targets=q_proj",
+            "models.actor.lora.targets: expected a list such as [q_proj, v_proj], found 'q_proj'",
+        ),
         ("models.actor.config=3", "models.actor.config: expected a mapping, found 3"),
         ("models.actor.shadow.zero=4", "models.actor.shadow.zero: expected one of 0, 1, 2 or 3, found 4"),
         (
@@ -306,6 +310,24 @@ def test_without_settings_of_its_own_a_shadow_is_like_its_role() -> None:
     model = model_of("models.actor.zero=3")
     assert model.of_shadow == model
     assert model_of("models.actor.zero=3", "models.actor.shadow={}").of_shadow == model
+
+
+@pytest.mark.parametrize(
+    ("own", "kept"),
+    [
+        ("{}", {"offload_parameters": True, "config": {"steps_per_print": 1}}),
+        ("{engine: torch}", {"offload_parameters": False, "config": {}}),
+        ("{zero: 0}", {"offload_parameters": False, "config": {"steps_per_print": 1}}),
+    ],
+)
+def test_a_shadow_drops_what_it_has_no_use_for(own: str, kept: dict[str, object]) -> None:
+    """What only training needs, and settings of another engine's library."""
+    role = (
+        "{engine: deepspeed, zero: 3, offload_optimizer: true, offload_parameters: true, config: {steps_per_print: 1}}"
+    )
+    shadow = model_of(f"models.actor={role}", f"models.actor.shadow={own}").of_shadow
+    assert not shadow.offload_optimizer
+    assert {name: getattr(shadow, name) for name in kept} == kept
 
 
 def test_a_shadow_may_undo_what_its_role_sets() -> None:

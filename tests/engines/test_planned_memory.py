@@ -1,0 +1,115 @@
+"""What the torch engine holds on one rank equals the plan; what its calls take besides is close below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.engines.base import Batch, Loss, Sampling, Wanted
+from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.operators.columns import COLUMNS, Lengths
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.lora import with_adapters
+from flexrlhf.placement.memory import Compute, Phase, Sizing, Texts
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.shapes import ModelShape, model_shape
+from flexrlhf.spec import LoraSpec, ModelSpec, SyncSpec
+
+LENGTHS, ROWS, VOCABULARY = Lengths(24, 40), 8, 2000
+INIT = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "checkpointing": {"activation_checkpointing": True},
+    "lora": {"lora": LoraSpec(rank=4)},
+    "sgd": {"optimizer": {"name": "sgd"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def placed(role: str, settings: dict[str, Any]) -> tuple[PlacedModel, ModelShape]:
+    spec = ModelSpec(init=INIT, micro_batch_tokens=256, logits_mb=0.5, **settings)
+    shape = model_shape(role, spec)
+    assert shape is not None
+    if spec.lora is not None:
+        shape = with_adapters(role, shape, spec.lora)
+    return PlacedModel(role, role, Layout((0,)), True, spec), shape
+
+
+def engine_of(model: PlacedModel) -> TorchEngine:
+    alone = Replicas(None, (0,), lambda *_: None)
+    return TorchEngine(
+        Wanted(
+            placed=model,
+            lengths=LENGTHS,
+            temperature=1.0,
+            seed=0,
+            num_updates=3,
+            replicas=alone,
+            tp=alone,
+            alone=None,
+            device=torch.device("cpu"),
+        )
+    )
+
+
+def batch() -> Batch:
+    width = LENGTHS.prompt + LENGTHS.response
+    tokens = torch.randint(3, VOCABULARY, (ROWS, width), generator=torch.Generator().manual_seed(0)).int()
+    mask = torch.ones(ROWS, width, dtype=torch.uint8)
+    mask[0, :3] = 0
+    columns = {"tokens": tokens, "attention_mask": mask, "response_mask": mask[:, LENGTHS.prompt :]}
+    columns |= {"prompts": tokens[:, : LENGTHS.prompt], "prompt_mask": mask[:, : LENGTHS.prompt]}
+    return Batch(columns, torch.arange(ROWS), 1)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_planned_and_measured_bytes(role: str, settings: str) -> None:
+    model, shape = placed(role, SETTINGS[settings])
+    sizing = Sizing(Placement((model,), 1), {role: shape}, Texts(LENGTHS.prompt, LENGTHS.response), SyncSpec())
+    state = sizing.state(model, 0)
+    assert state is not None
+    engine, rows = engine_of(model), batch()
+    quantity = COLUMNS["logprobs" if role == "actor" else "values"]
+    assert quantity.quantity is not None
+    loss = Loss(quantity.quantity, lambda outputs, *_: (outputs.quantity.sum() / 1000, {}), ())
+
+    def planned(kind: Any) -> list[Phase]:
+        return list(sizing.phases(Compute(kind, role, ROWS), 0))
+
+    engine.train(rows, loss)
+    trained = peak_bytes(lambda: engine.train(rows, loss))
+    held = engine.held()
+    assert (held.weights, held.gradients, held.optimizer) == (state.weights, state.gradients, state.optimizer)
+    assert 0.97 < (state.gradients + max(phase.besides for phase in planned("train"))) / trained < 1.5
+    assert 0.97 < planned("forward")[0].besides / peak_bytes(lambda: engine.forward(rows, quantity)) < 1.3
+    if role == "actor":
+        sampling = Sampling(0, 0, 1.0, (10**6,), 0)
+        assert 0.97 < planned("generate")[0].besides / peak_bytes(lambda: engine.generate(rows, sampling)) < 1.1
+    engine.close()
