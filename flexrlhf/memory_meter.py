@@ -13,7 +13,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass
 class MemoryMeter:
-    """Bytes above ``start``: what the process held when the meter was made."""
+    """Bytes above ``start``: what the process held when the meter was made, before the first run of a command."""
 
     device: torch.device
     start: int = 0

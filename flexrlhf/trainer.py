@@ -42,7 +42,7 @@ EVAL_STEP = -1
 class Trainer:
     """Owns the engines, the rows and the communication of one rank."""
 
-    def __init__(self, plan: Plan, world: World, data: RunData, directory: Path) -> None:
+    def __init__(self, plan: Plan, world: World, data: RunData, directory: Path, meter: MemoryMeter) -> None:
         self.plan = plan
         self._world = world
         self._data = data
@@ -51,7 +51,7 @@ class Trainer:
         self._position = 0
         self._whereabouts = Whereabouts(world, plan.spec.name)
         self._groups: Groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
-        self._meter = MemoryMeter(world.device)
+        self._meter = meter
         self._residents = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
         for name in plan.offloaded.get(world.rank, ()):
             self._residents[name].engine.offload()

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.comm.world import DeadlineError, open_world
 from flexrlhf.errors import UserError
+from flexrlhf.memory_meter import MemoryMeter
 from flexrlhf.plan import make_plan
 from flexrlhf.run_data import load_run_data
 from flexrlhf.spec import Spec
@@ -33,9 +34,10 @@ def work(specs: Sequence[Spec]) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
+        meter = MemoryMeter(world.device)
         for spec in specs:
             plan = make_plan(spec)
-            trainer = Trainer(plan, world, load_run_data(plan), spec.directory)
+            trainer = Trainer(plan, world, load_run_data(plan), spec.directory, meter)
             trainer.run()
             trainer.close()
             # the next run may read what a rank of this one has just written

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from commands import start
 
+from flexrlhf.quickstart import config_paths
+
 KL_BOUND = 8.0
 """Nats per answer. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
 
@@ -51,3 +53,22 @@ def test_ppo_was_interleaved_and_left_its_files(runs: Path) -> None:
     left = {path.name for path in (runs / "quickstart-ppo").iterdir()}
     assert left == {"config.yaml", "plan.txt", "metrics.jsonl", "timeline.json", "samples.jsonl", "actor", "critic"}
     assert (runs / "quickstart-ppo" / "actor" / "tokenizer.json").exists()
+
+
+STRATEGIES = {"co-located": "[1,1,1,1]", "interleaving": "[1,1,0.5,0.5]", "disaggregated": "[0.5,0.5,0.5,0.5,0.5,0.5]"}
+SHARDED = [f"models.{role}.{setting}" for role in ("actor", "critic") for setting in ("engine=deepspeed", "zero=3")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_zero_3_by_deepspeed_earns_the_same_rewards(runs: Path, strategy: str) -> None:
+    """The first steps of the same PPO. Over all fifty a tie between two words may fall another way."""
+    few = ["name=sharded-ppo", "steps=6", f"runs={runs.name}", *SHARDED]
+    config = str(config_paths()[-1])
+    sets = [word for setting in few for word in ("--set", setting)]
+    process = start(["run", config, "--placement-ratio", STRATEGIES[strategy], *sets], runs.parent)
+    out, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, out[-2000:]
+    assert f"{strategy} on 2 devices" in (runs / "sharded-ppo" / "plan.txt").read_text()
+    rewards = [row["reward_mean"] for row in metrics(runs, "sharded-ppo")]
+    expected = [row["reward_mean"] for row in metrics(runs, "quickstart-ppo")[:6]]
+    assert rewards == pytest.approx(expected, rel=1e-5)

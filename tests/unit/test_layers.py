@@ -92,7 +92,7 @@ LAYERS = (
         "strategies placement data",
         torch=True,
     ),
-    Layer("worker", "trainer comm.world run_data plan spec_file spec yaml12 errors", torch=True),
+    Layer("worker", "trainer memory_meter comm.world run_data plan spec_file spec yaml12 errors", torch=True),
     Layer("launch", "machines plan spec_file spec errors", torch=True),
 )
 
