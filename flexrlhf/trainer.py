@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -76,6 +77,8 @@ class Trainer:
         for resident in self._residents.values():
             resident.engine.close()
         self._residents.clear()
+        # models hold groups in cycles of hooks and closures
+        gc.collect()
         self._groups.close()
 
     def _execute(self, instruction: Instruction, step: int, span: Span) -> None:
