@@ -115,7 +115,8 @@ def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
     lines = []
     for rank in ranks:
         memory = plan.memories[int(rank)]
-        planned = memory.process_bytes if facts["device"] == "cpu" else memory.peak_bytes
+        planned: int | None = memory.process_bytes if facts["device"] == "cpu" else memory.peak_bytes
+        planned = planned if memory.is_complete else None
         lines.append(f"  rank {rank}: {_held(memory, held[rank])}; {_peaks(planned, peaks[rank])}")
     return ["  memory, planned and measured", *(f"  {line}" for line in lines)]
 
@@ -124,8 +125,9 @@ def _held(memory: RankMemory, held: Held) -> str:
     states = [state for state in memory.states.values() if state is not None]
     planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
     measured = sum(size for sizes in held.values() for key, size in sizes.items() if key != "host")
-    return f"tensors of models {bytes_text(planned)} planned, {bytes_text(measured)} held"
+    known = bytes_text(planned if len(states) == len(memory.states) else None)
+    return f"tensors of models {known} planned, {bytes_text(measured)} held"
 
 
-def _peaks(planned: int, measured: int) -> str:
+def _peaks(planned: int | None, measured: int) -> str:
     return f"peak {bytes_text(planned)} planned, {bytes_text(measured)} measured"

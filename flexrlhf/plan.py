@@ -145,7 +145,18 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
     schedule = Schedule(instructions, max((i.lag for i in instructions), default=0))
     groups = tuple(_groups(placement, instructions))
     made = Plan(spec, cluster, graph, placement, strategy, schedule, batch, lengths, shapes, groups)
+    _check_warmup(made)
     return made.with_residency()
+
+
+def _check_warmup(made: Plan) -> None:
+    for role in made.graph.trained:
+        steps = made.model(role).optimizer.warmup_steps
+        if steps >= made.num_updates:
+            raise UserError(
+                f"models.{role}.optimizer.warmup_steps: {steps} of the run's {made.num_updates} optimizer steps: the "
+                f"learning rate never reaches its value; use fewer than {made.num_updates}"
+            )
 
 
 def make_plans(specs: Sequence[Spec]) -> list[Plan]:

@@ -66,7 +66,7 @@ class OptimizerSpec(Section):
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="AdamW: Loshchilov & Hutter 2019")
     learning_rate: float = Field(1e-6, ge=0, description="its highest value")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up; to 0 at the end")
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises from 0")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises; 0 at the first")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
@@ -125,7 +125,7 @@ class ModelSpec(Section):
     offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory")
     offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
     config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, as it names them")
-    shadow: ShadowSpec | None = Field(None, description="where the shadow computes in another way")
+    shadow: ShadowSpec | None = Field(None, description="where a placement's shadow computes in another way")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

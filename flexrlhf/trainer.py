@@ -135,15 +135,20 @@ class Trainer:
     def _evaluate(self, instruction: Eval, step: int) -> None:
         """The evaluation operators over the held-out rows, split over the model's replicas."""
         resident = self._residents[instruction.model]
-        shape = BatchShape(len(self._data.held_out), self.plan.batch.samples_per_prompt)
+        num_rows, step = len(self._data.held_out), self.plan.batch.num_prompts
+        # in batches no larger than a step's, so that evaluation needs no more memory than training
+        shape = BatchShape(num_rows, self.plan.batch.samples_per_prompt, num_mini_batches=max(1, -(-num_rows // step)))
         store = RowStore(self.plan.lengths, self._world.device)
-        rows = shape.rows(shape.held(resident.model.layout, self._world.rank, range(1)))
+        rows = shape.rows(shape.held(resident.model.layout, self._world.rank, shape.mini_batches))
         self._put_inputs(store, self._data.held_out, rows)
         reports: dict[str, Moments] = {}
         for operator in self.plan.graph.evaluation:
-            work = OperatorRun(operator, resident, shape, range(1), self._world.rank)
             sampling = self._sampling(EVAL_STEP)
-            reports[operator.name] = run_operator(work, store, self.plan.spec.algorithm, sampling, self._world.device)
+            single = [range(number, number + 1) for number in shape.mini_batches]
+            for batches in [shape.mini_batches] if operator.kind == "combine" else single:
+                work = OperatorRun(operator, resident, shape, batches, self._world.rank)
+                report = run_operator(work, store, self.plan.spec.algorithm, sampling, self._world.device)
+                reports[operator.name] = report
         self._publish(step, resident, reports)
         generates = any(operator.kind == "generate" for operator in self.plan.graph.evaluation)
         if generates and self._world.rank == instruction.ranks[0]:

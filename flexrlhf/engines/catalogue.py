@@ -12,6 +12,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import DEVICE_CLASSES, Cluster
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape
+from flexrlhf.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def _check_settings(model: PlacedModel) -> None:
 def _check_sharding(model: PlacedModel) -> None:
     """ZeRO stages, tensor and context parallel, and the types that go with them."""
     serves, settings = SERVES[model.engine], model.settings
-    if model.trained and settings.zero not in serves.zero:
+    # what a shadow has from its role may name a stage of training, which is nothing to a copy without an optimizer
+    if (model.trained or not model.is_shadow) and settings.zero not in serves.zero:
         raise UserError(
             f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {_or(serves.zero)}"
             + _instead(lambda other: settings.zero in other.zero)
@@ -121,6 +123,9 @@ def _check_role(model: PlacedModel) -> None:
     settings = model.settings
     if model.trained or model.is_shadow:
         return
+    for name in ("optimizer", "offload_optimizer"):
+        if getattr(settings, name) != getattr(ModelSpec(), name):
+            raise UserError(f"{model.key(name)}: {model.role} is not trained, so it has no optimizer; remove it")
     if settings.activation_checkpointing:
         raise UserError(f"{model.key('activation_checkpointing')}: {model.role} is not trained; remove it")
     if settings.shadow is not None:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 
-from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted, moments
+from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
 from flexrlhf.engines.deepspeed_config import clips_itself, deepspeed_config
 from flexrlhf.engines.head import use_language_head
 from flexrlhf.engines.models import load_model, recomputing
-from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors
+from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
 from flexrlhf.engines.parking import Parking, storage_bytes
 from flexrlhf.engines.passes import Passes
 from flexrlhf.operators.columns import Column
@@ -86,7 +86,7 @@ class DeepSpeedEngine:
 
     def __init__(self, wanted: Wanted) -> None:
         assert wanted.alone is not None, "the plan gives every rank of a DeepSpeed model a group by itself"
-        placed, self._settings = wanted.placed, wanted.placed.settings
+        placed, self._settings, self._name = wanted.placed, wanted.placed.settings, wanted.placed.name
         self._mpu = _Mpu(wanted.replicas.group or wanted.alone, wanted.alone)
         self._deepspeed = _import_deepspeed(wanted.device)
         self._model = load_model(placed, wanted.seed)
@@ -112,7 +112,7 @@ class DeepSpeedEngine:
             # gradients are reduced while they are computed, and weights of stage 3 gathered layer by layer
             lockstep=placed.trained or self._settings.zero == 3,
         )
-        self._parking = Parking()
+        self._parking = Parking(wanted.device)
         self._away: Held | None = None
         self._gradient_bytes = 0
 
@@ -122,7 +122,9 @@ class DeepSpeedEngine:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
 
-        (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+        defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+        assert len(defaults) == 1, "DeepSpeed 0.19.8 counts modules in the only default of this method"
+        (modules,) = defaults
         modules[0] = wanted.replicas.largest(modules[0], wanted.device)
         Init.param_id = wanted.replicas.largest(Init.param_id, wanted.device)
 
@@ -183,13 +185,12 @@ class DeepSpeedEngine:
         if not skipped:
             self._scheduler.step()
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=device)
-        statistics = {"learning_rate": moments(rate.to(device)), "grad_norm": moments(norm.float().reshape(1))}
-        if self._settings.dtype == "float16":
-            statistics["skipped"] = moments(norm.new_tensor([float(skipped)]))
-            statistics["grad_norm"] *= float(not skipped)
-        elif not torch.isfinite(norm):
-            raise FloatingPointError("the gradient is not finite; the weights of this step are lost")
-        return statistics
+        is_scaled = self._settings.dtype == "float16"
+        # DeepSpeed tells some norms that are not finite as -1
+        if not is_scaled and not (torch.isfinite(norm) and norm >= 0):
+            kept = "the weights were left as they were" if skipped else "the weights of this step are lost"
+            raise FloatingPointError(f"{self._name}: the gradient is not finite; {kept}")
+        return update_statistics(rate, norm, is_scaled, skipped)
 
     def _clip(self) -> Tensor:
         limit = self._settings.optimizer.max_grad_norm
@@ -230,7 +231,7 @@ class DeepSpeedEngine:
 
     def offload(self) -> None:
         self._away = self.held()
-        self._parking.put([*self._stored(), *self._beside_weights()])
+        self._parking.put([*self._stored(), *self._beside_weights(), *self._gradients()])
 
     def reload(self) -> None:
         self._parking.take()
@@ -251,6 +252,8 @@ class DeepSpeedEngine:
         return [*_tensors_of(self._engine.optimizer, _MASTERS), *state_tensors(self._optimizer)]
 
     def _gradients(self) -> list[Tensor]:
+        if self._optimizer is None:
+            return []
         own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         return [*own, *_tensors_of(self._engine.optimizer, _GRADIENTS)]
 

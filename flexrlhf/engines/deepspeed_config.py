@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.errors import UserError, shown
+from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.placement.states import DEEPSPEED_ELEMENTS
 from flexrlhf.spec import ModelSpec
 
@@ -30,6 +30,8 @@ OWNED = {
     "zero_optimization.cpu_offload_param": "offload_parameters",
     "zero_optimization.stage3_param_persistence_threshold": "zero",
     "zero_optimization.param_persistence_threshold": "zero",
+    "zero_optimization.compute_grad_norm": "optimizer.max_grad_norm",
+    "bf16.check_grad_overflow": "dtype",
     "zero_allow_untested_optimizer": "optimizer.name",
     "zero_force_ds_cpu_optimizer": "offload_optimizer",
     "data_types": "dtype",
@@ -40,9 +42,33 @@ OWNED = {
 }
 """What a YAML says in its own words: DeepSpeed key → our key of the model, or of the run."""
 
+_FURTHER = """
+aio bf16 checkpoint comms_logger compile compression_training csv_monitor curriculum_learning data_efficiency
+dataloader_drop_last disable_allgather disable_python_gc dump_state eigenvalue elasticity flops_profiler fp16
+gradient_allreduce_op gradient_predivide_factor log_level memory_breakdown monitor_config prescale_gradients
+progressive_layer_drop sparse_gradients steps_per_print tensorboard timers wall_clock_breakdown wandb
+zero_optimization
+"""
+_FURTHER_ZERO = """
+allgather_bucket_size allgather_partitions contiguous_gradients cpu_offload_use_pin_memory elastic_checkpoint
+enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+log_trace_cache_warnings memory_efficient_linear overlap_comm override_module_apply parameter_alignment
+pipeline_loading_checkpoint reduce_bucket_size reduce_scatter round_robin_gradients
+save_muon_momentum_buffer_in_memory stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
+stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance
+stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_prefetch_bucket_size
+stage3_use_all_reduce_for_fetch_params sub_group_size use_multi_rank_bucket_allreduce zenflow
+zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+"""
+FURTHER, FURTHER_ZERO = frozenset(_FURTHER.split()), frozenset(_FURTHER_ZERO.split())
+"""What DeepSpeed 0.19.8 reads besides, at the top and under ``zero_optimization``. Other top-level keys it ignores."""
+
 
 def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a setting that the YAML already makes. ``key``: the model, for the message."""
+    """Raise UserError for a setting that the YAML already makes, or that DeepSpeed does not have.
+
+    ``key``: the model, for the message.
+    """
     for name, owner in OWNED.items():
         section, _, entry = name.partition(".")
         value = config.get(section)
@@ -51,6 +77,22 @@ def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
         if (entry and isinstance(value, Mapping) and entry in value) or (not entry and section in config):
             ours = owner if owner.startswith("algorithm.") else f"{key}.{owner}"
             raise UserError(f"{key}.config.{name}: conflicts with {ours}, which says it here; remove it from config")
+
+    _check_known(f"{key}.config", config, FURTHER)
+    zero = config.get("zero_optimization", {})
+    _check_known(f"{key}.config.zero_optimization", zero, FURTHER_ZERO)
+    for name in DEEPSPEED_ELEMENTS:
+        # 5e8 is a float in YAML
+        if name in zero and (isinstance(zero[name], bool | str) or int(zero[name]) != zero[name] or zero[name] < 1):
+            raise UserError(
+                f"{key}.config.zero_optimization.{name}: expected a whole number of elements, found {shown(zero[name])}"
+            )
+
+
+def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) -> None:
+    for name in section:
+        if name not in known:
+            raise UserError(f"{where}: DeepSpeed has no setting {name!r}{nearest(name, known)}")
 
 
 def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:

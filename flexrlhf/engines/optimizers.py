@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from flexrlhf.engines.base import Moments, moments
 from flexrlhf.spec import OptimizerSpec
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -38,6 +39,19 @@ def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: i
 def learning_rate(optimizer: Optimizer) -> Tensor:
     """The rate of the next update (1,)."""
     return torch.tensor([float(optimizer.param_groups[0]["lr"])], dtype=torch.float64)
+
+
+def update_statistics(rate: Tensor, norm: Tensor, is_scaled: bool, skipped: bool) -> Moments:
+    """What every update reports: learning rate, global gradient norm before clipping, and whether float16 overflowed.
+
+    A skipped update (``is_scaled``: of a run with a loss scale) has no norm to report.
+    """
+    statistics = {"learning_rate": moments(rate.to(norm.device)), "grad_norm": moments(norm.float().reshape(1))}
+    if skipped:
+        statistics["grad_norm"].zero_()
+    if is_scaled:
+        statistics["skipped"] = moments(torch.tensor([float(skipped)], device=norm.device))
+    return statistics
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

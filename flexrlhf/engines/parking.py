@@ -27,7 +27,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 class Parking:
     """Storages, not tensors, are put away: views and shards that share one keep sharing it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._parked: list[_Parked] = []
 
     @property
@@ -38,6 +39,8 @@ class Parking:
         """Copy to host memory and free the device's."""
         assert not self._parked, "already offloaded"
         for storage in _storages(tensors):
+            if storage.device.type != self._device.type:
+                continue  # in host memory anyway
             # a copy on the CPU too, where it saves nothing but runs the same way
             copy = storage.clone() if storage.device.type == "cpu" else storage.cpu()
             self._parked.append(_Parked(storage, copy))

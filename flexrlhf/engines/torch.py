@@ -46,7 +46,7 @@ class TorchEngine:
             replicas=wanted.replicas,
             lockstep=self._is_sharded,
         )
-        self._parking = Parking()
+        self._parking = Parking(wanted.device)
         self._away: Held | None = None
         self._update = self._make_update(wanted, partial) if placed.trained else None
         if settings.activation_checkpointing and placed.trained:
@@ -147,9 +147,8 @@ def _cut(model: PreTrainedModel, head: LanguageHead | None, wanted: Wanted) -> f
         model.to(wanted.device)
         return partial
     assert replica_mesh is not None, "shards need several ranks"
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(DTYPES[settings.dtype])
+    for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
+        _convert(parameter, DTYPES[settings.dtype])
     # moves one layer at a time to the device, of which its shard stays there
     apply_fsdp(model, replica_mesh, settings.zero, DTYPES[settings.dtype])
     return partial
@@ -162,9 +161,19 @@ def _lower(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
         return {}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for parameter in list(model.parameters()):
+        _convert(parameter, dtype)
     return masters
+
+
+@torch.no_grad()
+def _convert(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Put ``parameter`` in ``dtype``, as the same object for all that share it.
+
+    Assigning ``.data`` would leave the local part of a DTensor as it is.
+    """
+    converted = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, converted)
 
 
 def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexrlhf.engines.base import Moments, moments
+from flexrlhf.engines.base import Moments
 from flexrlhf.engines.gradients import Gradients, LossScale
-from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors
+from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
 from flexrlhf.spec import OptimizerSpec
 
 
@@ -46,12 +46,7 @@ class Update:
         if allowed:
             self._apply(norm)
         self._gradients.clear()
-        statistics = {"learning_rate": moments(rate.to(norm.device)), "grad_norm": moments(norm[None])}
-        if self._scale.is_enabled:
-            statistics["skipped"] = moments(norm.new_tensor([float(not allowed)]))
-        if not allowed:
-            statistics["grad_norm"].zero_()
-        return statistics
+        return update_statistics(rate, norm, self._scale.is_enabled, skipped=not allowed)
 
     def _apply(self, norm: Tensor) -> None:
         if self._settings.max_grad_norm is not None:

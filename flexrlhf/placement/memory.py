@@ -250,7 +250,9 @@ def _beside_states(phase: Phase, states: Mapping[str, State | None], away: froze
     for name, state in states.items():
         if state is None:
             continue
-        host += state.host + (state.weights + state.optimizer if name in away else 0)
-        if name not in away:
+        host += state.host + (state.parked if name in away else 0)
+        if name in away:
+            device += state.buffers
+        else:
             device += state.training if phase.trains and name == phase.model else state.resting
     return replace(phase, states=device, host=phase.host + host)

@@ -75,6 +75,11 @@ class State:
         return self.weights + self.optimizer + self.buffers + self.gradients * self.keeps_gradients
 
     @property
+    def parked(self) -> int:
+        """Of ``resting``, what offloading puts into host memory; buffers of a library stay."""
+        return self.resting - self.buffers
+
+    @property
     def training(self) -> int:
         """On the device while the model trains."""
         return self.weights + self.optimizer + self.buffers + self.gradients

@@ -34,13 +34,15 @@ class Memory:
     evaluation: tuple[Operator, ...]
 
     def capacity(self, rank: int) -> int | None:
-        """What the device holds; None when nobody says, and then nothing is evicted."""
-        return self.cluster.memory_bytes(rank)
+        """What the device has for models that come and go; None when nobody says, and then nothing is evicted."""
+        size = self.cluster.memory_bytes(rank)
+        states = [self.sizing.state(model, rank) for model in self.sizing.placement.on_rank(rank)]
+        return None if size is None else size - sum(state.buffers for state in states if state is not None)
 
     def state(self, rank: int, model: str) -> int:
-        """What a model holds between instructions."""
+        """What a model holds between instructions, and does not hold while it is offloaded."""
         state = self.sizing.state(self.sizing.placement[model], rank)
-        return 0 if state is None else state.resting
+        return 0 if state is None else state.parked
 
     def needed_for(self, rank: int, instruction: Instruction) -> int:
         """What an instruction takes besides what the resident models hold between instructions."""

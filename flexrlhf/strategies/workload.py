@@ -41,8 +41,8 @@ def works_of(
         case Run():
             return _compute(instruction.operator, instruction.model, _largest_call(instruction, placement, batch, rank))
         case Eval():
-            # how many held-out rows there are, only the data tells
-            return tuple(work for operator in evaluation for work in _compute(operator, instruction.model, None))
+            rows = _rows_evaluated(placement[instruction.model], batch, rank)
+            return tuple(work for operator in evaluation for work in _compute(operator, instruction.model, rows))
         case Sync():
             return (WeightSync(instruction.source, instruction.destination, instruction.transfers),)
         case Save():
@@ -50,7 +50,13 @@ def works_of(
     return ()
 
 
-def _compute(operator: Operator, model: str, rows: int | None) -> tuple[Work, ...]:
+def _rows_evaluated(model: PlacedModel, batch: BatchShape, rank: int) -> int:
+    """The most: held-out rows are taken in batches no larger than a step's, rounded anew each time."""
+    prompts = model.layout.slice(range(batch.num_prompts), model.layout.replica(rank))
+    return batch.samples_per_prompt * min(len(prompts) + 1, batch.num_prompts)
+
+
+def _compute(operator: Operator, model: str, rows: int) -> tuple[Work, ...]:
     return () if operator.kind == "combine" else (Compute(operator.kind, model, rows),)
 
 

@@ -153,10 +153,46 @@ def test_what_a_shadow_says_itself_is_said_of_the_shadow() -> None:
     assert message.startswith("models.actor.shadow.dtype: V100-32G (rank 1) has no bfloat16")
 
 
-def test_a_frozen_model_may_have_any_stage() -> None:
-    """Stages 1 and 2 shard what it does not have."""
-    for zero in range(4):
-        assert plan_of(None, 2, f"models.ref.zero={zero}").placement["ref"].settings.zero == zero
+@pytest.mark.parametrize(("engine", "stages"), [("torch", (0, 2, 3)), ("deepspeed", (0, 1, 2, 3))])
+def test_a_frozen_model_may_have_any_stage_of_its_engine(engine: str, stages: tuple[int, ...]) -> None:
+    """Stages that shard what it does not have are nothing to it."""
+    for zero in stages:
+        plan = plan_of(None, 2, f"models.ref.engine={engine}", f"models.ref.zero={zero}")
+        assert plan.placement["ref"].settings.zero == zero
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("models.ref.zero=1",), ("models.ref.zero", "has no stage 1", "use 0, 2 or 3")),
+        (("models.ref.optimizer.learning_rate=0.1",), ("models.ref.optimizer", "ref is not trained")),
+        (
+            ("models.ref.engine=deepspeed", "models.ref.zero=3", "models.ref.offload_optimizer=true"),
+            ("models.ref.offload_optimizer", "ref is not trained"),
+        ),
+        (("models.actor.optimizer.warmup_steps=3",), ("models.actor.optimizer.warmup_steps", "3 of the run's 3")),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={zero_optimisation: {}}"),
+            ("models.actor.config", "'zero_optimisation'", "did you mean 'zero_optimization'"),
+        ),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={zero_optimization: {reduce_bucket_sise: 5}}"),
+            ("models.actor.config.zero_optimization", "did you mean 'reduce_bucket_size'"),
+        ),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={zero_optimization: {reduce_bucket_size: auto}}"),
+            ("reduce_bucket_size", "expected a whole number of elements, found 'auto'"),
+        ),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={bf16: {check_grad_overflow: false}}"),
+            ("models.actor.config.bf16.check_grad_overflow", "models.actor.dtype"),
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as error:
+        plan_of(None, 2, *overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 # --- sizes of the model

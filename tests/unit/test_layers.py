@@ -49,7 +49,7 @@ LAYERS = (
     Layer("placement", "placement spec data errors"),
     Layer("strategies", "strategies placement operators spec errors"),
     Layer("engines.deepspeed_config", "placement spec errors"),
-    Layer("engines.catalogue", "engines.deepspeed_config placement operators errors"),
+    Layer("engines.catalogue", "engines.deepspeed_config placement operators spec errors"),
     Layer("plan", "strategies engines.catalogue placement operators spec errors"),
     Layer("machines", "placement spec errors"),
     Layer("timeline", "strategies.instructions"),

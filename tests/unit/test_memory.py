@@ -30,10 +30,11 @@ from flexrlhf.placement.states import (
     zero_split,
 )
 from flexrlhf.placement.transients import gathered_bytes, new_gradient_bytes, trained_units, update_bytes
+from flexrlhf.plan import Plan
 from flexrlhf.spec import LoraSpec, ModelSpec, SyncSpec
-from flexrlhf.strategies.instructions import Offload, Reload, Run
+from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
 from flexrlhf.strategies.residency import Memory
-from flexrlhf.strategies.workload import workload
+from flexrlhf.strategies.workload import workload, works_of
 from flexrlhf.wording import bytes_text
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published"
@@ -541,15 +542,16 @@ def test_training_takes_a_mini_batch_and_the_rest_all_rows() -> None:
     assert rows["generate", "actor"] == rows["forward", "ref"] == 8
 
 
-def test_the_rows_of_an_evaluation_are_bounded_by_the_settings() -> None:
-    plan = plan_of(None, 1, "eval={path: held_out.jsonl}", "models.actor.generate_tokens=120")
-    evaluated = [
-        item
-        for item, _ in workload(plan.schedule.for_rank(0), plan.placement, plan.batch, plan.graph.evaluation, 0)
-        if isinstance(item, Compute) and item.rows is None
-    ]
-    assert [(item.kind, item.model) for item in evaluated] == [("generate", "actor")]
-    assert plan.sizing.texts.rows_decoded(120, None) == 120 // 12
+def test_evaluation_takes_no_more_rows_than_a_step() -> None:
+    """Eight prompts on two replicas are four each, and one more where held-out rows round up."""
+    plan = plan_of(None, 2, "eval={path: held_out.jsonl}")
+    works = [work for item in plan.schedule.instructions if isinstance(item, Eval) for work in evaluated(plan, item)]
+    assert [(work.kind, work.model, work.rows) for work in works] == [("generate", "actor", 5)]
+
+
+def evaluated(plan: Plan, item: Eval) -> list[Compute]:
+    works = works_of(item, plan.placement, plan.batch, plan.graph.evaluation, 0)
+    return [work for work in works if isinstance(work, Compute)]
 
 
 def test_samples_of_a_prompt_stay_in_one_micro_batch() -> None:
