@@ -134,17 +134,14 @@ class Trainer:
 
     def _evaluate(self, instruction: Eval, step: int) -> None:
         """The evaluation operators over the held-out rows, split over the model's replicas."""
-        resident = self._residents[instruction.model]
-        num_rows, step = len(self._data.held_out), self.plan.batch.num_prompts
-        # in batches no larger than a step's, so that evaluation needs no more memory than training
-        shape = BatchShape(num_rows, self.plan.batch.samples_per_prompt, num_mini_batches=max(1, -(-num_rows // step)))
+        resident, shape = self._residents[instruction.model], self._held_out_shape()
+        single = [range(number, number + 1) for number in shape.mini_batches]
         store = RowStore(self.plan.lengths, self._world.device)
         rows = shape.rows(shape.held(resident.model.layout, self._world.rank, shape.mini_batches))
         self._put_inputs(store, self._data.held_out, rows)
         reports: dict[str, Moments] = {}
         for operator in self.plan.graph.evaluation:
             sampling = self._sampling(EVAL_STEP)
-            single = [range(number, number + 1) for number in shape.mini_batches]
             for batches in [shape.mini_batches] if operator.kind == "combine" else single:
                 work = OperatorRun(operator, resident, shape, batches, self._world.rank)
                 report = run_operator(work, store, self.plan.spec.algorithm, sampling, self._world.device)
@@ -154,6 +151,12 @@ class Trainer:
         if generates and self._world.rank == instruction.ranks[0]:
             texts = [store.get(name, rows).cpu() for name in ("tokens", "prompt_mask", "response_mask")]
             append_samples(self._directory, step, self._data.tokenizer, *texts)
+
+    def _held_out_shape(self) -> BatchShape:
+        """Batches no larger than a step's, so that evaluation needs no more memory than training."""
+        num_prompts = len(self._data.held_out)
+        batches = max(1, -(-num_prompts // self.plan.batch.num_prompts))
+        return BatchShape(num_prompts, self.plan.batch.samples_per_prompt, num_mini_batches=batches)
 
     def _save(self, save: Save) -> None:
         resident, is_writer = self._residents[save.model], self._world.rank == save.ranks[0]

@@ -268,6 +268,11 @@ PRECISION: dict[str, Raw] = {
     # the shadows pad other rows together than the trained copies
     "bf16-pieces": _everywhere(dtype="bfloat16")
     | {role: {"dtype": "bfloat16", "shadow": {"micro_batch_tokens": 20}} for role in ("actor", "critic")},
+    "bf16-tp": _everywhere(dtype="bfloat16", tp=2),
+    "fp16-tp": _everywhere(dtype="float16", tp=2),
+    # trained in shards, generated with by slices
+    "bf16-tp-shadow": _everywhere(dtype="bfloat16")
+    | {role: {"dtype": "bfloat16", "zero": 3, "shadow": {"zero": 0, "tp": 2}} for role in ("actor", "critic")},
     "fp16": _everywhere(dtype="float16"),
     "fp16-torch-3": _everywhere(dtype="float16", zero=3),
     "fp16-frozen": {role: {"dtype": "float16"} for role in ("ref", "reward")},

@@ -91,3 +91,16 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
 def test_models_sit_where_the_paper_puts_them(launches: Launches, case: Case, models: list[str]) -> None:
     held = launches.outcome(case).trace["otherData"]["held_bytes"]
     assert [sorted(held[str(rank)]) for rank in range(case.ranks)] == [names.split() for names in models]
+
+
+@pytest.mark.parametrize("case", [param for param in CASES if "tight" in param.id])
+def test_an_offloaded_model_leaves_what_the_plan_says(launches: Launches, case: Case) -> None:
+    """After the last step, when some models wait in host memory."""
+    outcome, away = launches.outcome(case), 0
+    for rank, models in outcome.trace["otherData"]["held_bytes"].items():
+        for name, held in models.items():
+            state = outcome.plan.state(outcome.plan.placement[name], int(rank))
+            if held["host"]:
+                away += 1
+                assert state is not None and held["host"] == pytest.approx(state.parked, rel=0.02), (case.name, name)
+    assert away, f"{case.name}: nothing was away"

@@ -20,7 +20,8 @@ BF16 = ("bf16", "bf16-torch-3", "bf16-deepspeed-2", "bf16-deepspeed-3")
 FORCED = [
     *(Case(s, "all", 2, compute) for s in ("sft", "reward", "sft-adapters", "reward-adapters") for compute in BF16),
     # a reward model's first scale is too large here, and what float16 leaves out the reference does not
-    *(Case("sft", "all", 2, compute) for compute in ("fp16", "fp16-torch-3")),
+    *(Case("sft", "all", 2, compute) for compute in ("fp16", "fp16-torch-3", "fp16-tp")),
+    *(Case(s, "all", 2, "bf16-tp") for s in ("sft", "reward")),
 ]
 LIMITS = {
     "nll": 5e-3,  # 1.6e-3
@@ -43,7 +44,7 @@ order of a CPU's sums over positions follows the width; 0 where they are not."""
 FROZEN = [Case("still", "co-located", 2, compute) for compute in ("fp16-frozen", "fp16-frozen-torch-3")]
 POLICIES = [
     *(Case("one", "co-located", 2, compute) for compute in BF16),
-    *(Case("one", "six", 4, compute) for compute in (*BF16, "bf16-pieces")),
+    *(Case("one", "six", 4, compute) for compute in (*BF16, "bf16-pieces", "bf16-tp-shadow")),
 ]
 
 
@@ -107,3 +108,13 @@ def test_the_first_update_starts_from_the_policy_that_answered(launches: Launche
     for row in rows:
         assert all(math.isfinite(value) for value in row.values()), (case.name, row)
         assert math.sqrt(2 * abs(row["update_kl"])) < LOG_RATIO, (case.name, row)
+
+
+@pytest.mark.parametrize("case", params([*FORCED, *POLICIES]))
+def test_weights_lie_in_their_type(launches: Launches, case: Case) -> None:
+    """A type that only a wrapper claims would hold twice the bytes of the plan."""
+    outcome = launches.outcome(case)
+    for rank, models in outcome.trace["otherData"]["held_bytes"].items():
+        for name, held in models.items():
+            state = outcome.plan.state(outcome.plan.placement[name], int(rank))
+            assert state is not None and held["weights"] == state.weights, (case.name, rank, name)

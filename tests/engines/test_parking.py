@@ -17,7 +17,7 @@ def test_memory_is_counted_once_however_many_tensors_lie_in_it() -> None:
 def test_views_come_back_over_the_same_memory() -> None:
     whole = torch.arange(10.0)
     part, other = whole[2:5], torch.ones(3, dtype=torch.float16)
-    parking = Parking()
+    parking = Parking(torch.device("cpu"))
     parking.put([part, whole, other])
     assert parking.num_bytes == 46
     assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
@@ -29,7 +29,7 @@ def test_views_come_back_over_the_same_memory() -> None:
 
 
 def test_nothing_may_be_put_away() -> None:
-    parking = Parking()
+    parking = Parking(torch.device("cpu"))
     parking.put([torch.zeros(0)])
     parking.take()
     parking.put([])
