@@ -28,6 +28,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {compared[matches[0]]!r}?)" if matches else ""
 
 
+def either(choices: Iterable[object]) -> str:
+    """``1, 2 or 4``."""
+    *most, last = map(str, choices)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def shown(value: Any) -> str:
     """A setting in one line as a YAML file may have it (``null``, not ``None``), texts in quotes."""
     return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
-from flexrlhf.errors import nearest, shown
+from flexrlhf.errors import either, nearest, shown
 
 
 class Section(BaseModel):
@@ -414,8 +414,7 @@ class Spec(Section):
     def _chunks_divide_mini_batches(self) -> Self:
         chunks, mini_batches = self.schedule.num_chunks, self.algorithm.num_mini_batches
         if mini_batches % chunks:
-            divisors = [str(n) for n in range(1, mini_batches + 1) if mini_batches % n == 0]
-            use = " or ".join([", ".join(divisors[:-1]), divisors[-1]] if len(divisors) > 1 else divisors)
+            use = either(n for n in range(1, mini_batches + 1) if mini_batches % n == 0)
             raise ValueError(
                 f"schedule.num_chunks {chunks} does not divide algorithm.num_mini_batches {mini_batches}: use {use}"
             )

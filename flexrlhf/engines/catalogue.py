@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from flexrlhf.engines.deepspeed_config import check_deepspeed_config
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import DEVICE_CLASSES, Cluster
 from flexrlhf.placement.placed import PlacedModel, Placement
@@ -79,7 +79,7 @@ def _check_sharding(model: PlacedModel) -> None:
     # what a shadow has from its role may name a stage of training, which is nothing to a copy without an optimizer
     if (model.trained or not model.is_shadow) and settings.zero not in serves.zero:
         raise UserError(
-            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {_or(serves.zero)}"
+            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {either(serves.zero)}"
             + _instead(lambda other: settings.zero in other.zero)
         )
     if model.engine == "deepspeed" and model.trained and settings.dtype != "float32" and settings.zero == 0:
@@ -136,11 +136,6 @@ def _check_role(model: PlacedModel) -> None:
         )
 
 
-def _or(numbers: Iterable[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
 def _instead(can: Callable[[Serves], bool]) -> str:
     others = [name for name, serves in SERVES.items() if can(serves)]
     return f", or engine {' or '.join(others)}" if others else ""
@@ -188,7 +183,7 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     if tp not in fits:
         raise UserError(
             f"{model.key('tp')}: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
-            f"and {sizes.ffn} inner features; use {_or(fits)}"
+            f"and {sizes.ffn} inner features; use {either(fits)}"
         )
 
 

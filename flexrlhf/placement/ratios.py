@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.packing import Packing, Request, pack
@@ -260,19 +260,14 @@ def _check_tensor_parallel(name: str, ranks: tuple[int, ...], tp: int, cluster: 
     where = f"models.{name.removesuffix(SHADOW)}.{'shadow.' if name.endswith(SHADOW) else ''}tp"
     works = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _stays_on_node(ranks, n, cluster)]
     if len(ranks) % tp:
-        raise UserError(f"{where}: {tp} does not divide the {len(ranks)} devices of {name}; use {_or(works)}")
+        raise UserError(f"{where}: {tp} does not divide the {len(ranks)} devices of {name}; use {either(works)}")
     if not _stays_on_node(ranks, tp, cluster):
-        raise UserError(f"{where}: {tp} ranks of {name} would lie on two nodes; use {_or(works)}")
+        raise UserError(f"{where}: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
 
 
 def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:
     sets = (ranks[i : i + tp] for i in range(0, len(ranks), tp))
     return all(len({cluster.devices[rank].node for rank in members}) == 1 for members in sets)
-
-
-def _or(numbers: list[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 _PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ peft = pytest.importorskip("peft")
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 6}
 FAST = {"learning_rate": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def loss_of(role: str) -> Loss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from pathlib import Path
@@ -26,14 +26,6 @@ from flexrlhf.engines.head import LanguageHead, token_logprobs, use_language_hea
 
 MODES: tuple[EntropyUse, ...] = get_args(EntropyUse)
 ROWS, HIDDEN, VOCABULARY = 23, 12, 40
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def placed(role: str, settings: dict[str, Any]) -> tuple[PlacedModel, ModelShape]:
     spec = ModelSpec(init=INIT, micro_batch_tokens=256, logits_mb=0.5, **settings)
     shape = model_shape(role, spec)

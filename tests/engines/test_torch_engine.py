@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from flexrlhf.operators.columns import COLUMNS
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAST = {"learning_rate": 0.01, "eps": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
