@@ -207,15 +207,63 @@ def _truncation(value: Any) -> Any:
     raise ValueError(f"expected {forms} or a mapping such as {{penalty: 1.0}}, found {shown(value)}")
 
 
+def _listed(value: Any) -> Any:
+    """One text is a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
 Truncation = Annotated[TruncationWord | TruncationPenalty, BeforeValidator(_truncation)]
 
 
-class PpoSpec(AlgorithmSpec):
+StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
+
+
+class ImportanceSpec(Section):
+    """Truncated importance sampling (Ionides 2008; Espeholt et al. 2018): the loss of what another policy drew.
+
+    Weight = min(pi_old / pi_rollout, cap) of each token, or of the whole answer; pi_old: the weights that training of
+    the step starts from, pi_rollout: what the answer was drawn with.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    cap: float = Field(2.0, ge=1)
+
+
+class SampledSpec(AlgorithmSpec):
+    """What algorithms that generate have: how answers are drawn, and what is done when another policy drew them."""
+
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this probability together")
+    top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: from all")
+    min_response_tokens: int = Field(0, ge=0, description="no end token before so many")
+    stop: StopStrings = Field((), description="texts that end an answer, which keeps them")
+    importance: ImportanceSpec | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether answers are drawn from less than the policy's distribution, so that their log-probs differ."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_response_tokens > 0
+
+    @model_validator(mode="after")
+    def _cuts_are_corrected(self) -> Self:
+        if self.is_cut and self.importance is None:
+            name, plain = next(
+                (name, plain)
+                for name, plain in (("top_p", 1), ("top_k", 0), ("min_response_tokens", 0))
+                if getattr(self, name) != plain
+            )
+            raise ValueError(
+                f"{name} {getattr(self, name):g} draws answers from another distribution than the policy's; "
+                f"use {plain}, or correct for it with importance: {{}}"
+            )
+        return self
+
+
+class PpoSpec(SampledSpec):
     """Proximal Policy Optimization (Schulman et al. 2017), GAE, a KL penalty in the reward (Ouyang et al. 2022)."""
 
     name: Literal["ppo"] = "ppo"
-    samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, gt=0)
     kl_coefficient: float = Field(0.05, ge=0)
     gamma: float = Field(1.0, gt=0, le=1)
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -367,6 +415,54 @@ class EvalSpec(Section):
 
     path: str
     every: int | None = Field(None, ge=1, description="None: after the last step only")
+    temperature: float | None = Field(None, ge=0, description="of its answers; None: the algorithm's; 0: greedy")
+
+
+class ParitySpec(Section):
+    """The gate between the rollout engine and the trainer: both tell the log-probs of the same sampled tokens.
+
+    The run stops where the largest or the mean difference (nats) exceeds its limit; None: 1e-3 and 1e-4 in float32,
+    1.0 and 0.05 in 16 bits.
+    """
+
+    every: int = Field(10, ge=1, description="steps between two comparisons; the first is at step 0")
+    max_difference: float | None = Field(None, gt=0)
+    mean_difference: float | None = Field(None, gt=0)
+
+
+class RolloutSpec(Section):
+    """What generates: transformers on the actor's own weights, or a vLLM engine with a copy of them."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine")
+    pp: int = Field(1, ge=1, description="pipeline stages of an engine")
+    dtype: Dtype | None = Field(None, description="None: the actor's")
+    process: Literal["inline", "child"] = Field(
+        "inline", description="child: an own process, which decodes while its rank does other instructions"
+    )
+    noise: Literal["exact", "engine"] = Field(
+        "exact",
+        description="exact: the tokens of every other engine; engine: vLLM's own generators, one a request",
+    )
+    kv_tokens: int | None = Field(
+        None, ge=1, description="tokens whose keys and values fit at a time; None: models.actor.generate_tokens"
+    )
+    prefix_caching: bool = True
+    cuda_graphs: bool = True
+    sleep: bool = Field(True, description="co-located: its memory is free while other models work")
+    config: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM, as it names them")
+    parity: ParitySpec | None = Field(ParitySpec(), description="None: the engine is not compared with the trainer")
+
+    @model_validator(mode="after")
+    def _settings_of_vllm(self) -> Self:
+        plain = type(self).model_construct()
+        set_ones = [name for name in type(self).model_fields if getattr(self, name) != getattr(plain, name)]
+        if self.engine == "transformers" and set_ones:
+            raise ValueError(
+                f"{set_ones[0]} goes with engine vllm; transformers generates with the actor as models.actor says: "
+                f"remove {', '.join(set_ones)}"
+            )
+        return self
 
 
 class SaveSpec(Section):
@@ -393,6 +489,7 @@ class Spec(Section):
     placement: tuple[Exact, ...] | PlacementMap | None = Field(None, description="None: every model on all devices")
     schedule: ScheduleSpec = ScheduleSpec()
     sync: SyncSpec = SyncSpec()
+    rollout: RolloutSpec = RolloutSpec()
     eval: EvalSpec | None = None
     save: SaveSpec = SaveSpec()
     debug: DebugSpec = DebugSpec()

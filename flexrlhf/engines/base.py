@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -39,13 +39,24 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. Noise is a function of (seed, step, row, position), never of a process's state."""
+    """How answers are drawn. Noise is a function of (seed, step, row, position), never of a process's state.
+
+    ``temperature`` 0: greedy. The distribution that is drawn from: logits / temperature, without end tokens before
+    ``min_tokens``, of that the ``top_k`` likeliest (0: all), of these the likeliest that make up ``top_p``.
+    An answer ends with an end token, or with the first token after which its text (``decode`` of its tokens) contains
+    one of ``stop``.
+    """
 
     seed: int
     step: int
     temperature: float
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,9 @@ class Wanted:
 
     ``replicas``: the ranks that hold the same part of the model for other rows; ``tp``: those that hold the other parts
     for the same rows; ``alone``: the group of this rank by itself, where the engine's library wants one.
-    ``num_updates``: optimizer steps of the whole run.
+    ``num_updates``: optimizer steps of the whole run. ``tokenizer``: its directory. ``kv_bytes``: of the keys and
+    values that a rollout engine keeps on this rank. ``store``: of this placed model alone, for an engine whose library
+    makes process groups by itself.
     """
 
     placed: PlacedModel
@@ -101,6 +114,9 @@ class Wanted:
     tp: Replicas
     alone: dist.ProcessGroup | None
     device: torch.device
+    tokenizer: str
+    kv_bytes: int
+    store: dist.Store
 
 
 @dataclass(frozen=True)
@@ -122,8 +138,14 @@ class Engine(Protocol):
     config: Any
     """The Hugging Face config of the model."""
 
-    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
-        """Read prompts, prompt_mask; return tokens, attention_mask, response_mask, finished."""
+    def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        """Read prompts, prompt_mask; return tokens, attention_mask, response_mask, finished, rollout_logprobs.
+
+        ``finished`` tells the finish reason: 1 at an end token or a stop string, 0 at the largest length.
+        ``rollout_logprobs`` (n, R): of the tokens under the distribution that they were drawn from, 0 outside the
+        answer. ``ahead``: batches that the next calls will ask for, in order and with the same ``sampling``: an engine
+        may begin with them.
+        """
         ...
 
     def forward(self, batch: Batch, column: Column, adapters: bool = True) -> Tensor:

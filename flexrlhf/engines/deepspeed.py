@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,7 +154,7 @@ class DeepSpeedEngine:
         finally:
             GroupMember.WORLD, groups.mpu = world, mpu
 
-    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
+    def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         with self._as_world(), self._gathering():
             return self._passes.generate(batch, sampling)
 

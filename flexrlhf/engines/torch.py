@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ class TorchEngine:
             changed=self._publish_masters,
         )
 
-    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
+    def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         with self._gathering():
             return self._passes.generate(batch, sampling)
 

@@ -35,6 +35,7 @@ COLUMNS = {
         Column("attention_mask", "sequence", "uint8"),
         Column("response_mask", "response", "uint8"),
         Column("finished", "row", "uint8"),
+        Column("rollout_logprobs", "response", "float32", "logprobs"),
         Column("logprobs", "response", "float32", "logprobs"),
         Column("ref_logprobs", "response", "float32", "logprobs"),
         Column("values", "response+1", "float32", "values"),

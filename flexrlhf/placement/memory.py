@@ -118,6 +118,11 @@ class Sizing:
             self._states[model.name, rank] = None if shape is None else model_state(model, shape, rank)
         return self._states[model.name, rank]
 
+    def kv_bytes(self, model: PlacedModel) -> int:
+        """Keys and values that a rollout engine keeps on each of its ranks; other engines make theirs for a call."""
+        state = self.state(model, model.ranks[0])
+        return 0 if state is None else state.cache
+
     def phases(self, work: Work, rank: int) -> tuple[Phase, ...]:
         """What ``work`` takes on ``rank`` besides the states. Training ends in the optimizer step, its own phase."""
         if (work, rank) not in self._phases:

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Literal
 
 from flexrlhf.placement.layout import Layout
-from flexrlhf.spec import ModelSpec, ShadowSpec
+from flexrlhf.spec import ModelSpec, RolloutSpec, ShadowSpec
 
 SHADOW = ".shadow"
 
@@ -20,7 +20,7 @@ _SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "ro
 class PlacedModel:
     """One copy of ``role``'s weights. ``trained`` copies own an optimizer; shadows follow them by Sync.
 
-    ``settings``: how this copy computes.
+    ``settings``: how this copy computes. ``rollout``: of one that does nothing but generate.
     """
 
     name: str
@@ -28,6 +28,7 @@ class PlacedModel:
     layout: Layout
     trained: bool
     settings: ModelSpec = field(default=ModelSpec(), hash=False)
+    rollout: RolloutSpec | None = field(default=None, hash=False)
 
     @property
     def engine(self) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from flexrlhf.placement.activations import Blocks
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.placement.shards import parts_on
@@ -23,6 +24,8 @@ DEEPSPEED_ELEMENTS = {
     "sub_group_size": 1_000_000_000,
 }
 """Settings under ``zero_optimization`` that cost memory, in elements: as our configuration leaves them."""
+KV_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's cache: what its attention takes on CPUs and on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class State:
     """Bytes of one placed model on one rank.
 
     ``gradients``: while it trains, and always where ``keeps_gradients``. ``buffers``: what its library keeps besides.
-    ``host``: in host memory, by the settings that offload.
+    ``cache``: keys and values, lost when it is offloaded. ``host``: in host memory, by the settings that offload.
     """
 
     weights: int
@@ -67,17 +70,24 @@ class State:
     optimizer: int = 0
     buffers: int = 0
     host: int = 0
+    cache: int = 0
     keeps_gradients: bool = False
 
     @property
     def resting(self) -> int:
         """On the device between instructions."""
-        return self.weights + self.optimizer + self.buffers + self.gradients * self.keeps_gradients
+        kept = self.gradients * self.keeps_gradients
+        return self.weights + self.optimizer + self.buffers + self.cache + kept
+
+    @property
+    def freed(self) -> int:
+        """Of ``resting``, what offloading frees; buffers of a library stay."""
+        return self.resting - self.buffers
 
     @property
     def parked(self) -> int:
-        """Of ``resting``, what offloading puts into host memory; buffers of a library stay."""
-        return self.resting - self.buffers
+        """Of ``freed``, what offloading puts into host memory."""
+        return self.freed - self.cache
 
     @property
     def training(self) -> int:
@@ -87,9 +97,22 @@ class State:
 
 def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     """What ``model`` holds on ``rank``, one of its ranks."""
+    if model.rollout is not None:
+        return replace(_frozen_state(model, shape, rank), cache=kv_cache_bytes(model, shape))
     if not model.trained:
         return _frozen_state(model, shape, rank)
     return _deepspeed_state(model, shape) if model.engine == "deepspeed" else _torch_state(model, shape, rank)
+
+
+def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
+    """Keys and values of ``generate_tokens`` tokens on each rank of a rollout engine, in whole blocks.
+
+    vLLM never hands out its first block.
+    """
+    assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
+    blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
+    per_token = Blocks(shape.sizes, item_bytes(model), model.settings.tp, False).kv_bytes_per_token()
+    return blocks * KV_BLOCK_TOKENS * per_token
 
 
 def bytes_per_parameter(model: PlacedModel) -> PerParameter:

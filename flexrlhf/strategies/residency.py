@@ -42,7 +42,7 @@ class Memory:
     def state(self, rank: int, model: str) -> int:
         """What a model holds between instructions, and does not hold while it is offloaded."""
         state = self.sizing.state(self.sizing.placement[model], rank)
-        return 0 if state is None else state.parked
+        return 0 if state is None else state.freed
 
     def needed_for(self, rank: int, instruction: Instruction) -> int:
         """What an instruction takes besides what the resident models hold between instructions."""

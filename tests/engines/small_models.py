@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, Wanted
@@ -51,6 +52,9 @@ def engine_of(role: str = "actor", num_updates: int = 100, **settings: Any) -> T
             tp=ONE_RANK,
             alone=None,
             device=torch.device("cpu"),
+            tokenizer="",
+            kv_bytes=0,
+            store=HashStore(),
         )
     )
 

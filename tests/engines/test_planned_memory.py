@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import Replicas
@@ -62,6 +63,9 @@ def engine_of(model: PlacedModel) -> TorchEngine:
             tp=alone,
             alone=None,
             device=torch.device("cpu"),
+            tokenizer="",
+            kv_bytes=0,
+            store=HashStore(),
         )
     )
 

@@ -80,7 +80,8 @@ LAYERS = (
     Layer("checkpoint", "placement.lora spec", torch=True),
     Layer(
         "residents",
-        "engines.registry engines.base engines.models comm operators.run plan strategies.instructions placement errors",
+        "engines.registry engines.base engines.models comm operators.run run_data plan strategies.instructions "
+        "placement errors",
         torch=True,
     ),
     Layer("memory_meter", torch=True),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_runs import TINY, placed_model
 from torch import Tensor
+from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.engines.base import Batch, Sampling, Wanted
@@ -113,6 +114,9 @@ def engine_of(temperature: float = 1.0) -> TorchEngine:
             tp=one_rank,
             alone=None,
             device=torch.device("cpu"),
+            tokenizer="",
+            kv_bytes=0,
+            store=HashStore(),
         )
     )
     engine.load_weights({name: weight * 8 for name, weight in engine.weights().items()})
