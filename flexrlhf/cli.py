@@ -160,7 +160,7 @@ def _execute(plans: Sequence[Plan], machines: Machines, num_local: int, quick_st
     num_local = launch.num_local_ranks(plans[0]) if is_worker else num_local
     device = launch.settle_device(plans[0].spec.cluster.device, num_local)
     for made in plans:
-        check_device(made.placement, device)
+        check_device(made.placement, made.shapes, device)
     is_first = launch.is_first_rank() if is_worker else machines.node_rank == 0
     if is_first or not is_worker:
         _check_inputs(plans, quick_start)

@@ -56,7 +56,7 @@ def _memory_table(memory: RankMemory) -> list[str]:
 def _states(states: Mapping[str, State | None]) -> list[str]:
     sizes = {name: asdict(state) if state else None for name, state in states.items()}
     shown = ["weights", "gradients", "optimizer"]
-    shown += [key for key in ("buffers", "host") if any(each and each[key] for each in sizes.values())]
+    shown += [key for key in ("cache", "buffers", "host") if any(each and each[key] for each in sizes.values())]
     lines = [f"{'':<25}" + "".join(f"{key:>11}" for key in shown)]
     for name, each in sizes.items():
         texts = ["? B"] if each is None else [bytes_text(each[key]) if each[key] else "-" for key in shown]

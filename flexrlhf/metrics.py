@@ -16,12 +16,15 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Metric:
-    """``kind`` "mean" is sum / weight; "std" the population standard deviation. ``progress``: shown while training."""
+    """``kind`` "mean" is sum / weight; "std" the population standard deviation; "effective_share" that of Kong (1992).
+
+    ``progress``: shown while training.
+    """
 
     name: str
     statistic: str
     definition: str
-    kind: Literal["mean", "std"] = "mean"
+    kind: Literal["mean", "std", "sum", "effective_share"] = "mean"
     progress: bool = False
 
 
@@ -54,6 +57,18 @@ METRICS = (
     Metric("actor_skipped", "train_actor/skipped", "share of optimizer steps left out since float16 overflowed"),
     Metric("critic_skipped", "train_critic/skipped", "share of optimizer steps left out since float16 overflowed"),
     Metric("reward_skipped", "train_reward/skipped", "share of optimizer steps left out since float16 overflowed"),
+    Metric("importance_weight", "importance_weight", "min(pi_old / pi_rollout, cap), mean over tokens or answers"),
+    Metric("importance_clipped", "importance_clipped", "share of importance weights that the cap cuts"),
+    Metric(
+        "effective_sample_size",
+        "importance_weight",
+        "of the importance weights: square of their sum / sum of squares / their number",
+        "effective_share",
+    ),
+    Metric("parity_mean", "parity_mean", "log-prob of the rollout engine - the trainer's, mean of the amounts (nats)"),
+    Metric("parity_max", "parity_max", "the largest of them (nats)"),
+    Metric("policy_lag", "policy_lag", "batches trained on since the weights that drew the answers, mean over answers"),
+    Metric("rollout_requests", "rollout_requests", "answers that the engines say they have drawn in the step", "sum"),
     Metric("nll", "nll", "negative log-likelihood of the answers, mean over tokens (nats)", progress=True),
     Metric("pair_loss", "pair_loss", "-log sigmoid(chosen - rejected), mean over pairs", progress=True),
     Metric("pair_accuracy", "pair_correct", "share of training pairs with chosen above rejected", progress=True),
@@ -91,9 +106,20 @@ def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
     for metric in METRICS:
         weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
         if weight:
-            mean = first / weight
-            row[metric.name] = mean if metric.kind == "mean" else math.sqrt(max(second / weight - mean * mean, 0.0))
+            row[metric.name] = _value(metric.kind, weight, first, second)
     return row
+
+
+def _value(kind: str, weight: float, first: float, second: float) -> float:
+    mean = first / weight
+    match kind:
+        case "std":
+            return math.sqrt(max(second / weight - mean * mean, 0.0))
+        case "sum":
+            return first
+        case "effective_share":
+            return first * first / (weight * second) if second else 0.0
+    return mean
 
 
 def progress_line(run: str, step: int, steps: int, row: Mapping[str, float], seconds: float) -> str:

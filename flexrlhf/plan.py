@@ -15,6 +15,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.registry import make_graph
+from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
@@ -25,11 +26,11 @@ from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.placement.reshard import sync_bytes
 from flexrlhf.placement.shapes import ModelShape, model_shape
 from flexrlhf.placement.states import State
-from flexrlhf.spec import ModelSpec, Spec
-from flexrlhf.strategies.instructions import Instruction, Move, Save, Sync
+from flexrlhf.spec import ModelSpec, RolloutSpec, Spec
+from flexrlhf.strategies.instructions import Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.registry import STRATEGIES, choose_strategy
 from flexrlhf.strategies.residency import Memory, with_residency
-from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.strategies.schedule import Schedule, later_chunks
 from flexrlhf.strategies.workload import first_alike, workload
 
 
@@ -81,6 +82,10 @@ class Plan:
         algorithm = self.spec.algorithm
         return self.spec.steps * algorithm.num_mini_batches * algorithm.epochs
 
+    def ahead(self, run: Run) -> list[range]:
+        """The mini-batches of the later chunks that the model of ``run``, which generates, may begin with already."""
+        return later_chunks(self.schedule.instructions, run) if run.operator.kind == "generate" else []
+
     def move_bytes(self, move: Move) -> int:
         """Bytes that cross between ranks when ``move`` runs once."""
         samples = self.batch.samples_per_prompt
@@ -129,8 +134,9 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
     graph = make_graph(spec)
     spec = resolve_models(spec, graph)
     cluster = make_cluster(spec.cluster)
-    placement = place(spec, Roles(graph.roles, graph.trained), graph.can_shadow, cluster)
+    placement = place(spec, roles_of(graph, spec), graph.can_shadow, cluster)
     strategy = choose_strategy(spec, placement)
+    graph = with_rollout(graph, spec, is_remote=any(model.rollout is not None for model in placement.shadows))
     check_engines(graph, placement)
     shapes = _shapes(spec, graph, pending or {})
     check_models(placement, shapes, cluster)
@@ -147,6 +153,11 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
     made = Plan(spec, cluster, graph, placement, strategy, schedule, batch, lengths, shapes, groups)
     _check_warmup(made)
     return made.with_residency()
+
+
+def roles_of(graph: Graph, spec: Spec) -> Roles:
+    """What is to be placed; the role that generates has a rollout engine where one is asked for."""
+    return Roles(graph.roles, graph.trained, graph.generated if spec.rollout.engine != "transformers" else None)
 
 
 def _check_warmup(made: Plan) -> None:
@@ -199,7 +210,22 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     for role in graph.roles:
         if filled[role] is None:
             raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}")
-    return spec.model_copy(update={"models": spec.models.model_copy(update=filled)})
+    models = spec.models.model_copy(update=filled)
+    return spec.model_copy(update={"models": models, "rollout": _resolve_rollout(spec.rollout, filled["actor"])})
+
+
+def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None) -> RolloutSpec:
+    """Fill in the type of its weights, and what the parity gate allows for it."""
+    if rollout.engine == "transformers" or actor is None:
+        return rollout
+    dtype, parity = rollout.dtype or actor.dtype, rollout.parity
+    if parity is not None:
+        is_exact = dtype == actor.dtype == "float32"
+        limits = {"max_difference": 1e-3 if is_exact else 1.0, "mean_difference": 1e-4 if is_exact else 0.05}
+        parity = parity.model_copy(
+            update={name: limit for name, limit in limits.items() if getattr(parity, name) is None}
+        )
+    return rollout.model_copy(update={"dtype": dtype, "parity": parity})
 
 
 def _shares(spec: Spec, role: str, graph: Graph) -> bool:
@@ -252,7 +278,8 @@ def _groups(placement: Placement, instructions: tuple[Instruction, ...]) -> list
             case Move():
                 groups.append(Group("move", instruction.ranks))
             case Sync():
-                groups.append(Group(f"sync {instruction.source}", instruction.ranks))
+                if not instruction.is_local:
+                    groups.append(Group(f"sync {instruction.source}", instruction.ranks))
                 groups += [Group(f"gather {instruction.source}", ranks) for ranks in instruction.gathers]
             case Save():
                 groups.append(Group(f"gather {instruction.model}", instruction.ranks))

@@ -33,10 +33,10 @@ class Recorder:
         if world.rank == 0:
             (directory / "metrics.jsonl").write_text("")
 
-    def publish(self, step: int, position: int, statistics: dict[str, Triple]) -> None:
-        """Hand in the statistics of the instruction at ``position`` of the walk."""
+    def publish(self, step: int, position: int, statistics: Mapping[str, Triple], labels: Mapping[str, str]) -> None:
+        """Hand in the statistics of the instruction at ``position`` of the walk, and words for the row of metrics."""
         index = position % len(self._plan.schedule.instructions)
-        self._store.set(f"{step}/{index}", json.dumps(statistics))
+        self._store.set(f"{step}/{index}", json.dumps({"statistics": statistics, "labels": labels}))
 
     def _reports(self, step: int) -> dict[str, str]:
         """The keys that make up a step, and who publishes each."""
@@ -68,13 +68,16 @@ class Recorder:
 
     def _write_step(self) -> None:
         total: dict[str, Triple] = {}
+        labels: dict[str, str] = {}
         for key in self._reports(self._next_step):
-            add(total, json.loads(self._store.get(key)))
+            report = json.loads(self._store.get(key))
+            add(total, report["statistics"])
+            labels |= report["labels"]
             self._store.delete_key(key)
         now = time.time()
         row = {"step": self._next_step, "seconds": now - self._last_time, **evaluate(total)}
         with (self._directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({**row, **labels}) + "\n")
         spec = self._plan.spec
         print(progress_line(spec.name, self._next_step, spec.steps, row, row["seconds"]), flush=True)
         self._next_step, self._last_time = self._next_step + 1, now

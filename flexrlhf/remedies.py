@@ -15,9 +15,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.lora import with_adapters
 from flexrlhf.placement.memory import Compute
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.placement.ratios import place
 from flexrlhf.placement.shapes import ModelShape
-from flexrlhf.plan import Plan
+from flexrlhf.plan import Plan, roles_of
 from flexrlhf.spec import LoraSpec, ShadowSpec, Spec
 from flexrlhf.strategies.registry import STRATEGIES
 from flexrlhf.strategies.schedule import Schedule
@@ -149,7 +149,7 @@ def _replanned(plan: Plan, changes: Changes) -> Plan:
     spec, graph = plan.spec, plan.graph
     for change in changes:
         spec = change.applied(spec)
-    placement = place(spec, Roles(graph.roles, graph.trained), graph.can_shadow, plan.cluster)
+    placement = place(spec, roles_of(graph, spec), graph.can_shadow, plan.cluster)
     check_engines(graph, placement)
     shapes = dict(plan.shapes)
     for change in changes:

@@ -8,7 +8,7 @@ from flexrlhf.memory_report import planned_memory
 from flexrlhf.metrics import METRICS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
 from flexrlhf.wording import bytes_text, rank_marks, ranks_text
@@ -75,7 +75,7 @@ def _placement(plan: Plan) -> list[str]:
     for model in plan.placement.models:
         devices = {(plan.cluster.devices[r].node, plan.cluster.devices[r].device_class) for r in model.ranks}
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
-        trained = "trained" if model.trained else "follows " + model.role if model.is_shadow else "frozen"
+        trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
         lines.append(f"{model.name:<14}{ranks_text(model.ranks):<12} {where:<22} {_computing(model):<28} {trained}")
     lines += [f"{role:<14}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
     pairs = plan.placement.co_located_pairs()
@@ -92,6 +92,7 @@ def _computing(model: PlacedModel) -> str:
     shown += [f"zero {settings.zero}"] if settings.zero else []
     shown += [settings.dtype] if settings.dtype != "float32" else []
     shown += ["lora"] if settings.lora is not None else []
+    shown += ["child process"] if model.rollout is not None and model.rollout.process == "child" else []
     return " ".join([settings.engine, *shown])
 
 
@@ -140,7 +141,11 @@ def _notes(plan: Plan, instruction: Instruction) -> list[str]:
         case Move():
             notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction))]
         case Sync():
-            notes = ["point_to_point", bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
+            way = "in place" if instruction.is_local else "point_to_point"
+            notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
+        case Run() if instruction.operator.every > 1:
+            rare = instruction.operator.every >= plan.spec.steps
+            notes = ["at step 0" if rare else _period(instruction.operator.every)]
         case Eval() | Save():
             notes = ["after the last step" if instruction.every >= plan.spec.steps else _period(instruction.every)]
     chunk = getattr(instruction, "chunk", None)

@@ -16,12 +16,14 @@ from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.registry import make_engine
 from flexrlhf.errors import UserError
 from flexrlhf.operators.run import Resident
+from flexrlhf.placement.lora import shape_of
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.reshard import bucket_names, trained_parts
 from flexrlhf.placement.shapes import ModelShape
 from flexrlhf.placement.shards import parts_on
 from flexrlhf.plan import Plan, bucket_bytes
 from flexrlhf.run_data import tokenizer_path
+from flexrlhf.spec import LoraSpec
 from flexrlhf.strategies.instructions import Sync
 
 
@@ -53,7 +55,7 @@ def load_resident(plan: Plan, model: PlacedModel, world: World, groups: Groups, 
 def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:
     """The planned shape; of an architecture that only loading can tell, the shape of what was loaded."""
     planned = plan.shapes.get(model.role)
-    if planned is None or {name for name, _ in planned.parameters} != set(weights):
+    if planned is None or {name for name, _ in shape_of(model, planned).parameters} != set(weights):
         if model.split != "whole" or model.layout.tp > 1 or model.settings.lora is not None:
             raise UserError(
                 f"models.{model.role}: its parameters are not named as in its files, so it cannot be cut; "
@@ -66,17 +68,33 @@ def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int
     return planned
 
 
-def source_of(resident: Resident, sets: Sequence[tuple[int, ...]], rank: int, groups: Groups, wait: Wait) -> Source:
-    """The trained weights of ``resident``; of ``sets`` that gather, the one with this rank makes them whole."""
+def source_of(
+    resident: Resident,
+    sets: Sequence[tuple[int, ...]],
+    rank: int,
+    groups: Groups,
+    wait: Wait,
+    merge: LoraSpec | None = None,
+) -> Source:
+    """The trained weights of ``resident``; of ``sets`` that gather, the one with this rank makes them whole.
+
+    ``merge``: adapters that the destination wants merged, for which their base weights are gathered too.
+    """
     ranks = next((members for members in sets if rank in members), (rank,))
-    parts = tuple(trained_parts(resident.model, resident.shape, member) for member in ranks)
+    parts_of = trained_parts if merge is None else parts_on
+    parts = tuple(parts_of(resident.model, resident.shape, member) for member in ranks)
     group = groups.get(f"gather {resident.model.name}", ranks)
     weights = resident.engine.weights()
-    return Source({name: weights[name] for name in parts[0]}, Gather(group, ranks, parts, wait))
+    return Source({name: weights[name] for name in parts[0]}, Gather(group, ranks, parts, wait), merge)
+
+
+def adapters_to_merge(source: PlacedModel, destination: PlacedModel) -> LoraSpec | None:
+    """The source's adapters where the destination has no place for them."""
+    return source.settings.lora if destination.settings.lora is None else None
 
 
 def destination_of(model: PlacedModel, shape: ModelShape, sync: Sync) -> Destination:
-    """What each rank of the shadow ``model`` holds."""
+    """What each rank of ``model``, which follows another copy, holds."""
     parts = {rank: trained_parts(model, shape, rank) for rank in sorted({t.destination for t in sync.transfers})}
     return Destination(DTYPES[model.settings.dtype], parts)
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
-
-from flexrlhf.run_data import load_tokenizer
 
 NUM_SAMPLES = 4
 
 
 def append_samples(
-    directory: Path, step: int, tokenizer: str, tokens: Tensor, prompt_mask: Tensor, answers: Tensor
+    directory: Path,
+    step: int,
+    version: int,
+    decode: Callable[..., str],
+    tokens: Tensor,
+    prompt_mask: Tensor,
+    answers: Tensor,
 ) -> None:
-    """Add the first rows of ``tokens`` (n, P+R) as text. prompt_mask (n, P), answers (n, R): 1 on real tokens."""
-    decode = load_tokenizer(tokenizer).decode
+    """Add the first rows of ``tokens`` (n, P+R) as text. prompt_mask (n, P), answers (n, R): 1 on real tokens.
+
+    ``version``: batches that the policy had been trained on.
+    """
     width = prompt_mask.shape[1]
     with (directory / "samples.jsonl").open("a") as file:
         for row in range(min(NUM_SAMPLES, len(tokens))):
             prompt = decode(tokens[row, :width][prompt_mask[row].bool()].tolist(), skip_special_tokens=True)
             answer = decode(tokens[row, width:][answers[row].bool()].tolist(), skip_special_tokens=True)
-            file.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}, ensure_ascii=False) + "\n")
+            sample = {"step": step, "policy_version": version, "prompt": prompt, "answer": answer}
+            file.write(json.dumps(sample, ensure_ascii=False) + "\n")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -22,16 +22,19 @@ from flexrlhf.data import Example, step_indices
 from flexrlhf.engines.base import Moments, Sampling, add_moments
 from flexrlhf.memory_meter import MemoryMeter
 from flexrlhf.metrics import statistic_name
+from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.inputs import input_columns
+from flexrlhf.operators.parity import naming_tokens
 from flexrlhf.operators.run import OperatorRun, Resident, run_operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.reshard import trained_parts
 from flexrlhf.plan import Plan, bucket_bytes
 from flexrlhf.recorder import Recorder
-from flexrlhf.residents import destination_of, load_resident, source_of, whole_weights
-from flexrlhf.run_data import RunData
+from flexrlhf.residents import adapters_to_merge, destination_of, load_resident, source_of, whole_weights
+from flexrlhf.run_data import RunData, load_tokenizer
 from flexrlhf.samples import append_samples
+from flexrlhf.spec import SampledSpec
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.timeline import Span, Timeline
@@ -53,10 +56,12 @@ class Trainer:
         self._whereabouts = Whereabouts(world, plan.spec.name)
         self._groups: Groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
         self._meter = meter
+        self._decode: Callable[[Sequence[int]], str] = load_tokenizer(data.tokenizer).decode
         self._residents = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
         for name in plan.offloaded.get(world.rank, ()):
             self._residents[name].engine.offload()
         self._meter.forget_peak()
+        self._versions = dict.fromkeys(self._residents, 0)
         self._stores: dict[int, RowStore] = {}
         self._mover = Mover(world.rank, Wire(plan.batch, plan.lengths, world.device), self._wait)
         self._syncer = Syncer(world.rank, plan.spec.sync, bucket_bytes(plan.spec), self._wait)
@@ -88,7 +93,7 @@ class Trainer:
             case Move():
                 span.bytes_sent = self._move(instruction, step)
             case Sync():
-                span.bytes_sent = self._sync(instruction)
+                span.bytes_sent = self._sync(instruction, step)
             case Eval():
                 self._evaluate(instruction, step)
             case Save():
@@ -100,36 +105,42 @@ class Trainer:
 
     def _run(self, run: Run, step: int, span: Span) -> None:
         resident = self._residents[run.model]
-        work = OperatorRun(run.operator, resident, self.plan.batch, run.mini_batches, self._world.rank)
+        work = self._work(run.operator, resident, self.plan.batch, run.mini_batches)
         store = self._store(step)
         store.arrive(run.operator.reads, work.rows)
         span.begin()
         time.sleep(self.plan.spec.debug.run_delay_seconds)
-        statistics = run_operator(work, store, self.plan.spec.algorithm, self._sampling(step), self._world.device)
+        ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
+        with naming_tokens(self._decode, step):
+            statistics = run_operator(work, store, self.plan.spec, self._sampling(step), self._world.device, ahead)
+        self._versions[run.model] = step + 1 if run.operator.kind == "train" else self._versions[run.model]
         self._publish(step, resident, {run.operator.name: statistics})
         if self.plan.spec.debug.record_columns and run.operator.writes:
             self._record_columns(run, step, work.rows, store)
+
+    def _work(self, operator: Operator, resident: Resident, shape: BatchShape, mini_batches: range) -> OperatorRun:
+        version = self._versions[resident.model.name]
+        return OperatorRun(operator, resident, shape, mini_batches, self._world.rank, version)
 
     def _move(self, move: Move, step: int) -> int:
         group = self._groups.get("move", move.ranks)
         assert group is not None, "a move joins at least two ranks"
         return self._mover.start(move, self._store(step), group)
 
-    def _sync(self, sync: Sync) -> int:
-        group = self._groups.get(f"sync {sync.source}", sync.ranks)
-        assert group is not None, "a sync joins at least two ranks"
-        sent = 0
+    def _sync(self, sync: Sync, step: int) -> int:
+        group = None if sync.is_local else self._groups.get(f"sync {sync.source}", sync.ranks)
+        follower, sent = self._residents.get(sync.destination), 0
+        load = follower.engine.load_weights if follower is not None else None
         if sync.source in self._residents:
-            resident = self._residents[sync.source]
-            source = source_of(resident, sync.gathers, self._world.rank, self._groups, self._wait)
-            destination = destination_of(self.plan.placement[sync.destination], resident.shape, sync)
-            sent = self._syncer.send(sync, source, destination, group)
-        if sync.destination in self._residents:
-            resident = self._residents[sync.destination]
-            parts = trained_parts(resident.model, resident.shape, self._world.rank)
-            held = resident.engine.weights()
-            shadow = {name: held[name] for name in parts}
-            self._syncer.receive(sync, shadow, parts, resident.engine.load_weights, group)
+            resident, destination = self._residents[sync.source], self.plan.placement[sync.destination]
+            merge = adapters_to_merge(resident.model, destination)
+            source = source_of(resident, sync.gathers, self._world.rank, self._groups, self._wait, merge)
+            sent = self._syncer.send(sync, source, destination_of(destination, resident.shape, sync), group, load)
+        if follower is not None and load is not None:
+            parts = trained_parts(follower.model, follower.shape, self._world.rank)
+            held = follower.engine.weights()
+            self._syncer.receive(sync, {name: held[name] for name in parts}, parts, load, group)
+            self._versions[sync.destination] = step + 1
         return sent
 
     def _evaluate(self, instruction: Eval, step: int) -> None:
@@ -141,16 +152,15 @@ class Trainer:
         self._put_inputs(store, self._data.held_out, rows)
         reports: dict[str, Moments] = {}
         for operator in self.plan.graph.evaluation:
-            sampling = self._sampling(EVAL_STEP)
+            sampling = self._eval_sampling()
             for batches in [shape.mini_batches] if operator.kind == "combine" else single:
-                work = OperatorRun(operator, resident, shape, batches, self._world.rank)
-                report = run_operator(work, store, self.plan.spec.algorithm, sampling, self._world.device)
-                reports[operator.name] = report
+                work = self._work(operator, resident, shape, batches)
+                reports[operator.name] = run_operator(work, store, self.plan.spec, sampling, self._world.device)
         self._publish(step, resident, reports)
         generates = any(operator.kind == "generate" for operator in self.plan.graph.evaluation)
         if generates and self._world.rank == instruction.ranks[0]:
             texts = [store.get(name, rows).cpu() for name in ("tokens", "prompt_mask", "response_mask")]
-            append_samples(self._directory, step, self._data.tokenizer, *texts)
+            append_samples(self._directory, step, self._versions[instruction.model], self._decode, *texts)
 
     def _held_out_shape(self) -> BatchShape:
         """Batches no larger than a step's, so that evaluation needs no more memory than training."""
@@ -200,8 +210,26 @@ class Trainer:
             store.put(name, rows, columns[name].to(self._world.device))
 
     def _sampling(self, step: int) -> Sampling:
-        spec, data = self.plan.spec, self._data
-        return Sampling(spec.seed, step, self.plan.temperature, data.eos_token_ids, data.pad_token_id)
+        data, algorithm = self._data, self.plan.spec.algorithm
+        sampling = Sampling(
+            self.plan.spec.seed, step, self.plan.temperature, data.eos_token_ids, data.pad_token_id, decode=self._decode
+        )
+        if not isinstance(algorithm, SampledSpec):
+            return sampling
+        return replace(
+            sampling,
+            top_p=algorithm.top_p,
+            top_k=algorithm.top_k,
+            min_tokens=algorithm.min_response_tokens,
+            stop=algorithm.stop,
+        )
+
+    def _eval_sampling(self) -> Sampling:
+        """That of training, at the temperature of evaluations."""
+        sampling, settings = self._sampling(EVAL_STEP), self.plan.spec.eval
+        if settings is None or settings.temperature is None:
+            return sampling
+        return replace(sampling, temperature=settings.temperature)
 
     def _publish(self, step: int, resident: Resident, reports: Mapping[str, Moments]) -> None:
         """Sum the operators' statistics over the replicas; the model's first rank reports them."""
@@ -213,7 +241,10 @@ class Trainer:
             table = resident.replicas.sum(torch.stack([named[name] for name in names]))
             named = dict(zip(names, table, strict=True))
         if self._world.rank == resident.model.ranks[0]:
-            self._recorder.publish(step, self._position, {name: tuple(value.tolist()) for name, value in named.items()})
+            statistics = {name: tuple(value.tolist()) for name, value in named.items()}
+            drawn = resident.model.rollout is not None
+            labels = {"rollout_engine": type(resident.engine).__name__} if drawn else {}
+            self._recorder.publish(step, self._position, statistics, labels)
 
     def _record_columns(self, run: Run, step: int, rows: tuple[int, ...], store: RowStore) -> None:
         if self.plan.placement[run.model].layout.tp_index(self._world.rank):

@@ -1,4 +1,4 @@
-"""Execute a Sync: weights of a trained model to its shadow, in buckets, with a checksum taken on both sides.
+"""Execute a Sync: weights of a trained model to a copy of it, in buckets, with a checksum taken on both sides.
 
 For each bucket the source's ranks put their shards together; a sender cuts what each of its destination ranks holds
 and sends copies, so training may go on. The destination loads them and checks what it then holds. Without ``snapshot``
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from flexrlhf.comm.weights import Gather, Weights, cut, flat
 from flexrlhf.comm.world import Wait, posted
+from flexrlhf.placement.lora import gathered_names, merged_from
 from flexrlhf.placement.reshard import Parts, bucket_names
-from flexrlhf.spec import SyncSpec
+from flexrlhf.spec import LoraSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -35,15 +36,37 @@ def checksum(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """A trained model on this rank: its local weights, and how the ranks beside it make them whole."""
+    """A trained model on this rank: its local weights, and how the ranks beside it make them whole.
+
+    ``merge``: its adapters, which the destination wants inside the weights that they change.
+    """
 
     weights: Weights
     gather: Gather
+    merge: LoraSpec | None = None
+
+    def whole(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors ``names`` of the destination, whole. A collective of the ranks that hold them together."""
+        if self.merge is None:
+            return self.gather.whole(self.weights, names, dtype)
+        tensors = self.gather.whole(self.weights, gathered_names(names), torch.float32)
+        return {name: _merged(self.merge, *(tensors[part] for part in merged_from(name))).to(dtype) for name in names}
+
+    def bytes_sent(self, names: Sequence[str], item_bytes: int) -> int:
+        """Bytes that this rank hands to the others for that."""
+        if self.merge is None:
+            return self.gather.bytes_sent(names, item_bytes)
+        return self.gather.bytes_sent(gathered_names(names), 4)
+
+
+def _merged(lora: LoraSpec, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """W + alpha / rank * B A (Hu et al. 2022, sec. 4.1)."""
+    return base + lora.alpha / lora.rank * (b @ a)
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A shadow: the type of its weights, and what each of its ranks holds of them."""
+    """The copy that follows: the type of its weights, and what each of its ranks holds of them."""
 
     dtype: torch.dtype
     parts: Mapping[int, Parts]
@@ -61,6 +84,10 @@ class _Flight:
     buffer: Tensor
 
 
+Load = Callable[[dict[str, Tensor]], None]
+"""Overwrites the named weights of a destination on this rank with vectors of what it holds of them."""
+
+
 class Syncer:
     """Syncs weights for one rank."""
 
@@ -70,43 +97,46 @@ class Syncer:
         self._bucket_bytes = bucket_bytes
         self._wait = wait
         self._flying: dict[str, deque[list[_Flight]]] = {}
+        self._delivered: dict[str, Tensor] = {}
 
-    def send(self, sync: Sync, source: Source, destination: Destination, group: dist.ProcessGroup) -> int:
-        """Gather with the source's ranks and send to every rank that the plan gives this one. Returns the bytes."""
+    def send(
+        self, sync: Sync, source: Source, destination: Destination, group: dist.ProcessGroup | None, load: Load | None
+    ) -> int:
+        """Gather with the source's ranks and send to every rank that the plan gives this one. Returns the bytes.
+
+        ``load``: of the destination on this rank itself, which gets its weights without a copy on the way.
+        """
         receivers = [t.destination for t in sync.transfers if t.source == self._rank]
         if not receivers and source.gather.group is None:
             return 0
         flying = self._flying.setdefault(sync.source, deque())
         self._land_all(flying)
         buckets = destination.buckets(self._bucket_bytes)
-        sent = sum(source.gather.bytes_sent(names, destination.dtype.itemsize) for names in buckets)
-        for buffers in self._outgoing(source, destination, buckets, receivers):
+        sent = sum(source.bytes_sent(names, destination.dtype.itemsize) for names in buckets)
+        for buffers in self._outgoing(sync, source, destination, buckets, receivers, load):
             while len(flying) >= 2 and not self._settings.snapshot:
                 self._land(flying)
             flying.append([self._post(receiver, buffer, group) for receiver, buffer in buffers if len(buffer)])
             sent += sum(buffer.nbytes for _, buffer in buffers)
         return sent
 
-    def receive(
-        self,
-        sync: Sync,
-        weights: Weights,
-        parts: Parts,
-        load: Callable[[dict[str, Tensor]], None],
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Receive into the shadow. ``weights``: its live local ones; ``load`` overwrites those that it is given."""
+    def receive(self, sync: Sync, weights: Weights, parts: Parts, load: Load, group: dist.ProcessGroup | None) -> None:
+        """Receive into the destination, unless this rank has delivered to itself; then compare checksums.
+
+        ``weights``: its live local ones.
+        """
         source = next(t.source for t in sync.transfers if t.destination == self._rank)
         like = next(iter(weights.values()))
         buckets = bucket_names(parts, like.element_size(), self._bucket_bytes)
-        for names in buckets:
-            sizes = [parts[name].num_elements for name in names]
-            buffer = like.new_empty(sum(sizes))
-            self._receive(buffer, source, group)
-            load(dict(zip(names, buffer.split(sizes), strict=True)))
+        if source != self._rank:
+            for names in buckets:
+                sizes = [parts[name].num_elements for name in names]
+                buffer = like.new_empty(sum(sizes))
+                self._receive(buffer, source, group)
+                load(dict(zip(names, buffer.split(sizes), strict=True)))
         if self._settings.checksum:
             held = torch.stack([checksum(flat(weights, names, like.dtype)) for names in buckets])
-            self._check(sync, buckets, held, source, group)
+            self._check(sync, buckets, held, self._expected(sync, held, source, group), source)
 
     def close(self) -> None:
         """Await all sends that are under way."""
@@ -114,24 +144,36 @@ class Syncer:
             self._land_all(flying)
 
     def _outgoing(
-        self, source: Source, destination: Destination, buckets: Sequence[Sequence[str]], receivers: Sequence[int]
+        self,
+        sync: Sync,
+        source: Source,
+        destination: Destination,
+        buckets: Sequence[Sequence[str]],
+        receivers: Sequence[int],
+        load: Load | None,
     ) -> Iterator[list[tuple[int, Tensor]]]:
         """For each bucket a buffer for every receiver, then their checksums; all copied at once for a snapshot."""
         sums: dict[int, list[Tensor]] = {receiver: [] for receiver in receivers}
+        others = [receiver for receiver in receivers if receiver != self._rank]
 
         def copies() -> Iterator[list[tuple[int, Tensor]]]:
             for names in buckets:
-                tensors = source.gather.whole(source.weights, names, destination.dtype)
-                buffers = _cut_for(receivers, tensors, destination, names)
+                tensors = source.whole(names, destination.dtype)
+                if self._rank in receivers:
+                    assert load is not None, "this rank holds the destination"
+                    sums[self._rank].append(_deliver(tensors, destination.parts[self._rank], names, load))
+                buffers = _cut_for(others, tensors, destination, names)
                 for receiver, buffer in buffers:
                     sums[receiver].append(checksum(buffer))
                 yield buffers
 
         yield from list(copies()) if self._settings.snapshot else copies()
-        if self._settings.checksum and receivers:
-            yield [(receiver, torch.stack(sums[receiver])) for receiver in receivers]
+        if self._rank in receivers:
+            self._delivered[sync.destination] = torch.stack(sums.pop(self._rank))
+        if self._settings.checksum and others:
+            yield [(receiver, torch.stack(sums[receiver])) for receiver in others]
 
-    def _post(self, receiver: int, buffer: Tensor, group: dist.ProcessGroup) -> _Flight:
+    def _post(self, receiver: int, buffer: Tensor, group: dist.ProcessGroup | None) -> _Flight:
         return _Flight(receiver, posted(dist.isend(buffer.view(torch.uint8), receiver, group=group)), buffer)
 
     def _land_all(self, flying: deque[list[_Flight]]) -> None:
@@ -142,22 +184,33 @@ class Syncer:
         for flight in flying.popleft():
             self._wait(flight.work, (flight.receiver,))
 
-    def _receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    def _receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
         if not len(buffer):
             return  # ZeRO-3 may leave a rank nothing of a bucket of small tensors
         self._wait(posted(dist.irecv(buffer.view(torch.uint8), source, group=group)), (source,))
 
-    def _check(
-        self, sync: Sync, buckets: Sequence[Sequence[str]], held: Tensor, source: int, group: dist.ProcessGroup
-    ) -> None:
+    def _expected(self, sync: Sync, held: Tensor, source: int, group: dist.ProcessGroup | None) -> Tensor:
+        """The checksums of what the source sent."""
+        if source == self._rank:
+            return self._delivered.pop(sync.destination)
         expected = torch.empty_like(held)
         self._receive(expected, source, group)
+        return expected
+
+    def _check(self, sync: Sync, buckets: Sequence[Sequence[str]], held: Tensor, expected: Tensor, source: int) -> None:
         wrong = [names[0] for names, same in zip(buckets, (expected == held).tolist(), strict=True) if not same]
         if wrong:
             raise ChecksumError(
                 f"sync {sync.label}: rank {self._rank} holds other weights than rank {source} sent, "
                 f"in the bucket of {wrong[0]}"
             )
+
+
+def _deliver(tensors: Weights, parts: Parts, names: Sequence[str], load: Load) -> Tensor:
+    """Hand over what this rank holds of a bucket; no buffer lies between. Returns the checksum of the bucket."""
+    pieces = {name: cut(tensors[name], parts[name]) for name in names}
+    load(pieces)
+    return torch.stack([checksum(piece) for piece in pieces.values()]).sum()
 
 
 def _cut_for(

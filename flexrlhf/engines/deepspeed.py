@@ -87,6 +87,7 @@ class DeepSpeedEngine:
     def __init__(self, wanted: Wanted) -> None:
         assert wanted.alone is not None, "the plan gives every rank of a DeepSpeed model a group by itself"
         placed, self._settings, self._name = wanted.placed, wanted.placed.settings, wanted.placed.name
+        self.num_requests = 0
         self._mpu = _Mpu(wanted.replicas.group or wanted.alone, wanted.alone)
         self._deepspeed = _import_deepspeed(wanted.device)
         self._model = load_model(placed, wanted.seed)
@@ -155,6 +156,7 @@ class DeepSpeedEngine:
             GroupMember.WORLD, groups.mpu = world, mpu
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        self.num_requests += len(batch)
         with self._as_world(), self._gathering():
             return self._passes.generate(batch, sampling)
 

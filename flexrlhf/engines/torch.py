@@ -28,6 +28,7 @@ class TorchEngine:
 
     def __init__(self, wanted: Wanted) -> None:
         placed, settings = wanted.placed, wanted.placed.settings
+        self.num_requests = 0
         self._is_sharded = placed.split != "whole"
         self._model = load_model(placed, wanted.seed)
         self.config = self._model.config
@@ -74,6 +75,7 @@ class TorchEngine:
         )
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        self.num_requests += len(batch)
         with self._gathering():
             return self._passes.generate(batch, sampling)
 

@@ -5,5 +5,11 @@ from __future__ import annotations
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Operator
 
-GENERATE = Operator("generate", "generate", "actor", ("prompts", "prompt_mask"), (*TEXT, "response_mask", "finished"))
+GENERATE = Operator(
+    "generate",
+    "generate",
+    "actor",
+    ("prompts", "prompt_mask"),
+    (*TEXT, "response_mask", "finished", "policy_version"),
+)
 DIVERSITY = Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity")

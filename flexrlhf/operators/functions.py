@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
-from flexrlhf.spec import LossAggregation, PpoSpec, RewardSpec, SftSpec, TruncationPenalty
+from flexrlhf.operators.parity import parity
+from flexrlhf.spec import ImportanceSpec, LossAggregation, PpoSpec, RewardSpec, SftSpec, TruncationPenalty
 
 LOG_RATIO_CLAMP = 20.0
 """Keeps exp() finite; far beyond what any sane policy update reaches."""
@@ -81,6 +82,8 @@ def policy_loss(spec: PpoSpec) -> Loss:
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
         losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+        weights, importance = importance_weights(spec.importance, batch)
+        losses = losses * weights
         loss = aggregate(losses, mask, spec.loss_aggregation, totals)
         assert outputs.entropy is not None
         if spec.entropy_coefficient:
@@ -91,10 +94,33 @@ def policy_loss(spec: PpoSpec) -> Loss:
             "update_kl": moments(ratio - 1 - log_ratio, mask),
             "entropy": moments(outputs.entropy, mask),
         }
-        return loss, statistics
+        return loss, statistics | importance
 
-    statistics = ("policy_loss", "ratio_clipped", "update_kl", "entropy")
+    statistics: tuple[str, ...] = ("policy_loss", "ratio_clipped", "update_kl", "entropy")
+    if spec.importance is not None:
+        statistics += ("importance_weight", "importance_clipped")
     return Loss("logprobs", function, statistics, "gradient" if spec.entropy_coefficient else "value")
+
+
+def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tensor, Moments]:
+    """Weights (n, R) of the tokens' losses: min(pi_old / pi_rollout, cap), of each token or of the whole answer.
+
+    Token level: truncated importance sampling (Ionides 2008) as AReaL and verl apply it beside PPO's own ratio.
+    """
+    mask = batch["response_mask"].float()
+    if spec is None:
+        return torch.ones_like(mask), {}
+    log_ratio = (batch["logprobs"] - batch["rollout_logprobs"]) * mask
+    counted = mask
+    if spec.level == "sequence":
+        log_ratio, counted = log_ratio.sum(1, keepdim=True), mask.amax(1, keepdim=True)
+    full = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    weights = full.clamp(max=spec.cap)
+    statistics = {
+        "importance_weight": moments(weights, counted),
+        "importance_clipped": moments((full > spec.cap).float(), counted),
+    }
+    return weights.expand_as(mask), statistics
 
 
 def value_loss(spec: PpoSpec) -> Loss:
@@ -120,13 +146,19 @@ def last_positions(mask: Tensor) -> Tensor:
 def token_rewards(spec: PpoSpec, batch: Batch) -> Tensor:
     """-beta * (logprob - ref_logprob) per token (k1 estimate of the KL), plus the score on the last response token."""
     mask = batch["response_mask"].float()
-    rewards = -spec.kl_coefficient * (batch["logprobs"] - batch["ref_logprobs"]) * mask
+    rewards = -spec.kl_coefficient * (drawn_logprobs(batch) - batch["ref_logprobs"]) * mask
     position = last_positions(batch["response_mask"].bool())[:, None]
     # an empty response has no last token: the mask keeps its score out
     scores = shaped_scores(spec, batch)
     if spec.reward_clip is not None:
         scores = scores.clamp(-spec.reward_clip, spec.reward_clip)
     return rewards.scatter_add(1, position, scores[:, None] * mask.gather(1, position))
+
+
+def drawn_logprobs(batch: Batch) -> Tensor:
+    """Log-probs (n, R) under the policy that drew the answers, whose KL it is: column ``logprobs`` unless one policy
+    draws and another is trained."""
+    return batch["rollout_logprobs"] if "rollout_logprobs" in batch.columns else batch["logprobs"]
 
 
 def shaped_scores(spec: PpoSpec, batch: Batch) -> Tensor:
@@ -196,7 +228,7 @@ def ppo_advantages(spec: PpoSpec, batch: Batch, segments: Sequence[slice], reduc
 
 def _experience_statistics(batch: Batch, advantages: Tensor, returns: Tensor) -> Moments:
     mask = batch["response_mask"]
-    log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * mask
+    log_ratio = (drawn_logprobs(batch) - batch["ref_logprobs"]) * mask
     return {
         "reward": moments(batch["scores"]),
         "kl": moments(log_ratio.sum(1)),
@@ -240,4 +272,7 @@ COMBINES: dict[str, Combine] = {
     "likelihood": likelihood,
     "pair_accuracy": pair_accuracy,
     "diversity": diversity,
+    "parity": parity,
 }
+OF_ROLLOUT = ("parity",)
+"""Functions that read the settings of the rollout, not of the algorithm."""

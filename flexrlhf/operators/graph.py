@@ -18,6 +18,8 @@ class Operator:
     ``function`` names the mathematics of a combine or the loss of a train (operators/functions.py).
     ``barrier``: needs every row of the step at once, so chunks end here (and for all that reads what it writes).
     ``adapters`` False: the base weights alone compute it, without the low-rank adapters that are trained.
+    ``every``: it runs at step 0 and each so many steps. ``on_trained``: on the copy that is trained even where another
+    one is for inference, and before that copy trains.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Operator:
     function: str = ""
     barrier: bool = False
     adapters: bool = True
+    every: int = 1
+    on_trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Graph:
     def trained(self) -> tuple[str, ...]:
         trained = {operator.role for operator in self.operators if operator.kind == "train"}
         return tuple(role for role in self.roles if role in trained)
+
+    @property
+    def generated(self) -> str | None:
+        """The role that draws what is trained on; None where the data set has it."""
+        return next((operator.role for operator in self.operators if operator.kind == "generate"), None)
 
     @cached_property
     def producers(self) -> dict[str, Operator]:

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.engines.base import Batch, Engine, Moments, Sampling, add_moments
+from flexrlhf.engines.base import Batch, Engine, Moments, Sampling, add_moments, moments
 from flexrlhf.operators.columns import COLUMNS
-from flexrlhf.operators.functions import COMBINES, LOSSES
+from flexrlhf.operators.functions import COMBINES, LOSSES, OF_ROLLOUT
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import ModelShape
-from flexrlhf.spec import AlgorithmSpec
+from flexrlhf.spec import AlgorithmSpec, Spec
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,17 @@ class Resident:
 
 @dataclass(frozen=True)
 class OperatorRun:
-    """An operator over whole mini-batches on this rank. ``rows`` of a mini-batch may be empty."""
+    """An operator over whole mini-batches on this rank. ``rows`` of a mini-batch may be empty.
+
+    ``version``: batches that the weights of the resident have been trained on.
+    """
 
     operator: Operator
     resident: Resident
     shape: BatchShape
     mini_batches: range
     rank: int
+    version: int = 0
 
     def rows_of(self, mini_batches: range) -> tuple[int, ...]:
         return self.shape.rows(self.shape.held(self.resident.model.layout, self.rank, mini_batches))
@@ -58,25 +63,51 @@ class OperatorRun:
 
 
 def run_operator(
-    work: OperatorRun, store: RowStore, algorithm: AlgorithmSpec, sampling: Sampling, device: torch.device
+    work: OperatorRun,
+    store: RowStore,
+    spec: Spec,
+    sampling: Sampling,
+    device: torch.device,
+    ahead: Sequence[OperatorRun] = (),
 ) -> Moments:
-    """Execute ``work``; its columns are in ``store`` afterwards. Returns the moments of this rank's rows."""
+    """Execute ``work``; its columns are in ``store`` afterwards. Returns the moments of this rank's rows.
+
+    ``ahead``: what this rank will generate next with the same weights.
+    """
     operator, engine = work.operator, work.resident.engine
     if operator.kind == "train":
-        return _train(work, store, algorithm, device)
+        return _train(work, store, spec.algorithm, device)
     batch = work.batch(store, work.rows, device)
     statistics: Moments = {}
     match operator.kind:
         case "generate":
-            columns = engine.generate(batch, sampling)
+            later = [each.batch(store, each.rows, device) for each in ahead]
+            columns, statistics = _generate(work, batch, sampling, later)
         case "forward":
             columns = {name: engine.forward(batch, COLUMNS[name], operator.adapters) for name in operator.writes}
         case "combine":
             combine = COMBINES[operator.function]
-            columns, statistics = combine(algorithm, batch, work.segments(), work.resident.replicas)
-    for name, values in columns.items():
-        store.put(name, work.rows, values)
+            settings = spec.rollout if operator.function in OF_ROLLOUT else spec.algorithm
+            columns, statistics = combine(settings, batch, work.segments(), work.resident.replicas)
+    for name in operator.writes:
+        store.put(name, work.rows, columns[name])
     return statistics
+
+
+def _generate(
+    work: OperatorRun, batch: Batch, sampling: Sampling, later: Sequence[Batch]
+) -> tuple[dict[str, Tensor], Moments]:
+    """Answers, the version of the policy that drew them, and how many the engine says that it has drawn."""
+    engine = work.resident.engine
+    before = engine.num_requests
+    columns = engine.generate(batch, sampling, later)
+    columns["policy_version"] = torch.full_like(columns["finished"], work.version, dtype=torch.int32)
+    # where nothing else tells them, an engine's log-probs are the policy's
+    columns["logprobs"] = columns["rollout_logprobs"]
+    requests = torch.tensor(float(engine.num_requests - before))
+    lag = sampling.step - columns["policy_version"].float()
+    is_training = "policy_version" in work.operator.writes and sampling.step >= 0
+    return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)} if is_training else {}
 
 
 def _train(work: OperatorRun, store: RowStore, algorithm: AlgorithmSpec, device: torch.device) -> Moments:

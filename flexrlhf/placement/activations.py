@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from flexrlhf.placement.shapes import Sizes
 
+CACHE = "KV cache"
 NOISE_BYTES = 41
 """For each row and word of the vocabulary while one token is drawn: float32 and float64 logits, hash and noise."""
 
@@ -98,7 +99,7 @@ class Blocks:
         prefill = self.forward_bytes(rows, prompt) - cache * response
         activations = max(prefill, self._attention_over_cache(rows, prompt + response))
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
-        return {"KV cache": cache * (prompt + response), **larger(activations=activations, logits=logits)}
+        return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}
 
     def _attention_over_cache(self, rows: int, length: int) -> int:
         """One token in one layer: its keys and values repeated for all heads; without groups, a copy of the keys."""

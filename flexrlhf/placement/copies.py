@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flexrlhf.placement.lora import gathered_names, is_merged
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.reshard import (
     Parts,
@@ -16,6 +17,7 @@ from flexrlhf.placement.reshard import (
     trained_parts,
 )
 from flexrlhf.placement.shapes import ModelShape, count_elements
+from flexrlhf.placement.shards import parts_on
 from flexrlhf.placement.states import item_bytes
 from flexrlhf.spec import SyncSpec
 
@@ -41,17 +43,21 @@ def sync_parts(
     buckets = bucket_names(arriving, item, _bucket_bytes(settings))
     parts: dict[str, int | None] = {}
     if rank in source.ranks:
-        receivers = [transfer.destination for transfer in work.transfers if transfer.source == rank]
+        # a bucket for the rank itself goes from tensor to tensor
+        receivers = [t.destination for t in work.transfers if t.source == rank != t.destination]
         held = {tuple(trained_parts(destination, shape, receiver).items()) for receiver in receivers}
         sizes = [item * sum(part_elements(dict(each), names) for each in held) for names in buckets]
         sets = gathering_sets(source, [transfer.source for transfer in work.transfers])
         members = next((ranks for ranks in sets if rank in ranks), (rank,))
         parts["buckets"] = sum(sizes if settings.snapshot else sorted(sizes)[-NUM_BUCKETS:])
+        if is_merged(destination, shape):
+            parts["merged"] = 4 * _largest(parts_on(source, shape, rank), [gathered_names(b) for b in buckets])
         parts["gathered"] = _gathering(item * _largest(arriving, buckets), len(members))
     if rank in destination.ranks:
         mine = trained_parts(destination, shape, rank)
         # one that arrives, and a copy of what is held, for its checksum
-        parts["buckets"] = 2 * item * max(part_elements(mine, names) for names in buckets)
+        arriving_bytes = 2 * item * max(part_elements(mine, names) for names in buckets)
+        parts["buckets"] = max(parts.get("buckets") or 0, arriving_bytes)
     return parts
 
 

@@ -1,15 +1,22 @@
-"""Parameters of a model with low-rank adapters, named and shaped as peft makes them (Hu et al. 2022)."""
+"""Parameters of a model with low-rank adapters, named and shaped as peft makes them (Hu et al. 2022).
+
+A rollout engine holds the same model merged: of each target one weight, W + alpha / rank * B A, under its plain name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import ModelShape
 from flexrlhf.spec import LoraSpec
 
 ADAPTER = "default"
 """The name that peft gives an adapter by itself."""
+BASE = ".base_layer."
 _HEADS = ("embed_tokens", "lm_head", "score")
 
 
@@ -47,3 +54,33 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
             parameters |= added
             adapters |= set(added)
     return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(adapters))
+
+
+def is_merged(model: PlacedModel, shape: ModelShape) -> bool:
+    """Whether ``model`` holds the adapters of its role, of this ``shape``, inside the weights that they change."""
+    return model.rollout is not None and bool(shape.adapters)
+
+
+def shape_of(model: PlacedModel, shape: ModelShape) -> ModelShape:
+    """The shape of a role as this copy of it names its parameters."""
+    return with_adapters_merged(shape) if is_merged(model, shape) else shape
+
+
+@lru_cache(maxsize=16)
+def with_adapters_merged(shape: ModelShape) -> ModelShape:
+    """``shape`` without adapters; those weights count as trained that they change."""
+    bases = {name: name.replace(BASE, ".") for name, _ in shape.parameters if BASE in name and name.endswith(".weight")}
+    plain = [(name, size) for name, size in shape.parameters if not {"lora_A", "lora_B"} & set(name.split("."))]
+    parameters = {name.replace(BASE, "."): size for name, size in plain}
+    return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(bases.values()))
+
+
+def merged_from(name: str) -> tuple[str, str, str]:
+    """What the merged weight ``name`` is computed from: the base weight, A and B."""
+    path = name.removesuffix(".weight")
+    return f"{path}{BASE}weight", f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight"
+
+
+def gathered_names(names: Sequence[str]) -> list[str]:
+    """All that the merged weights ``names`` are computed from."""
+    return [part for name in names for part in merged_from(name)]

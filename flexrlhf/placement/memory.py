@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.placement.activations import Blocks, larger
+from flexrlhf.placement.activations import CACHE, Blocks, larger
 from flexrlhf.placement.copies import WeightSync, saved_bytes, saving_parts, sync_parts
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.shapes import HEAD_OF_ROLE, LLAMA_LIKE, ModelShape, count_elements
@@ -176,7 +176,9 @@ class Sizing:
         blocks = Blocks(shape.sizes, item_bytes(model), settings.tp, settings.lora is not None)
         if work.kind == "generate":
             rows = texts.rows_decoded(settings.generate_tokens, work.rows)
-            return blocks.decode_bytes(rows, texts.prompt, texts.response)
+            parts = blocks.decode_bytes(rows, texts.prompt, texts.response)
+            # a rollout engine's cache is there all the time
+            return {name: size for name, size in parts.items() if model.rollout is None or name != CACHE}
         rows, train = texts.rows_within(settings.micro_batch_tokens, work.rows), work.kind == "train"
         logits = 0
         if HEAD_OF_ROLE[model.role] == "causal":

@@ -10,6 +10,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.spec import ModelSpec, RolloutSpec, ShadowSpec
 
 SHADOW = ".shadow"
+ROLLOUT = ".rollout"
 
 Split = Literal["whole", "rows", "flat"]
 _SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "rows", ("deepspeed", 3): "flat"}
@@ -18,7 +19,7 @@ _SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "ro
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """One copy of ``role``'s weights. ``trained`` copies own an optimizer; shadows follow them by Sync.
+    """One copy of ``role``'s weights. ``trained`` copies own an optimizer; shadows and rollouts follow them by Sync.
 
     ``settings``: how this copy computes. ``rollout``: of one that does nothing but generate.
     """
@@ -52,8 +53,16 @@ class PlacedModel:
     def is_shadow(self) -> bool:
         return self.name.endswith(SHADOW)
 
+    @property
+    def follows(self) -> bool:
+        """Whether its weights are another copy's, sent by Sync."""
+        return self.is_shadow or self.rollout is not None
+
     def key(self, setting: str) -> str:
         """Where the YAML says ``setting``; a shadow has from its role what its own section cannot say."""
+        if self.rollout is not None:
+            own = {"generate_tokens": "kv_tokens"}.get(setting, setting)
+            return f"rollout.{own}" if own in RolloutSpec.model_fields else f"models.{self.role}.{setting}"
         section = SHADOW if self.is_shadow and setting in ShadowSpec.model_fields else ""
         return f"models.{self.role}{section}.{setting}"
 
@@ -81,12 +90,27 @@ class Placement:
         return tuple(rank for rank in range(self.num_ranks) if rank not in used)
 
     @property
+    def followers(self) -> tuple[PlacedModel, ...]:
+        return tuple(model for model in self.models if model.follows)
+
+    @property
     def shadows(self) -> tuple[PlacedModel, ...]:
-        return tuple(model for model in self.models if model.is_shadow)
+        """Copies for inference on other ranks than those that train: a rollout engine may be the actor's."""
+        return tuple(model for model in self.followers if not set(model.ranks) & set(self[model.role].ranks))
 
     def inference_copy(self, role: str) -> PlacedModel:
-        """The copy that generates and forwards: the shadow where there is one."""
-        return self[role + SHADOW] if role + SHADOW in self else self[role]
+        """The copy beside which rows of ``role`` are made: the shadow where there is one."""
+        return next((model for model in self.shadows if model.role == role), self[role])
+
+    def copy_for(self, role: str, kind: str, on_trained: bool = False) -> PlacedModel:
+        """The copy that an operator of ``kind`` runs on: the trained copy trains, everything else happens where rows
+        are made; but a rollout engine generates, and does not forward."""
+        if kind == "train" or on_trained:
+            return self[role]
+        if kind == "generate" and role + ROLLOUT in self:
+            return self[role + ROLLOUT]
+        copy = self.inference_copy(role)
+        return self[role] if kind == "forward" and copy.rollout is not None else copy
 
     def co_located_pairs(self) -> list[tuple[str, str]]:
         """Pairs of placed models that share a device."""

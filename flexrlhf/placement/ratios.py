@@ -16,20 +16,23 @@ from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.packing import Packing, Request, pack
-from flexrlhf.placement.placed import SHADOW, PlacedModel, Placement
+from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
+from flexrlhf.placement.rollout import rollout_settings
 from flexrlhf.spec import PLACEMENT_SETTINGS, ModelSpec, PlacementEntry, PlacementMap, Spec
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a graph in vector order; the trained ones may have shadows."""
+    """The roles of a graph in vector order; the trained ones may have shadows. ``rollout``: the role that an engine of
+    its own generates for; with shadows that engine is this role's."""
 
     all: tuple[str, ...]
     trained: tuple[str, ...]
+    rollout: str | None = None
 
     @property
     def shadows(self) -> tuple[str, ...]:
-        return tuple(role + SHADOW for role in self.trained)
+        return tuple(role + (ROLLOUT if role == self.rollout else SHADOW) for role in self.trained)
 
     @property
     def with_shadows(self) -> tuple[str, ...]:
@@ -41,8 +44,18 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
     request = _entries(spec, roles, can_shadow)
     ranks, warnings = _ranks(request, roles, cluster)
     models = tuple(_placed(name, request.models[name], ranks[name], spec, roles, cluster) for name in request.models)
+    if roles.rollout is not None and roles.rollout + ROLLOUT not in request.models:
+        models += (_rollout_beside(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
     _check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
     return Placement(models, len(cluster.devices), tuple(warnings))
+
+
+def _rollout_beside(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:
+    """The rollout engine on the ranks of the copy that is trained; its replicas take rows as that copy's do."""
+    entry = PlacementEntry(ranks=trained.ranks)
+    if spec.rollout.tp == trained.layout.tp and trained.layout.row_shares:
+        entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
+    return _placed(trained.role + ROLLOUT, entry, trained.ranks, spec, roles, cluster)
 
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
@@ -70,13 +83,17 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
         if name not in allowed:
             known = (*allowed, *PLACEMENT_SETTINGS)
             raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-    wanted = roles.with_shadows if any(name.endswith(SHADOW) for name in placement.models) else roles.all
+    wanted = roles.with_shadows if _has_shadows(placement.models) else roles.all
     missing = [name for name in wanted if name not in placement.models]
     if missing:
         raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(wanted)}")
     if placement.train_share is not None and wanted == roles.all:
         raise UserError("placement.train_share: needs shadow models (a disaggregated placement); remove it")
     return placement.model_copy(update={"models": {name: placement.models[name] for name in wanted}})
+
+
+def _has_shadows(names: Iterable[str]) -> bool:
+    return any(name.endswith((SHADOW, ROLLOUT)) for name in names)
 
 
 def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], list[str]]:
@@ -104,7 +121,7 @@ def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int,
 
 def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
     """With shadows, no device serves both training and inference, else one side would wait for the other."""
-    if not any(name.endswith(SHADOW) for name in ranks):
+    if not _has_shadows(ranks):
         return
     for trained in roles.trained:
         for name in ranks:
@@ -139,8 +156,7 @@ def _place_in_pool(
     counts = {name: whole_devices(name, ratio, len(pool)) for name, ratio in ratios.items()}
     training = [name for name in counts if name in roles.trained]
     inference = [name for name in counts if name not in roles.trained]
-    has_shadows = any(name.endswith(SHADOW) for name in request.models)
-    if not (has_shadows and training and inference):
+    if not (_has_shadows(request.models) and training and inference):
         return pack([Request(name, count) for name, count in counts.items()], pool, cluster)
     fitting = [
         _pack_sides(counts, training, inference, pool, side, cluster)
@@ -229,9 +245,12 @@ def _no_reading(
 def _placed(
     name: str, entry: PlacementEntry, ranks: tuple[int, ...], spec: Spec, roles: Roles, cluster: Cluster
 ) -> PlacedModel:
-    role = name.removesuffix(SHADOW)
+    role, _, copy = name.partition(".")
     model = spec.models.of(role) or ModelSpec()
-    settings = model.of_shadow if name.endswith(SHADOW) else model
+    if copy == ROLLOUT[1:]:
+        layout = _layout(name, entry, tuple(sorted(ranks)), ranks, spec.rollout.tp, cluster)
+        return PlacedModel(name, role, layout, False, rollout_settings(model, layout, spec), spec.rollout)
+    settings = model.of_shadow if copy else model
     layout = _layout(name, entry, tuple(sorted(ranks)), ranks, settings.tp, cluster)
     return PlacedModel(name, role, layout, name in roles.trained, settings)
 
@@ -257,7 +276,8 @@ def _layout(
 
 def _check_tensor_parallel(name: str, ranks: tuple[int, ...], tp: int, cluster: Cluster) -> None:
     """A replica's tensor-parallel ranks stay on one node, where links are fast."""
-    where = f"models.{name.removesuffix(SHADOW)}.{'shadow.' if name.endswith(SHADOW) else ''}tp"
+    role, _, copy = name.partition(".")
+    where = "rollout.tp" if copy == ROLLOUT[1:] else f"models.{role}.{copy + '.' if copy else ''}tp"
     works = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _stays_on_node(ranks, n, cluster)]
     if len(ranks) % tp:
         raise UserError(f"{where}: {tp} does not divide the {len(ranks)} devices of {name}; use {either(works)}")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flexrlhf.placement.lora import gathered_names, is_merged, shape_of, with_adapters_merged
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import DTYPE_BYTES, ModelShape
 from flexrlhf.placement.shards import Part, parts_on
@@ -30,8 +31,10 @@ def gathering_sets(model: PlacedModel, senders: Sequence[int]) -> tuple[tuple[in
 
 
 def pair_ranks(source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[WeightTransfer, ...]:
-    """Every destination rank gets a source rank; source ranks take turns."""
-    return tuple(WeightTransfer(source[i % len(source)], rank) for i, rank in enumerate(destination))
+    """Every destination rank gets a source rank: itself where it is one; else source ranks take turns."""
+    return tuple(
+        WeightTransfer(rank if rank in source else source[i % len(source)], rank) for i, rank in enumerate(destination)
+    )
 
 
 def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
@@ -65,17 +68,23 @@ def part_elements(parts: Parts, names: Sequence[str]) -> int:
 def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str, Part]:
     """What ``rank`` holds of the weights that training changes."""
     parts = parts_on(model, shape, rank)
-    return {name: parts[name] for name, _ in shape.trained}
+    return {name: parts[name] for name, _ in shape_of(model, shape).trained}
 
 
-def gather_bytes(model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], item_bytes: int, bucket: int) -> int:
-    """Bytes that ``ranks`` send each other when they gather the trained weights in buckets of ``bucket`` bytes.
+def gather_bytes(
+    model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], item_bytes: int, merged: bool = False
+) -> int:
+    """Bytes that ``ranks`` send each other when they gather the trained weights.
 
-    Every rank sends its part of a bucket, padded to the largest, which is the first one's, to every other.
+    Every rank sends its part of each bucket, padded to the largest, which is the first one's, to every other.
+    ``merged``: in float32 also the weights that adapters change, since the sum is rounded only once.
     """
-    parts = trained_parts(model, shape, ranks[0])
-    longest = sum(part_elements(parts, names) for names in bucket_names(parts, item_bytes, bucket))
-    return len(ranks) * (len(ranks) - 1) * item_bytes * longest
+    parts: Parts = trained_parts(model, shape, ranks[0])
+    if merged:
+        targets = [name for name, _ in with_adapters_merged(shape).trained]
+        parts, item_bytes = parts_on(model, shape, ranks[0]), 4
+        return len(ranks) * (len(ranks) - 1) * item_bytes * part_elements(parts, gathered_names(targets))
+    return len(ranks) * (len(ranks) - 1) * item_bytes * part_elements(parts, list(parts))
 
 
 def sync_bytes(
@@ -89,8 +98,11 @@ def sync_bytes(
     """Bytes that cross between ranks in one Sync: the gathers, each destination rank's part, a checksum per bucket."""
     item_bytes = DTYPE_BYTES[destination.settings.dtype]
     sets = gathering_sets(source, [t.source for t in transfers])
-    total = sum(gather_bytes(source, shape, ranks, item_bytes, bucket_bytes) for ranks in sets)
+    merged = is_merged(destination, shape)
+    total = sum(gather_bytes(source, shape, ranks, item_bytes, merged) for ranks in sets)
     for transfer in transfers:
+        if transfer.source == transfer.destination:
+            continue
         parts = trained_parts(destination, shape, transfer.destination)
         total += item_bytes * part_elements(parts, list(parts))
         total += CHECKSUM_BYTES * len(bucket_names(parts, item_bytes, bucket_bytes)) if checksum else 0

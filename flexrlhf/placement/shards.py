@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
+from flexrlhf.placement.lora import shape_of
 from flexrlhf.placement.placed import PlacedModel, Split
 from flexrlhf.placement.shapes import ModelShape, Parameters
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
 """Linear layers that tensor parallelism cuts along their outputs, and along their inputs (Shoeybi et al. 2019)."""
+VOCABULARY = (".embed_tokens.weight", ".lm_head.weight")
+VOCABULARY_MULTIPLE = 64
+"""vLLM cuts these along the vocabulary, which it first pads to a multiple of so many rows."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,20 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
 
 @dataclass(frozen=True)
 class _Place:
-    """What decides which part of a tensor a rank holds: ``replica`` of ``dp``, ``tp_index`` of ``tp``."""
+    """What decides which part of a tensor a rank holds: ``replica`` of ``dp``, ``tp_index`` of ``tp``.
+
+    ``cuts_vocabulary``: as a rollout engine does.
+    """
 
     split: Split
     dp: int
     tp: int
     replica: int
     tp_index: int
+    cuts_vocabulary: bool
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
-        box = list(whole(size).box)
-        dim = tensor_parallel_dim(name, size, self.tp) if self.tp > 1 else None
-        if dim is not None:
-            box[dim] = _share(size[dim], self.tp, self.tp_index)
+        box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
         match self.split:
             case "rows":
                 inner = _share(len(box[0]), self.dp, self.replica)
@@ -75,12 +80,25 @@ class _Place:
                 return Part(size, tuple(box), _share(math.prod(map(len, box)), self.dp, self.replica))
         return Part(size, tuple(box))
 
+    def _slice(self, name: str, size: tuple[int, ...]) -> list[range]:
+        """What tensor parallelism leaves of each dim."""
+        box = list(whole(size).box)
+        dim = tensor_parallel_dim(name, size, self.tp)
+        if self.cuts_vocabulary and f".{name}".endswith(VOCABULARY):
+            padded = -(-size[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+            box[0] = _at(size[0], padded // self.tp, self.tp_index)
+        elif dim is not None:
+            box[dim] = _share(size[dim], self.tp, self.tp_index)
+        return box
+
 
 def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> Mapping[str, Part]:
     """Parameter name → what ``rank`` holds of it. Ranks in the same place share the answer."""
     layout, split = model.layout, model.split
     replica = 0 if split == "whole" else layout.replica(rank)
-    return _parts(_Place(split, layout.dp, layout.tp, replica, layout.tp_index(rank)), shape.parameters)
+    shape = shape_of(model, shape)
+    place = _Place(split, layout.dp, layout.tp, replica, layout.tp_index(rank), model.rollout is not None)
+    return _parts(place, shape.parameters)
 
 
 @lru_cache(maxsize=1024)
@@ -90,5 +108,8 @@ def _parts(place: _Place, parameters: Parameters) -> Mapping[str, Part]:
 
 def _share(size: int, count: int, index: int) -> range:
     """``torch.chunk``'s rule, and DeepSpeed's: equal parts, rounded up; the last ones may be smaller or empty."""
-    step = -(-size // count)
+    return _at(size, -(-size // count), index)
+
+
+def _at(size: int, step: int, index: int) -> range:
     return range(min(index * step, size), min((index + 1) * step, size))

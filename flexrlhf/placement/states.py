@@ -11,8 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flexrlhf.placement.activations import Blocks
+from flexrlhf.placement.lora import shape_of
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.rollout import kv_cache_bytes
 from flexrlhf.placement.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.placement.shards import parts_on
 from flexrlhf.spec import ModelSpec, OptimizerSpec
@@ -24,8 +25,6 @@ DEEPSPEED_ELEMENTS = {
     "sub_group_size": 1_000_000_000,
 }
 """Settings under ``zero_optimization`` that cost memory, in elements: as our configuration leaves them."""
-KV_BLOCK_TOKENS = 32
-"""Tokens of a block of vLLM's cache: what its attention takes on CPUs and on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +96,12 @@ class State:
 
 def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     """What ``model`` holds on ``rank``, one of its ranks."""
+    shape = shape_of(model, shape)
     if model.rollout is not None:
         return replace(_frozen_state(model, shape, rank), cache=kv_cache_bytes(model, shape))
     if not model.trained:
         return _frozen_state(model, shape, rank)
     return _deepspeed_state(model, shape) if model.engine == "deepspeed" else _torch_state(model, shape, rank)
-
-
-def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
-    """Keys and values of ``generate_tokens`` tokens on each rank of a rollout engine, in whole blocks.
-
-    vLLM never hands out its first block.
-    """
-    assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
-    blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
-    per_token = Blocks(shape.sizes, item_bytes(model), model.settings.tp, False).kv_bytes_per_token()
-    return blocks * KV_BLOCK_TOKENS * per_token
 
 
 def bytes_per_parameter(model: PlacedModel) -> PerParameter:

@@ -25,7 +25,7 @@ def order(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> 
     if spec.schedule.lag == 0:
         return by_wave(graph, placement, shape, spec)
     builder = Builder(placement, shape)
-    trained = [o for o in graph.operators if not builder.model_of(o).is_shadow and o.role in graph.trained]
+    trained = [o for o in graph.operators if not builder.model_of(o).follows and o.role in graph.trained]
     inference = make_tasks(graph, placement, shape, [o for o in graph.operators if o not in trained])
     training = make_tasks(graph, placement, shape, trained)
     newest = builder.emit(inference)

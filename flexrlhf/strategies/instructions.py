@@ -47,6 +47,9 @@ class Run(Instruction):
     mini_batches: range
     chunk: int | None = None
 
+    def due(self, step: int, steps: int) -> bool:
+        return super().due(step, steps) and step % self.operator.every == 0
+
     @property
     def label(self) -> str:
         return f"{self.operator.name} on {self.model}"
@@ -74,12 +77,19 @@ class Move(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Sync(_Periodic):
-    """Weights of a trained model to its shadow. ``gathers``: sets of source ranks that put their shards together."""
+    """Weights of a trained model to a copy that follows it.
+
+    ``gathers``: sets of source ranks that put their shards together. ``is_local``: nothing crosses between ranks then.
+    """
 
     source: str
     destination: str
     transfers: tuple[WeightTransfer, ...]
     gathers: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        return all(transfer.source == transfer.destination for transfer in self.transfers)
 
     @property
     def label(self) -> str:

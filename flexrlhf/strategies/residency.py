@@ -6,6 +6,7 @@ it is walked until what is resident at its start repeats, too; models that are n
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.memory import Phase, Sizing
+from flexrlhf.placement.placed import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.workload import first_alike, works_of
 
@@ -80,6 +82,10 @@ def _is_rare(instruction: Instruction) -> bool:
     return isinstance(instruction, Eval | Save) or (isinstance(instruction, Sync) and instruction.every > 1)
 
 
+def _generates(instruction: Instruction, name: str) -> bool:
+    return isinstance(instruction, Run) and instruction.operator.kind == "generate" and instruction.model == name
+
+
 @dataclass
 class _Walk:
     """One rank's walk over the list. ``before``, ``after``, ``closing``: what to put away and take back at an index,
@@ -90,6 +96,7 @@ class _Walk:
     instructions: Sequence[Instruction]
     memory: Memory
     capacity: int
+    sleepers: frozenset[str] = frozenset()
     resident: set[str] = field(default_factory=set)
     before: dict[int, list[Change]] = field(default_factory=dict)
     after: dict[int, list[Change]] = field(default_factory=dict)
@@ -111,6 +118,9 @@ class _Walk:
             else:
                 self._change(self.before[index], victims, missing)
                 self.resident = self.resident - set(victims) | set(missing)
+                tired = [name for name in needed if name in self.sleepers and self._sleeps_after(index, name)]
+                self._change(self.after[index], tired, [])
+                self.resident -= set(tired)
 
     def _victims(self, index: int, needed: Sequence[str], missing: Sequence[str], room: int) -> list[str]:
         """Resident models to evict so that those needed fit, farthest next use first."""
@@ -132,6 +142,19 @@ class _Walk:
                 return distance
         return length + 1
 
+    def _sleeps_after(self, index: int, name: str) -> bool:
+        """Whether another model works before ``name`` does; not between two chunks of one batch that it generates."""
+        length = len(self.instructions)
+        for later in range(index + 1, index + length):
+            instruction = self.instructions[later % length]
+            if self.rank not in instruction.ranks or _is_rare(instruction):
+                continue
+            if name in models_of(instruction, self.placed):
+                return False
+            if models_of(instruction, self.placed):
+                return not any(_generates(each, name) for each in self.instructions[index + 1 :])
+        return False
+
     def _visit(self, index: int, missing: Sequence[str], victims: Sequence[str]) -> None:
         self._change(self.before[index], victims, missing)
         self._change(self.after[index], missing, victims)
@@ -141,6 +164,12 @@ class _Walk:
         into += [(Offload, name) for name in out] + [(Reload, name) for name in back]
 
 
+def _sleepers(placement: Placement) -> frozenset[str]:
+    """Rollout engines that give their memory to the models beside them whenever they do not generate."""
+    beside_training = [model for model in placement.followers if model not in placement.shadows]
+    return frozenset(model.name for model in beside_training if model.rollout is not None and model.rollout.sleep)
+
+
 def with_residency(instructions: Sequence[Instruction], memory: Memory) -> Residency:
     """``instructions`` with the evictions that every rank needs."""
     walks: dict[int, _Walk] = {}
@@ -148,8 +177,10 @@ def with_residency(instructions: Sequence[Instruction], memory: Memory) -> Resid
     for rank in sorted(set(alike.values())):
         names = tuple(model.name for model in memory.sizing.placement.on_rank(rank))
         capacity = memory.capacity(rank)
-        if capacity is not None and names:
-            walks[rank] = _settled(_Walk(rank, names, instructions, memory, capacity))
+        sleepers = _sleepers(memory.sizing.placement) & set(names)
+        if names and (capacity is not None or sleepers):
+            room = sys.maxsize if capacity is None else capacity
+            walks[rank] = _settled(_Walk(rank, names, instructions, memory, room, sleepers))
     each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
     out: list[Instruction] = []
     for index, instruction in enumerate(instructions):

@@ -9,7 +9,7 @@ chunk. Columns leave for all their readers right behind the runs of the wave tha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -20,7 +20,7 @@ from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.reshard import gathering_sets, pair_ranks
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
 from flexrlhf.spec import Spec
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Run, Save, Sync
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,41 @@ def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, 
                 yield step * length + index, step - instruction.lag, instruction
 
 
+def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
+    """Mini-batches of the chunks that follow ``run``, one of ``instructions``, before its model is put away."""
+    chunks: list[range] = []
+    for instruction in instructions[instructions.index(run) + 1 :]:
+        if isinstance(instruction, Offload) and instruction.model == run.model:
+            break
+        if isinstance(instruction, Run) and (instruction.operator, instruction.model) == (run.operator, run.model):
+            chunks.append(instruction.mini_batches)
+    return chunks
+
+
 @dataclass(frozen=True)
 class Task:
-    """An operator on one chunk; ``chunk`` None is the whole step."""
+    """An operator on one chunk; ``chunk`` None is the whole step. ``is_awaited``: a process of its own works on it."""
 
     operator: Operator
     wave: int
     chunk: int | None
     tick: int
+    is_awaited: bool = False
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        return self.tick, self.wave > 0, -self.wave
+        return self.tick, (self.wave > 0) != self.is_awaited, -self.wave
 
 
 def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
     """Operators that run once over all chunks: barriers, what follows them, and the training of a role without shadow.
 
     Such a role infers and trains with the same weights: no chunk may be generated or scored with those that another
-    chunk has trained already.
+    chunk has trained already. So does one whose trained copy scores besides.
     """
-    single = {o.name for o in graph.operators if o.kind == "train" and not placement.inference_copy(o.role).is_shadow}
-    return graph.after_barrier | single
+    scored = {o.role for o in graph.operators if o.on_trained}
+    scored |= {role for role in graph.roles if not placement.inference_copy(role).follows}
+    return graph.after_barrier | {o.name for o in graph.operators if o.kind == "train" and o.role in scored}
 
 
 def make_tasks(graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]) -> list[Task]:
@@ -76,12 +89,18 @@ def make_tasks(graph: Graph, placement: Placement, shape: BatchShape, operators:
     whole = whole_step(graph, placement)
     tasks = []
     for operator in operators:
-        wave = graph.waves[operator.name]
+        wave, awaited = graph.waves[operator.name], _is_awaited(operator, placement)
         if operator.name in whole or shape.num_chunks == 1:
-            tasks.append(Task(operator, wave, None, wave + shape.num_chunks - 1))
+            tasks.append(Task(operator, wave, None, wave + shape.num_chunks - 1, awaited))
         else:
-            tasks += [Task(operator, wave, chunk, wave + chunk) for chunk in range(shape.num_chunks)]
+            tasks += [Task(operator, wave, chunk, wave + chunk, awaited) for chunk in range(shape.num_chunks)]
     return sorted(tasks, key=lambda task: task.order)
+
+
+def _is_awaited(operator: Operator, placement: Placement) -> bool:
+    """Whether a child process generates: then its rank does what it can before it waits for the next chunk."""
+    rollout = placement.copy_for(operator.role, operator.kind).rollout if operator.kind == "generate" else None
+    return rollout is not None and rollout.process == "child"
 
 
 @dataclass
@@ -136,10 +155,7 @@ class Builder:
         return [self._move(columns, names, chunk) for (chunk, names), columns in bundles.items()]
 
     def model_of(self, operator: Operator) -> PlacedModel:
-        """The trained copy trains; everything else happens where the rows are made, on the inference copy."""
-        if operator.kind == "train":
-            return self.placement[operator.role]
-        return self.placement.inference_copy(operator.role)
+        return self.placement.copy_for(operator.role, operator.kind, operator.on_trained)
 
     def mini_batches(self, task: Task) -> range:
         return self.shape.mini_batches if task.chunk is None else self.shape.chunk(task.chunk)
@@ -190,29 +206,30 @@ def _common(first: range, second: range) -> range:
 
 
 def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
-    """Insert a Sync behind the last train of every role that has a shadow; at the end when training lags.
+    """Insert a Sync behind the last train of every role that another copy follows; at the end when training lags.
 
     With a lag the inference side reaches its syncs only after its whole batch, so one in the midst of training would
-    make the models that train after it wait.
+    make the models that train after it wait. At the end too for a rollout engine beside the trained copy, which sleeps
+    while anything trains.
     """
     out = list(instructions)
-    for shadow in placement.shadows:
-        source = placement[shadow.role]
-        ranks = tuple(sorted({*source.ranks, *shadow.ranks}))
-        transfers = pair_ranks(source.ranks, shadow.ranks)
+    for follower in placement.followers:
+        source = placement[follower.role]
+        ranks = tuple(sorted({*source.ranks, *follower.ranks}))
+        transfers = pair_ranks(source.ranks, follower.ranks)
         sync = Sync(
             ranks=ranks,
             lag=lag,
             every=spec.sync.every,
             source=source.name,
-            destination=shadow.name,
+            destination=follower.name,
             transfers=transfers,
             gathers=gathering_sets(source, [transfer.source for transfer in transfers]),
         )
         trains = [
             i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name
         ]
-        out.insert(len(out) if lag else trains[-1] + 1, sync)
+        out.insert(len(out) if lag or follower not in placement.shadows else trains[-1] + 1, sync)
     return out
 
 

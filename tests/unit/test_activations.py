@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -10,16 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from flexrlhf.engines.base import Sampling
+from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.head import token_logprobs
-from flexrlhf.engines.sampling import GumbelProcessor
+from flexrlhf.engines.sampling import draw
 from flexrlhf.placement.activations import NOISE_BYTES, Blocks
 from flexrlhf.placement.shapes import Sizes, model_shape
 from flexrlhf.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAMPLING = Sampling(seed=0, step=0, temperature=1.0, eos_token_ids=(10**6,), pad_token_id=0)
 WIDE_MLP = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE_HEADS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -36,7 +39,6 @@ def config_of(kind: str = "llama", layers: int = 2, **changes: Any) -> dict[str,
 def model_of(config: dict[str, Any], dtype: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=DTYPES[dtype])
-    model.generation_config = GenerationConfig()
     return model.eval()
 
 
@@ -174,20 +176,28 @@ def test_the_noise_of_sampling(dtype: str) -> None:
     assert per_word == pytest.approx(NOISE_BYTES + DTYPES[dtype].itemsize, abs=1)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 99, "min_tokens": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_way_of_drawing_needs_more_than_the_noise(dtype: str, changes: dict[str, Any]) -> None:
+    """Besides the model's logits, which are there before."""
+    rows, vocabulary = 16, 2**13
+    logits = torch.randn(rows, vocabulary).to(DTYPES[dtype])
+    peak = peak_bytes(lambda: draw(logits, replace(SAMPLING, **changes), torch.arange(rows), 0))
+    assert peak <= NOISE_BYTES * rows * vocabulary
+
+
 def decoding(config: dict[str, Any], dtype: str, rows: int, prompt: int, response: int) -> Callable[[], None]:
     model, batch = model_of(config, dtype), inputs(rows, prompt)
-    sampling = Sampling(seed=0, step=0, temperature=1.0, eos_token_ids=(10**6,), pad_token_id=0)
+    columns = {"prompts": batch["input_ids"].int(), "prompt_mask": batch["attention_mask"].to(torch.uint8)}
 
     @torch.no_grad()
     def work() -> None:
-        model.generate(
-            batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            generation_config=GenerationConfig(
-                do_sample=False, max_new_tokens=response, eos_token_id=[10**6], pad_token_id=0, use_cache=True
-            ),
-            logits_processor=LogitsProcessorList([GumbelProcessor(sampling, torch.arange(rows), prompt)]),
-        )
+        drawn = Decoding(model, Batch(columns, torch.arange(rows), 1), SAMPLING, response)
+        assert sum(drawn.calls(rows)) == response
 
     return work
 

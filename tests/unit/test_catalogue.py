@@ -84,7 +84,8 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             ("models.actor.engine=vllm",),
-            "models.actor.engine: unknown engine 'vllm'; known: torch, deepspeed",
+            "models.actor.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "and rollout.engine: vllm to generate with it",
         ),
         (
             ("models.actor.engine=deepsped",),
@@ -304,15 +305,16 @@ def test_only_the_devices_of_the_model_count() -> None:
 @pytest.mark.parametrize("role", ["critic", "ref"])
 def test_what_deepspeed_lacks_on_the_cpu_is_refused_when_the_device_is_known(role: str) -> None:
     plan = plan_of(None, 2, f"models.{role}.engine=deepspeed", f"models.{role}.dtype=float16", f"models.{role}.zero=3")
-    check_device(plan.placement, "cuda")
-    assert sentence_of(lambda: check_device(plan.placement, "cpu")) == (
+    check_device(plan.placement, plan.shapes, "cuda")
+    assert sentence_of(lambda: check_device(plan.placement, plan.shapes, "cpu")) == (
         f"models.{role}.dtype: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
     )
 
 
 @pytest.mark.parametrize("settings", ["{engine: deepspeed, zero: 2, dtype: bfloat16}", "{dtype: float16}"])
 def test_other_types_go_with_the_cpu(settings: str) -> None:
-    check_device(plan_of(None, 2, f"models.critic={settings}").placement, "cpu")
+    plan = plan_of(None, 2, f"models.critic={settings}")
+    check_device(plan.placement, plan.shapes, "cpu")
 
 
 # --- a reference that is the actor's base weights

@@ -33,8 +33,8 @@ class Layer:
 
 
 ENGINE_PARTS = (
-    "engines.base engines.models engines.micro_batch engines.sampling engines.head engines.passes engines.optimizers "
-    "engines.parking"
+    "engines.base engines.models engines.micro_batch engines.sampling engines.decoding engines.head engines.passes "
+    "engines.optimizers engines.parking"
 )
 """What engines share; what follows is of one engine alone."""
 TORCH_PARTS = "engines.gradients engines.update engines.fsdp"
@@ -49,7 +49,8 @@ LAYERS = (
     Layer("placement", "placement spec data errors"),
     Layer("strategies", "strategies placement operators spec errors"),
     Layer("engines.deepspeed_config", "placement spec errors"),
-    Layer("engines.catalogue", "engines.deepspeed_config placement operators spec errors"),
+    Layer("engines.vllm_config", "operators.columns placement"),
+    Layer("engines.catalogue", "engines.deepspeed_config engines.vllm_config placement operators spec errors"),
     Layer("plan", "strategies engines.catalogue placement operators spec errors"),
     Layer("machines", "placement spec errors"),
     Layer("timeline", "strategies.instructions"),
@@ -74,13 +75,14 @@ LAYERS = (
     ),
     Layer("engines.deepspeed", f"{ENGINE_PARTS} engines.deepspeed_config operators.columns", torch=True),
     Layer("engines.registry", "engines.base", torch=True, lazily="engines"),
-    Layer("operators.functions", "engines.base spec", torch=True),
+    Layer("operators.parity", "engines.base spec", torch=True),
+    Layer("operators.functions", "operators.parity engines.base spec", torch=True),
     Layer("operators.inputs", "operators.columns data", torch=True),
     Layer("operators.run", "operators engines.base comm placement spec", torch=True),
     Layer("checkpoint", "placement.lora spec", torch=True),
     Layer(
         "residents",
-        "engines.registry engines.base engines.models comm operators.run run_data plan strategies.instructions "
+        "engines.registry engines.base engines.models comm operators.run run_data plan strategies.instructions spec "
         "placement errors",
         torch=True,
     ),
@@ -90,7 +92,7 @@ LAYERS = (
     Layer(
         "trainer",
         "recorder samples checkpoint memory_meter residents operators engines.base comm run_data timeline metrics plan "
-        "strategies placement data",
+        "strategies placement data spec",
         torch=True,
     ),
     Layer("worker", "trainer memory_meter comm.world run_data plan spec_file spec yaml12 errors", torch=True),

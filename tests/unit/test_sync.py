@@ -132,7 +132,7 @@ def send_all(case: Case, wires: Wires) -> int:
     total = 0
     for wires.rank in case.source.ranks:
         syncer = case.syncer(wires.rank)
-        total += syncer.send(case.sync, case.source_on(wires.rank), case.destination, A_GROUP)
+        total += syncer.send(case.sync, case.source_on(wires.rank), case.destination, A_GROUP, None)
         syncer.close()
     return total
 

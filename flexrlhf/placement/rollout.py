@@ -1,0 +1,57 @@
+"""A rollout engine on paper: the settings of its copy of the weights, and the keys and values that it keeps."""
+
+from __future__ import annotations
+
+from flexrlhf.errors import UserError
+from flexrlhf.placement.activations import Blocks
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.shapes import DTYPE_BYTES, ModelShape
+from flexrlhf.spec import ModelSpec, Spec
+
+KV_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's cache: what its attention takes on CPUs and on GPUs."""
+
+
+def padded_row(spec: Spec) -> int:
+    """Tokens of the longest prompt and answer, in whole blocks."""
+    width = spec.data.max_prompt_tokens + spec.data.max_response_tokens
+    return -(-width // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+
+
+def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
+    """The weights of ``model`` for an engine that only generates.
+
+    ``generate_tokens``: what its cache holds, at most all rows of a step on one rank.
+    """
+    rollout, row = spec.rollout, padded_row(spec)
+    if rollout.kv_tokens is not None and rollout.kv_tokens < row:
+        raise UserError(
+            f"rollout.kv_tokens: {rollout.kv_tokens} do not hold one row of {row} tokens (prompt and response, in blocks "
+            f"of {KV_BLOCK_TOKENS}); use at least {row}"
+        )
+    tokens = rollout.kv_tokens or max(model.generate_tokens, row)
+    return ModelSpec(
+        path=model.path,
+        init=model.init,
+        engine=rollout.engine,
+        tp=rollout.tp,
+        dtype=rollout.dtype or model.dtype,
+        generate_tokens=min(tokens, row * _most_rows(layout, spec)),
+    )
+
+
+def _most_rows(layout: Layout, spec: Spec) -> int:
+    """Rows of a step on the replica that has most."""
+    algorithm = spec.algorithm
+    batch = BatchShape(algorithm.prompts_per_step, algorithm.samples_per_prompt, algorithm.num_mini_batches)
+    counts = [len(batch.held(layout, ranks[0], batch.mini_batches)) for ranks in layout.tp_sets]
+    return algorithm.samples_per_prompt * max(1, *counts)
+
+
+def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
+    """Keys and values of ``generate_tokens`` tokens on each rank of ``model``; vLLM never hands out its first block."""
+    assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
+    blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
+    per_token = Blocks(shape.sizes, DTYPE_BYTES[model.settings.dtype], model.settings.tp, False).kv_bytes_per_token()
+    return blocks * KV_BLOCK_TOKENS * per_token
