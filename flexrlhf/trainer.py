@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ class Trainer:
         self._whereabouts = Whereabouts(world, plan.spec.name)
         self._groups: Groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
         self._meter = meter
-        self._decode: Callable[[Sequence[int]], str] = load_tokenizer(data.tokenizer).decode
+        self._decode: Callable[..., str] = load_tokenizer(data.tokenizer).decode
         self._residents = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
         for name in plan.offloaded.get(world.rank, ()):
             self._residents[name].engine.offload()
@@ -114,7 +115,8 @@ class Trainer:
         with naming_tokens(self._decode, step):
             statistics = run_operator(work, store, self.plan.spec, self._sampling(step), self._world.device, ahead)
         self._versions[run.model] = step + 1 if run.operator.kind == "train" else self._versions[run.model]
-        self._publish(step, resident, {run.operator.name: statistics})
+        labels = {"rollout_engine": type(resident.engine).__name__} if run.operator.kind == "generate" else {}
+        self._publish(step, resident, {run.operator.name: statistics}, labels)
         if self.plan.spec.debug.record_columns and run.operator.writes:
             self._record_columns(run, step, work.rows, store)
 
@@ -211,8 +213,9 @@ class Trainer:
 
     def _sampling(self, step: int) -> Sampling:
         data, algorithm = self._data, self.plan.spec.algorithm
+        decode = partial(self._decode, skip_special_tokens=True)
         sampling = Sampling(
-            self.plan.spec.seed, step, self.plan.temperature, data.eos_token_ids, data.pad_token_id, decode=self._decode
+            self.plan.spec.seed, step, self.plan.temperature, data.eos_token_ids, data.pad_token_id, decode=decode
         )
         if not isinstance(algorithm, SampledSpec):
             return sampling
@@ -231,8 +234,10 @@ class Trainer:
             return sampling
         return replace(sampling, temperature=settings.temperature)
 
-    def _publish(self, step: int, resident: Resident, reports: Mapping[str, Moments]) -> None:
-        """Sum the operators' statistics over the replicas; the model's first rank reports them."""
+    def _publish(
+        self, step: int, resident: Resident, reports: Mapping[str, Moments], labels: Mapping[str, str] | None = None
+    ) -> None:
+        """Sum the operators' statistics over the replicas; the model's first rank reports them, with ``labels``."""
         named: Moments = {}
         for operator, part in reports.items():
             add_moments(named, {statistic_name(operator, name): value for name, value in part.items()})
@@ -242,9 +247,7 @@ class Trainer:
             named = dict(zip(names, table, strict=True))
         if self._world.rank == resident.model.ranks[0]:
             statistics = {name: tuple(value.tolist()) for name, value in named.items()}
-            drawn = resident.model.rollout is not None
-            labels = {"rollout_engine": type(resident.engine).__name__} if drawn else {}
-            self._recorder.publish(step, self._position, statistics, labels)
+            self._recorder.publish(step, self._position, statistics, labels or {})
 
     def _record_columns(self, run: Run, step: int, rows: tuple[int, ...], store: RowStore) -> None:
         if self.plan.placement[run.model].layout.tp_index(self._world.rank):

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments
+from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.models import base_weights_alone
-from flexrlhf.engines.sampling import GumbelProcessor
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.spec import ModelSpec
 
@@ -39,57 +39,28 @@ class Passes:
     replicas: Replicas
     lockstep: bool
 
-    def __post_init__(self) -> None:
-        if self.lockstep:
-            # transformers asks the world whether a sequence is unfinished anywhere; here the replicas are asked
-            self.model._has_unfinished_sequences = self._unfinished_anywhere  # type: ignore[method-assign]
-
     @torch.no_grad()
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Answers drawn for the rows of ``batch``, as the engine contract says."""
-        prompts, prompt_mask = batch["prompts"].long(), batch["prompt_mask"]
-        answers = prompts.new_full((len(batch), self.lengths.response), sampling.pad_token_id)
+        decoding = Decoding(self.model, batch, sampling, self.lengths.response)
         num_rows = max(1, self.settings.generate_tokens // (self.lengths.prompt + self.lengths.response))
-        for start in range(0, self._most(-(-len(batch) // num_rows)) * num_rows, num_rows):
-            part = slice(start, start + num_rows)
-            drawn = self._decode(prompts[part], prompt_mask[part].long(), batch.rows[part], sampling)
-            answers[part, : drawn.shape[1]] = drawn
-        is_end = torch.isin(answers, answers.new_tensor(sampling.eos_token_ids))
-        # a token is part of the answer when no end came before it; the pad token may be an end token or a real one
-        response_mask = (is_end.cumsum(1) - is_end.long() == 0).to(torch.uint8)
-        return {
-            "tokens": torch.cat([prompts, answers.where(response_mask.bool(), sampling.pad_token_id)], 1).int(),
-            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
-            "response_mask": response_mask,
-            "finished": is_end.any(1).to(torch.uint8),
-        }
+        calls = decoding.calls(num_rows)
+        busy = next(calls, False)
+        while self._most(int(busy)):
+            busy = next(calls, False) if busy else self._call_idly(batch.rows.device)
+        return decoding.columns()
 
-    def _decode(self, prompts: Tensor, mask: Tensor, rows: Tensor, sampling: Sampling) -> Tensor:
-        if not len(prompts):
-            # idle: one token of one row, then the steps of the others until none is unfinished
-            self._draw(prompts.new_zeros(1, 1), mask.new_ones(1, 1), rows.new_zeros(1), sampling, 1)
-            return prompts[:, :0]
-        first = int(mask.int().argmax(1).min())
-        return self._draw(prompts[:, first:], mask[:, first:], rows, sampling, self.lengths.response)
-
-    def _draw(self, prompts: Tensor, mask: Tensor, rows: Tensor, sampling: Sampling, num_tokens: int) -> Tensor:
-        out = self.model.generate(
-            prompts,
-            attention_mask=mask,
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=num_tokens,
-                eos_token_id=list(sampling.eos_token_ids),
-                pad_token_id=sampling.pad_token_id,
-                use_cache=True,
-            ),
-            logits_processor=LogitsProcessorList([GumbelProcessor(sampling, rows, prompts.shape[1])]),
-            synced_gpus=self.lockstep,
+    def _call_idly(self, device: torch.device) -> bool:
+        """A call that counts for nothing, while other ranks of the model decode; this one has no work: False."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.model(
+            input_ids=token,
+            attention_mask=torch.ones_like(token),
+            position_ids=token,
+            use_cache=False,
+            logits_to_keep=1,
         )
-        return out[:, prompts.shape[1] :]
-
-    def _unfinished_anywhere(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        return bool(self.replicas.largest(int(not this_peer_finished), device))
+        return False
 
     @torch.no_grad()
     def forward(self, batch: Batch, column: Column, adapters: bool) -> Tensor:

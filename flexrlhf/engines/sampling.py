@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from flexrlhf.engines.base import Sampling
 
@@ -28,10 +28,10 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def gumbel_noise(seed: int, step: int, rows: Tensor, position: int, vocabulary: int) -> Tensor:
-    """Noise (len(rows), vocabulary), float64, for one decoding position."""
+def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
+    """Noise (len(rows), vocabulary), float64, for one decoding position, or for one int64 (len(rows),) of each row."""
     key = torch.full_like(rows, seed)
-    for part in (torch.full_like(rows, step), rows, torch.full_like(rows, position)):
+    for part in (torch.full_like(rows, step), rows, torch.zeros_like(rows) + position):
         key = _mix(key * _GOLDEN + part + 1)
     counters = torch.arange(vocabulary, device=rows.device, dtype=torch.int64)
     bits = _shift(_mix(key[:, None] + (counters[None, :] + 1) * _GOLDEN), 12)
@@ -40,15 +40,43 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int, vocabulary: 
     return -torch.log(-torch.log(uniform))
 
 
-class GumbelProcessor(LogitsProcessor):
-    """Turns greedy decoding into exact sampling at ``sampling.temperature``."""
+def draw(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+    """The next token (n,) of every row, and its log-prob (n,), float32, under the distribution it was drawn from.
 
-    def __init__(self, sampling: Sampling, rows: Tensor, prompt_width: int) -> None:
-        self._sampling = sampling
-        self._rows = rows
-        self._prompt_width = prompt_width
+    ``logits`` (n, vocabulary) of any floating type; ``rows``: global numbers; ``position``: tokens that an answer has
+    already, of all rows or int64 (n,) of each.
+    """
+    scores = _without_early_ends(logits.float(), sampling, position)
+    if sampling.temperature == 0:
+        tokens = scores.argmax(1)
+    else:
+        scores = scores.double().div_(sampling.temperature)
+        scores = _likeliest(scores, sampling)
+        noise = gumbel_noise(sampling.seed, sampling.step, rows, position, scores.shape[1])
+        tokens = noise.add_(scores).argmax(1)
+        del noise  # or it would stand beside the sums below
+    drawn = scores.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, (drawn - scores.logsumexp(1)).float()
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        position = input_ids.shape[1] - self._prompt_width
-        noise = gumbel_noise(self._sampling.seed, self._sampling.step, self._rows, position, scores.shape[1])
-        return (scores.double() / self._sampling.temperature + noise).float()
+
+def _without_early_ends(scores: Tensor, sampling: Sampling, position: int | Tensor) -> Tensor:
+    """Probability 0 of end tokens before ``min_tokens``."""
+    if not sampling.min_tokens:
+        return scores
+    is_end = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
+    is_end[[token for token in sampling.eos_token_ids if token < len(is_end)]] = True
+    early = torch.as_tensor(position, device=scores.device) < sampling.min_tokens
+    return scores.masked_fill(early.view(-1, 1) & is_end, -torch.inf)
+
+
+def _likeliest(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Probability 0 outside the ``top_k``, and of these outside ``top_p``."""
+    if not sampling.top_k and sampling.top_p == 1:
+        return scores
+    no_text = torch.empty(0, dtype=torch.int64)  # which these warpers do not read
+    narrow = scores.float()  # sorting needs much memory, and other engines sort float32
+    if sampling.top_k:
+        narrow = TopKLogitsWarper(sampling.top_k)(no_text, narrow)
+    if sampling.top_p < 1:
+        narrow = TopPLogitsWarper(sampling.top_p)(no_text, narrow)
+    return scores.masked_fill_(narrow.isneginf(), -torch.inf)

@@ -1,0 +1,385 @@
+"""Decoding: answers are those of a plain loop whatever rows stand beside, and ended rows stop costing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import Barrier, Thread
+
+import pytest
+import torch
+from small_models import ONE_RANK, TINY
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.engines import decoding
+from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.decoding import Decoding, completes_stop
+from flexrlhf.engines.head import LanguageHead, use_language_head
+from flexrlhf.engines.passes import Passes
+from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.spec import ModelSpec
+
+LENGTHS, NUM_ROWS, VOCABULARY = Lengths(prompt=7, response=12), 20, 32
+ENDS = (1, 2, 3)
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + token) for token in tokens)
+
+
+PLAIN = Sampling(seed=3, step=2, temperature=1.0, eos_token_ids=ENDS, pad_token_id=0, decode=letters)
+STOPS = tuple(letters([a, b]) for a in range(4, 32, 2) for b in range(4, 32))
+SAMPLINGS = {
+    "plain": PLAIN,
+    "cold": replace(PLAIN, temperature=0.3),
+    "greedy": replace(PLAIN, temperature=0.0),
+    "top p": replace(PLAIN, top_p=0.6),
+    "top k": replace(PLAIN, top_k=5),
+    "least": replace(PLAIN, min_tokens=4),
+    "greedy and least": replace(PLAIN, temperature=0.0, eos_token_ids=tuple(range(16)), min_tokens=3),
+    "stop": replace(PLAIN, stop=STOPS),
+    "all": replace(PLAIN, temperature=1.3, top_p=0.9, top_k=20, min_tokens=3, stop=STOPS),
+}
+
+
+def model_of(kind: str = "llama", **changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY, "model_type": kind, **changes}))
+    model.generation_config = GenerationConfig()
+    return model.eval().requires_grad_(False)
+
+
+def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, replicas: Replicas | None = None) -> Passes:
+    """``replicas``: in lockstep with them."""
+    return Passes(
+        model=model,
+        call=model,
+        head=model.lm_head if isinstance(model.lm_head, LanguageHead) else None,
+        settings=ModelSpec(init=TINY, generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response)),
+        lengths=LENGTHS,
+        temperature=1.0,
+        replicas=replicas or ONE_RANK,
+        lockstep=replicas is not None,
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = model_of()
+    use_language_head(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Batch:
+    """Prompts of 1 to 7 tokens, in no order."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, LENGTHS.prompt + 1, (NUM_ROWS, 1), generator=draw)
+    mask = (torch.arange(LENGTHS.prompt) >= LENGTHS.prompt - lengths).to(torch.uint8)
+    tokens = torch.randint(4, VOCABULARY, mask.shape, generator=draw, dtype=torch.int32) * mask
+    return Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(40, 40 + NUM_ROWS), 1)
+
+
+def shuffled(batch: Batch, order: Tensor) -> Batch:
+    return Batch({name: column[order] for name, column in batch.columns.items()}, batch.rows[order], 1)
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    """Log-probs of float32 may round in another way beside other rows."""
+    assert first.keys() == second.keys()
+    for name, column in first.items():
+        assert column.dtype == second[name].dtype, name
+        assert torch.allclose(column.double(), second[name].double(), atol=1e-5, rtol=0), name
+
+
+# --- what an answer is
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+def plain_answer(model: PreTrainedModel, prompt: list[int], row: int, sampling: Sampling) -> Answer:
+    """Token by token, without padding or cache."""
+    answer = Answer()
+    while len(answer.tokens) < LENGTHS.response and not answer.finished:
+        position = len(answer.tokens)
+        logits = model(input_ids=torch.tensor([prompt + answer.tokens])).logits[0, -1].double()
+        allowed = allowed_tokens(logits, sampling, position)
+        scores = torch.full_like(logits, -torch.inf)
+        scores[allowed] = logits[allowed] / (sampling.temperature or 1.0)
+        noise = gumbel_noise(sampling.seed, sampling.step, torch.tensor([row]), position, len(logits))[0]
+        token = int((scores + noise * bool(sampling.temperature)).argmax())
+        answer.tokens.append(token)
+        answer.logprobs.append(float(scores.log_softmax(0)[token]))
+        answer.finished = token in sampling.eos_token_ids or has_stop(answer.tokens, sampling)
+    return answer
+
+
+def allowed_tokens(logits: Tensor, sampling: Sampling, position: int) -> list[int]:
+    """The likeliest tokens that top-k and top-p leave; greedy decoding knows neither."""
+    banned = sampling.eos_token_ids if position < sampling.min_tokens else ()
+    order = [token for token in logits.argsort(descending=True).tolist() if token not in banned]
+    if not sampling.temperature:
+        return order
+    order = order[: sampling.top_k or None]
+    shares = (logits[order] / sampling.temperature).softmax(0).cumsum(0).tolist()
+    return order[: 1 + sum(share < sampling.top_p for share in shares[:-1])]
+
+
+def has_stop(tokens: list[int], sampling: Sampling) -> bool:
+    """In letters, one of each token: a stop string that ends behind the first ``min_tokens``."""
+    ends = range(sampling.min_tokens + 1, len(tokens) + 1)
+    return any(letters(tokens[:end]).endswith(stop) for stop in sampling.stop for end in ends)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_answers_are_those_of_a_plain_loop(model: PreTrainedModel, prompts: Batch, sampling: Sampling) -> None:
+    columns = passes_of(model, rows_together=7).generate(prompts, sampling)
+    lengths = columns["response_mask"].sum(1).tolist()
+    assert int(columns["finished"].sum()) > 0 and len(set(lengths)) > 3
+    for place, length in enumerate(lengths):
+        prompt = prompts["prompts"][place][prompts["prompt_mask"][place].bool()].tolist()
+        answer = plain_answer(model, prompt, int(prompts.rows[place]), sampling)
+        padding = LENGTHS.response - length
+        assert columns["tokens"][place].tolist() == prompts["prompts"][place].tolist() + answer.tokens + [0] * padding
+        assert columns["response_mask"][place].tolist() == [1] * len(answer.tokens) + [0] * padding
+        assert bool(columns["finished"][place]) == answer.finished
+        logprobs = columns["rollout_logprobs"][place].tolist()
+        assert logprobs == pytest.approx(answer.logprobs + [0.0] * padding, abs=1e-5)
+    assert torch.equal(columns["attention_mask"], torch.cat([prompts["prompt_mask"], columns["response_mask"]], 1))
+    types = {name: column.dtype for name, column in columns.items()}
+    assert types["tokens"] == torch.int32 and types["rollout_logprobs"] == torch.float32
+    assert {types[name] for name in ("attention_mask", "response_mask", "finished")} == {torch.uint8}
+
+
+def test_the_noise_and_every_setting_matter(model: PreTrainedModel, prompts: Batch) -> None:
+    """Else the comparison above would show little."""
+    answers = [passes_of(model).generate(prompts, sampling)["tokens"] for sampling in SAMPLINGS.values()]
+    assert not any(torch.equal(a, b) for i, a in enumerate(answers) for b in answers[:i])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("mistral", {"sliding_window": 4}), ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2}), ("qwen3", {})],
+)
+def test_other_kinds_of_caches(prompts: Batch, kind: str, changes: dict[str, object]) -> None:
+    model = model_of(kind, **changes)
+    columns = passes_of(model, rows_together=7).generate(prompts, PLAIN)
+    for place in range(NUM_ROWS):
+        prompt = prompts["prompts"][place][prompts["prompt_mask"][place].bool()].tolist()
+        answer = plain_answer(model, prompt, int(prompts.rows[place]), PLAIN)
+        inside = columns["response_mask"][place].bool()
+        assert columns["tokens"][place, LENGTHS.prompt :][inside].tolist() == answer.tokens
+
+
+def test_a_pad_token_may_be_a_token_like_any_other(model: PreTrainedModel, prompts: Batch) -> None:
+    """Also one that ends answers: what belongs to an answer is known by its length."""
+    plain = passes_of(model).generate(prompts, PLAIN)
+    inside = plain["response_mask"].bool()
+    for pad in (7, ENDS[0]):
+        other = passes_of(model).generate(prompts, replace(PLAIN, pad_token_id=pad))
+        answers = other["tokens"][:, LENGTHS.prompt :]
+        assert (answers[inside] == pad).any() and (answers[~inside] == pad).all()
+        assert torch.equal(answers[inside], plain["tokens"][:, LENGTHS.prompt :][inside])
+        assert all(torch.equal(other[name], plain[name]) for name in plain if name != "tokens")
+
+
+def test_no_prompts_need_no_call(model: PreTrainedModel, prompts: Batch) -> None:
+    with calls_of(model) as calls:
+        columns = passes_of(model).generate(prompts.select(slice(0, 0)), PLAIN)
+    assert not calls
+    width = LENGTHS.prompt + LENGTHS.response
+    assert {name: tuple(column.shape) for name, column in columns.items()} == {
+        "tokens": (0, width),
+        "attention_mask": (0, width),
+        "response_mask": (0, LENGTHS.response),
+        "finished": (0,),
+        "rollout_logprobs": (0, LENGTHS.response),
+    }
+
+
+# --- rows beside one another
+
+
+@contextmanager
+def calls_of(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of every call of ``model``."""
+    calls: list[tuple[int, int]] = []
+
+    def note(module: torch.nn.Module, args: object, kwargs: dict[str, Tensor]) -> None:
+        calls.append(tuple(kwargs["input_ids"].shape))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield calls
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("rows_together", [1, 3, 7, 100])
+def test_answers_do_not_depend_on_how_many_are_decoded_together(
+    model: PreTrainedModel, prompts: Batch, rows_together: int, name: str
+) -> None:
+    together = passes_of(model).generate(prompts, SAMPLINGS[name])
+    assert_same(passes_of(model, rows_together).generate(prompts, SAMPLINGS[name]), together)
+
+
+@pytest.mark.parametrize("size", [1, 4, 10])
+def test_answers_do_not_depend_on_how_rows_are_handed_over(model: PreTrainedModel, prompts: Batch, size: int) -> None:
+    passes, sampling = passes_of(model), SAMPLINGS["all"]
+    pieces = [passes.generate(prompts.select(slice(i, i + size)), sampling) for i in range(0, NUM_ROWS, size)]
+    whole = passes.generate(prompts, sampling)
+    assert_same({name: torch.cat([piece[name] for piece in pieces]) for name in whole}, whole)
+
+
+def test_answers_follow_their_rows_in_any_order(model: PreTrainedModel, prompts: Batch) -> None:
+    passes, sampling = passes_of(model, rows_together=6), SAMPLINGS["all"]
+    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
+    whole = passes.generate(prompts, sampling)
+    assert_same(passes.generate(shuffled(prompts, order), sampling), {name: c[order] for name, c in whole.items()})
+
+
+def test_answers_do_not_depend_on_padding_of_all_prompts(model: PreTrainedModel, prompts: Batch) -> None:
+    wider = {name: torch.nn.functional.pad(column, (3, 0)) for name, column in prompts.columns.items()}
+    answers = []
+    for columns in (prompts.columns, wider):
+        decoding = Decoding(model, Batch(columns, prompts.rows, 1), PLAIN, LENGTHS.response)
+        assert all(decoding.calls(NUM_ROWS))
+        answers.append(decoding.columns()["tokens"][:, -LENGTHS.response :])
+    assert torch.equal(*answers)
+
+
+def test_rows_with_prompts_of_like_lengths_are_decoded_together(model: PreTrainedModel, prompts: Batch) -> None:
+    lengths = sorted(prompts["prompt_mask"].sum(1).tolist(), reverse=True)
+    with calls_of(model) as calls:
+        passes_of(model, rows_together=5).generate(prompts, replace(PLAIN, eos_token_ids=(10**6,)))
+    assert calls[:: LENGTHS.response] == [(5, lengths[first]) for first in range(0, NUM_ROWS, 5)]
+
+
+def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than a quarter of the rows in a call has ended, and nothing comes out differently than with all rows."""
+    sampling = replace(PLAIN, eos_token_ids=tuple(range(1, 9)))
+    with calls_of(model) as calls:
+        columns = passes_of(model).generate(prompts, sampling)
+    lengths = columns["response_mask"].sum(1)
+    assert len(calls) == int(lengths.max())
+    left = [int((lengths > position).sum()) for position in range(len(calls))]
+    assert all(rows * 0.75 < some <= rows for (rows, _), some in zip(calls, left, strict=True))
+    assert sum(rows for rows, _ in calls) < 0.6 * NUM_ROWS * len(calls)
+    monkeypatch.setattr(decoding, "_WORTHWHILE", 2.0)
+    with calls_of(model) as calls:
+        assert_same(passes_of(model).generate(prompts, sampling), columns)
+    assert {rows for rows, _ in calls} == {NUM_ROWS}
+
+
+# --- ranks in lockstep
+
+
+@dataclass(frozen=True)
+class Together(Replicas):
+    """Threads that stand for ranks. ``numbers``: what each last told."""
+
+    barrier: Barrier
+    numbers: list[int]
+
+    def largest(self, number: int, device: torch.device) -> int:
+        self.numbers[self.ranks[0]] = number
+        self.barrier.wait(20)
+        result = max(self.numbers)
+        self.barrier.wait(20)
+        return result
+
+
+def in_lockstep(work: Sequence[Callable[[Replicas], None]]) -> None:
+    barrier, numbers = Barrier(len(work)), [0] * len(work)
+    ranks = [Together(None, (rank,), lambda *_: None, barrier, numbers) for rank in range(len(work))]
+    threads = [Thread(target=one, args=(rank,)) for one, rank in zip(work, ranks, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
+@pytest.mark.parametrize("parts", [(20, 0), (13, 7), (1, 19, 0), (0, 0)], ids=str)
+def test_ranks_in_lockstep_call_equally_often(prompts: Batch, parts: tuple[int, ...]) -> None:
+    """Those that have fewer rows, shorter answers or none at all call idly with one row; answers stay the same."""
+    models = [model_of() for _ in parts]
+    firsts = [sum(parts[:rank]) for rank in range(len(parts))]
+    batches = [prompts.select(slice(first, first + size)) for first, size in zip(firsts, parts, strict=True)]
+    results: list[dict[str, Tensor]] = [{} for _ in parts]
+    counts = [0] * len(parts)
+
+    def work(rank: int) -> Callable[[Replicas], None]:
+        def run(replicas: Replicas) -> None:
+            with calls_of(models[rank]) as calls:
+                results[rank] = passes_of(models[rank], 6, replicas).generate(batches[rank], PLAIN)
+            counts[rank] = len(calls)
+
+        return run
+
+    in_lockstep([work(rank) for rank in range(len(parts))])
+    alone = []
+    for model, batch, result in zip(models, batches, results, strict=True):
+        with calls_of(model) as calls:
+            assert_same(result, passes_of(model, 6).generate(batch, PLAIN))
+        alone.append(len(calls))
+    assert counts == [max(alone)] * len(parts)
+
+
+# --- stop strings
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Bytes, as tokens of many vocabularies are; 256 and above are special tokens, which are left out."""
+    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+def plain_stop(tokens: list[int], sampling: Sampling) -> int | None:
+    """After how many tokens: the text, told character by character as bytes complete it, ends in a stop string."""
+    told = ""
+    for count in range(1, len(tokens) + 1):
+        before, told = told, text_of(tokens[:count]).rstrip("\ufffd")
+        for end in range(len(before) + 1, len(told) + 1):
+            if count > sampling.min_tokens and told[:end].endswith(sampling.stop):
+                return count
+    return None
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3, 25])
+@pytest.mark.parametrize("stop", [("b",), ("aé",), ("é €", "ba"), ("a" * 12, "€€é", "é a€ ")], ids=str)
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(stop: tuple[str, ...], min_tokens: int) -> None:
+    """Characters of one to three bytes, special tokens between their bytes, and answers much longer than the stops."""
+    draw = random.Random(0)
+    sampling = replace(PLAIN, stop=stop, min_tokens=min_tokens, decode=text_of)
+    found = []
+    for _ in range(60):
+        words = draw.choices(["a", "é", "€", " ", *stop], [4, 4, 4, 2, *[0.1] * len(stop)], k=80)
+        tokens = [t for byte in "".join(words).encode() for t in ([byte, 256] if draw.random() < 0.2 else [byte])]
+        counts = [count for count in range(1, len(tokens) + 1) if completes_stop(tokens[:count], sampling)]
+        found.append(counts[0] if counts else None)
+        assert found[-1] == plain_stop(tokens, sampling)
+    assert any(found)
+
+
+def test_only_the_end_of_a_long_answer_is_decoded() -> None:
+    decoded: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        decoded.append(len(tokens))
+        return letters(tokens)
+
+    assert not completes_stop([4] * 10_000, replace(PLAIN, stop=("BC",), decode=decode))
+    assert max(decoded) < 20
+
+
+def test_stop_strings_need_text(model: PreTrainedModel, prompts: Batch) -> None:
+    with pytest.raises(AssertionError, match="decoded text"):
+        passes_of(model).generate(prompts, replace(PLAIN, stop=("A",), decode=None))
