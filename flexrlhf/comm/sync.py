@@ -8,30 +8,46 @@ the source keeps at most two buckets in memory and so waits for the destination;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.weights import Gather, Weights, cut, flat
+from flexrlhf.comm.buffers import Spare
+from flexrlhf.comm.weights import Gather, Weights, cut
 from flexrlhf.comm.world import Wait, posted
 from flexrlhf.placement.lora import gathered_names, merged_from
-from flexrlhf.placement.reshard import Parts, bucket_names
+from flexrlhf.placement.reshard import Parts, bucket_names, part_elements
+from flexrlhf.placement.shards import Part
 from flexrlhf.spec import LoraSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
+_PIECE = 2**16
+"""Numbers that are widened at a time: they stay in the cache of the processor."""
 
 
 class ChecksumError(RuntimeError):
     """The destination of a Sync does not hold what the source sent."""
 
 
-def checksum(values: Tensor) -> Tensor:
-    """Sum of the numbers' bits as integers: cheap, and different for nearly every change. int64."""
-    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+def checksum(tensor: Tensor) -> Tensor:
+    """Sum of the numbers' bits as integers: cheap, and different for nearly every change. int64.
+
+    Of 32-bit numbers modulo 2**32: torch widens integers one by one, which takes longer than to send them.
+    """
+    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    if tensor.element_size() == 4:
+        return bits.sum(dtype=torch.int32).long()
+    pieces = [piece.long().sum() for piece in bits.reshape(-1).split(_PIECE)]
+    return torch.stack(pieces).sum() if pieces else bits.new_zeros((), dtype=torch.int64)
+
+
+def checksums(weights: Weights, buckets: Sequence[Sequence[str]]) -> Tensor:
+    """For every bucket the sum of its tensors' checksums."""
+    return torch.stack([_sum_of(weights[name] for name in names) for names in buckets])
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,10 @@ class Destination:
     def buckets(self, bucket_bytes: int) -> list[list[str]]:
         return bucket_names(next(iter(self.parts.values())), self.dtype.itemsize, bucket_bytes)
 
+    def longest(self, buckets: Sequence[Sequence[str]], receivers: Sequence[int]) -> int:
+        """Numbers of the longest buffer that one of ``receivers`` gets."""
+        return max((part_elements(self.parts[rank], names) for rank in receivers for names in buckets), default=0)
+
 
 @dataclass(frozen=True)
 class _Flight:
@@ -98,6 +118,7 @@ class Syncer:
         self._wait = wait
         self._flying: dict[str, deque[list[_Flight]]] = {}
         self._delivered: dict[str, Tensor] = {}
+        self._spare = Spare()
 
     def send(
         self, sync: Sync, source: Source, destination: Destination, group: dist.ProcessGroup | None, load: Load | None
@@ -118,6 +139,7 @@ class Syncer:
                 self._land(flying)
             flying.append([self._post(receiver, buffer, group) for receiver, buffer in buffers if len(buffer)])
             sent += sum(buffer.nbytes for _, buffer in buffers)
+        self._spare.clear()
         return sent
 
     def receive(self, sync: Sync, weights: Weights, parts: Parts, load: Load, group: dist.ProcessGroup | None) -> None:
@@ -129,13 +151,9 @@ class Syncer:
         like = next(iter(weights.values()))
         buckets = bucket_names(parts, like.element_size(), self._bucket_bytes)
         if source != self._rank:
-            for names in buckets:
-                sizes = [parts[name].num_elements for name in names]
-                buffer = like.new_empty(sum(sizes))
-                self._receive(buffer, source, group)
-                load(dict(zip(names, buffer.split(sizes), strict=True)))
+            self._receive_all(buckets, parts, like, load, source, group)
         if self._settings.checksum:
-            held = torch.stack([checksum(flat(weights, names, like.dtype)) for names in buckets])
+            held = checksums(weights, buckets)
             self._check(sync, buckets, held, self._expected(sync, held, source, group), source)
 
     def close(self) -> None:
@@ -155,6 +173,7 @@ class Syncer:
         """For each bucket a buffer for every receiver, then their checksums; all copied at once for a snapshot."""
         sums: dict[int, list[Tensor]] = {receiver: [] for receiver in receivers}
         others = [receiver for receiver in receivers if receiver != self._rank]
+        self._spare.capacity = destination.longest(buckets, others)
 
         def copies() -> Iterator[list[tuple[int, Tensor]]]:
             for names in buckets:
@@ -162,10 +181,13 @@ class Syncer:
                 if self._rank in receivers:
                     assert load is not None, "this rank holds the destination"
                     sums[self._rank].append(_deliver(tensors, destination.parts[self._rank], names, load))
-                buffers = _cut_for(others, tensors, destination, names)
-                for receiver, buffer in buffers:
-                    sums[receiver].append(checksum(buffer))
-                yield buffers
+                packed: list[tuple[int, Tensor]] = []
+                for pieces, sharing in _cut_for(others, tensors, destination, names):
+                    buffer, same = self._spare.packed(pieces), _sum_of(pieces)
+                    for receiver in sharing:
+                        packed.append((receiver, buffer))
+                        sums[receiver].append(same)
+                yield packed
 
         yield from list(copies()) if self._settings.snapshot else copies()
         if self._rank in receivers:
@@ -181,20 +203,49 @@ class Syncer:
             self._land(flying)
 
     def _land(self, flying: deque[list[_Flight]]) -> None:
-        for flight in flying.popleft():
+        landed = flying.popleft()
+        for flight in landed:
             self._wait(flight.work, (flight.receiver,))
+        self._spare.give(flight.buffer for flight in landed)
 
-    def _receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    def _receive_all(
+        self,
+        buckets: Sequence[Sequence[str]],
+        parts: Parts,
+        like: Tensor,
+        load: Load,
+        source: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """One bucket is loaded while the next one arrives, in two buffers by turns."""
+        sizes = [[parts[name].num_elements for name in names] for names in buckets]
+        longest = max(map(sum, sizes))
+        buffers = [like.new_empty(longest) for _ in range(min(2, len(buckets)))]
+
+        def post(number: int) -> dist.Work | None:
+            return self._post_receive(buffers[number % 2][: sum(sizes[number])], source, group)
+
+        arriving = post(0)
+        for number, names in enumerate(buckets):
+            if arriving is not None:
+                self._wait(arriving, (source,))
+            arriving = post(number + 1) if number + 1 < len(buckets) else None
+            values = buffers[number % 2][: sum(sizes[number])].split(sizes[number])
+            load(dict(zip(names, values, strict=True)))
+
+    def _post_receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup | None) -> dist.Work | None:
         if not len(buffer):
-            return  # ZeRO-3 may leave a rank nothing of a bucket of small tensors
-        self._wait(posted(dist.irecv(buffer.view(torch.uint8), source, group=group)), (source,))
+            return None  # ZeRO-3 may leave a rank nothing of a bucket of small tensors
+        return posted(dist.irecv(buffer.view(torch.uint8), source, group=group))
 
     def _expected(self, sync: Sync, held: Tensor, source: int, group: dist.ProcessGroup | None) -> Tensor:
         """The checksums of what the source sent."""
         if source == self._rank:
             return self._delivered.pop(sync.destination)
         expected = torch.empty_like(held)
-        self._receive(expected, source, group)
+        arriving = self._post_receive(expected, source, group)
+        assert arriving is not None, "there is at least one bucket"
+        self._wait(arriving, (source,))
         return expected
 
     def _check(self, sync: Sync, buckets: Sequence[Sequence[str]], held: Tensor, expected: Tensor, source: int) -> None:
@@ -210,21 +261,24 @@ def _deliver(tensors: Weights, parts: Parts, names: Sequence[str], load: Load) -
     """Hand over what this rank holds of a bucket; no buffer lies between. Returns the checksum of the bucket."""
     pieces = {name: cut(tensors[name], parts[name]) for name in names}
     load(pieces)
-    return torch.stack([checksum(piece) for piece in pieces.values()]).sum()
+    return _sum_of(pieces.values())
+
+
+def _sum_of(pieces: Iterable[Tensor]) -> Tensor:
+    """The checksum of a bucket."""
+    return torch.stack([checksum(piece) for piece in pieces]).sum()
 
 
 def _cut_for(
-    receivers: Sequence[int], tensors: Mapping[str, Tensor], destination: Destination, names: Sequence[str]
-) -> list[tuple[int, Tensor]]:
-    """What each receiver holds of a bucket, in one buffer; receivers that hold the same share it."""
-    made: list[tuple[list[object], Tensor]] = []
-    out = []
+    receivers: Sequence[int], tensors: Weights, destination: Destination, names: Sequence[str]
+) -> list[tuple[list[Tensor], list[int]]]:
+    """What each receiver holds of a bucket, as vectors, with all the receivers that hold the same."""
+    made: list[tuple[list[Part], list[int]]] = []
     for receiver in receivers:
-        parts = destination.parts[receiver]
-        wanted: list[object] = [parts[name] for name in names]
-        buffer = next((buffer for key, buffer in made if key == wanted), None)
-        if buffer is None:
-            buffer = torch.cat([cut(tensors[name], parts[name]) for name in names])
-            made.append((wanted, buffer))
-        out.append((receiver, buffer))
-    return out
+        wanted = [destination.parts[receiver][name] for name in names]
+        sharing = next((sharing for held, sharing in made if held == wanted), None)
+        if sharing is None:
+            made.append((wanted, [receiver]))
+        else:
+            sharing.append(receiver)
+    return [([cut(tensors[n], part) for n, part in zip(names, held, strict=True)], sharing) for held, sharing in made]

@@ -1,0 +1,196 @@
+"""Rollouts by transformers and by vLLM, and a weight sync beside a plain broadcast of the same bytes. Two CPU ranks.
+
+``python benchmarks/rollout_speed.py``. Rank 0 holds the trained actor and generates with transformers, rank 1 holds the
+vLLM engine; one works while the other waits, each with ``--threads`` threads. Same weights, prompts and noise, so both
+draw the same answers, whose lengths differ much: many end tokens make them about geometric.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.sync import Destination, Source, Syncer
+from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.world import World, open_world
+from flexrlhf.engines.base import Batch, Engine, Sampling, Wanted
+from flexrlhf.engines.registry import make_engine
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.placement.groups import Group
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.reshard import WeightTransfer, trained_parts
+from flexrlhf.placement.rollout import kv_cache_bytes
+from flexrlhf.placement.shapes import model_shape
+from flexrlhf.spec import ModelSpec, RolloutSpec, SyncSpec
+from flexrlhf.strategies.instructions import Sync
+
+VOCABULARY, LENGTHS, ROWS = 4096, Lengths(prompt=64, response=256), 4
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+MEAN_LENGTH = 48
+END_TOKENS = tuple(range(VOCABULARY // MEAN_LENGTH))
+"""A random model draws each token about as often as any other."""
+TIMEOUT, REPEATS = 600.0, 5
+
+
+def models(kv_tokens: int) -> dict[str, PlacedModel]:
+    actor = PlacedModel("actor", "actor", Layout((0,)), True, ModelSpec(init=MODEL))
+    settings = ModelSpec(init=MODEL, engine="vllm", generate_tokens=kv_tokens)
+    rollout = PlacedModel("actor.rollout", "actor", Layout((1,)), False, settings, RolloutSpec(engine="vllm"))
+    return {model.name: model for model in (actor, rollout)}
+
+
+def engine_of(model: PlacedModel, world: World) -> Engine:
+    shape = model_shape("actor", model.settings)
+    assert shape is not None
+    alone = Replicas(None, model.ranks, lambda work, _: work.wait())
+    return make_engine(
+        Wanted(
+            placed=model,
+            lengths=LENGTHS,
+            temperature=1.0,
+            seed=0,
+            num_updates=1,
+            replicas=alone,
+            tp=alone,
+            alone=None,
+            device=world.device,
+            tokenizer="",
+            kv_bytes=kv_cache_bytes(model, shape) if model.rollout is not None else 0,
+            store=dist.PrefixStore(model.name, world.store),
+        )
+    )
+
+
+def prompts() -> Batch:
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, LENGTHS.prompt + 1, (ROWS, 1), generator=draw)
+    mask = (torch.arange(LENGTHS.prompt) >= LENGTHS.prompt - lengths).to(torch.uint8)
+    tokens = torch.randint(VOCABULARY, mask.shape, generator=draw, dtype=torch.int32) * mask
+    return Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(ROWS), 1)
+
+
+def generated(engine: Engine) -> tuple[float, torch.Tensor]:
+    """Tokens per second of the second of two batches, and its answers' lengths."""
+    seconds, columns = 0.0, {}
+    for step in (0, 1):
+        sampling = Sampling(seed=0, step=step, temperature=1.0, eos_token_ids=END_TOKENS, pad_token_id=0)
+        start = time.perf_counter()
+        columns = engine.generate(prompts(), sampling)
+        seconds = time.perf_counter() - start
+    lengths = columns["response_mask"].sum(1)
+    return float(lengths.sum()) / seconds, lengths
+
+
+def in_turn(world: World, work: Callable[[], Any]) -> Any:
+    """Every rank's ``work``, one rank after the other."""
+    result = None
+    for rank in range(world.size):
+        if world.rank == rank:
+            result = work()
+        world.meet(f"turn {rank}", TIMEOUT)
+    return result
+
+
+def synced(
+    world: World, engine: Engine, placed: dict[str, PlacedModel], group: dist.ProcessGroup, settings: SyncSpec
+) -> list[float]:
+    """Seconds of each sync of all weights, from the first bucket until they are loaded and checked."""
+    shape = model_shape("actor", placed["actor"].settings)
+    assert shape is not None
+    sync = Sync(ranks=(0, 1), source="actor", destination="actor.rollout", transfers=(WeightTransfer(0, 1),))
+    parts = {name: trained_parts(model, shape, model.ranks[0]) for name, model in placed.items()}
+    syncer = Syncer(world.rank, settings, int(settings.bucket_mb * 1e6), lambda work, _: work.wait())
+    destination = Destination(torch.float32, {1: parts["actor.rollout"]})
+    seconds = []
+    for number in range(REPEATS):
+        world.meet(f"sync {number}", TIMEOUT)
+        start = time.perf_counter()
+        if world.rank == 0:
+            gather = Gather(None, (0,), (parts["actor"],), lambda work, _: work.wait())
+            syncer.send(sync, Source(engine.weights(), gather), destination, group, None)
+            syncer.close()
+        else:
+            syncer.receive(sync, engine.weights(), parts["actor.rollout"], engine.load_weights, group)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def broadcast(world: World, num_bytes: int, group: dist.ProcessGroup) -> list[float]:
+    """Seconds of a broadcast of one tensor of as many bytes."""
+    tensor = torch.ones(num_bytes, dtype=torch.uint8)
+    seconds = []
+    for number in range(REPEATS):
+        world.meet(f"broadcast {number}", TIMEOUT)
+        start = time.perf_counter()
+        dist.broadcast(tensor, 0, group=group)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def rank_main(rank: int, port: int, threads: int, kv_tokens: int, settings: SyncSpec) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(threads)
+    placed = models(kv_tokens)
+    mine = placed["actor" if rank == 0 else "actor.rollout"]
+    with open_world("cpu", TIMEOUT) as world:
+        groups = world.make_groups([Group("sync actor", (0, 1))], TIMEOUT)
+        group = groups.get("sync actor", (0, 1))
+        assert group is not None
+        engine = engine_of(mine, world)
+        world.meet("engines", TIMEOUT)
+        speed, lengths = in_turn(world, lambda: generated(engine))
+        syncs = synced(world, engine, placed, group, settings)
+        num_bytes = sum(tensor.nbytes for tensor in engine.weights().values())
+        raw = broadcast(world, num_bytes, group)
+        report(rank, speed, lengths, syncs, raw, num_bytes)
+        world.meet("reports", TIMEOUT)
+        engine.close()
+        groups.close()
+
+
+def report(
+    rank: int, speed: float, lengths: torch.Tensor, syncs: Sequence[float], raw: Sequence[float], num_bytes: int
+) -> None:
+    name = ("transformers", "vLLM")[rank]
+    shown = f"answers of {int(lengths.min())} to {int(lengths.max())} tokens, mean {float(lengths.float().mean()):.1f}"
+    print(f"{name:<13}{speed:>8.0f} tokens/s  {ROWS} rows, {shown}", flush=True)
+    if rank == 1:
+        sync, plain = (num_bytes / min(seconds) / 1e6 for seconds in (syncs, raw))
+        print(f"weight sync  {sync:>8.0f} MB/s  {num_bytes / 1e6:.0f} MB sent, loaded, checked in {min(syncs):.3f} s")
+        print(f"broadcast    {plain:>8.0f} MB/s  the same bytes in {min(raw):.3f} s; sync / it {sync / plain:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kv-tokens", type=int, default=ROWS * (LENGTHS.prompt + LENGTHS.response))
+    parser.add_argument("--bucket-mb", type=float, default=SyncSpec().bucket_mb)
+    arguments = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(
+        rank_main, (port, arguments.threads, arguments.kv_tokens, SyncSpec(bucket_mb=arguments.bucket_mb)), nprocs=2
+    )
+
+
+if __name__ == "__main__":
+    main()
