@@ -19,7 +19,13 @@ def _deepspeed(wanted: Wanted) -> Engine:
     return DeepSpeedEngine(wanted)
 
 
-ENGINES: dict[str, Callable[[Wanted], Engine]] = {"torch": _torch, "deepspeed": _deepspeed}
+def _vllm(wanted: Wanted) -> Engine:
+    from flexrlhf.engines.vllm import VllmEngine
+
+    return VllmEngine(wanted)
+
+
+ENGINES: dict[str, Callable[[Wanted], Engine]] = {"torch": _torch, "deepspeed": _deepspeed, "vllm": _vllm}
 
 
 def make_engine(wanted: Wanted) -> Engine:

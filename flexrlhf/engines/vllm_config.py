@@ -77,7 +77,8 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "kv_cache_memory_bytes": kv_bytes,
         "enable_prefix_caching": rollout.prefix_caching,
         "enforce_eager": device == "cpu" or not rollout.cuda_graphs,
-        "enable_sleep_mode": device != "cpu",
+        # a child's memory is open to its rank, which memory that sleeps cannot be
+        "enable_sleep_mode": device != "cpu" and rollout.process == "inline",
         "logprobs_mode": "processed_logprobs",
         # answers end where this program says, and its tokens are all that it wants
         "skip_tokenizer_init": True,

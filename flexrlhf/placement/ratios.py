@@ -297,7 +297,9 @@ def _check_classes(models: tuple[PlacedModel, ...], request: PlacementMap, clust
     """A model over two device classes runs at the slower one's pace, so it must be asked for."""
     for model in models:
         classes = {cluster.devices[rank].device_class for rank in model.ranks}
-        if len(classes) > 1 and not request.span_classes and request.models[model.name].ranks is None:
+        # a rollout engine that nobody placed sits where its role does
+        entry = request.models.get(model.name) or request.models[model.role]
+        if len(classes) > 1 and not request.span_classes and entry.ranks is None:
             raise UserError(
                 f"placement: {model.name} would span the device classes {', '.join(sorted(classes))}; "
                 + (_as_mapping(request, model.name, min(classes)) if is_vector else _PIN_OR_SPAN)

@@ -27,8 +27,8 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     rollout, row = spec.rollout, padded_row(spec)
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
         raise UserError(
-            f"rollout.kv_tokens: {rollout.kv_tokens} do not hold one row of {row} tokens (prompt and response, in blocks "
-            f"of {KV_BLOCK_TOKENS}); use at least {row}"
+            f"rollout.kv_tokens: {rollout.kv_tokens} do not hold one row of {row} tokens (prompt and response, in "
+            f"blocks of {KV_BLOCK_TOKENS}); use at least {row}"
         )
     tokens = rollout.kv_tokens or max(model.generate_tokens, row)
     return ModelSpec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from small_runs import TINY, placed_model
 from flexrlhf.placement.placed import PlacedModel, Split
 from flexrlhf.placement.shapes import ModelShape, model_shape
 from flexrlhf.placement.shards import Part, parts_on, tensor_parallel_dim, whole
-from flexrlhf.spec import ModelSpec
+from flexrlhf.spec import ModelSpec, RolloutSpec
 
 LAYOUTS = [
     ("torch", 0, 1),
@@ -175,6 +176,55 @@ def test_a_tied_head_is_the_embedding_and_stays_whole(tied: bool) -> None:
     assert parts["model.embed_tokens.weight"].is_whole
     assert ("lm_head.weight" in parts) != tied
     assert tied or parts["lm_head.weight"].box == (range(16), range(8))
+
+
+# --- a rollout engine
+
+
+QWEN2 = TINY | {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def rollout(tp: int, dp: int = 1) -> PlacedModel:
+    return replace(
+        placed("vllm", 0, tp, dp), name="actor.rollout", trained=False, rollout=RolloutSpec(engine="vllm", tp=tp)
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tp", "rows"),
+    [
+        (128, 2, [64, 64]),
+        (130, 2, [96, 34]),
+        (100, 2, [64, 36]),
+        (64, 2, [32, 32]),
+        (32, 2, [32, 0]),
+        (151_936, 4, [37_984] * 4),
+        (50_257, 4, [12_576, 12_576, 12_576, 12_529]),
+        (130, 1, [130]),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rollout_engine_cuts_the_vocabulary_as_it_pads_it(
+    vocabulary: int, tp: int, rows: list[int], tied: bool
+) -> None:
+    model = rollout(tp, dp=2)
+    parameters = {"model.embed_tokens.weight": (vocabulary, 8)} | ({} if tied else {"lm_head.weight": (vocabulary, 8)})
+    shape = ModelShape(tuple(sorted(parameters.items())))
+    for set_of_ranks in model.layout.tp_sets:
+        parts = [parts_on(model, shape, rank) for rank in set_of_ranks]
+        for name in parameters:
+            boxes = [part[name].box for part in parts]
+            assert [len(box[0]) for box in boxes] == rows and all(box[1] == range(8) for box in boxes)
+            assert [row for box in boxes for row in box[0]] == list(range(vocabulary))
+
+
+def test_a_rollout_engine_cuts_layers_as_other_engines_do() -> None:
+    shape = model_shape("actor", ModelSpec(init=QWEN2))
+    assert shape is not None
+    own, others = (parts_on(model, shape, 5) for model in (rollout(2), placed("torch", 0, 2, 1)))
+    assert {name for name in own if own[name] != others[name]} == {"lm_head.weight", "model.embed_tokens.weight"}
+    bias = "model.layers.0.self_attn.k_proj.bias"
+    assert own[bias].num_elements == dict(shape.parameters)[bias][0] // 2
 
 
 # --- how a placed model is split

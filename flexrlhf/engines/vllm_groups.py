@@ -1,0 +1,58 @@
+"""Process groups of vLLM alone, made on a store of its own; the job's groups are never its."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world, default_pg_timeout
+
+from flexrlhf.comm.reduce import Replicas
+
+
+class PrivateGroups:
+    """The tensor-parallel set as a world of ``size`` ranks, of which this is number ``rank``.
+
+    vLLM asks for some sixteen groups, each of which would keep threads and sockets: those of the same ranks share one.
+    """
+
+    def __init__(self, tp: Replicas, store: dist.Store, device: torch.device) -> None:
+        self.rank = 0 if tp.group is None else tp.group.rank()
+        self.size = len(tp.ranks)
+        # no run before on this store had it; the ranks of a set agree on it
+        number = tp.largest(secrets.randbits(48), device)
+        self._name, self._store = f"vllm-{number:012x}", store
+        self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
+        self.world = self._group(self.size, "nccl" if device.type == "cuda" else "gloo")
+
+    def new_group(self, ranks: Sequence[int], *_: Any, backend: str | None = None, **__: Any) -> dist.ProcessGroup:
+        """Instead of torch's own: sets of one rank, or all of them."""
+        assert len(ranks) in (1, self.size), f"vLLM asks for a group of ranks {ranks} of {self.size}"
+        return self._group(len(ranks), str(backend))
+
+    def close(self) -> None:
+        for group in self._made.values():
+            # the end of the job takes all groups along
+            if group in _world.pg_map:
+                dist.destroy_process_group(group)
+        self._made.clear()
+        del self.world
+
+    def _group(self, size: int, backend: str) -> dist.ProcessGroup:
+        # a single rank never communicates
+        key = (size, backend if size > 1 else "gloo")
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, size: int, backend: str) -> dist.ProcessGroup:
+        rank = self.rank if size > 1 else 0
+        name = GroupName(f"{self._name}-{backend}-{self.rank if size == 1 else 'all'}")
+        group, _ = _new_process_group_helper(
+            size, rank, [], backend, self._store, name, timeout=default_pg_timeout, group_desc="vllm"
+        )
+        _world.pg_group_ranks[group] = {i: i for i in range(size)}
+        return group

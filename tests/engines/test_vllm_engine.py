@@ -1,0 +1,416 @@
+"""The rollout engine on vLLM: the same tokens as a plain loop over a transformers model, whatever is around it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("vllm")
+
+from vllm_models import (  # noqa: E402
+    CUT,
+    END,
+    LENGTHS,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    SEED,
+    flat,
+    other_weights,
+    placed,
+    prompts,
+    sampling,
+    wanted,
+)
+
+from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
+from flexrlhf.engines.models import load_model  # noqa: E402
+from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
+from flexrlhf.engines.vllm import VllmEngine  # noqa: E402
+from flexrlhf.engines.vllm_child import RolloutProcessError  # noqa: E402
+from flexrlhf.placement.shapes import model_shape  # noqa: E402
+from flexrlhf.placement.shards import parts_on  # noqa: E402
+
+Columns = dict[str, Tensor]
+RESPONSE = LENGTHS.response
+PLAIN = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "min_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    made = VllmEngine(wanted(placed()))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def seeded() -> Iterator[VllmEngine]:
+    """With vLLM's own noise."""
+    made = VllmEngine(wanted(placed(noise="engine")))
+    yield made
+    made.close()
+
+
+# --- the reference: one row after the other, without a cache
+
+
+def reference(model: torch.nn.Module, batch: Batch, sampling: Sampling) -> Columns:
+    rows = [answer(model, batch, number, sampling) for number in range(len(batch))]
+    out = {name: torch.zeros(len(batch), RESPONSE) for name in ("tokens", "rollout_logprobs")}
+    for number, (tokens, logprobs) in enumerate(rows):
+        out["tokens"][number, : len(tokens)] = torch.tensor(tokens)
+        out["rollout_logprobs"][number, : len(tokens)] = torch.tensor(logprobs)
+    out["tokens"] = out["tokens"].int()
+    out["response_mask"] = torch.tensor([[int(t < len(tokens)) for t in range(RESPONSE)] for tokens, _ in rows])
+    out["finished"] = torch.tensor([int(is_finished(tokens, sampling)) for tokens, _ in rows])
+    return out
+
+
+@torch.no_grad()
+def answer(model: Any, batch: Batch, number: int, sampling: Sampling) -> tuple[list[int], list[float]]:
+    text = batch["prompts"][number][batch["prompt_mask"][number].bool()].long()
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < RESPONSE and not is_finished(tokens, sampling):
+        scores = model(torch.cat([text, torch.tensor(tokens, dtype=torch.int64)])[None]).logits[0, -1].double()
+        if len(tokens) < sampling.min_tokens:
+            scores[list(sampling.eos_token_ids)] = -torch.inf
+        scores = cut(scores / (sampling.temperature or 1.0), sampling)
+        noise = gumbel_noise(sampling.seed, sampling.step, batch.rows[number : number + 1], len(tokens), len(scores))
+        tokens.append(int((scores + noise[0] * (sampling.temperature > 0)).argmax()))
+        logprobs.append(float(scores.log_softmax(0)[tokens[-1]]))
+    return tokens, logprobs
+
+
+def cut(scores: Tensor, sampling: Sampling) -> Tensor:
+    """The ``top_k`` likeliest, and of these as many of the likeliest as make up ``top_p``."""
+    order = scores.argsort(descending=True)[: sampling.top_k or None]
+    before = scores[order].softmax(0).cumsum(0).roll(1)
+    before[0] = 0
+    kept = order[before < sampling.top_p]
+    return torch.full_like(scores, -torch.inf).index_copy(0, kept, scores[kept])
+
+
+def is_finished(tokens: Sequence[int], sampling: Sampling) -> bool:
+    if not tokens:
+        return False
+    text = sampling.decode(tokens) if sampling.decode else ""
+    return tokens[-1] in sampling.eos_token_ids or any(stop in text for stop in sampling.stop)
+
+
+def check(drawn: Columns, batch: Batch, expected: Columns) -> None:
+    for name in ("finished", "response_mask"):
+        assert torch.equal(drawn[name].long(), expected[name]), name
+    assert torch.equal(drawn["tokens"][:, : LENGTHS.prompt], batch["prompts"])
+    assert torch.equal(drawn["tokens"][:, LENGTHS.prompt :], expected["tokens"])
+    assert torch.equal(drawn["attention_mask"], torch.cat([batch["prompt_mask"], drawn["response_mask"]], 1))
+    difference = (drawn["rollout_logprobs"] - expected["rollout_logprobs"]).abs().max()
+    assert difference <= 1e-4, float(difference)
+    types = {"tokens": torch.int32, "rollout_logprobs": torch.float32}
+    assert all(tensor.dtype == types.get(name, torch.uint8) for name, tensor in drawn.items())
+
+
+def same(one: Columns, other: Columns) -> bool:
+    """The same answers; log-probs by the rounding of other batches."""
+    exact = all(torch.equal(one[name], other[name]) for name in one if name != "rollout_logprobs")
+    return exact and torch.allclose(one["rollout_logprobs"], other["rollout_logprobs"], rtol=0, atol=1e-4)
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+# --- what is drawn
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.7},
+        PLAIN,
+        {"temperature": 0.0, "min_tokens": RESPONSE},
+        {"eos_token_ids": (END, 5, 17, 23, 31, 40, 44, 50, 63, 70, 77, 81, 90, 99, 150)},
+        {"stop": ("a", "xy"), "decode": letters},
+    ],
+    ids=["greedy", "whole", "sharper", "cut", "long", "ends", "stop"],
+)
+def test_answers_are_those_of_a_plain_loop(engine: VllmEngine, changes: dict[str, Any]) -> None:
+    how, batch = sampling(**changes), prompts(8)
+    expected = reference(load_model(placed(), SEED), batch, how)
+    check(engine.generate(batch, how), batch, expected)
+    assert expected["finished"].any() or changes.get("min_tokens") or not changes.get("stop")
+
+
+@pytest.mark.parametrize("init", [QWEN2, QWEN3, MISTRAL], ids=lambda init: init["model_type"])
+def test_families(init: dict[str, Any]) -> None:
+    model, batch = placed(init), prompts(4)
+    own = load_model(model, SEED)
+    made = VllmEngine(wanted(model))
+    check(made.generate(batch, sampling()), batch, reference(own, batch, sampling()))
+    held = {name: tensor.numel() for name, tensor in made.weights().items()}
+    shape = model_shape("actor", model.settings)
+    assert shape is not None
+    assert held == {name: part.num_elements for name, part in parts_on(model, shape, 0).items()}
+    assert all(torch.equal(tensor, made.weights()[name]) for name, tensor in own.named_parameters())
+    changed = other_weights(model)
+    made.load_weights(flat(changed))
+    check(made.generate(batch, sampling()), batch, reference(changed, batch, sampling()))
+    made.close()
+
+
+@pytest.mark.parametrize("noise", ["engine", "exact"])
+def test_answers_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEngine, noise: str) -> None:
+    made, batch, how = engine if noise == "exact" else seeded, prompts(10), sampling(**PLAIN)
+    whole = made.generate(batch, how)
+    for size in (5, 1):
+        parts = [made.generate(batch.select(slice(i, i + size)), how) for i in range(0, 10, size)]
+        assert same(whole, joined(parts)), size
+    assert not same(whole, made.generate(batch, sampling(**{**PLAIN, "step": 3})))
+    assert not same(whole, made.generate(batch, sampling(**{**PLAIN, "seed": 8})))
+
+
+def test_more_rows_than_the_cache_holds() -> None:
+    """Some are put back and begun again, where the user allows more rows than fit at full length."""
+    model, batch = placed(kv_tokens=128, config={"max_num_seqs": 8}), prompts(8)
+    made = VllmEngine(wanted(model))
+    check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED), batch, sampling()))
+    made.close()
+
+
+def test_samples_of_a_prompt_are_rows_of_their_own(engine: VllmEngine) -> None:
+    batch = prompts(3, samples_per_prompt=4)
+    drawn = engine.generate(batch, sampling())
+    check(drawn, batch, reference(load_model(placed(), SEED), batch, sampling()))
+    answers = drawn["tokens"][:, LENGTHS.prompt :].view(3, 4, RESPONSE)
+    assert all(len({tuple(answer) for answer in answers[prompt].tolist()}) > 1 for prompt in range(3))
+
+
+def test_no_rows(engine: VllmEngine) -> None:
+    drawn = engine.generate(prompts(4).select(slice(0, 0)), sampling())
+    assert {name: tuple(tensor.shape) for name, tensor in drawn.items()} == {
+        "tokens": (0, LENGTHS.prompt + RESPONSE),
+        "attention_mask": (0, LENGTHS.prompt + RESPONSE),
+        "response_mask": (0, RESPONSE),
+        "finished": (0,),
+        "rollout_logprobs": (0, RESPONSE),
+    }
+
+
+# --- batches ahead
+
+
+def test_rows_ahead_are_decoded_together(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    step = engine._engine.step
+    monkeypatch.setattr(engine._engine, "step", lambda: steps.append(1) or step())
+    batch, how = prompts(6), sampling(eos_token_ids=(END, 5, 17, 23, 31, 40))
+    thirds = [batch.select(slice(i, i + 2)) for i in range(0, 6, 2)]
+    before = engine.num_requests
+    apart = joined([engine.generate(third, how) for third in thirds])
+    num_apart = len(steps)
+    together = [engine.generate(third, how, thirds[number + 1 :]) for number, third in enumerate(thirds)]
+    assert same(apart, joined(together))
+    assert len(steps) - num_apart < 0.6 * num_apart
+    assert engine.num_requests == before + 12
+
+
+def test_rows_of_another_step_are_other_requests(engine: VllmEngine) -> None:
+    first, second = prompts(4), prompts(4, first=4)
+    fresh = engine.generate(second, sampling(step=3))
+    engine.generate(first, sampling(), [second])
+    assert same(fresh, engine.generate(second, sampling(step=3)))
+    assert not same(fresh, engine.generate(second, sampling()))
+
+
+# --- weights
+
+
+def test_new_weights_count_at_once(engine: VllmEngine) -> None:
+    changed, batch, how = other_weights(placed()), prompts(4), sampling()
+    old = engine.generate(batch, how)
+    kept = {name: tensor.clone() for name, tensor in engine.weights().items()}
+    engine.load_weights(flat(changed))
+    # the same prompts, whose keys and values were kept
+    drawn = engine.generate(batch, how)
+    check(drawn, batch, reference(changed, batch, how))
+    assert not same(old, drawn)
+    engine.load_weights(kept)
+    assert same(old, engine.generate(batch, how))
+
+
+def test_weights_do_not_change_under_a_request(engine: VllmEngine) -> None:
+    first, second = prompts(4), prompts(4, first=4)
+    engine.generate(first, sampling(), [second])
+    with pytest.raises(AssertionError, match="between"):
+        engine.load_weights({})
+    engine.generate(second, sampling())
+
+
+def test_offloaded_memory_is_free_and_comes_back(engine: VllmEngine) -> None:
+    batch, before = prompts(4), engine.held()
+    drawn = engine.generate(batch, sampling())
+    engine.offload()
+    (parameters,), (caches,) = (engine._engine.collective_rpc(which) for which in ("parameters", "caches"))
+    assert {tensor.untyped_storage().nbytes() for tensor in (*parameters, *caches)} == {0}
+    away = engine.held()
+    assert away.weights == before.weights and away.host >= before.weights and not before.host
+    engine.reload()
+    assert engine.held() == before
+    assert same(drawn, engine.generate(batch, sampling()))
+
+
+# --- what the job notices
+
+
+def everything() -> dict[str, Any]:
+    state = numpy.random.get_state()
+    return {
+        "environment": dict(os.environ),
+        "generators": (torch.get_rng_state().tolist(), random.getstate(), state[1].tolist(), state[2]),
+        "functions": (torch.set_num_threads, torch.Event, torch.cuda.Stream, torch.Tensor.pin_memory, dist.new_group),
+        "settings": (torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()),
+        "processors": os.sched_getaffinity(0),
+        "groups": list(dist.distributed_c10d._world.pg_names.values()),
+        "world": dist.GroupMember.WORLD,
+    }
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0])
+    before = everything()
+    made = VllmEngine(wanted(placed()))
+    kept = everything()
+    made.generate(prompts(2), sampling())
+    other = VllmEngine(wanted(placed(noise="engine")))
+    other.generate(prompts(2), sampling())
+    made.generate(prompts(2), sampling())
+    made.close()
+    other.generate(prompts(2), sampling())
+    other.close()
+    after = everything()
+    number = torch.ones(1)
+    dist.all_reduce(number, group=group)
+    dist.all_reduce(number)
+    dist.destroy_process_group()
+    assert {name for name in before if before[name] != after[name]} == set()
+    assert {name for name in before if before[name] != kept[name]} == {"groups"}
+
+
+# --- a process of its own
+
+
+def in_shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "XZ"
+
+
+def comes(about: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not about() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return about()
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[VllmEngine]:
+    before = in_shared_memory()
+    made = VllmEngine(wanted(placed(process="child")))
+    yield made
+    made.close()
+    assert comes(lambda: in_shared_memory() <= before), in_shared_memory() - before
+
+
+def test_a_child_generates_the_same(child: VllmEngine) -> None:
+    model, batch, how = load_model(placed(), SEED), prompts(8), sampling(**PLAIN)
+    assert child.child_pid is not None and is_running(child.child_pid)
+    expected = reference(model, batch, how)
+    check(child.generate(batch, how), batch, expected)
+    kept = {name: tensor.clone() for name, tensor in child.weights().items()}
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.named_parameters())
+    changed = other_weights(placed())
+    child.load_weights(flat(changed))
+    check(child.generate(batch, how), batch, reference(changed, batch, how))
+    child.load_weights(kept)
+    check(child.generate(batch, how), batch, expected)
+    stopped = sampling(stop=("a", "xy"), decode=letters)
+    check(child.generate(batch, stopped), batch, reference(load_model(placed(), SEED), batch, stopped))
+
+
+def test_a_child_decodes_by_itself(child: VllmEngine) -> None:
+    first, second = prompts(2), prompts(8, first=2)
+    child.generate(first, sampling(), [second])
+    outputs = child._engine.engine_core.outputs_queue
+    # steps that nobody asked for
+    assert comes(lambda: outputs.qsize() >= RESPONSE // 2)
+    check(child.generate(second, sampling()), second, reference(load_model(placed(), SEED), second, sampling()))
+
+
+def test_a_child_that_is_killed_is_named(child: VllmEngine) -> None:
+    """The last test with this child."""
+    assert child.child_pid is not None
+    threading.Timer(0.3, os.kill, (child.child_pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(RolloutProcessError) as error:
+        for step in range(100_000):
+            child.generate(prompts(4), sampling(step=step))
+    assert time.monotonic() - began < 10
+    assert str(error.value) == f"actor.rollout: the vLLM process {child.child_pid} ended (killed by SIGKILL)"
+    with pytest.raises(RolloutProcessError, match="SIGKILL"):
+        child.generate(prompts(4), sampling())
+
+
+@pytest.mark.full
+def test_a_child_ends_with_its_rank() -> None:
+    before = in_shared_memory()
+    script = Path(__file__).with_name("vllm_ranks.py")
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert comes(lambda: not is_running(int(done.stdout)))
+    assert comes(lambda: in_shared_memory() <= before), in_shared_memory() - before
+
+
+# --- tensor parallel
+
+
+def test_two_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("vllm_ranks.py")
+    address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    environments = [{**os.environ, **address, "RANK": str(rank)} for rank in range(4)]
+    ranks = [subprocess.Popen([sys.executable, script, tmp_path], env=environment) for environment in environments]
+    assert [rank.wait(120) for rank in ranks] == [0] * 4
+    (answers, is_as_planned), (others, _) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (2, 3))
+    assert is_as_planned
+    assert all(torch.equal(one[name], other[name]) for one, other in zip(answers, others, strict=True) for name in one)
+    model, batch = load_model(placed(CUT), SEED), prompts(8)
+    for step in range(2):
+        check(answers[step], batch, reference(model, batch, sampling(step=step)))
+    check(answers[2], batch, reference(other_weights(placed(CUT)), batch, sampling()))

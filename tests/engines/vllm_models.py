@@ -1,0 +1,100 @@
+"""Small models for vLLM engines, and prompts for them. vLLM's attention on CPUs takes heads of 32 numbers and more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.engines.base import Batch, Sampling, Wanted
+from flexrlhf.engines.models import load_model
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.rollout import kv_cache_bytes
+from flexrlhf.placement.shapes import model_shape
+from flexrlhf.spec import ModelSpec, RolloutSpec
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.2,
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "hidden_size": 128, "tie_word_embeddings": True}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "tie_word_embeddings": True}
+CUT = {**QWEN2, "vocab_size": 130}
+"""With biases and a tied head; of its vocabulary, as vLLM pads it, one of two ranks holds 96 rows and the other 34."""
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
+LENGTHS = Lengths(prompt=40, response=12)
+SEED = 3
+END = 1
+KV_TOKENS = 512
+ONE_RANK = Replicas(None, (0,), lambda work, ranks: None)
+
+
+def placed(init: dict[str, Any] = LLAMA, ranks: tuple[int, ...] = (0,), **rollout: Any) -> PlacedModel:
+    tokens = rollout.pop("kv_tokens", KV_TOKENS)
+    tp = len(ranks)
+    settings = ModelSpec(init=init, engine="vllm", tp=tp, generate_tokens=tokens)
+    return PlacedModel(
+        "actor.rollout", "actor", Layout(ranks, tp=tp), False, settings, RolloutSpec(engine="vllm", tp=tp, **rollout)
+    )
+
+
+def wanted(model: PlacedModel, tp: Replicas = ONE_RANK, store: dist.Store | None = None) -> Wanted:
+    shape = model_shape("actor", model.settings)
+    assert shape is not None
+    return Wanted(
+        placed=model,
+        lengths=LENGTHS,
+        temperature=1.0,
+        seed=SEED,
+        num_updates=1,
+        replicas=ONE_RANK,
+        tp=tp,
+        alone=None,
+        device=torch.device("cpu"),
+        tokenizer="",
+        kv_bytes=kv_cache_bytes(model, shape),
+        store=store or dist.HashStore(),
+    )
+
+
+def other_weights(model: PlacedModel) -> PreTrainedModel:
+    """The model with weights, biases among them, that it does not begin with."""
+    changed = load_model(model, SEED)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return changed
+
+
+def flat(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Its weights as a Sync delivers them."""
+    return {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
+
+
+def prompts(num_rows: int = 6, first: int = 0, samples_per_prompt: int = 1, seed: int = 0) -> Batch:
+    """Random prompts of 1 to 40 tokens; samples of one prompt are neighbours."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, LENGTHS.prompt + 1, (num_rows, 1), generator=draw)
+    mask = (torch.arange(LENGTHS.prompt) >= LENGTHS.prompt - lengths).to(torch.uint8)
+    tokens = torch.randint(3, LLAMA["vocab_size"], mask.shape, generator=draw, dtype=torch.int32) * mask
+    tokens, mask = (tensor.repeat_interleave(samples_per_prompt, 0) for tensor in (tokens, mask))
+    return Batch({"prompts": tokens, "prompt_mask": mask}, first + torch.arange(len(tokens)), samples_per_prompt)
+
+
+def sampling(**changes: Any) -> Sampling:
+    settings: dict[str, Any] = {"seed": 7, "step": 2, "temperature": 1.0, "eos_token_ids": (END,), "pad_token_id": 0}
+    return Sampling(**{**settings, **changes})

@@ -1,0 +1,90 @@
+"""One process: a rank of a job of four, of which ranks 2 and 3 generate together, or the parent of a child engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.world import World, open_world
+from flexrlhf.placement.groups import Group
+
+
+def run_rank(directory: Path, world: World) -> None:
+    """Ranks 0 and 1 add numbers meanwhile."""
+    pairs = ((0, 1), (2, 3))
+    groups = world.make_groups([Group("tp actor.rollout", pair) for pair in pairs], 60)
+    mine = pairs[world.rank // 2]
+    group = groups.get("tp actor.rollout", mine)
+    if mine == (0, 1):
+        add(group, 500)
+    else:
+        torch.save(generate(world, Replicas(group, mine, wait)), directory / f"rank-{world.rank}.pt")
+    # the job's groups are as they were
+    add(group, 3)
+    groups.close()
+    # rank 0 has the store
+    world.meet("end", 100)
+
+
+def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
+    work.wait()
+
+
+def add(group: dist.ProcessGroup | None, times: int) -> None:
+    for _ in range(times):
+        number = torch.ones(1)
+        dist.all_reduce(number, group=group)
+        assert number == 2
+
+
+def generate(world: World, tp: Replicas) -> tuple[list[dict[str, Tensor]], bool]:
+    """Answers of two steps and of other weights; whether each tensor is as large as the plan says."""
+    from vllm_models import CUT, other_weights, placed, prompts, sampling, wanted
+
+    from flexrlhf.comm.weights import cut
+    from flexrlhf.engines.vllm import VllmEngine
+    from flexrlhf.placement.shapes import model_shape
+    from flexrlhf.placement.shards import parts_on
+
+    model = placed(CUT, ranks=(2, 3), kv_tokens=256)
+    engine = VllmEngine(wanted(model, tp, dist.PrefixStore("rollout", world.store)))
+    shape = model_shape("actor", model.settings)
+    assert shape is not None
+    parts = parts_on(model, shape, world.rank)
+    planned = {name: part.num_elements for name, part in parts.items()}
+    is_as_planned = planned == {name: tensor.numel() for name, tensor in engine.weights().items()}
+    batch = prompts(8)
+    answers = [engine.generate(batch, sampling(step=step)) for step in range(2)]
+    new = dict(other_weights(model).named_parameters())
+    engine.load_weights({name: cut(new[name].detach(), part) for name, part in parts.items()})
+    answers.append(engine.generate(batch, sampling()))
+    engine.close()
+    return answers, is_as_planned
+
+
+def be_killed() -> None:
+    """Print the process of a child engine while it decodes, and end without a word."""
+    from vllm_models import placed, prompts, sampling, wanted
+
+    from flexrlhf.engines.vllm import VllmEngine
+
+    engine = VllmEngine(wanted(placed(process="child")))
+    engine.generate(prompts(1), sampling(), [prompts(64, first=1)])
+    print(engine.child_pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if len(sys.argv) == 1:
+        be_killed()
+    else:
+        with open_world("cpu", 100) as opened:
+            run_rank(Path(sys.argv[1]), opened)
