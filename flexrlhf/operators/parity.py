@@ -66,10 +66,10 @@ def parity(spec: RolloutSpec, batch: Batch, _: Sequence[slice], reducer: Reducer
     """
     engine, trainer = _compared(batch)
     mask = batch["response_mask"].bool()
-    difference = (engine - trainer).abs().double().nan_to_num(nan=torch.inf) * mask
+    difference = (engine - trainer).abs().double().nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
     found = reducer.gather(_encoded(batch, engine, trainer, difference)).view(-1, 6)
     total = reducer.gather(_whole_number(torch.stack([difference[mask].sum(), mask.sum().double()])))
-    mean = float(total[0::2].sum()) / max(float(total[1::2].sum()), 1.0)
+    mean = float(total[0::2].double().sum()) / max(float(total[1::2].sum()), 1.0)
     worst = [_decoded(row) for row in found[found[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
     largest = float(found[:, 3].max()) / SCALE if len(found) else 0.0
     _check(spec, mean, largest, worst)
@@ -85,13 +85,17 @@ def _compared(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _whole_number(values: Tensor) -> Tensor:
-    """Differences as integers, which replicas can gather; one beyond all sense stays the largest."""
-    return (values * SCALE).clamp(max=2.0**62).long()
+    """Differences as integers, which replicas can gather; one beyond all sense, or none at all, is the largest."""
+    return (values.nan_to_num(nan=torch.inf) * SCALE).clamp(max=2.0**62).long()
 
 
 def _encoded(batch: Batch, engine: Tensor, trainer: Tensor, difference: Tensor) -> Tensor:
-    """The worst tokens of this replica: row, position, token, difference and both log-probs of each."""
-    worst = difference.flatten().topk(min(NUM_WORST, difference.numel())).indices
+    """The worst tokens of this replica: row, position, token, difference and both log-probs of each.
+
+    ``difference`` is negative outside the answers.
+    """
+    largest, worst = difference.flatten().topk(min(NUM_WORST, difference.numel()))
+    worst = worst[largest >= 0]
     row, position = worst // difference.shape[1], worst % difference.shape[1]
     token = batch["tokens"][:, -difference.shape[1] :][row, position].long()
     numbers = [_whole_number(each[row, position].double()) for each in (difference, -engine, -trainer)]

@@ -28,9 +28,9 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     if importance is None and not is_separate:
         return graph
     every = _comparable_every(rollout.parity, spec) if is_separate and rollout.parity is not None else 0
-    if importance is None and is_remote:
-        return _told_by_engine(graph, every)
-    return _told_by_both(graph, importance, every)
+    is_told = importance is None and is_remote
+    told = _told_by_engine(graph, every) if is_told else _told_by_both(graph, importance, every)
+    return _beside_its_forwards(told) if is_separate and is_remote and spec.schedule.lag else told
 
 
 def check_rollout(graph: Graph, spec: Spec) -> None:
@@ -100,6 +100,19 @@ def _corrected(operator: Operator) -> Operator:
     if operator.kind == "train" and "logprobs" in operator.reads:
         return replace(operator, reads=(*operator.reads, "rollout_logprobs"))
     return operator
+
+
+def _beside_its_forwards(graph: Graph) -> Graph:
+    """What no copy beside the engine can forward, the trained one does, and with a lag a step later: what is combined
+    with that waits for it there."""
+    role = _role_of(graph)
+    late = {column for each in graph.operators if (each.kind, each.role) == ("forward", role) for column in each.writes}
+
+    def moved(operator: Operator) -> Operator:
+        waits = operator.kind == "combine" and late & set(operator.reads)
+        return replace(operator, on_trained=True) if waits else operator
+
+    return replace(graph, operators=tuple(moved(operator) for operator in graph.operators))
 
 
 def _role_of(graph: Graph) -> str:

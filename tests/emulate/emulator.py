@@ -37,12 +37,16 @@ class EmulationError(AssertionError):
 
 @dataclass
 class Trace:
-    """What one rank did. ``seen``: every cell it produced or received. ``looks``: (what, model, step, weights)."""
+    """What one rank did. ``seen``: every cell it produced or received. ``looks``: (what, model, step, weights).
+
+    ``begun``: answers of later chunks that its rollout engines could begin with.
+    """
 
     seen: dict[Cell, Value] = field(default_factory=dict)
     produced: set[Cell] = field(default_factory=set)
     weights: dict[str, Value] = field(default_factory=dict)
     looks: list[tuple[str, str, int, Value]] = field(default_factory=list)
+    begun: int = 0
 
 
 def emulate(
@@ -95,6 +99,7 @@ class Rank:
         self._rows: dict[int, Rows] = defaultdict(Rows)
         self._edges: dict[str, deque[tuple[int, tuple[int, ...]]]] = defaultdict(deque)
         self._offloaded = set(plan.offloaded.get(number, ()))
+        self._begun: dict[str, list[range]] = defaultdict(list)
         self._at = "start"
 
     def run(self, stream: Stream) -> None:
@@ -132,6 +137,7 @@ class Rank:
                 self._look("save", step, instruction, weights)
             case Offload():
                 self._weights(instruction.model)
+                self._check_nothing_begun(instruction.model)
                 self._offloaded.add(instruction.model)
             case Reload():
                 assert instruction.model in self._offloaded, f"{instruction.model} is on the device already"
@@ -147,9 +153,13 @@ class Rank:
         match run.operator.kind:
             case "train":
                 self._train(position, step, run, model)
+            case "combine" if run.operator.function == "parity":
+                self._compare(position, step, run, model)
             case "combine":
                 self._combine(position, step, run, model)
             case _:
+                if run.operator.kind == "generate":
+                    self._begin(step, run)
                 reads = self._reads(step, run, run.mini_batches)
                 held = self._pass(("run", position), model, run, reads)
                 weights = held if run.operator.adapters else initial_weights(model.role)
@@ -164,6 +174,24 @@ class Rank:
                 self._pass(("train", *key), model, run, self._reads(step, run, part))
                 reads = self._all_reduce(key, step, run, model, part)
                 self.trace.weights[run.model] = updated(run.operator, self.trace.weights[run.model], reads)
+
+    def _begin(self, step: int, run: Run) -> None:
+        """Whatever engine generates may begin with what it is told comes next: so just that must come, with the same
+        weights, and its prompts must be there."""
+        begun = self._begun[run.model]
+        assert run.mini_batches == (begun.pop(0) if begun else run.mini_batches), f"begun {begun}"
+        ahead = self._plan.ahead(run)
+        assert begun == ahead[: len(begun)], f"told of {ahead}, begun {begun}"
+        self._begun[run.model] = list(ahead)
+        self.trace.begun += len(ahead)
+
+    def _check_nothing_begun(self, model: str) -> None:
+        assert not self._begun[model], f"{model} has begun mini-batches {self._begun[model]}"
+
+    def _compare(self, position: int, step: int, run: Run, model: PlacedModel) -> None:
+        """The gate: all rows of the step at once, of one and the same weights."""
+        self._all_reduce((position,), step, run, model, run.mini_batches)
+        self.trace.looks.append(("parity", run.model, step, self._weights(run.model)))
 
     def _combine(self, position: int, step: int, run: Run, model: PlacedModel) -> None:
         """Rows by themselves, or with a statistic over the run (whiten: batch) or over each mini-batch."""
@@ -292,7 +320,8 @@ class Rank:
     # Sync --------------------------------------------------------------------------------------------------------
 
     def _sync(self, position: int, sync: Sync) -> None:
-        self._check_group(f"sync {sync.source}", sync.ranks, sync)
+        if any(t.source != t.destination for t in sync.transfers):
+            self._check_group(f"sync {sync.source}", sync.ranks, sync)
         assert {t.destination for t in sync.transfers} == set(self._plan.placement[sync.destination].ranks)
         receivers = [t.destination for t in sync.transfers if t.source == self.number]
         ranks = next((ranks for ranks in sync.gathers if self.number in ranks), ())
@@ -305,6 +334,7 @@ class Rank:
         for transfer in sync.transfers:
             if transfer.destination == self.number:
                 self._weights(sync.destination)
+                self._check_nothing_begun(sync.destination)
                 what = f"{self._at} waits for weights from rank {transfer.source}"
                 parcel = self._fabric.receive(self.number, ("sync", position, self.number), what)
                 assert isinstance(parcel, int)
@@ -326,7 +356,7 @@ class Rank:
         So all of them must come, with parts of the same weights; those of one replica with the same rows.
         """
         layout, weights = model.layout, self._weights(model.name)
-        if model.engine == "deepspeed":
+        if model.engine in ("deepspeed", "vllm"):
             assert Group("alone", (self.number,), alone=True) in self._plan.groups, f"no group of {self.number} alone"
         if layout.tp > 1:
             ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)

@@ -15,7 +15,7 @@ from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec import PlacementMap
 from flexrlhf.spec_file import parse_spec
-from flexrlhf.strategies.instructions import Move, Offload, Save, Sync
+from flexrlhf.strategies.instructions import Move, Offload, Run, Save, Sync
 
 Raw = dict[str, Any]
 
@@ -29,6 +29,7 @@ INIT = {
 }
 TRAINED = ("actor", "critic")
 SHADOWS = ("actor.shadow", "critic.shadow")
+BESIDE_ROLLOUT = ("actor.rollout", "critic.shadow")
 ROLES = ("actor", "critic", "ref", "reward")
 CLASSES = ("A100-80G", "V100-32G")
 COMPUTE = (
@@ -78,6 +79,7 @@ def draw(rng: Random) -> Raw:
     nodes = _nodes(rng)
     shadows = name == "ppo" and strategy == "disaggregated"
     models = _models(rng, name, shadows)
+    rollout = _rollout(rng, shadows) if name == "ppo" and _chance(rng, 0.5) else {}
     roles = tuple(role for role in ROLES if "share" not in models.get(role, {}))
     spec: Raw = {
         "name": "emulated",
@@ -86,10 +88,11 @@ def draw(rng: Random) -> Raw:
         "models": models,
         "data": {"path": "rows.jsonl"},
         "cluster": {"nodes": nodes},
-        "placement": _placement(rng, name, strategy, _classes(nodes), roles),
+        "placement": _placement(rng, name, strategy, _classes(nodes), roles, BESIDE_ROLLOUT if rollout else SHADOWS),
         "schedule": {"num_chunks": _chunks(rng, algorithm), "lag": int(_chance(rng, 0.5 if shadows else 0.02))},
         "sync": {"every": rng.choice((1, 1, 2, 3)) if shadows or _chance(rng, 0.02) else 1},
         "save": {"every": rng.choice((None, 1, 2))},
+        "rollout": rollout,
     }
     if _chance(rng, 0.1):
         spec["schedule"]["strategy"] = strategy
@@ -126,16 +129,33 @@ def _settings(rng: Random, trained: bool, shadows: bool) -> Raw:
     return settings
 
 
+def _rollout(rng: Random, shadows: bool) -> Raw:
+    """A vLLM engine; what is left out of it is as by default."""
+    rollout: Raw = {"engine": "vllm", "parity": rng.choice((None, {"every": 1}, {"every": 2}, {"every": 2}, {}))}
+    if _chance(rng, 0.4 if shadows else 0.02):
+        rollout["process"] = "child"
+    if _chance(rng, 0.3):
+        rollout["sleep"] = False
+    if _chance(rng, 0.3):
+        rollout["dtype"] = "float16"
+    if _chance(rng, 0.3):
+        rollout["kv_tokens"] = rng.choice((256, 300, 4096))
+    return rollout
+
+
 def _add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
     """Give some placed models that can have it tensor-parallel ranks; whether any has them now."""
     changed = False
     for model in plan.placement.models:
-        entry = plan.spec.placement.models[model.name] if isinstance(plan.spec.placement, PlacementMap) else None
+        entry = plan.spec.placement.models.get(model.name) if isinstance(plan.spec.placement, PlacementMap) else None
         given = entry is not None and entry.row_shares is not None
-        sizes = [] if given or model.engine != "torch" or model.settings.lora else _tensor_parallel_sizes(plan, model)
-        tp = rng.choice(sizes) if sizes and _chance(rng, 0.7) else 1
+        cannot = given or model.engine == "deepspeed" or model.settings.lora or raw["rollout"].get("process") == "child"
+        sizes = [] if cannot else _tensor_parallel_sizes(plan, model)
+        tp = rng.choice(sizes) if sizes and _chance(rng, 0.8) else 1
         settings = raw["models"].setdefault(model.role, {})
-        if model.is_shadow:
+        if model.rollout is not None:
+            raw["rollout"]["tp"] = tp
+        elif model.is_shadow:
             # said where the role says otherwise
             settings["shadow"] = settings.get("shadow", {}) | {"tp": tp}
         elif tp > 1:
@@ -162,6 +182,8 @@ def _algorithm(rng: Random, name: str) -> Raw:
     if name == "ppo":
         algorithm["whiten"] = rng.choice(("batch", "mini_batch", "mini_batch", "none"))
         algorithm["samples_per_prompt"] = rng.randint(1, 3)
+        if _chance(rng, 0.3):
+            algorithm["importance"] = {"level": rng.choice(("token", "sequence"))}
     return algorithm
 
 
@@ -186,11 +208,13 @@ def _classes(nodes: list[Raw]) -> dict[str, int]:
     return dict(devices)
 
 
-def _placement(rng: Random, name: str, strategy: str, classes: dict[str, int], roles: tuple[str, ...]) -> Any:
+def _placement(
+    rng: Random, name: str, strategy: str, classes: dict[str, int], roles: tuple[str, ...], shadows: tuple[str, ...]
+) -> Any:
     size = sum(classes.values())
     if name != "ppo":
         return [str(Fraction(rng.randint(1, size), size))]
-    names = (*SHADOWS, *roles) if strategy == "disaggregated" else roles
+    names = (*shadows, *roles) if strategy == "disaggregated" else roles
     if strategy == "co-located":
         return rng.choice((None, None, [1] * len(names), {**dict.fromkeys(names, 1), "span_classes": True}))
     if strategy == "interleaving" and size <= 3 and _chance(rng, 0.9):
@@ -291,9 +315,49 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "tensor parallel": [str(m.layout.tp) for m in placement.models],
         "adapters": _adapters(plan),
         "syncs": [_reshards(plan, x) for x in plan.schedule.instructions if isinstance(x, Sync)],
-        "offload": ["some" if any(isinstance(x, Offload) for x in plan.schedule.instructions) else "none"],
+        "offload": ["some" if _is_tight(plan) else "none"],
+        "rollout": [_rollout_kind(plan), *(["beside, asleep, little memory"] if _sleeps_tight(plan) else [])],
+        "rollout tp": [str(m.layout.tp) for m in placement.models if m.rollout is not None],
+        "gate": [_gate(plan)],
+        "importance": [
+            getattr(algorithm, "importance", None).level if getattr(algorithm, "importance", None) else "none"
+        ],
+        "merged": ["some" if _is_merged(plan) else "none"],
+        "begun ahead": [
+            "some" if any(plan.ahead(x) for x in plan.schedule.instructions if isinstance(x, Run)) else "none"
+        ],
         "saves": ["several ranks" if len(x.ranks) > 1 else "one rank" for x in _saves(plan)],
     }
+
+
+def _is_tight(plan: Plan) -> bool:
+    """Whether models take turns on a device since memory is short, not only for a rollout engine that sleeps."""
+    is_known = plan.spec.cluster.memory_gb is not None
+    return is_known and any(isinstance(x, Offload) for x in plan.schedule.instructions)
+
+
+def _sleeps_tight(plan: Plan) -> bool:
+    return _is_tight(plan) and _rollout_kind(plan) == "beside, asleep"
+
+
+def _rollout_kind(plan: Plan) -> str:
+    engine = next((model for model in plan.placement.models if model.rollout is not None), None)
+    if engine is None or engine.rollout is None:
+        return "none"
+    if engine in plan.placement.shadows:
+        return f"apart, {engine.rollout.process}"
+    return "beside, asleep" if engine.rollout.sleep else "beside, awake"
+
+
+def _gate(plan: Plan) -> str:
+    gate = next((operator for operator in plan.graph.operators if operator.name == "parity"), None)
+    if gate is None:
+        return "none"
+    return "at step 0" if gate.every >= plan.spec.steps else f"every {gate.every}"
+
+
+def _is_merged(plan: Plan) -> bool:
+    return any(model.rollout and plan.placement[model.role].settings.lora for model in plan.placement.models)
 
 
 def _saves(plan: Plan) -> list[Save]:

@@ -46,6 +46,34 @@ def check_residency(plan: Plan) -> None:
                 assert held <= capacity or here == used, f"{where}: {held} of {capacity} bytes, with {sorted(here)}"
 
 
+def check_sleep(plan: Plan) -> None:
+    """A rollout engine beside the trained copy is on the device while it generates a batch, chunk by chunk, and for its
+    Sync; while other models work, it is not. One that does not sleep moves only where memory is short."""
+    for engine in plan.placement.models:
+        if engine.rollout is None or not set(engine.ranks) & set(plan.placement[engine.role].ranks):
+            continue
+        for rank in engine.ranks:
+            if engine.rollout.sleep:
+                _check_asleep(plan, engine.name, rank)
+            elif plan.cluster.memory_bytes(rank) is None:
+                moved = [x for x in plan.schedule.for_rank(rank) if isinstance(x, Offload | Reload)]
+                assert not moved and rank not in plan.offloaded, f"{engine.name} does not sleep, yet {moved}"
+
+
+def _check_asleep(plan: Plan, engine: str, rank: int) -> None:
+    awake = engine not in plan.offloaded.get(rank, ())
+    instructions = plan.schedule.instructions
+    last_chunk = max(i for i, x in enumerate(instructions) if isinstance(x, Run) and x.model == engine)
+    for position, step, instruction in walk(plan.schedule, rank, plan.spec.steps):
+        if isinstance(instruction, Offload | Reload) and instruction.model == engine:
+            awake = isinstance(instruction, Reload)
+        is_done = position % len(instructions) > last_chunk
+        others = models_used(plan, rank, instruction) - {engine}
+        if isinstance(instruction, Run) and others and is_done:
+            where = f"rank {rank}, step {step}: {instruction.label}"
+            assert not awake, f"{where} beside {engine}, which does not sleep"
+
+
 def least_and_most(plan: Plan) -> tuple[int, int]:
     """Bytes of a device on which every instruction fits by itself, and on which nothing is ever put away."""
     memory, least, most = memory_of(plan), 0, 0

@@ -12,7 +12,8 @@ from hashlib import blake2b
 
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.spec import Spec
+from flexrlhf.operators.rollout import with_rollout
+from flexrlhf.spec import PlacementMap, Spec
 
 Value = int
 Cell = tuple[int, str, int]
@@ -60,6 +61,35 @@ def inference_version(batch: int, lag: int, every: int) -> int:
     return every * (max(0, batch - lag) // every)
 
 
+def version_used(spec: Spec, operator: Operator, batch: int) -> int:
+    """That of an operator which does not train: log-probs for a correction, or for the gate to compare with, are those
+    of the weights that training of ``batch`` starts from."""
+    importance = getattr(spec.algorithm, "importance", None)
+    of_trained_copy = {"trainer_logprobs"} | ({"logprobs"} if importance is not None else set())
+    if operator.kind == "forward" and of_trained_copy & set(operator.writes):
+        return batch
+    return inference_version(batch, spec.schedule.lag, spec.sync.every)
+
+
+def is_compared(spec: Spec, batch: int) -> bool:
+    """Whether the gate looks at ``batch``: at each so many, of those that the engine draws with the newest weights."""
+    parity = spec.rollout.parity
+    if spec.rollout.engine == "transformers" or parity is None:
+        return False
+    return batch % parity.every == 0 and inference_version(batch, spec.schedule.lag, spec.sync.every) == batch
+
+
+def is_due(spec: Spec, operator: Operator, batch: int) -> bool:
+    return operator.name not in ("parity", "trainer_logprobs") or is_compared(spec, batch)
+
+
+def has_shadows(spec: Spec, num_roles: int) -> bool:
+    """Whether inference has devices of its own, as the user wrote it."""
+    if isinstance(spec.placement, PlacementMap):
+        return any("." in name for name in spec.placement.models)
+    return spec.placement is not None and len(spec.placement) > num_roles
+
+
 def reference(spec: Spec) -> Reference:
     """The right answer to ``spec``."""
     return _Run(spec).play()
@@ -68,20 +98,19 @@ def reference(spec: Spec) -> Reference:
 class _Run:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
-        self._graph = make_graph(spec)
+        plain = make_graph(spec)
+        self._graph = with_rollout(plain, spec, is_remote=has_shadows(spec, len(plain.roles)))
         self._columns: dict[Cell, Value] = {}
         self._versions = {role: [initial_weights(role)] for role in self._graph.roles}
 
     def play(self) -> Reference:
         for step in range(self._spec.steps):
-            version = inference_version(step, self._spec.schedule.lag, self._spec.sync.every)
-            weights = {role: versions[version] for role, versions in self._versions.items()}
             for operator in self._graph.operators:
                 if operator.kind == "train":
                     self._train(operator, step)
-                else:
-                    base = initial_weights(operator.role)
-                    self._write(operator, step, weights[operator.role] if operator.adapters else base)
+                elif is_due(self._spec, operator, step):
+                    own = self._versions[operator.role][version_used(self._spec, operator, step)]
+                    self._write(operator, step, own if operator.adapters else initial_weights(operator.role))
             for role in set(self._graph.roles) - set(self._graph.trained):
                 self._versions[role].append(self._versions[role][-1])
         return Reference(self._columns, self._versions)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -14,19 +14,19 @@ from emulator import EmulationError, Mode, Trace, emulate
 from move_rules import check_moves
 from random_specs import INIT, Draws, coverage, draw_valid, format_table
 from replay import Item, find_deadlock
-from residency_rules import check_residency, least_and_most
-from symbolic import Cell, Reference, inference_version, reference
+from residency_rules import check_residency, check_sleep, least_and_most
+from symbolic import Cell, Reference, inference_version, is_compared, reference
 
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec import ClusterSpec
 from flexrlhf.spec_file import parse_spec
-from flexrlhf.strategies.instructions import Instruction, Move, Offload, Reload, Save, Sync
+from flexrlhf.strategies.instructions import Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
 NUM_SPECS = 300
-SEED = 20
+SEED = 21
 MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")
 SHORT_SECONDS = 0.5
 """For plans that are broken on purpose: they block for sure."""
@@ -42,8 +42,9 @@ def streams_of(plan: Plan) -> dict[int, list[Item]]:
 
 
 def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    """A PPO run of 4 steps; ``settings``: models, sync_every, and what an algorithm may have."""
+    """A PPO run of 4 steps; ``settings``: models, rollout, sync_every, and what an algorithm may have."""
     sync_every, models = settings.pop("sync_every", 1), settings.pop("models", {})
+    rollout = settings.pop("rollout", {})
     raw = {
         "name": "fixed",
         "steps": 4,
@@ -54,6 +55,7 @@ def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = Non
         "placement": placement,
         "schedule": schedule or {},
         "sync": {"every": sync_every},
+        "rollout": rollout,
     }
     return make_plan(parse_spec(raw))
 
@@ -64,6 +66,7 @@ def check_plan(plan: Plan) -> None:
     assert deadlock is None, f"deadlock:\n{deadlock and deadlock.grid()}"
     check_moves(plan)
     check_residency(plan)
+    check_sleep(plan)
     for mode in MODES:
         check_answer(plan, emulate(plan, mode))
 
@@ -76,7 +79,12 @@ def check_answer(plan: Plan, traces: dict[int, Trace]) -> None:
     for rank, trace in traces.items():
         for what, model, step, weights in trace.looks:
             versions = expected.versions[plan.placement[model].role]
-            assert weights == versions[step + 1], f"rank {rank}, step {step}: {what} sees other weights of {model}"
+            trained = step if what == "parity" else step + 1
+            assert weights == versions[trained], f"rank {rank}, step {step}: {what} sees other weights of {model}"
+        holds_actor = any(model.name == "actor" for model in plan.placement.on_rank(rank))
+        compared = [step for what, _, step, _ in trace.looks if what == "parity"]
+        wanted = [step for step in range(plan.spec.steps) if holds_actor and is_compared(plan.spec, step)]
+        assert compared == wanted, f"rank {rank} compares the engines at steps {compared}, not at {wanted}"
 
 
 def _check_columns(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, int]) -> None:
@@ -93,7 +101,7 @@ def _check_columns(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, in
 def _check_weights(plan: Plan, traces: dict[int, Trace], expected: Reference) -> None:
     steps, every = plan.spec.steps, plan.spec.sync.every
     for model in plan.placement.models:
-        batches = steps // every * every if model.is_shadow else steps
+        batches = steps // every * every if model.follows else steps
         for rank in model.ranks:
             found, wanted = traces[rank].weights[model.name], expected.versions[model.role][batches]
             assert found == wanted, f"rank {rank} ends with weights of {model.name} other than those after {batches}"
@@ -135,6 +143,12 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
         "syncs": (10, ["whole to whole", "whole to parts", "parts to whole", "parts to parts"]),
         "offload": (30, ["none", "some"]),
         "saves": (50, ["one rank", "several ranks"]),
+        "rollout": (15, ["apart, inline", "apart, child", "beside, asleep", "beside, awake"]),
+        "rollout tp": (8, ["1", "2"]),
+        "gate": (15, ["none", "every 1", "every 2", "at step 0"]),
+        "importance": (30, ["none", "token", "sequence"]),
+        "merged": (20, ["none", "some"]),
+        "begun ahead": (50, ["none", "some"]),
     }
     assert draws().valid_share >= 0.6
     for feature, (least, values) in wanted.items():
@@ -151,6 +165,10 @@ CROSSED: dict[str, Any] = {
 }
 TENSOR: dict[str, Any] = {"actor": {"tp": 2}, "critic": {"tp": 4}, "ref": {"tp": 2, "zero": 3}}
 SHARED: dict[str, Any] = {"actor": {"lora": {}, "zero": 3}, "ref": {"share": "actor"}}
+VLLM: dict[str, Any] = {"engine": "vllm", "parity": {"every": 2}}
+HALVES: dict[str, Any] = VLLM | {"tp": 2}
+CHILD: dict[str, Any] = VLLM | {"process": "child"}
+STREAM: dict[str, Any] = {"num_chunks": 4}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +189,17 @@ SHARED: dict[str, Any] = {"actor": {"lora": {}, "zero": 3}, "ref": {"share": "ac
         pytest.param(lambda: ppo_plan(SIX, 8, {"lag": 1}, sync_every=2, models=CROSSED), id="six-crossed-lag-1"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, models=SHARED), id="shared-reference"),
         pytest.param(lambda: ppo_plan(SIX[:5], 4, {"lag": 1}, models=SHARED), id="shared-reference-of-a-shadow"),
+        pytest.param(lambda: ppo_plan(None, 2, rollout=VLLM), id="rollout"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, STREAM, rollout=HALVES), id="rollout-tp-chunks"),
+        pytest.param(lambda: ppo_plan(None, 4, rollout=HALVES, models=SHARDED), id="rollout-of-shards"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, rollout=HALVES, models=SHARED), id="rollout-merged"),
+        pytest.param(lambda: ppo_plan(None, 2, importance={}), id="importance"),
+        pytest.param(lambda: ppo_plan(SIX, 4, STREAM, rollout=CHILD, whiten="none"), id="six-child"),
+        pytest.param(lambda: ppo_plan(SIX, 8, rollout=HALVES, sync_every=3), id="six-rollout-every-3"),
+        pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=CHILD, importance={}), id="six-rollout-lag-1"),
+        pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, sync_every=2, importance={}), id="six-importance-lag-1"),
+        pytest.param(lambda: ppo_plan(SIX[:5], 4, STREAM, rollout=VLLM, models=SHARED), id="six-rollout-merged"),
+        pytest.param(lambda: ppo_plan(SIX[:5], 4, {"lag": 1}, rollout=VLLM, models=SHARED), id="six-merged-lag-1"),
     ],
 )
 def test_fixed_plan_reaches_the_right_answer(plan: Callable[[], Plan]) -> None:
@@ -369,6 +398,84 @@ def test_a_model_that_is_not_where_it_should_be_is_reported(kind: type[Instructi
         emulate(plan, "asynchronous")
     with pytest.raises(AssertionError):
         check_residency(plan)
+
+
+def sleeping_plan() -> Plan:
+    return ppo_plan([1, 1, 1, 1], 2, STREAM, rollout=VLLM)
+
+
+def test_an_engine_that_sleeps_at_its_sync_is_reported() -> None:
+    plan = without(sleeping_plan(), Reload)
+    with pytest.raises(EmulationError, match=r"sync weights .*: actor.rollout waits in host memory on rank \d"):
+        emulate(plan, "asynchronous")
+    with pytest.raises(AssertionError, match=r"sync weights actor -> actor.rollout without \['actor.rollout'\]"):
+        check_residency(plan)
+
+
+def test_an_engine_that_does_not_sleep_is_reported() -> None:
+    plan = without(without(sleeping_plan(), Offload), Reload)
+    with pytest.raises(AssertionError, match=r"rank 0, step 0: \w+ on \w+ beside actor.rollout, which does not sleep"):
+        check_sleep(plan)
+
+
+def test_an_engine_that_sleeps_though_it_should_not_is_reported() -> None:
+    awake = ppo_plan([1, 1, 1, 1], 2, STREAM, rollout=VLLM | {"sleep": False})
+    with pytest.raises(AssertionError, match="actor.rollout does not sleep, yet"):
+        check_sleep(replace(awake, schedule=sleeping_plan().schedule))
+
+
+def test_an_engine_that_is_put_away_with_answers_begun_is_reported() -> None:
+    plan = sleeping_plan()
+    away, back = (kind(ranks=(0, 1), model="actor.rollout") for kind in (Offload, Reload))
+    first = next(i for i, x in enumerate(plan.schedule.instructions) if isinstance(x, Run))
+    told = plan.ahead(cast(Run, plan.schedule.instructions[first]))
+    instructions = list(plan.schedule.instructions)
+    instructions[first + 1 : first + 1] = [away, back]
+
+    class Eager(Plan):
+        def ahead(self, run: Run) -> list[range]:
+            return told[-(3 - (run.chunk or 0)) :] if run.operator.kind == "generate" and run.chunk != 3 else []
+
+    eager = Eager(**{**vars(plan), "schedule": replace(plan.schedule, instructions=tuple(instructions))})
+    with pytest.raises(EmulationError, match=r"actor.rollout has begun mini-batches \[range\(1, 2\), "):
+        emulate(eager, "asynchronous")
+    check_answer(plan, emulate(plan, "asynchronous"))
+
+
+@pytest.mark.parametrize("rollout", [VLLM, {}])
+def test_log_probs_of_the_trained_copy_after_it_has_trained_are_reported(rollout: dict[str, Any]) -> None:
+    plan = ppo_plan(SIX, 2, rollout=rollout, importance={})
+    instructions = list(plan.schedule.instructions)
+    names = [x.operator.name if isinstance(x, Run) else "" for x in instructions]
+    late = instructions.pop(names.index("logprobs"))
+    instructions.insert(names.index("train_actor"), late)
+    moved = replace(plan, schedule=replace(plan.schedule, instructions=tuple(instructions)))
+    with pytest.raises(EmulationError, match="reads logprobs of row 0, step 0, but neither"):
+        emulate(moved, "asynchronous")
+
+    def without_reading(instruction: Instruction) -> Instruction:
+        if not isinstance(instruction, Run) or instruction.operator.name not in ("train_actor", "parity"):
+            return instruction
+        reads = tuple(name for name in instruction.operator.reads if name != "logprobs")
+        return replace(instruction, operator=replace(instruction.operator, reads=reads))
+
+    blind = with_instructions(moved, without_reading)
+    with pytest.raises(AssertionError, match="step 0: logprobs of row 0 on rank 0 is not that of the reference"):
+        check_answer(blind, emulate(blind, "asynchronous"))
+
+
+def test_a_gate_that_compares_other_weights_is_reported() -> None:
+    """It would look at every second batch, of which the engine draws only every sixth with the newest weights."""
+
+    def often(instruction: Instruction) -> Instruction:
+        is_it = isinstance(instruction, Run) and instruction.operator.every > 1
+        return replace(instruction, operator=replace(instruction.operator, every=2)) if is_it else instruction
+
+    plan = ppo_plan(SIX, 2, rollout=VLLM, sync_every=3, importance={})
+    check_plan(plan)
+    changed = with_instructions(plan, often)
+    with pytest.raises(AssertionError, match=r"rank 0 compares the engines at steps \[0, 2\], not at \[0\]"):
+        check_answer(changed, emulate(changed, "asynchronous"))
 
 
 def test_a_device_that_overflows_is_reported() -> None:

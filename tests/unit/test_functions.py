@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from threading import Barrier
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
 import torch
+from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
+from flexrlhf.metrics import evaluate
 from flexrlhf.operators.functions import (
     COMBINES,
     LOSSES,
     aggregate,
     diversity,
     gae,
+    importance_weights,
     last_positions,
     likelihood,
     pair_accuracy,
@@ -27,64 +27,9 @@ from flexrlhf.operators.functions import (
     token_rewards,
     whiten,
 )
-from flexrlhf.spec import LossAggregation, PpoSpec, RewardSpec, SftSpec
+from flexrlhf.spec import ImportanceSpec, LossAggregation, PpoSpec, RewardSpec, SftSpec
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
-
-
-class Alone:
-    """The network of a single replica."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def gather(self, vector: Tensor) -> Tensor:
-        return vector
-
-
-@dataclass
-class Network:
-    """Joins threads, one for each replica."""
-
-    size: int
-    barrier: Barrier = field(init=False)
-    posted: dict[int, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.barrier = Barrier(self.size, timeout=20)
-
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        self.posted[rank] = tensor.clone()
-        self.barrier.wait()
-        parts = [self.posted[other] for other in range(self.size)]
-        self.barrier.wait()
-        return parts
-
-
-@dataclass
-class Port:
-    network: Network
-    rank: int
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(torch.stack(self.network.exchange(self.rank, tensor)).sum(0))
-
-    def gather(self, vector: Tensor) -> Tensor:
-        return torch.cat(self.network.exchange(self.rank, vector))
-
-
-def on_replicas(size: int, work: Callable[[int, Port], Any]) -> list[Any]:
-    network = Network(size)
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(rank, Port(network, rank)), range(size)))
-
-
-def mask_of(*rows: str) -> Tensor:
-    return torch.tensor([[int(character) for character in row] for row in rows], dtype=torch.uint8)
-
-
-def batch_of(samples_per_prompt: int = 1, **columns: Tensor) -> Batch:
-    return Batch(columns, torch.arange(len(next(iter(columns.values())))), samples_per_prompt)
 
 
 def floats(tensor: Tensor) -> Any:
@@ -416,6 +361,115 @@ def test_the_pair_loss_by_hand() -> None:
     loss, statistics = LOSSES["pair_loss"](RewardSpec()).function(outputs, batch, Totals(4, 4, 2))
     assert float(loss) == pytest.approx((math.log(1 + math.exp(-2)) + math.log(2)) / 2)
     assert statistics["pair_correct"].tolist()[:2] == [2.0, 1.0]
+
+
+# --- answers that another policy drew
+
+LEVELS = ("token", "sequence")
+
+
+def drawn_with(ratios: Tensor, mask: Tensor, **columns: Tensor) -> Batch:
+    """Answers whose tokens the policy to be trained likes ``ratios`` times as much as the one that drew them."""
+    drawn = torch.full(mask.shape, -3.0)
+    return batch_of(response_mask=mask, logprobs=drawn + ratios.log(), rollout_logprobs=drawn, **columns)
+
+
+def corrected(level: str, batch: Batch, cap: float = 3.0) -> tuple[Tensor, Moments]:
+    return importance_weights(ImportanceSpec.model_validate({"level": level, "cap": cap}), batch)
+
+
+def test_importance_weights_of_tokens_by_hand() -> None:
+    batch = drawn_with(torch.tensor([[2.0, 0.5, 8.0], [1.0, 4.0, 9.0]]), mask_of("111", "110"))
+    weights, statistics = corrected("token", batch)
+    assert weights[batch["response_mask"].bool()].tolist() == pytest.approx([2, 0.5, 3, 1, 3])
+    assert statistics["importance_weight"].tolist() == pytest.approx([5, 9.5, 4 + 0.25 + 9 + 1 + 9])
+    assert statistics["importance_clipped"].tolist() == [5, 2, 2]
+
+
+def test_importance_weights_of_answers_by_hand() -> None:
+    """Products of 2 * 2 * 0.5 = 2, of 4 * 4 = 16 and of none; an answer without tokens is not counted."""
+    ratios = torch.tensor([[2.0, 2.0, 0.5], [4.0, 4.0, 1.0], [9.0, 9.0, 9.0]])
+    weights, statistics = corrected("sequence", drawn_with(ratios, mask_of("111", "110", "000")))
+    assert weights.tolist()[:2] == [pytest.approx([2.0] * 3), pytest.approx([3.0] * 3)]
+    assert statistics["importance_weight"].tolist() == pytest.approx([2, 5, 13])
+    assert statistics["importance_clipped"].tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gaps_of_the_mask_have_no_part_in_importance_weights(level: str) -> None:
+    mask = mask_of("1011", "0110")
+    ratios = torch.tensor([[0.5, 1e9, 2.0, 1.5], [1e-9, 1.25, 0.5, 1e9]])
+    weights, statistics = corrected(level, drawn_with(ratios, mask))
+    same, other = corrected(level, drawn_with(torch.where(mask.bool(), ratios, 1.0), mask))
+    assert torch.equal(weights, same)
+    assert all(torch.equal(statistics[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_importance_weights_stay_finite(level: str) -> None:
+    batch = batch_of(
+        response_mask=mask_of("111", "111"),
+        logprobs=torch.tensor([[0.0] * 3, [-900.0] * 3]),
+        rollout_logprobs=torch.tensor([[-900.0] * 3, [0.0] * 3]),
+    )
+    weights, statistics = corrected(level, batch, cap=2.0)
+    assert weights[0].tolist() == [2.0] * 3
+    assert (weights[1] < 1e-8).all() and all(total.isfinite().all() for total in statistics.values())
+
+
+def test_without_correction_every_token_weighs_one() -> None:
+    weights, statistics = importance_weights(None, batch_of(response_mask=mask_of("10")))
+    assert weights.tolist() == [[1.0, 1.0]] and statistics == {}
+
+
+def test_a_corrected_loss_by_hand() -> None:
+    """Ratios 1.1 and 0.5 to the policy that training starts from; that one to the drawing one: 2 and 8, capped at 3."""
+    batch = drawn_with(torch.tensor([[2.0, 8.0]]), mask_of("11"), advantages=torch.tensor([[1.0, -1.0]]))
+    new = batch["logprobs"] + torch.tensor([[1.1, 0.5]]).log()
+    spec = PpoSpec(clip_low=0.2, importance=ImportanceSpec(cap=3.0))
+    loss, statistics = LOSSES["policy_loss"](spec).function(Outputs(new, torch.ones(1, 2)), batch, Totals(2, 1, 1))
+    assert float(loss) == pytest.approx((-1.1 * 2 + 0.8 * 3) / 2)
+    assert statistics["ratio_clipped"].tolist()[:2] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_corrected_loss_adds_up_over_any_parts(level: str, parts: int) -> None:
+    case = case_of("policy_loss", "seq-mean-token-mean")
+    drawn = case.batch["logprobs"] - 0.5 * case.quantity
+    batch = batch_of(**case.batch.columns, rollout_logprobs=drawn)
+    spec = PpoSpec.model_validate({"importance": {"level": level}})
+    case = Case(LOSSES["policy_loss"](spec), case.quantity, batch)
+    loss, gradient, statistics = case.contributions([slice(0, 16)])
+    split_loss, split_gradient, split_statistics = case.contributions(PARTS[parts])
+    assert split_loss == pytest.approx(loss, rel=1e-5)
+    assert torch.allclose(split_gradient, gradient, rtol=1e-5, atol=1e-7)
+    assert set(statistics) == set(case.loss.statistics) > {"importance_weight", "importance_clipped"}
+    assert split_statistics["importance_weight"].tolist() == pytest.approx(statistics["importance_weight"].tolist())
+    empty = case.loss.function(Outputs(case.quantity[:0], case.quantity[:0]), batch.select(slice(0, 0)), case.totals())
+    assert set(empty[1]) == set(case.loss.statistics)
+
+
+@pytest.mark.parametrize(("level", "share"), [("token", 16 / (4 * 6)), ("sequence", 9 / (2 * 5))])
+def test_the_effective_sample_size_by_hand(level: str, share: float) -> None:
+    """Of tokens 1, 2, 1 and 0: (sum)^2 / (number * sum of squares); of answers, which weigh 2 and 1."""
+    batch = drawn_with(torch.tensor([[1.0, 2.0], [1.0, 1e-30]]), mask_of("11", "11"))
+    if level == "sequence":
+        batch = drawn_with(torch.tensor([[1.0, 2.0], [4.0, 0.25]]), mask_of("11", "11"))
+    totals = {name: tuple(total.tolist()) for name, total in corrected(level, batch)[1].items()}
+    assert evaluate(totals)["effective_sample_size"] == pytest.approx(share)
+
+
+def test_the_penalty_in_the_reward_is_that_of_the_policy_that_drew() -> None:
+    columns = {
+        "logprobs": torch.tensor([[-5.0, -5.0]]),
+        "rollout_logprobs": torch.tensor([[-1.0, -2.0]]),
+        "ref_logprobs": torch.tensor([[-2.0, -4.0]]),
+    }
+    batch = experience(mask_of("11"), [0.0], **columns)
+    assert token_rewards(PpoSpec(kl_coefficient=0.5), batch).tolist() == [[-0.5, -1.0]]
+    _, statistics = ppo_advantages(PpoSpec(), batch, [slice(0, 1)], Alone())
+    assert statistics["kl"].tolist()[:2] == [1.0, 3.0]
 
 
 # --- evaluation

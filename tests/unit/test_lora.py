@@ -10,7 +10,14 @@ from small_runs import TINY, placed_model, plan_of
 from transformers import PreTrainedModel
 
 from flexrlhf.errors import UserError
-from flexrlhf.placement.lora import lora_candidates, with_adapters
+from flexrlhf.placement.lora import (
+    gathered_names,
+    lora_candidates,
+    merged_from,
+    shape_of,
+    with_adapters,
+    with_adapters_merged,
+)
 from flexrlhf.placement.reshard import trained_parts
 from flexrlhf.placement.shapes import ModelShape, count_elements, model_shape
 from flexrlhf.spec import LoraSpec, ModelSpec
@@ -147,3 +154,53 @@ def test_only_adapters_and_the_scalar_head_travel_to_a_shadow() -> None:
         parts = trained_parts(plan.placement[role], plan.shapes[role], 0)
         assert sum(part.num_elements for part in parts.values()) == count
         assert set(parts) == plan.shapes[role].adapters
+
+
+# --- merged, for an engine that has no place for adapters
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("config", FAMILIES, ids=["llama", "qwen2", "llama with biases"])
+@pytest.mark.parametrize("lora", [{}, {"rank": 2, "targets": ("q_proj", "down_proj")}], ids=str)
+def test_a_merged_model_has_the_parameters_of_the_plain_one(
+    lora: dict[str, Any], config: dict[str, Any], role: str
+) -> None:
+    merged = with_adapters_merged(adapted(role, config, **lora))
+    assert merged.parameters == plain(role, config).parameters
+
+
+def test_of_a_merged_model_the_weights_change_that_adapters_stand_beside() -> None:
+    """Neither their biases, nor what no adapter stands beside."""
+    shape = adapted("actor", SMALL | {"model_type": "qwen2"}, targets=("k_proj", "up_proj"))
+    changed = [name for name, _ in with_adapters_merged(shape).trained]
+    paths = [f"model.layers.{layer}.{path}" for layer in (0, 1) for path in ("mlp.up_proj", "self_attn.k_proj")]
+    assert changed == [f"{path}.weight" for path in paths]
+
+
+def test_a_merged_weight_is_computed_from_parameters_that_peft_has() -> None:
+    shape = adapted("actor", SMALL, rank=3)
+    merged, known = with_adapters_merged(shape), dict(shape.parameters)
+    names = [name for name, _ in merged.trained]
+    for name, (outputs, inputs) in merged.trained:
+        assert [known[part] for part in merged_from(name)] == [(outputs, inputs), (3, inputs), (outputs, 3)]
+    changing = {name for name, _ in shape.trained}
+    bases = set(gathered_names(names)) - changing
+    assert set(gathered_names(names)) >= changing and len(bases) == len(names)
+
+
+def test_only_an_engine_that_generates_holds_them_merged() -> None:
+    """A shadow that forwards keeps them apart, and so can the reference do without."""
+    plan = plan_of([0.5] * 6, 2, "rollout.engine=vllm", "models.actor.lora={}", "models.critic.lora={}")
+    actor, critic = plan.shapes["actor"], plan.shapes["critic"]
+    assert shape_of(plan.placement["actor.rollout"], actor) == with_adapters_merged(actor) != actor
+    assert shape_of(plan.placement["actor"], actor) is actor
+    assert shape_of(plan.placement["critic.shadow"], critic) is critic
+    bare = plan_of(None, 2, "rollout.engine=vllm")
+    assert shape_of(bare.placement["actor.rollout"], bare.shapes["actor"]) is bare.shapes["actor"]
+
+
+def test_only_the_weights_that_adapters_change_travel_to_an_engine() -> None:
+    """One layer: q k v o of 8 x 8 and gate up down of 8 x 16, in 2 bytes; one bucket with a checksum of 8 bytes."""
+    plan = plan_of([0.5] * 6, 2, "rollout={engine: vllm, dtype: bfloat16}", "models.actor.lora={rank: 2}")
+    sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == "actor")
+    assert plan.sync_bytes(sync) == 2 * (4 * 8 * 8 + 3 * 8 * 16) + 8

@@ -626,3 +626,131 @@ def test_an_idle_rank_needs_nothing() -> None:
 )
 def test_bytes_are_written_in_decimal_units(size: int | None, text: str) -> None:
     assert bytes_text(size) == text
+
+
+# --- rollout engines
+
+VLLM = "rollout.engine=vllm"
+LLAMA_3 = (
+    "models.actor.init={model_type: llama, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, "
+    "num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 128256}",
+    "models.actor.dtype=bfloat16",
+    "data.max_prompt_tokens=500",
+    "data.max_response_tokens=500",
+    "algorithm.prompts_per_step=64",
+)
+
+
+def state_of(plan: Plan, name: str = "actor.rollout", rank: int = 0) -> State:
+    state = plan.state(plan.placement[name], rank)
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "of_token"),
+    [
+        ((), 32 * 1024, 131_072),
+        (("rollout.tp=2",), 64 * 1024, 65_536),
+        (("rollout.kv_tokens=2048",), 2048, 131_072),
+        (("rollout.kv_tokens=2050",), 2080, 131_072),
+        (("rollout.dtype=float32",), 32 * 1024, 262_144),
+        (("models.actor.generate_tokens=4096",), 4096, 131_072),
+    ],
+)
+def test_keys_and_values_of_llama_3_8b(overrides: tuple[str, ...], tokens: int, of_token: int) -> None:
+    """128 KiB of a token in 16 bits. 64 rows over two ranks, each padded to 1024 tokens; blocks of 32, and one more."""
+    state = state_of(plan_of(None, 2, VLLM, *LLAMA_3, *overrides))
+    assert state.cache == (tokens + 32) * of_token
+
+
+def test_the_engine_is_told_the_bytes_of_its_cache() -> None:
+    plan = plan_of([0.5] * 6, 4, VLLM, "rollout.tp=2")
+    engine = plan.placement["actor.rollout"]
+    assert plan.sizing.kv_bytes(engine) == state_of(plan, rank=2).cache == state_of(plan, rank=3).cache > 0
+    assert all(plan.sizing.kv_bytes(model) == 0 for model in plan.placement.models if model != engine)
+
+
+def test_an_engine_holds_weights_and_keys_and_values_alone() -> None:
+    plan = plan_of(None, 2, VLLM, "models.actor.zero=3")
+    state, elements = state_of(plan), plan.shapes["actor"].num_parameters
+    assert state == State(4 * elements, cache=state.cache)
+    assert state_of(plan_of(None, 2, "rollout={engine: vllm, dtype: bfloat16}")).weights == 2 * elements
+
+
+def test_tensor_parallel_ranks_of_an_engine_hold_half_of_what_is_cut() -> None:
+    """32 words are padded to 64, so the first rank holds them all and the second none; norms are whole on both."""
+    plan = plan_of(None, 2, VLLM, "rollout.tp=2")
+    linear, words, norms = 4 * 8 * 8 + 3 * 8 * 16, 2 * 32 * 8, 3 * 8
+    assert [state_of(plan, rank=rank).weights for rank in (0, 1)] == [
+        4 * (linear // 2 + words + norms),
+        4 * (linear // 2 + norms),
+    ]
+
+
+def test_an_engine_holds_adapters_merged() -> None:
+    adapters = ("models.actor.lora={rank: 4}",)
+    assert state_of(plan_of(None, 2, VLLM, *adapters)) == state_of(plan_of(None, 2, VLLM))
+    more = state_of(plan_of(None, 2, VLLM, *adapters), "actor").weights
+    assert more > state_of(plan_of(None, 2, VLLM), "actor").weights
+
+
+def test_offloading_loses_keys_and_values_and_parks_the_rest() -> None:
+    state = State(weights=100, optimizer=10, buffers=7, cache=30)
+    assert (state.resting, state.freed, state.parked, state.training) == (147, 140, 110, 117)
+
+
+def phase_of(plan: Plan, label: str, rank: int = 0) -> Any:
+    return next(phase for phase in plan.memory(rank).phases if phase.label == label)
+
+
+def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
+    """Its weights wait in host memory, its keys and values nowhere."""
+    asleep, awake = plan_of(None, 1, VLLM), plan_of(None, 1, VLLM, "rollout.sleep=false")
+    state = state_of(asleep)
+    for label in ("train on actor", "train on critic", "forward on ref"):
+        assert phase_of(awake, label).states - phase_of(asleep, label).states == state.weights + state.cache
+        assert phase_of(asleep, label).host - phase_of(awake, label).host == state.weights
+    for label in ("generate on actor.rollout", "sync to actor.rollout"):
+        assert phase_of(awake, label) == phase_of(asleep, label)
+    peaks = [plan.memory(0).peak_bytes for plan in (asleep, awake)]
+    assert peaks[0] < peaks[1]
+
+
+def test_between_chunks_other_models_work_beside_the_engine() -> None:
+    plan = plan_of(None, 1, VLLM, "algorithm.num_mini_batches=4", "schedule.num_chunks=4")
+    resting = sum(state_of(plan, model.name).resting for model in plan.placement.models)
+    assert phase_of(plan, "forward on ref").states == resting
+    assert phase_of(plan, "train on critic").states < resting
+
+
+def test_an_engine_decodes_with_the_cache_that_it_has() -> None:
+    """Others make theirs for the call."""
+    assert "KV cache" in {*phase_of(plan_of(None, 1, *LLAMA_3), "generate on actor").parts}
+    parts = phase_of(plan_of(None, 1, VLLM, *LLAMA_3), "generate on actor.rollout").parts
+    assert parts and "KV cache" not in parts
+
+
+def test_to_hand_over_in_place_takes_no_bucket_for_others() -> None:
+    """Whole tensors are there already; what is handed over is compared, a copy of a bucket at a time."""
+    shape = ModelShape(tuple((f"w{index}", (1000,)) for index in range(4)))
+    plan = plan_of(None, 2, VLLM)
+    actor, engine = placed_model("actor", (0, 1)), plan.placement["actor.rollout"]
+    work = WeightSync("actor", "actor.rollout", pair_ranks((0, 1), (0, 1)))
+    parts = sync_parts(work, actor, engine, shape, SyncSpec(bucket_mb=0.004), 0)
+    assert parts["gathered"] == 0 and parts["buckets"] <= 2 * 4000
+    shards = sync_parts(work, placed_model("actor", (0, 1), zero=3), engine, shape, SyncSpec(bucket_mb=0.004), 0)
+    assert shards["gathered"] == 2 * 4000 + 2 * 2000
+
+
+def test_adapters_are_merged_in_float32_bucket_by_bucket() -> None:
+    """All in one bucket: q k v o of 8 x 8, gate up down of 8 x 16, and A and B of rank 2 beside each."""
+    plan = plan_of([0.5] * 6, 2, "rollout={engine: vllm, dtype: bfloat16}", "models.actor.lora={rank: 2}")
+    actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
+    work = WeightSync("actor", "actor.rollout", pair_ranks(actor.ranks, engine.ranks))
+    sender, receiver = (
+        sync_parts(work, actor, engine, plan.shapes["actor"], SyncSpec(), model.ranks[0]) for model in (actor, engine)
+    )
+    linear, adapters = 4 * 8 * 8 + 3 * 8 * 16, 2 * (4 * (8 + 8) + 3 * (8 + 16))
+    assert sender == {"buckets": 2 * linear, "merged": 4 * (linear + adapters), "gathered": 0}
+    assert receiver == {"buckets": 2 * 2 * linear}

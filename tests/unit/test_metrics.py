@@ -10,7 +10,7 @@ import pytest
 from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
 from flexrlhf.operators.functions import LOSSES
 from flexrlhf.report import format_summary
-from flexrlhf.spec import PpoSpec, RewardSpec, SftSpec
+from flexrlhf.spec import ImportanceSpec, PpoSpec, RewardSpec, SftSpec
 
 SPECS = {"likelihood_loss": SftSpec(), "pair_loss": RewardSpec(), "policy_loss": PpoSpec(), "value_loss": PpoSpec()}
 
@@ -53,9 +53,38 @@ def test_names_are_unique_and_defined() -> None:
 
 def test_a_loss_reports_defined_statistics_only() -> None:
     assert set(SPECS) == set(LOSSES)
-    for name, spec in SPECS.items():
+    corrected = ("policy_loss", PpoSpec(importance=ImportanceSpec()))
+    for name, spec in (*SPECS.items(), corrected):
         for statistic in LOSSES[name](spec).statistics:
             assert statistic_name("train_actor", statistic) == statistic
+
+
+def test_a_sum_is_no_mean() -> None:
+    """Two engines say that they have drawn 3 and 5 answers."""
+    assert evaluate({"rollout_requests": moments([3.0, 5.0])}) == {"rollout_requests": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"), [([1.0, 1.0, 1.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25), ([2.0, 1.0], 9 / 10), ([0.0], 0.0)]
+)
+def test_the_effective_share_of_weighted_samples(weights: list[float], share: float) -> None:
+    """Kong 1992: (sum of weights)^2 / sum of squares is a number of samples."""
+    row = evaluate({"importance_weight": moments(weights)})
+    assert set(row) == {"importance_weight", "effective_sample_size"}
+    assert row["effective_sample_size"] == pytest.approx(share)
+
+
+def test_the_lag_of_a_policy_and_what_the_gate_found_are_means() -> None:
+    total: dict[str, Triple] = {}
+    for replica in range(2):
+        add(
+            total, {"parity_mean": moments([0.25]), "parity_max": moments([2.0]), "policy_lag": moments([1.0, replica])}
+        )
+    assert evaluate(total) == {"parity_mean": 0.25, "parity_max": 2.0, "policy_lag": 0.75}
+
+
+def test_every_kind_of_metric_is_used() -> None:
+    assert {metric.kind for metric in METRICS} == {"mean", "std", "sum", "effective_share"}
 
 
 def test_train_operators_put_their_name_before_what_all_of_them_report() -> None:

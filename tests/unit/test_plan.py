@@ -263,3 +263,37 @@ def test_tied_weights_in_a_file_are_counted_once(tmp_path: Path) -> None:
     shapes = llama_like_shapes(SMALL)
     model = write_model(tmp_path / "model", tied, shapes)
     assert model_shape("actor", model) == model_shape("actor", ModelSpec(init=tied))
+
+
+# --- rollouts
+
+
+def test_the_rollout_is_resolved_with_the_type_of_the_actor() -> None:
+    for dtype, found in (("", "bfloat16"), ("rollout.dtype=float16", "float16")):
+        plan = plan_of(None, 2, "models.actor.dtype=bfloat16", "rollout.engine=vllm", *([dtype] if dtype else []))
+        assert plan.spec.rollout.dtype == plan.placement["actor.rollout"].settings.dtype == found
+    assert plan_of(None, 2, "models.actor.dtype=bfloat16").spec.rollout == spec_of().rollout
+
+
+def test_planning_a_resolved_spec_again_gives_the_same_plan() -> None:
+    """Ranks plan what the command has resolved."""
+    for overrides in (("rollout.engine=vllm",), ("rollout={engine: vllm, dtype: bfloat16}", "algorithm.importance={}")):
+        plan = plan_of(None, 2, *overrides)
+        assert make_plan(plan.spec) == plan
+
+
+def test_rollout_log_probs_travel_where_another_rank_trains_on_them() -> None:
+    """8 rows of 8 float32 from two replicas to one, which holds half already; without a gate or correction none do."""
+    three = ([1, 1, 0.5, 0.5], 2, "rollout.engine=vllm")
+    assert not [x for x in moves_of(plan_of(*three)) if "rollout_logprobs" in x.columns]
+    six = plan_of([0.5] * 6, 2, "rollout.engine=vllm", "algorithm.importance={}")
+    move = next(x for x in moves_of(six) if "rollout_logprobs" in x.columns)
+    assert (move.sources, move.destinations) == (("actor.rollout",), ("actor",))
+    assert sum(len(t.prompts) for t in move.transfers if t.column == "rollout_logprobs") == 8
+    told = plan_of([0.5] * 6, 2, "rollout.engine=vllm")
+    assert not [x for x in moves_of(told) if "rollout_logprobs" in x.columns]
+    assert [x for x in moves_of(told) if "logprobs" in x.columns]
+
+
+def moves_of(plan: Plan) -> list[Move]:
+    return [x for x in plan.schedule.instructions if isinstance(x, Move)]

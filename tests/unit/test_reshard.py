@@ -105,10 +105,9 @@ def test_a_gather_pads_to_the_largest_part(settings: dict[str, Any]) -> None:
 def test_buckets_do_not_change_the_padding() -> None:
     """The first rank holds the most of every tensor: here all of a single row."""
     shape = ModelShape((("a", (1, 3)), ("b", (3,))))
-    for limit in (12, ONE_BUCKET):
-        assert gather_bytes(placed_model("actor", (0, 1), **SHARDED), shape, (0, 1), 4) == 2 * 4 * (3 + 2)
-        three = placed_model("actor", (0, 1, 2), **SHARDED)
-        assert gather_bytes(three, shape, (0, 1, 2), 4) == 3 * 2 * 4 * (3 + 1)
+    assert gather_bytes(placed_model("actor", (0, 1), **SHARDED), shape, (0, 1), 4) == 2 * 4 * (3 + 2)
+    three = placed_model("actor", (0, 1, 2), **SHARDED)
+    assert gather_bytes(three, shape, (0, 1, 2), 4) == 3 * 2 * 4 * (3 + 1)
 
 
 def bytes_between(
@@ -252,3 +251,70 @@ def test_the_ranks_that_hold_all_weights_save_them(settings: tuple[str, ...], ra
     save = next(x for x in plan.schedule.instructions if isinstance(x, Save) and x.model == "critic")
     assert save.ranks == ranks
     assert len(ranks) == 1 or Group("gather critic", ranks) in plan.groups
+
+
+# --- to an engine that generates
+
+VLLM = "rollout.engine=vllm"
+TINY_ALL = TINY_CUT + TINY_WHOLE
+TINY_LINEAR = 4 * 8 * 8 + 3 * 8 * 16
+"""Of the tiny actor what adapters stand beside."""
+
+
+def engine_sync(placement: object, devices: int, *overrides: str) -> tuple[Plan, Sync]:
+    plan = plan_of(placement, devices, VLLM, *overrides)
+    return plan, sync_of(plan, "actor")
+
+
+@pytest.mark.parametrize("overrides", [(), ("rollout.tp=2",), ("models.actor.lora={}",), ("rollout.dtype=bfloat16",)])
+def test_in_place_nothing_crosses(overrides: tuple[str, ...]) -> None:
+    plan, sync = engine_sync(None, 2, *overrides)
+    assert sync.transfers == (WeightTransfer(0, 0), WeightTransfer(1, 1)) and sync.is_local
+    assert (sync.ranks, sync.gathers, plan.sync_bytes(sync)) == ((0, 1), (), 0)
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+@pytest.mark.parametrize(("overrides", "item"), [((), 4), (("rollout.dtype=bfloat16",), 2), (("rollout.tp=2",), 4)])
+def test_in_place_the_shards_are_gathered_in_the_type_of_the_engine(
+    engine: str, overrides: tuple[str, ...], item: int
+) -> None:
+    """Two ranks hand each other their halves; no checksum travels."""
+    plan, sync = engine_sync(None, 2, f"models.actor.engine={engine}", "models.actor.zero=3", *overrides)
+    assert sync.gathers == ((0, 1),) and sync.is_local
+    assert plan.sync_bytes(sync) == 2 * item * TINY_ALL // 2
+
+
+def test_in_place_tensor_parallel_parts_are_gathered_by_replica() -> None:
+    """Two replicas of two ranks each: all hold the norms and the embedding whole, and hand over their halves."""
+    plan, sync = engine_sync(None, 4, "models.actor.tp=2")
+    assert sync.gathers == ((0, 1), (2, 3)) and sync.is_local
+    assert plan.sync_bytes(sync) == 2 * 2 * 4 * (TINY_CUT // 2 + TINY_WHOLE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_to_merge_shards_the_base_weights_are_gathered_too_and_in_float32(dtype: str) -> None:
+    """W, A and B of each target, halved between two ranks; rank 2 divides them all."""
+    lora = ("models.actor.lora={rank: 2}", "models.actor.zero=3", f"rollout.dtype={dtype}")
+    adapters = 2 * (4 * (8 + 8) + 3 * (8 + 16))
+    plan, sync = engine_sync(None, 2, *lora)
+    assert plan.sync_bytes(sync) == 2 * 4 * (TINY_LINEAR + adapters) // 2
+    plan, sync = engine_sync(SIX, 4, *lora)
+    item = 4 if dtype == "float32" else 2
+    assert plan.sync_bytes(sync) == 2 * 4 * (TINY_LINEAR + adapters) // 2 + 2 * (item * TINY_LINEAR + 8)
+
+
+def test_an_engine_cuts_embedding_and_head_along_a_padded_vocabulary() -> None:
+    """As vLLM does: 100 rows are padded to 128, so the second of two ranks holds 36 of them; of 32 it holds none."""
+    for words, held in ((100, [64, 36]), (32, [32, 0]), (128, [64, 64])):
+        plan, _ = engine_sync(None, 2, "rollout.tp=2", f"models.actor.init.vocab_size={words}")
+        engine = plan.placement["actor.rollout"]
+        parts = [parts_on(engine, plan.shapes["actor"], rank) for rank in (0, 1)]
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert [part[name].num_elements for part in parts] == [8 * rows for rows in held], name
+
+
+def test_an_engine_apart_is_sent_its_part() -> None:
+    """Each of two ranks gets what it holds; the first of them all the words."""
+    plan, sync = engine_sync(SIX, 4, "rollout.tp=2")
+    assert not sync.is_local and sync.transfers == (WeightTransfer(0, 2), WeightTransfer(1, 3))
+    assert plan.sync_bytes(sync) == 4 * (2 * TINY_LINEAR // 2 + 2 * 3 * 8 + 2 * 32 * 8) + 2 * 8

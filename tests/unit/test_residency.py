@@ -15,6 +15,9 @@ from flexrlhf.strategies.residency import Memory, models_of
 from flexrlhf.strategies.schedule import walk
 
 SIX = "placement=[0.5,0.5,0.5,0.5,0.5,0.5]"
+VLLM = "rollout.engine=vllm"
+AWAKE = "rollout.sleep=false"
+CHUNKS = ("schedule.num_chunks=4", "algorithm.num_mini_batches=4")
 
 
 def planned(share: float | None, *overrides: str) -> Plan:
@@ -67,6 +70,10 @@ OVERRIDES = {
     "lag": (SIX, "schedule.lag=1", "sync.every=2"),
     "chunks": (SIX, "schedule.num_chunks=2", "algorithm.num_mini_batches=4"),
     "saving": ("save.every=2",),
+    "rollout": (VLLM, *CHUNKS),
+    "rollout that stays awake": (VLLM, AWAKE, "save.every=2"),
+    "tensor parallel rollout": ("placement=[1,1,0.5,0.5]", VLLM, "rollout.tp=2", "save.every=2"),
+    "rollout apart": (SIX, VLLM, *CHUNKS, "sync.every=2"),
 }
 
 
@@ -136,3 +143,68 @@ def test_planning_again_adds_nothing_twice() -> None:
     bare = tuple(item for item in plan.schedule.instructions if not isinstance(item, Offload | Reload))
     again = replace(plan, schedule=replace(plan.schedule, instructions=bare), offloaded={}).with_residency()
     assert again.schedule == plan.schedule and again.offloaded == plan.offloaded
+
+
+# --- rollout engines that sleep
+
+
+def awake_at(plan: Plan, rank: int) -> dict[str, list[bool]]:
+    """Label of what a rank does, in order → whether its rollout engine is on the device, each time."""
+    awake = "actor.rollout" not in plan.offloaded.get(rank, ())
+    found: dict[str, list[bool]] = defaultdict(list)
+    for _, _, item in walk(plan.schedule, rank, plan.spec.steps):
+        if isinstance(item, Offload | Reload):
+            awake = isinstance(item, Reload) if item.model == "actor.rollout" else awake
+        else:
+            found[item.label].append(awake)
+    return found
+
+
+@pytest.mark.parametrize("overrides", [(), CHUNKS, ("placement=[1,1,0.5,0.5]",), ("rollout.tp=2", *CHUNKS)])
+@pytest.mark.parametrize("share", [None, 0.8, 0.55])
+def test_an_engine_is_awake_to_generate_and_for_its_sync_and_asleep_while_others_train(
+    share: float | None, overrides: tuple[str, ...]
+) -> None:
+    plan = planned(share, VLLM, *overrides)
+    for rank in (0, 1):
+        found = awake_at(plan, rank)
+        assert all(found["generate on actor.rollout"]) and all(found["weights actor -> actor.rollout"])
+        for label in ("advantages on actor", "parity on actor", "train_actor on actor", "train_critic on critic"):
+            assert found[label] and not any(found[label]), label
+
+
+def test_between_two_chunks_an_engine_stays_awake_where_memory_allows() -> None:
+    """It wakes up once and falls asleep once a step; what else works before the last chunk, works beside it."""
+    plan = planned(None, VLLM, *CHUNKS)
+    assert [(type(item), item.model) for item in residences(plan)] == [
+        (Offload, "actor.rollout"),
+        (Reload, "actor.rollout"),
+    ]
+    assert awake_at(plan, 0)["logprobs on actor"] == [True, True, False, False] * plan.spec.steps
+
+
+def test_an_engine_is_awake_when_the_run_starts() -> None:
+    for share in (None, 0.55):
+        plan = planned(share, VLLM)
+        assert all("actor.rollout" not in names for names in plan.offloaded.values())
+
+
+@pytest.mark.parametrize("overrides", [(VLLM, AWAKE), (SIX, VLLM), (SIX, VLLM, "rollout.process=child")])
+def test_engines_apart_and_those_told_to_stay_awake_do_not_sleep(overrides: tuple[str, ...]) -> None:
+    assert residences(planned(None, *overrides)) == []
+    assert residences(planned(1.0, *overrides)) == []
+
+
+def test_sleep_alone_makes_room_for_training() -> None:
+    """On devices that hold what a run with a sleeping engine needs, one that stays awake has to be put away, too."""
+    peak = max(memory.peak_bytes for memory in planned(None, VLLM).memories)
+    memory = f"cluster.memory_gb={peak / 1e9}"
+    assert {item.model for item in residences(plan_of(None, 2, VLLM, memory))} == {"actor.rollout"}
+    assert residences(plan_of(None, 2, VLLM, AWAKE, memory))
+    assert max(memory.peak_bytes for memory in planned(None, VLLM, AWAKE).memories) > peak
+
+
+def test_what_nobody_knows_the_size_of_sleeps_all_the_same() -> None:
+    """The critic's architecture is known to loading alone."""
+    plan = planned(None, VLLM, "models.reward.init={model_type: gpt2}")
+    assert {item.model for item in residences(plan)} == {"actor.rollout"}

@@ -12,6 +12,7 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf import quickstart
+from flexrlhf.operators.graph import Operator
 from flexrlhf.plan import Plan, make_plan, make_plans
 from flexrlhf.report import format_plan, schedule_table
 from flexrlhf.spec import ModelSpec, Spec
@@ -30,6 +31,7 @@ SIX_APART = [0.25] * 6
 CHUNKS = ("algorithm.num_mini_batches=4", "schedule.num_chunks=4")
 STREAM = (*CHUNKS, "algorithm.whiten=mini_batch")
 LAG = "schedule.lag=1"
+VLLM = "rollout.engine=vllm"
 OPERATORS = [
     "generate on actor",
     "logprobs on actor",
@@ -78,6 +80,50 @@ def test_the_schedule_of_interleaving() -> None:
         "##  run  advantages on actor",
         "##  run  train_actor on actor",
         "##  run  train_critic on critic",
+        "#.  save  actor",
+        "#.  save  critic",
+    ]
+
+
+def test_the_schedule_of_an_engine_beside_the_actor() -> None:
+    """It sleeps from its last answer to its Sync, which the actor's own ranks do in place."""
+    assert shown(plan_of([1, 1, 0.5, 0.5], 2, VLLM)) == [
+        "##  run  generate on actor.rollout",
+        "##  offload  actor.rollout",
+        "##  move  tokens, attention_mask actor.rollout -> ref, reward  all_gather",
+        "##  run  logprobs on actor",
+        "#.  run  ref_logprobs on ref",
+        ".#  run  scores on reward",
+        "##  run  values on critic",
+        "##  move  ref_logprobs, scores ref, reward -> actor  all_to_all",
+        "##  run  advantages on actor",
+        "##  run  parity on actor",
+        "##  run  train_actor on actor",
+        "##  run  train_critic on critic",
+        "##  reload  actor.rollout",
+        "##  sync  weights actor -> actor.rollout",
+        "#.  save  actor",
+        "#.  save  critic",
+    ]
+
+
+def test_the_schedule_of_an_engine_apart_with_a_correction() -> None:
+    """What the loss is corrected with moves with the rest; the log-probs of the trained copy never leave it."""
+    assert shown(plan_of(SIX, 2, VLLM, LAG, "algorithm.importance={}")) == [
+        "##  move  tokens, attention_mask, response_mask actor.rollout -> actor, critic  point_to_point",
+        "##  move  rollout_logprobs, advantages actor.rollout -> actor  point_to_point",
+        "##  move  values, returns critic.shadow, actor.rollout -> critic  point_to_point",
+        ".#  run  generate on actor.rollout",
+        ".#  run  ref_logprobs on ref",
+        ".#  run  scores on reward",
+        ".#  run  values on critic.shadow",
+        ".#  run  advantages on actor.rollout",
+        "#.  run  logprobs on actor",
+        "#.  run  parity on actor",
+        "#.  run  train_actor on actor",
+        "#.  run  train_critic on critic",
+        "##  sync  weights actor -> actor.rollout",
+        "##  sync  weights critic -> critic.shadow",
         "#.  save  actor",
         "#.  save  critic",
     ]
@@ -283,6 +329,7 @@ def test_chunks_change_no_row(placement: list[float], devices: int, whiten: str)
 
 
 SYNC = Sync(ranks=(0,), source="actor", destination="actor.shadow", transfers=())
+GATE = Run(ranks=(0,), operator=Operator("parity", "combine", "actor", ()), model="actor", mini_batches=range(1))
 
 
 @pytest.mark.parametrize(
@@ -294,9 +341,14 @@ SYNC = Sync(ranks=(0,), source="actor", destination="actor.shadow", transfers=()
         (Save(ranks=(0,), model="actor", every=7, at_end=True), 7, [6]),
         (Eval(ranks=(0,), model="actor", every=2, at_end=True), 4, [1, 3]),
         (Eval(ranks=(0,), model="actor", every=9, at_end=True), 4, [3]),
+        (GATE, 3, [0, 1, 2]),
+        (replace(GATE, operator=replace(GATE.operator, every=3)), 8, [0, 3, 6]),
+        (replace(GATE, operator=replace(GATE.operator, every=8)), 8, [0]),
     ],
 )
-def test_instructions_are_due_after_each_so_many_batches(instruction: Instruction, steps: int, due: list[int]) -> None:
+def test_instructions_are_due_after_each_so_many_batches_and_operators_before(
+    instruction: Instruction, steps: int, due: list[int]
+) -> None:
     assert [step for step in range(-2, steps + 2) if instruction.due(step, steps)] == due
 
 

@@ -11,7 +11,7 @@ import yaml
 from small_runs import PPO, spec_of
 
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.spec import ALGORITHMS, ModelSpec, PlacementEntry, PlacementMap
+from flexrlhf.spec import ALGORITHMS, ModelSpec, PlacementEntry, PlacementMap, PpoSpec
 from flexrlhf.spec_file import check_scopes, dump_spec, load_spec, parse_spec, parse_vector
 from flexrlhf.yaml12 import read_yaml, write_yaml
 
@@ -528,3 +528,85 @@ def test_a_ratio_vector_of_the_command_line() -> None:
     for text in ("0.5", "1,1", "[1", "{a: 1}"):
         with pytest.raises(UserError, match="--placement-ratio.*expected a vector"):
             parse_vector(text)
+
+
+# --- rollouts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("rollout.tp=2",),
+            "rollout: tp goes with engine vllm; transformers generates with the actor as models.actor says: remove tp",
+        ),
+        (
+            ("rollout={kv_tokens: 64, sleep: false}",),
+            "rollout: kv_tokens goes with engine vllm; transformers generates with the actor as models.actor says: "
+            "remove kv_tokens, sleep",
+        ),
+        (
+            ("rollout.parity=null",),
+            "rollout: parity goes with engine vllm; transformers generates with the actor as models.actor says: "
+            "remove parity",
+        ),
+        (("rollout.engine=vlm",), "rollout.engine: expected 'transformers' or 'vllm', found 'vlm'"),
+        (("rollout.pp=0",), "rollout.pp: must be greater than or equal to 1, found 0"),
+        (("rollout.kv_tokens=0",), "rollout.kv_tokens: must be greater than or equal to 1, found 0"),
+        (("rollout.process=thread",), "rollout.process: expected 'inline' or 'child', found 'thread'"),
+        (("rollout.noise=off",), "rollout.noise: expected 'exact' or 'engine', found 'off'"),
+        (("rollout.parity.every=0",), "rollout.parity.every: must be greater than or equal to 1, found 0"),
+        (("rollout.parity.max_difference=0",), "rollout.parity.max_difference: must be greater than 0, found 0"),
+        (("rollout.config=3",), "rollout.config: expected a mapping, found 3"),
+        *(
+            (
+                (f"algorithm.{name}={value}",),
+                f"algorithm: {name} {value} draws answers from another distribution than the policy's; use {plain}, "
+                "or correct for it with importance: {}",
+            )
+            for name, value, plain in (("top_p", 0.9, 1), ("top_k", 5, 0), ("min_response_tokens", 2, 0))
+        ),
+        (("algorithm.top_p=0",), "algorithm.top_p: must be greater than 0, found 0"),
+        (("algorithm.top_p=1.5",), "algorithm.top_p: must be less than or equal to 1, found 1.5"),
+        (("algorithm.importance.cap=0.5",), "algorithm.importance.cap: must be greater than or equal to 1, found 0.5"),
+        (
+            ("algorithm.importance.level=tokens",),
+            "algorithm.importance.level: expected 'token' or 'sequence' (did you mean 'token'?), found 'tokens'",
+        ),
+        (("algorithm.importance.most=2",), "algorithm.importance: unknown key 'most'; known: cap, level"),
+    ],
+)
+def test_a_rollout_that_cannot_be_is_refused_in_plain_words(overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(*overrides) == f"config: {sentence}"
+
+
+def test_settings_as_by_default_go_with_transformers() -> None:
+    assert spec_of(None, 2, "rollout={engine: transformers, tp: 1, parity: {every: 10}}").rollout == spec_of().rollout
+
+
+@pytest.mark.parametrize("setting", ["top_p=0.9", "top_k=5", "min_response_tokens=2"])
+def test_a_cut_distribution_is_taken_where_it_is_corrected_for(setting: str) -> None:
+    algorithm = spec_of(None, 2, f"algorithm.{setting}", "algorithm.importance={}").algorithm
+    assert isinstance(algorithm, PpoSpec) and algorithm.is_cut
+    assert algorithm.importance is not None
+    assert (algorithm.importance.level, algorithm.importance.cap) == ("token", 2.0)
+
+
+@pytest.mark.parametrize(("stop", "texts"), [("x", ("x",)), ("[x, yz]", ("x", "yz")), ("[]", ()), ("'\\n'", ("\\n",))])
+def test_one_stop_text_is_a_list_of_one(stop: str, texts: tuple[str, ...]) -> None:
+    algorithm = spec_of(None, 2, f"algorithm.stop={stop}").algorithm
+    assert isinstance(algorithm, PpoSpec) and algorithm.stop == texts and not algorithm.is_cut
+
+
+@pytest.mark.parametrize("stop", ["''", "[x, '']", "3"])
+def test_a_stop_text_has_letters(stop: str) -> None:
+    assert refused(f"algorithm.stop={stop}").startswith("config: algorithm.stop")
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    ["{}", "{engine: vllm}", "{engine: vllm, tp: 2, parity: null, config: {max_num_seqs: 4}, kv_tokens: 99}"],
+)
+def test_a_dumped_rollout_loads_as_the_same_rollout(rollout: str) -> None:
+    spec = spec_of(None, 2, f"rollout={rollout}", "algorithm={name: ppo, importance: {cap: 3}, stop: [a, b], top_k: 3}")
+    assert parse_spec(read_yaml(dump_spec(spec))) == spec

@@ -10,15 +10,19 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import TINY, placed_model
+import yaml
+from small_runs import TINY, placed_model, plan_of
 from torch import Tensor
 
-from flexrlhf.comm.sync import ChecksumError, Destination, Source, Syncer, checksum
+from flexrlhf.comm.sync import ChecksumError, Destination, Load, Source, Syncer, checksum
 from flexrlhf.comm.weights import Gather, cut
+from flexrlhf.placement.lora import shape_of
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.reshard import gathering_sets, pair_ranks, sync_bytes, trained_parts
 from flexrlhf.placement.shapes import ModelShape, model_shape
-from flexrlhf.spec import ModelSpec, SyncSpec
+from flexrlhf.placement.shards import parts_on
+from flexrlhf.residents import adapters_to_merge
+from flexrlhf.spec import LoraSpec, ModelSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
 
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
@@ -79,7 +83,7 @@ class Case:
     def sync(self) -> Sync:
         transfers = pair_ranks(self.source.ranks, self.shadow.ranks)
         return Sync(
-            ranks=(*self.source.ranks, *self.shadow.ranks),
+            ranks=tuple(sorted({*self.source.ranks, *self.shadow.ranks})),
             source=self.source.name,
             destination=self.shadow.name,
             transfers=transfers,
@@ -91,9 +95,11 @@ class Case:
 
     def source_on(self, rank: int) -> Source:
         ranks = next((ranks for ranks in self.sync.gathers if rank in ranks), (rank,))
-        parts = tuple(trained_parts(self.source, self.shape, member) for member in ranks)
+        merge = adapters_to_merge(self.source, self.shadow)
+        parts_of = trained_parts if merge is None else parts_on
+        parts = tuple(parts_of(self.source, self.shape, member) for member in ranks)
         local = {name: cut(self.tensors[name], part) for name, part in parts[ranks.index(rank)].items()}
-        return Source(local, Gathered(A_GROUP if len(ranks) > 1 else None, ranks, parts, no_wait, self.tensors))
+        return Source(local, Gathered(A_GROUP if len(ranks) > 1 else None, ranks, parts, no_wait, self.tensors), merge)
 
     @property
     def destination(self) -> Destination:
@@ -127,6 +133,16 @@ def case_of(source: dict[str, Any], shadow: dict[str, Any], num_sources: int = 4
     )
 
 
+def engine_case(beside: bool, tp: int = 1, source: str = "{}", dtype: str = "float32", **settings: Any) -> Case:
+    """A tiny actor and the engine that generates for it, as a plan places them on four ranks."""
+    actor = [f"models.actor.{key}={value}" for key, value in yaml.safe_load(source).items()]
+    rollout = f"rollout={{engine: vllm, tp: {tp}, dtype: {dtype}}}"
+    plan = plan_of(None if beside else [0.5] * 6, 4, rollout, *actor)
+    draw, shape = torch.Generator().manual_seed(0), plan.shapes["actor"]
+    tensors = {name: torch.randn(size, generator=draw) for name, size in shape.parameters}
+    return Case(plan.placement["actor"], plan.placement["actor.rollout"], SyncSpec(**settings), shape, tensors)
+
+
 def send_all(case: Case, wires: Wires) -> int:
     """The bytes that all ranks of the source say they sent."""
     total = 0
@@ -141,15 +157,31 @@ def receive(case: Case, wires: Wires, rank: int, deaf: str = "") -> dict[str, Te
     """What ``rank`` of the shadow holds afterwards; it never takes the tensor ``deaf``."""
     parts = trained_parts(case.shadow, case.shape, rank)
     held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
+    wires.rank = rank
+    case.syncer(rank).receive(case.sync, held, parts, loader(held, deaf), A_GROUP)
+    return held
+
+
+def loader(held: dict[str, Tensor], deaf: str = "") -> Load:
+    """Writes what it is given into ``held``; it never takes the tensor ``deaf``."""
 
     def load(weights: dict[str, Tensor]) -> None:
         for name, values in weights.items():
             if name != deaf:
                 held[name].copy_(values)
 
-    wires.rank = rank
-    case.syncer(rank).receive(case.sync, held, parts, load, A_GROUP)
-    return held
+    return load
+
+
+def deliver(case: Case, rank: int, deaf: str = "") -> tuple[int, dict[str, Tensor]]:
+    """Source and engine on ``rank`` itself: the bytes that it says it sent, and what the engine holds afterwards."""
+    parts = trained_parts(case.shadow, case.shape, rank)
+    held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
+    syncer, load = case.syncer(rank), loader(held, deaf)
+    sent = syncer.send(case.sync, case.source_on(rank), case.destination, None, load)
+    syncer.receive(case.sync, held, parts, load, None)
+    syncer.close()
+    return sent, held
 
 
 # --- what arrives
@@ -182,6 +214,140 @@ def test_weights_travel_in_the_type_of_the_shadow(dtype: str, wires: Wires) -> N
     held = receive(case, wires, SHADOW[0])
     assert all(torch.equal(held[name], case.tensors[name].to(case.dtype).view(-1)) for name in held)
     assert sent == sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, 1000, True)
+
+
+# --- in place, to an engine beside the copy that is trained
+
+SOURCES = ["{}", "{zero: 3}", "{engine: deepspeed, zero: 3}", "{tp: 2}"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_rank_hands_its_own_engine_its_part_and_nothing_travels(source: str, tp: int, wires: Wires) -> None:
+    """But for what the ranks gather. Of 32 words that are padded to 64 the second tensor-parallel rank holds none."""
+    for settings in ({"bucket_mb": 0.001}, {"snapshot": True, "bucket_mb": 0.002}, {"checksum": False}):
+        case = engine_case(True, tp, source, **settings)
+        assert case.sync.is_local
+        total = 0
+        for rank in case.shadow.ranks:
+            sent, held = deliver(case, rank)
+            total += sent
+            for name, part in trained_parts(case.shadow, case.shape, rank).items():
+                assert torch.equal(held[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
+        checks = case.settings.checksum
+        planned = sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, case.bucket_bytes, checks)
+        assert total == planned and (planned > 0) == bool(case.sync.gathers)
+    assert not wires.sent
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_engine_is_handed_its_own_type(dtype: str, wires: Wires) -> None:
+    case = engine_case(True, source="{zero: 3}", dtype=dtype, bucket_mb=0.001)
+    _, held = deliver(case, 1)
+    assert all(torch.equal(held[name], case.tensors[name].to(case.dtype).view(-1)) for name in held)
+
+
+def test_what_is_handed_over_may_be_the_live_weights_themselves() -> None:
+    """Whole tensors of the same type are not copied on the way, so an engine must not keep them."""
+    case = engine_case(True)
+    given: list[Tensor] = []
+    source = case.source_on(0)
+    case.syncer(0).send(case.sync, source, case.destination, None, lambda pieces: given.extend(pieces.values()))
+    live = {tensor.data_ptr() for tensor in source.weights.values()}
+    assert {piece.data_ptr() for piece in given} == live
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_an_engine_that_holds_something_else_than_its_rank_handed_over_is_reported(snapshot: bool) -> None:
+    case = engine_case(True, source="{zero: 3}", bucket_mb=0.001, snapshot=snapshot)
+    with pytest.raises(ChecksumError) as caught:
+        deliver(case, 2, deaf="model.norm.weight")
+    bucket = next(names for names in case.destination.buckets(1000) if "model.norm.weight" in names)
+    assert str(caught.value) == (
+        "sync weights actor -> actor.rollout: rank 2 holds other weights than rank 2 sent, "
+        f"in the bucket of {bucket[0]}"
+    )
+
+
+def test_an_engine_is_synced_again_and_again() -> None:
+    """One Syncer for the whole run, and weights that change between."""
+    case = engine_case(True, bucket_mb=0.001)
+    parts = trained_parts(case.shadow, case.shape, 0)
+    held = {name: torch.zeros(part.num_elements) for name, part in parts.items()}
+    syncer, load = case.syncer(0), loader(held)
+    for factor in (1.0, 2.0, 0.5):
+        case.tensors |= {name: factor * tensor for name, tensor in case.tensors.items()}
+        syncer.send(case.sync, case.source_on(0), case.destination, None, load)
+        syncer.receive(case.sync, held, parts, load, None)
+        assert torch.equal(held["model.norm.weight"], case.tensors["model.norm.weight"])
+
+
+# --- adapters, merged on the way
+
+ADAPTED = "{lora: {rank: 3, alpha: 5}}"
+
+
+def merged_by_peft(tensors: dict[str, Tensor], lora: LoraSpec) -> dict[str, Tensor]:
+    """The weights of a real model with these parameters after peft has merged its adapters."""
+    tuners = pytest.importorskip("peft.tuners.tuners_utils")
+    from flexrlhf.engines.models import load_model
+
+    model = load_model(placed_model("actor", (0,), init=TINY, lora=lora), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    for module in model.modules():
+        if isinstance(module, tuners.BaseTunerLayer):
+            module.merge()
+    return {name.replace(".base_layer.", "."): value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("zero", ["", "zero: 3", "engine: deepspeed, zero: 3"])
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_engine_gets_the_weights_that_peft_merges(
+    beside: bool, zero: str, tp: int, dtype: str, wires: Wires
+) -> None:
+    """All of them are linear layers; embeddings, norms and the head have not changed, and do not come."""
+    source = f"{{lora: {{rank: 3, alpha: 5}}, {zero}}}"
+    case = engine_case(beside, tp, source, dtype, bucket_mb=0.001)
+    lora = case.source.settings.lora
+    assert lora is not None
+    expected = merged_by_peft(case.tensors, lora)
+    sent = 0 if beside else send_all(case, wires)
+    for rank in case.shadow.ranks:
+        if beside:
+            handed, held = deliver(case, rank)
+            sent += handed
+        else:
+            held = receive(case, wires, rank)
+        parts = trained_parts(case.shadow, case.shape, rank)
+        assert set(held) == set(parts) == shape_of(case.shadow, case.shape).adapters and len(held) == 7
+        for name, part in parts.items():
+            exact = cut(expected[name], part)
+            assert torch.allclose(held[name].float(), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
+            assert dtype == "float32" or torch.equal(held[name], held[name].float().to(case.dtype))
+    assert sent == sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, 1000, True)
+
+
+def test_a_sum_of_16_bit_weights_and_adapters_is_rounded_once() -> None:
+    """The base weight stays 1 in bfloat16, whose next number is 1 + 2^-7; with 2^-8 + 2^-9 it comes out at that."""
+    case = engine_case(True, source="{lora: {rank: 1, alpha: 1}, dtype: bfloat16}", dtype="bfloat16")
+    for name, tensor in case.tensors.items():
+        tensor.fill_(1.0 if "lora_B" in name or "base_layer" in name else 2**-8 + 2**-9)
+    case.tensors |= {name: t if "lora" in name else t.bfloat16() for name, t in case.tensors.items()}
+    _, held = deliver(case, 0)
+    assert {float(value) for tensor in held.values() for value in tensor.unique()} == {1 + 2**-7}
+
+
+def test_a_copy_that_has_adapters_itself_gets_them_as_they_are() -> None:
+    lora = LoraSpec(rank=3)
+    actor, shadow = placed_model("actor", (0,), lora=lora), placed_model("actor.shadow", (1,), lora=lora)
+    engine = engine_case(True, source=ADAPTED).shadow
+    assert adapters_to_merge(actor, shadow) is None
+    assert adapters_to_merge(actor, engine) == lora
+    assert adapters_to_merge(placed_model("actor", (0,)), engine) is None
 
 
 # --- checksums

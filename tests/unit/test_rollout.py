@@ -1,0 +1,573 @@
+"""A rollout engine in a plan: where it sits, what changes in the graph, what moves, and when it is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_runs import plan_of, spec_of
+
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import TEXT
+from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.operators.rollout import with_rollout
+from flexrlhf.placement.groups import Group
+from flexrlhf.placement.layout import Layout
+from flexrlhf.plan import Plan
+from flexrlhf.report import format_plan
+from flexrlhf.strategies.instructions import Move, Run, Sync
+from flexrlhf.strategies.overlap import overlapping_operators
+from flexrlhf.strategies.schedule import walk
+
+VLLM = "rollout.engine=vllm"
+SIX = [0.5] * 6
+NAMES = ("actor.rollout", "critic.shadow", "actor", "critic", "ref", "reward")
+IMPORTANCE = "algorithm.importance={}"
+UNCOMPARED = "rollout.parity=null"
+LAG = "schedule.lag=1"
+SHARED = ("models.actor.lora={rank: 2}", "models.ref.share=actor")
+STREAM = ("algorithm.num_mini_batches=4", "schedule.num_chunks=4", "algorithm.whiten=mini_batch")
+
+
+def refused(placement: object, devices: int, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        plan_of(placement, devices, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def mapping(**changes: Any) -> dict[str, Any]:
+    entries = dict.fromkeys(NAMES, 0.5) | {name.replace("_", "."): entry for name, entry in changes.items()}
+    return {name: entry for name, entry in entries.items() if entry is not None}
+
+
+def runs(plan: Plan) -> list[Run]:
+    return [x for x in plan.schedule.instructions if isinstance(x, Run)]
+
+
+def models_by_operator(plan: Plan) -> dict[str, str]:
+    return {run.operator.name: run.model for run in runs(plan)}
+
+
+# --- where it sits
+
+
+@pytest.mark.parametrize("placement", [None, [1, 1, 1, 1], [1, 1, 0.5, 0.5], [0.5] * 4])
+def test_without_shadows_the_engine_sits_where_the_actor_does(placement: Any) -> None:
+    plan = plan_of(placement, 4, VLLM)
+    engine, actor = plan.placement["actor.rollout"], plan.placement["actor"]
+    assert engine.layout == actor.layout
+    assert (engine.engine, engine.role, engine.trained) == ("vllm", "actor", False)
+    assert not plan.placement.shadows and plan.placement.followers == (engine,)
+    assert plan.strategy == plan_of(placement, 4).strategy
+
+
+def test_a_vector_of_six_begins_with_the_engine() -> None:
+    plan = plan_of([0.25, 0.5, 0.5, 0.25, 0.5, 0.5], 4, VLLM)
+    assert tuple(model.name for model in plan.placement.models) == NAMES
+    assert plan.placement["actor.rollout"].ranks == (2,)
+    assert {model.name for model in plan.placement.shadows} == {"actor.rollout", "critic.shadow"}
+    assert plan.strategy == "disaggregated"
+
+
+def test_the_mapping_form_names_the_engine() -> None:
+    plan = plan_of(mapping(actor_rollout={"ranks": [3, 2]}, critic_shadow={"ranks": [2]}), 4, VLLM)
+    assert plan.placement["actor.rollout"].ranks == (2, 3)
+    assert plan.placement["critic.shadow"].ranks == (2,)
+    assert tuple(model.name for model in plan.placement.models) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "sentence"),
+    [
+        (
+            mapping(critic_shadow=None),
+            (VLLM,),
+            f"placement: critic.shadow missing; give {', '.join(NAMES)}",
+        ),
+        (
+            mapping(actor_rollout=None),
+            (VLLM,),
+            f"placement: actor.rollout missing; give {', '.join(NAMES)}",
+        ),
+        (
+            mapping(),
+            (),
+            "placement: no model 'actor.rollout' (did you mean 'actor.shadow'?); known: actor.shadow, critic.shadow, "
+            "actor, critic, ref, reward, train_share, span_classes",
+        ),
+        (
+            mapping(critic_rollout=0.5),
+            (VLLM,),
+            f"placement: no model 'critic.rollout' (did you mean 'actor.rollout'?); known: {', '.join(NAMES)}, "
+            "train_share, span_classes",
+        ),
+        (
+            [0.5] * 5,
+            (VLLM,),
+            f"placement: ppo takes a vector of 4 [actor, critic, ref, reward] or 6 [{', '.join(NAMES)}], "
+            "found 5 entries [0.5,0.5,0.5,0.5,0.5]",
+        ),
+        (
+            mapping(actor_rollout=1),
+            (VLLM,),
+            "placement: [1,0.5,0.5,0.5,0.5,0.5] fits no split of 2 devices into a training and an inference side; "
+            "the nearest that does is [0.5,0.5,0.5,0.5,0.5,0.5]",
+        ),
+        (
+            mapping(
+                actor_rollout={"ranks": [0]},
+                critic_shadow={"ranks": [1]},
+                ref={"ranks": [1]},
+                reward={"ranks": [1]},
+                actor={"ranks": [0]},
+                critic={"ranks": [0]},
+            ),
+            (VLLM,),
+            "placement: with shadows actor (training) and actor.rollout (inference) must not share a device, both sit "
+            "on rank 0; give them disjoint ranks",
+        ),
+    ],
+    ids=["no critic.shadow", "no engine", "no vllm", "of the critic", "vector of five", "no split", "shared rank"],
+)
+def test_a_placement_that_cannot_be(placement: Any, overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(placement, 2, *overrides) == sentence
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "layout"),
+    [
+        (None, 4, Layout((0, 1, 2, 3), tp=2)),
+        ([1, 1, 0.5, 0.5], 4, Layout((0, 1, 2, 3), tp=2)),
+        (SIX, 4, Layout((2, 3), tp=2)),
+        (mapping(actor_rollout={"ranks": [7, 5, 4, 6]}), 8, Layout((4, 5, 6, 7), tp=2)),
+    ],
+)
+def test_tensor_parallel_ranks_of_an_engine_lie_side_by_side(placement: Any, ranks: int, layout: Layout) -> None:
+    plan = plan_of(placement, ranks, VLLM, "rollout.tp=2")
+    engine = plan.placement["actor.rollout"]
+    assert (engine.layout, engine.settings.tp) == (layout, 2)
+    assert plan.placement["actor"].layout.tp == 1
+    assert {g.ranks for g in plan.groups if g.purpose == "tp actor.rollout"} == set(layout.tp_sets)
+    assert {Group("alone", (rank,), alone=True) for rank in layout.ranks} <= set(plan.groups)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("rollout.tp=3",), "rollout.tp: 3 does not divide the 4 devices of actor.rollout; use 1, 2 or 4"),
+        (
+            ("rollout.tp=4",),
+            "rollout.tp: 4 does not divide its 2 heads, 2 key-value heads and 16 inner features; use 1 or 2",
+        ),
+        (
+            ("rollout.tp=2", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),
+            "rollout.tp: 2 ranks of actor.rollout would lie on two nodes; use 1",
+        ),
+    ],
+)
+def test_tensor_parallel_sizes_that_cannot_be(overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(None, 4, VLLM, *overrides) == sentence
+
+
+# --- rows
+
+UNEQUAL = {"actor": {"ratio": 1, "row_shares": [1, 3]}, "critic": 1, "ref": 1, "reward": 1}
+
+
+def test_an_engine_beside_the_actor_takes_its_row_shares() -> None:
+    plan = plan_of(UNEQUAL, 2, VLLM)
+    engine = plan.placement["actor.rollout"]
+    assert engine.layout == plan.placement["actor"].layout
+    assert [len(plan.batch.held(engine.layout, rank, plan.batch.mini_batches)) for rank in (0, 1)] == [2, 6]
+    # the actor has the rows of its own answers
+    assert not [x for x in plan.schedule.instructions if isinstance(x, Move) and "rollout_logprobs" in x.columns]
+    assert not [
+        x
+        for x in plan.schedule.instructions
+        if isinstance(x, Move) and "tokens" in x.columns and x.destinations == ("actor",)
+    ]
+
+
+def test_where_replicas_are_other_ranks_row_shares_follow_from_the_devices() -> None:
+    """The actor's are those of four replicas, the engine's of two."""
+    shares = UNEQUAL | {"actor": {"ratio": 1, "row_shares": [1, 3, 2, 2]}}
+    assert plan_of(shares, 4, VLLM, "rollout.tp=2").placement["actor.rollout"].layout == Layout((0, 1, 2, 3), tp=2)
+    nodes = "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]}"
+    spanning = {"actor": {"ranks": [0, 1, 2, 3]}} | {name: {"ranks": [0]} for name in ("critic", "ref", "reward")}
+    engine = plan_of(spanning, 4, VLLM, "rollout.tp=2", nodes).placement["actor.rollout"]
+    assert engine.layout.row_shares == (312, 125)
+
+
+def test_an_engine_apart_has_its_own_row_shares() -> None:
+    plan = plan_of(mapping(actor_rollout={"ratio": 0.5, "row_shares": [3, 1]}), 4, VLLM)
+    assert plan.placement["actor.rollout"].layout.row_shares == (3, 1)
+    message = refused(mapping(actor_rollout={"ratio": 0.5, "row_shares": [3, 1]}), 4, VLLM, "rollout.tp=2")
+    assert message == "placement: actor.rollout has 1 replicas, but row_shares has 2 entries"
+
+
+def test_an_engine_sits_on_two_device_classes_where_its_actor_was_put_there() -> None:
+    """Nobody placed the engine, so nobody can be asked to place it otherwise."""
+    nodes = "cluster={nodes: [{devices: 1, class: A100-80G}, {devices: 1, class: V100-32G}]}"
+    plan = plan_of({name: {"ranks": [0, 1]} for name in ("actor", "critic", "ref", "reward")}, 2, VLLM, nodes)
+    assert plan.placement["actor.rollout"].layout == plan.placement["actor"].layout
+    assert plan.placement["actor"].layout.row_shares == (312, 125)
+    assert refused(None, 2, VLLM, nodes).startswith("placement: actor would span the device classes")
+
+
+# --- its settings
+
+
+def test_the_engine_has_the_weights_of_the_actor_and_nothing_of_its_training() -> None:
+    overrides = ("models.actor={zero: 3, dtype: bfloat16, activation_checkpointing: true}", "models.actor.lora={}")
+    init = "models.actor.init={model_type: qwen3, hidden_size: 64, num_hidden_layers: 1, vocab_size: 32}"
+    plan = plan_of(None, 1, VLLM, *overrides, init)
+    actor, engine = plan.placement["actor"].settings, plan.placement["actor.rollout"].settings
+    assert (engine.init, engine.path, engine.dtype) == (actor.init, actor.path, "bfloat16")
+    assert (engine.zero, engine.lora, engine.activation_checkpointing) == (0, None, False)
+    assert plan_of(None, 1, VLLM, "rollout.dtype=float16").placement["actor.rollout"].settings.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        ((), 8 * 32),
+        (("algorithm.samples_per_prompt=3",), 3 * 8 * 32),
+        (("models.actor.generate_tokens=64",), 64),
+        (("models.actor.generate_tokens=1",), 32),
+        (("rollout.kv_tokens=70",), 70),
+        (("rollout.kv_tokens=32",), 32),
+        (("rollout.kv_tokens=999999",), 8 * 32),
+        (("data.max_prompt_tokens=40",), 8 * 64),
+    ],
+)
+def test_the_cache_holds_the_rows_of_a_step_at_most_and_one_at_least(overrides: tuple[str, ...], tokens: int) -> None:
+    """Eight prompts; a row of 4 + 8 tokens takes a block of 32."""
+    assert plan_of(None, 1, VLLM, *overrides).placement["actor.rollout"].settings.generate_tokens == tokens
+
+
+def test_the_replica_with_most_rows_counts() -> None:
+    assert plan_of(UNEQUAL, 2, VLLM).placement["actor.rollout"].settings.generate_tokens == 6 * 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("rollout.kv_tokens=31",),
+            "rollout.kv_tokens: 31 do not hold one row of 32 tokens (prompt and response, in blocks of 32); "
+            "use at least 32",
+        ),
+        (
+            ("rollout.kv_tokens=47", "data.max_prompt_tokens=40"),
+            "rollout.kv_tokens: 47 do not hold one row of 64 tokens (prompt and response, in blocks of 32); "
+            "use at least 64",
+        ),
+        (
+            ("algorithm={name: sft}", "models.reward=null"),
+            "rollout.engine: vllm has nothing to do, since sft trains on answers of the data set; remove rollout",
+        ),
+        (
+            ("algorithm={name: reward}", "models.actor=null"),
+            "rollout.engine: vllm has nothing to do, since reward trains on answers of the data set; remove rollout",
+        ),
+        *(
+            (
+                (f"algorithm.{setting}", IMPORTANCE),
+                "rollout.parity: top_p, top_k and min_response_tokens cut the sampling distribution, so the engine's "
+                "log-probs are not those of the policy that the trainer computes; use null",
+            )
+            for setting in ("top_p=0.9", "top_k=5", "min_response_tokens=2")
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_the_run(overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(None, 2, VLLM, *overrides) == sentence
+
+
+def test_a_cut_distribution_goes_without_a_gate() -> None:
+    assert "parity" not in models_by_operator(plan_of(None, 2, VLLM, "algorithm.top_p=0.9", IMPORTANCE, UNCOMPARED))
+
+
+# --- the graph
+
+
+def graph_of(*overrides: str, is_remote: bool) -> Graph:
+    spec = spec_of(None, 2, *overrides)
+    return with_rollout(make_graph(spec), spec, is_remote)
+
+
+def named(graph: Graph) -> dict[str, Operator]:
+    assert len({operator.name for operator in graph.operators}) == len(graph.operators)
+    assert len(graph.waves) == len(graph.operators), "an operator stands before a parent"
+    return {operator.name: operator for operator in graph.operators}
+
+
+GENERATED = (*TEXT, "response_mask", "finished", "policy_version")
+PLAIN = ["generate", "logprobs", "ref_logprobs", "scores", "values", "advantages", "train_actor", "train_critic"]
+COMPARED = [*PLAIN[:6], "parity", *PLAIN[6:]]
+TOLD = ["generate", *PLAIN[2:6], "trainer_logprobs", "parity", *PLAIN[6:]]
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_generation_by_transformers_changes_no_graph(is_remote: bool) -> None:
+    assert graph_of(is_remote=is_remote) == make_graph(spec_of())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_remote", "names"),
+    [
+        ((VLLM,), False, COMPARED),
+        ((VLLM, UNCOMPARED), False, PLAIN),
+        ((VLLM,), True, TOLD),
+        ((VLLM, UNCOMPARED), True, [name for name in PLAIN if name != "logprobs"]),
+        ((IMPORTANCE,), False, PLAIN),
+        ((IMPORTANCE,), True, PLAIN),
+        ((VLLM, IMPORTANCE), False, COMPARED),
+        ((VLLM, IMPORTANCE), True, COMPARED),
+        ((VLLM, IMPORTANCE, UNCOMPARED), True, PLAIN),
+    ],
+)
+def test_the_operators_of_each_case(overrides: tuple[str, ...], is_remote: bool, names: list[str]) -> None:
+    graph = graph_of(*overrides, is_remote=is_remote)
+    assert list(named(graph)) == names
+    plain = make_graph(spec_of())
+    assert (graph.roles, graph.inputs, graph.evaluation) == (plain.roles, plain.inputs, plain.evaluation)
+
+
+def test_an_engine_apart_tells_the_log_probs_itself_and_the_trained_copy_checks_them() -> None:
+    operators = named(graph_of(VLLM, is_remote=True))
+    assert operators["generate"].writes == (*GENERATED, "logprobs")
+    trainer, gate = operators["trainer_logprobs"], operators["parity"]
+    assert (trainer.kind, trainer.role, trainer.reads, trainer.writes) == ("forward", "actor", TEXT, (trainer.name,))
+    assert (gate.kind, gate.role, gate.function) == ("combine", "actor", "parity")
+    assert gate.reads == ("logprobs", "trainer_logprobs", "tokens", "response_mask") and gate.writes == ()
+    assert trainer.on_trained and gate.on_trained and gate.barrier
+    assert operators["advantages"] == named(make_graph(spec_of()))["advantages"]
+
+
+def test_an_engine_beside_the_actor_is_compared_with_what_the_actor_computes_anyway() -> None:
+    plain, operators = named(make_graph(spec_of())), named(graph_of(VLLM, is_remote=False))
+    assert operators["generate"].writes == (*GENERATED, "rollout_logprobs")
+    assert operators["parity"].reads == ("rollout_logprobs", "logprobs", "tokens", "response_mask")
+    assert [name for name in plain if plain[name] != operators[name]] == ["generate"]
+
+
+@pytest.mark.parametrize("overrides", [(), (VLLM,)])
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_correction_reads_both_log_probs(overrides: tuple[str, ...], is_remote: bool) -> None:
+    operators = named(graph_of(IMPORTANCE, *overrides, is_remote=is_remote))
+    assert operators["generate"].writes == (*GENERATED, "rollout_logprobs")
+    assert operators["logprobs"].on_trained
+    assert {"logprobs", "rollout_logprobs"} <= set(operators["train_actor"].reads)
+    reads = operators["advantages"].reads
+    assert "rollout_logprobs" in reads and "logprobs" not in reads
+    plain = named(make_graph(spec_of()))
+    assert all(operators[name] == plain[name] for name in ("ref_logprobs", "scores", "values", "train_critic"))
+
+
+def test_a_shared_reference_stays_the_actor_without_adapters() -> None:
+    operators = named(graph_of(VLLM, *SHARED, is_remote=True))
+    assert (operators["ref_logprobs"].role, operators["ref_logprobs"].adapters) == ("actor", False)
+    assert not operators["ref_logprobs"].on_trained
+
+
+# --- who computes what
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "models"),
+    [
+        (None, (VLLM,), {"generate": "actor.rollout", "logprobs": "actor", "advantages": "actor", "parity": "actor"}),
+        (
+            SIX,
+            (VLLM,),
+            {
+                "generate": "actor.rollout",
+                "advantages": "actor.rollout",
+                "values": "critic.shadow",
+                "trainer_logprobs": "actor",
+                "parity": "actor",
+            },
+        ),
+        (SIX, (VLLM, IMPORTANCE), {"generate": "actor.rollout", "logprobs": "actor", "advantages": "actor.rollout"}),
+        (SIX, (IMPORTANCE,), {"generate": "actor.shadow", "logprobs": "actor", "advantages": "actor.shadow"}),
+        ([0.5] * 5, (VLLM, *SHARED), {"ref_logprobs": "actor", "advantages": "actor.rollout"}),
+        ([0.5] * 5, (VLLM, *SHARED, LAG), {"ref_logprobs": "actor", "advantages": "actor"}),
+        ([1, 1, 1], (VLLM, *SHARED), {"generate": "actor.rollout", "ref_logprobs": "actor", "logprobs": "actor"}),
+    ],
+)
+def test_the_copies_that_compute(placement: Any, overrides: tuple[str, ...], models: dict[str, str]) -> None:
+    found = models_by_operator(plan_of(placement, 2, *overrides))
+    assert models.items() <= found.items()
+    assert found["train_actor"] == "actor"
+
+
+def test_evaluations_generate_with_the_trained_copy() -> None:
+    """Only rollouts that are trained on are drawn by the engine."""
+    plan = plan_of(None, 2, VLLM, "eval={path: held_out.jsonl}")
+    assert [x.model for x in plan.schedule.instructions if type(x).__name__ == "Eval"] == ["actor"]
+    assert "generate" in {operator.kind for operator in plan.graph.evaluation}
+
+
+@pytest.mark.parametrize("overrides", [(), (IMPORTANCE,), ("rollout.tp=2",), (*SHARED, IMPORTANCE), SHARED])
+def test_with_lag_nothing_before_training_waits_for_it(overrides: tuple[str, ...]) -> None:
+    """The engine's side reads nothing that the trained copy, a step behind, writes; nor does its own gate run ahead."""
+    plan = plan_of([0.5] * (5 if "models.ref.share=actor" in overrides else 6), 4, VLLM, LAG, *overrides)
+    training = set(plan.placement["actor"].ranks)
+    late = {column for run in runs(plan) if run.lag for column in run.operator.writes}
+    assert not [run.label for run in runs(plan) if not run.lag and late & set(run.operator.reads)]
+    assert all((set(run.ranks) <= training) == bool(run.lag) for run in runs(plan))
+    names = [run.operator.name for run in runs(plan) if run.lag]
+    assert names[-2:] == ["train_actor", "train_critic"] and "parity" in names
+
+
+# --- when engine and trainer are compared
+
+
+@pytest.mark.parametrize("parity", [1, 2, 3, 10])
+@pytest.mark.parametrize("sync", [1, 2, 3])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("importance", [(), (IMPORTANCE,)])
+def test_only_answers_of_the_newest_weights_are_compared(
+    parity: int, sync: int, lag: int, importance: tuple[str, ...]
+) -> None:
+    """Batch b is drawn with the weights after k * floor(max(0, b - lag) / k) batches; the trained copy has seen b."""
+    steps = 13
+    settings = (f"rollout.parity.every={parity}", f"sync.every={sync}", f"schedule.lag={lag}", f"steps={steps}")
+    plan = plan_of(SIX, 2, VLLM, *settings, *importance)
+    wanted = [b for b in range(steps) if b % parity == 0 and sync * (max(0, b - lag) // sync) == b]
+    for name in ("parity",) if importance else ("parity", "trainer_logprobs"):
+        found = [
+            step
+            for _, step, x in walk(plan.schedule, 0, steps)
+            if isinstance(x, Run) and x.operator.name == name and x.model == "actor"
+        ]
+        assert found == wanted, name
+
+
+def test_beside_the_actor_only_the_comparison_is_rare() -> None:
+    plan = plan_of(None, 2, VLLM, "rollout.parity.every=2", "steps=5")
+    due = {run.operator.name: [step for step in range(5) if run.due(step, 5)] for run in runs(plan)}
+    assert due.pop("parity") == [0, 2, 4]
+    assert set(map(tuple, due.values())) == {(0, 1, 2, 3, 4)}
+
+
+def test_the_printed_plan_says_how_often_they_are_compared() -> None:
+    def line(*overrides: str) -> str:
+        text = format_plan(plan_of(SIX, 2, VLLM, "steps=8", *overrides))
+        return next(line for line in text.splitlines() if "parity on actor" in line)
+
+    assert "every 4 steps" in line("rollout.parity.every=4")
+    assert "every 6 steps" in line("rollout.parity.every=2", "sync.every=3")
+    assert "at step 0" in line() and "at step 0" in line(LAG, "rollout.parity.every=1")
+    assert "every" not in line("rollout.parity.every=1")
+
+
+def test_no_column_travels_that_is_only_written_sometimes() -> None:
+    """A Move stands in every step, so what it carries must, too."""
+    for overrides in ((), (IMPORTANCE,), ("rollout.tp=2",), (LAG,)):
+        plan = plan_of(SIX, 4, VLLM, "rollout.parity.every=2", *overrides)
+        rare = {column for run in runs(plan) if run.operator.every > 1 for column in run.operator.writes}
+        moved = {column for x in plan.schedule.instructions if isinstance(x, Move) for column in x.columns}
+        assert not rare & moved
+
+
+# --- chunks
+
+
+def chunked(plan: Plan) -> set[str]:
+    return {run.operator.name for run in runs(plan) if run.chunk is not None}
+
+
+def test_training_streams_unless_the_trained_copy_must_score_before_it_changes() -> None:
+    assert {"train_actor", "train_critic", "advantages"} <= chunked(plan_of(SIX, 2, VLLM, UNCOMPARED, *STREAM))
+    for overrides in ((), (IMPORTANCE, UNCOMPARED), (IMPORTANCE,)):
+        streamed = chunked(plan_of(SIX, 2, VLLM, *STREAM, *overrides))
+        assert "train_actor" not in streamed
+        assert {"generate", "advantages", "train_critic"} <= streamed
+
+
+def test_the_gate_looks_at_the_whole_step() -> None:
+    for placement in (None, SIX):
+        assert not {"parity", "train_actor"} & chunked(plan_of(placement, 2, VLLM, *STREAM))
+
+
+def test_log_probs_that_training_starts_from_stand_before_all_training_of_their_role() -> None:
+    for placement, overrides in ((None, (VLLM,)), (SIX, (VLLM,)), (SIX, (VLLM, IMPORTANCE)), (SIX, (IMPORTANCE,))):
+        names = [run.operator.name for run in runs(plan_of(placement, 2, *STREAM, *overrides))]
+        first = names.index("train_actor")
+        assert not {"logprobs", "trainer_logprobs", "parity"} & set(names[first:])
+
+
+def ahead_of(plan: Plan) -> list[list[range]]:
+    return [plan.ahead(run) for run in runs(plan) if run.operator.kind == "generate"]
+
+
+@pytest.mark.parametrize("placement", [None, SIX])
+def test_an_engine_may_begin_with_all_later_chunks(placement: Any) -> None:
+    plan = plan_of(placement, 2, VLLM, *STREAM)
+    assert ahead_of(plan) == [[range(n, n + 1) for n in range(chunk + 1, 4)] for chunk in range(4)]
+    assert all(plan.ahead(run) == [] for run in runs(plan) if run.operator.kind != "generate")
+
+
+def test_nothing_is_begun_that_the_engine_could_lose() -> None:
+    """Where memory is so short that it is put away between two chunks, it is told of none behind that."""
+    peak = max(memory.peak_bytes for memory in plan_of(None, 2, VLLM, *STREAM).memories)
+    tight = plan_of(None, 2, VLLM, *STREAM, f"cluster.memory_gb={0.5 * peak / 1e9}")
+    told = ahead_of(tight)
+    assert sum(map(len, told)) < 3 + 2 + 1 and told[-1] == []
+
+
+def test_a_rank_does_what_it_can_before_it_waits_for_its_child() -> None:
+    """A child decodes chunk 1 while its rank scores chunk 0; an engine in the rank itself generates first."""
+    inline, child = (
+        [(run.operator.name, run.chunk) for run in runs(plan_of(SIX, 2, VLLM, UNCOMPARED, *STREAM, process))]
+        for process in ("rollout.process=inline", "rollout.process=child")
+    )
+    for names in (inline, child):
+        assert names[0] == ("generate", 0)
+    assert inline.index(("generate", 1)) < inline.index(("values", 0))
+    assert child.index(("values", 0)) < child.index(("generate", 1)) < child.index(("values", 1))
+    assert sorted(map(str, inline)) == sorted(map(str, child))
+
+
+# --- the rest of the schedule
+
+
+def test_the_weights_of_an_engine_beside_the_actor_come_after_all_training() -> None:
+    instructions = plan_of(None, 2, VLLM).schedule.instructions
+    kinds = [type(x).__name__ for x in instructions]
+    assert kinds[-4:] == ["Reload", "Sync", "Save", "Save"]
+    sync = next(x for x in instructions if isinstance(x, Sync))
+    assert sync.is_local and sync.ranks == (0, 1) and sync.every == 1
+
+
+def test_what_is_synced_in_place_needs_no_group() -> None:
+    plan = plan_of(None, 4, VLLM, "rollout.tp=2", "models.actor.zero=3")
+    purposes = {group.purpose for group in plan.groups}
+    assert "sync actor" not in purposes and Group("gather actor", (0, 1, 2, 3)) in plan.groups
+    assert "sync actor" in {group.purpose for group in plan_of(SIX, 4, VLLM).groups}
+
+
+def test_a_seldom_sync_needs_an_engine_apart() -> None:
+    assert refused(None, 2, VLLM, "sync.every=2") == (
+        "sync.every: 2 needs shadow models (a disaggregated placement), found co-located; use 1"
+    )
+    assert refused([1, 1, 0.5, 0.5], 2, VLLM, LAG) == (
+        "schedule.lag: 1 needs shadow models (a disaggregated placement), found interleaving; use lag 0"
+    )
+
+
+def test_an_engine_apart_generates_while_the_last_batch_trains() -> None:
+    lines = overlapping_operators(plan_of(SIX, 2, VLLM, LAG, IMPORTANCE).schedule)
+    assert "generate" in lines[0] and lines[0].startswith("logprobs, train_actor, train_critic with")
+
+
+def test_the_printed_plan_shows_the_engine() -> None:
+    text = format_plan(plan_of(SIX, 4, VLLM, "rollout.process=child"))
+    assert "vllm dp 2 child process" in text and "follows actor" in text
+    text = format_plan(plan_of(None, 4, VLLM, "rollout.tp=2", "rollout.dtype=bfloat16"))
+    assert "vllm dp 2 tp 2 bfloat16" in text and "in place  0 B" in text
