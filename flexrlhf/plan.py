@@ -215,17 +215,14 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
 
 
 def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None) -> RolloutSpec:
-    """Fill in the type of its weights, and what the parity gate allows for it."""
-    if rollout.engine == "transformers" or actor is None:
+    """Fill in what the parity gate allows for the types of both sides."""
+    parity = rollout.parity
+    if rollout.engine == "transformers" or actor is None or parity is None:
         return rollout
-    dtype, parity = rollout.dtype or actor.dtype, rollout.parity
-    if parity is not None:
-        is_exact = dtype == actor.dtype == "float32"
-        limits = {"max_difference": 1e-3 if is_exact else 1.0, "mean_difference": 1e-4 if is_exact else 0.05}
-        parity = parity.model_copy(
-            update={name: limit for name, limit in limits.items() if getattr(parity, name) is None}
-        )
-    return rollout.model_copy(update={"dtype": dtype, "parity": parity})
+    is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32"
+    limits = {"max_difference": 1e-3 if is_exact else 1.0, "mean_difference": 1e-4 if is_exact else 0.05}
+    missing = {name: limit for name, limit in limits.items() if getattr(parity, name) is None}
+    return rollout.model_copy(update={"parity": parity.model_copy(update=missing)})
 
 
 def _shares(spec: Spec, role: str, graph: Graph) -> bool:

@@ -16,6 +16,7 @@ from flexrlhf.placement.lora import with_adapters
 from flexrlhf.placement.memory import Compute
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.ratios import place
+from flexrlhf.placement.rollout import padded_row
 from flexrlhf.placement.shapes import ModelShape
 from flexrlhf.plan import Plan, roles_of
 from flexrlhf.spec import LoraSpec, ShadowSpec, Spec
@@ -42,16 +43,17 @@ class Remedy:
 
 @dataclass(frozen=True)
 class _Change:
-    """Settings of one model (a shadow's own where ``of_shadow``), or of ``sync`` where ``role`` is empty."""
+    """A setting of ``section``: sync, rollout, or of the model ``role`` (its shadow's own where ``of_shadow``)."""
 
     key: str
     value: Any
+    section: str = ""
     role: str = ""
     of_shadow: bool = False
 
     @property
     def setting(self) -> str:
-        section = f"models.{self.role}" + ".shadow" * self.of_shadow if self.role else "sync"
+        section = self.section or f"models.{self.role}" + ".shadow" * self.of_shadow
         return f"{section}.{self.key}"
 
     @property
@@ -64,8 +66,9 @@ class _Change:
         return self.setting + self.shown
 
     def applied(self, spec: Spec) -> Spec:
-        if not self.role:
-            return spec.model_copy(update={"sync": spec.sync.model_copy(update={self.key: self.value})})
+        if self.section:
+            changed_section = getattr(spec, self.section).model_copy(update={self.key: self.value})
+            return spec.model_copy(update={self.section: changed_section})
         model = spec.models.of(self.role)
         assert model is not None, f"{self.role} is resolved"
         update: dict[str, Any] = {self.key: self.value}
@@ -164,15 +167,29 @@ def _replanned(plan: Plan, changes: Changes) -> Plan:
 
 def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
     for model in plan.placement.on_rank(rank):
+        if model.rollout is not None:
+            yield from _of_rollout(plan, model)
+            continue
         shape = plan.shapes.get(model.role)
         changes = {**_anywhere(model), **_smaller_batches(plan, model, rank)}
         if not model.is_shadow:
             changes |= _beside_training(model, shape)
         for key, values in changes.items():
-            yield from (_Change(key, value, model.role, model.is_shadow) for value in values)
+            yield from (_Change(key, value, "", model.role, model.is_shadow) for value in values)
     if plan.spec.sync.snapshot:
-        yield _Change("snapshot", False)
-    yield _Change("bucket_mb", plan.spec.sync.bucket_mb / 2)
+        yield _Change("snapshot", False, "sync")
+    yield _Change("bucket_mb", plan.spec.sync.bucket_mb / 2, "sync")
+
+
+def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[_Change]:
+    """What a rollout engine may do: keep less, hold a part, wait asleep."""
+    rollout = plan.spec.rollout
+    yield _Change("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
+    yield _Change("tp", 2 * rollout.tp, "rollout")
+    if model.settings.dtype == "float32":
+        yield _Change("dtype", "bfloat16", "rollout")
+    if not rollout.sleep:
+        yield _Change("sleep", True, "rollout")
 
 
 def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:

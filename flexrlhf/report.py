@@ -141,7 +141,13 @@ def _notes(plan: Plan, instruction: Instruction) -> list[str]:
         case Move():
             notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction))]
         case Sync():
-            way = "in place" if instruction.is_local else "point_to_point"
+            way = (
+                "point_to_point"
+                if not instruction.is_local
+                else "gathered, in place"
+                if instruction.gathers
+                else "in place"
+            )
             notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
         case Run() if instruction.operator.every > 1:
             rare = instruction.operator.every >= plan.spec.steps

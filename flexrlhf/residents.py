@@ -47,6 +47,7 @@ def load_resident(plan: Plan, model: PlacedModel, world: World, groups: Groups, 
             tokenizer=tokenizer_path(plan),
             kv_bytes=plan.sizing.kv_bytes(model),
             store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{tp_set[0]}", world.store),
+            timeout_seconds=plan.spec.timeout_seconds,
         )
     )
     return Resident(model, engine, replicas, _shape(plan, model, engine.weights(), rank))

@@ -425,7 +425,9 @@ class ParitySpec(Section):
     1.0 and 0.05 in 16 bits.
     """
 
-    every: int = Field(10, ge=1, description="steps between two comparisons; the first is at step 0")
+    every: int = Field(
+        10, ge=1, description="steps between two comparisons; the first is at step 0, with schedule.lag 1 the only one"
+    )
     max_difference: float | None = Field(None, gt=0)
     mean_difference: float | None = Field(None, gt=0)
 

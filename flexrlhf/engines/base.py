@@ -102,7 +102,7 @@ class Wanted:
     for the same rows; ``alone``: the group of this rank by itself, where the engine's library wants one.
     ``num_updates``: optimizer steps of the whole run. ``tokenizer``: its directory. ``kv_bytes``: of the keys and
     values that a rollout engine keeps on this rank. ``store``: of this placed model alone, for an engine whose library
-    makes process groups by itself.
+    makes process groups by itself; no wait of theirs is longer than ``timeout_seconds``.
     """
 
     placed: PlacedModel
@@ -117,6 +117,7 @@ class Wanted:
     tokenizer: str
     kv_bytes: int
     store: dist.Store
+    timeout_seconds: float = 1800.0
 
 
 @dataclass(frozen=True)

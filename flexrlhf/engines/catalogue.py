@@ -13,6 +13,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import DEVICE_CLASSES, Cluster
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape, Sizes
+from flexrlhf.placement.shards import VOCABULARY_MULTIPLE
 from flexrlhf.spec import ModelSpec, RolloutSpec
 
 
@@ -69,7 +70,7 @@ def check_engines(graph: Graph, placement: Placement) -> None:
                 )
         _check_settings(model)
         if model.rollout is not None:
-            _check_rollout(model, model.rollout, is_apart=model in placement.shadows)
+            _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
 
 
 def _check_settings(model: PlacedModel) -> None:
@@ -84,8 +85,13 @@ def _check_settings(model: PlacedModel) -> None:
         check_deepspeed_config(f"models.{model.role}", model.settings.config)
 
 
-def _check_rollout(model: PlacedModel, rollout: RolloutSpec, is_apart: bool) -> None:
+def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -> None:
     """What a vLLM engine among the ranks of a job cannot do, or must not be told."""
+    if is_apart and trained.settings.shadow is not None:
+        raise UserError(
+            f"{trained.key('shadow')}: the rollout engine takes the place of that copy; say in rollout how it "
+            f"computes, and remove this"
+        )
     if rollout.pp > 1:
         raise UserError(
             f"rollout.pp: {rollout.pp} pipeline stages need ranks that run vLLM's own scheduler between them, which an "
@@ -190,6 +196,12 @@ def _check_family(model: PlacedModel, shape: ModelShape | None) -> None:
             f"rollout.engine: vllm goes with models of {', '.join(LLAMA_LIKE)} alone, and models.{model.role} is of "
             f"another family; use transformers"
         )
+    padded = -(-shape.sizes.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if padded % model.settings.tp:
+        raise UserError(
+            f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role} as vLLM pads it, "
+            f"{padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
+        )
 
 
 def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
@@ -200,7 +212,7 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
         if figures is not None and not figures.bf16:
             raise UserError(
                 f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, "
-                f"or place {model.name} on another class with `on:`"
+                f"or place {model.role if model.rollout else model.name} on another class with `on:`"
             )
 
 

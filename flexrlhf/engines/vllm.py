@@ -46,7 +46,7 @@ class VllmEngine:
         assert rollout is not None, f"{wanted.placed.name} is no rollout engine"
         self._wanted, self._lengths = wanted, wanted.lengths
         self._is_exact = rollout.noise == "exact"
-        self._groups = None if rollout.process == "child" else PrivateGroups(wanted.tp, wanted.store, wanted.device)
+        self._groups = PrivateGroups(wanted) if rollout.process == "inline" else None
         with ExitStack() as starting:
             further = {} if self._groups is not None else starting.enter_context(child_environment())
             self._home = Home(_ENVIRONMENT | further, self._groups, wanted.device)
@@ -54,12 +54,15 @@ class VllmEngine:
             self.config = AutoConfig.from_pretrained(directory)
             starting.enter_context(self._home.entered())
             self._engine = self._start(directory)
-            self._child = Child(wanted.placed.name, self._engine) if self._groups is None else None
+            self._child = (
+                Child(wanted.placed.name, self._engine, wanted.timeout_seconds) if self._groups is None else None
+            )
             self._call("use_rollout_sampler", self._is_exact)
             self._views: dict[str, Tensor] = self._call("weight_views") if self._child is None else self._child.views()
             self._memory = Memory(self._engine, wanted.device)
         self._answers: dict[Key, Answer] = {}
         self._flying: dict[str, Key] = {}
+        self._is_stale = False
         self.num_requests = 0
 
     @property
@@ -110,6 +113,8 @@ class VllmEngine:
         return result
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        if self._is_stale:
+            self._forget()
         with self._inside():
             for each in (batch, *ahead):
                 self._submit(each, sampling)
@@ -128,7 +133,10 @@ class VllmEngine:
 
     def _step(self) -> None:
         """One token of every row in the engine's batch."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if self._child is not None:
+            self._child.heard()
+        for output in outputs:
             key = self._flying[output.request_id]
             answer = self._answers[key]
             if take(answer, output):
@@ -151,7 +159,7 @@ class VllmEngine:
         assert not self._answers, "weights change between the answers of two steps"
         for name, values in weights.items():
             self._views[name].copy_(values.view(self._views[name].shape))
-        self._forget()
+        self._is_stale = True
 
     def _forget(self) -> None:
         """Keys and values of prompts seen before are of other weights."""
@@ -159,6 +167,7 @@ class VllmEngine:
             torch.cuda.synchronize(self._wanted.device)
         with self._inside():
             assert self._engine.reset_prefix_cache(), "a request still uses the cache"
+        self._is_stale = False
 
     def held(self) -> Held:
         weights = sum(view.nbytes for view in self._views.values())

@@ -18,6 +18,7 @@ from torch import Tensor
 from flexrlhf.engines.vllm_shared import open_views
 
 _SECONDS_TO_END = 10.0
+_SECONDS_TO_LOOK = 1.0
 
 
 class RolloutProcessError(RuntimeError):
@@ -27,9 +28,11 @@ class RolloutProcessError(RuntimeError):
 class Child:
     """The process behind ``engine``, a vLLM engine that was started with one."""
 
-    def __init__(self, name: str, engine: Any) -> None:
+    def __init__(self, name: str, engine: Any, timeout_seconds: float) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        self._timeout = timeout_seconds
+        self._called: float | None = None
         self._name, self._client, self._error = name, engine.engine_core, EngineDeadError
         (self._process,) = self._client.resources.engine_manager.processes
         threading.Thread(target=self._await_end, name=f"{name} watch", daemon=True).start()
@@ -46,11 +49,20 @@ class Child:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Calls into the engine inside; the end of the child is told in one sentence."""
+        """Calls into the engine inside; the end of the child, or its silence, is told in one sentence."""
+        self.heard()
         try:
+            if self._process.exitcode is not None:
+                raise self._error
             yield
         except (self._error, zmq.ZMQError) as error:
-            raise RolloutProcessError(f"{self._name}: the vLLM process {self.pid} ended ({self._how()})") from error
+            raise RolloutProcessError(f"{self._name}: the vLLM process {self.pid} {self._how()}") from error
+        finally:
+            self._called = None
+
+    def heard(self) -> None:
+        """The child has answered: from here on it has all the time again."""
+        self._called = time.monotonic()
 
     def close(self) -> None:
         """Kill it: it has nothing that would be lost."""
@@ -61,16 +73,23 @@ class Child:
 
     def _how(self) -> str:
         """How it ended, which this thread may learn a little after the one that noticed."""
+        if self._is_silent():
+            return f"has not answered for {self._timeout:g} s"
         deadline = time.monotonic() + _SECONDS_TO_END
         while (code := self._process.exitcode) is None:
             if time.monotonic() > deadline:
-                return "it does not answer"
+                return "does not answer"
             time.sleep(0.01)
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, see its output"
+        return f"ended (killed by {signal.Signals(-code).name})" if code < 0 else f"ended (exit code {code})"
+
+    def _is_silent(self) -> bool:
+        called = self._called
+        return called is not None and time.monotonic() - called > self._timeout
 
     def _await_end(self) -> None:
-        """Wake up whoever waits for the child when it ends: vLLM's client would wait on."""
-        connection.wait([self._process.sentinel])
+        """Wake up whoever waits for the child when it ends or says nothing: vLLM's client would wait on."""
+        while not self._is_silent() and not connection.wait([self._process.sentinel], timeout=_SECONDS_TO_LOOK):
+            pass
         self._client.outputs_queue.put_nowait(self._error())
         for future in list(self._client.utility_results.values()):
             if not future.done():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world, default_pg_timeout
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.engines.base import Wanted
 
 
 class PrivateGroups:
@@ -19,12 +19,14 @@ class PrivateGroups:
     vLLM asks for some sixteen groups, each of which would keep threads and sockets: those of the same ranks share one.
     """
 
-    def __init__(self, tp: Replicas, store: dist.Store, device: torch.device) -> None:
+    def __init__(self, wanted: Wanted) -> None:
+        tp, device = wanted.tp, wanted.device
         self.rank = 0 if tp.group is None else tp.group.rank()
         self.size = len(tp.ranks)
         # no run before on this store had it; the ranks of a set agree on it
         number = tp.largest(secrets.randbits(48), device)
-        self._name, self._store = f"vllm-{number:012x}", store
+        self._name, self._store = f"vllm-{number:012x}", wanted.store
+        self._timeout = timedelta(seconds=wanted.timeout_seconds)
         self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
         self.world = self._group(self.size, "nccl" if device.type == "cuda" else "gloo")
 
@@ -52,7 +54,7 @@ class PrivateGroups:
         rank = self.rank if size > 1 else 0
         name = GroupName(f"{self._name}-{backend}-{self.rank if size == 1 else 'all'}")
         group, _ = _new_process_group_helper(
-            size, rank, [], backend, self._store, name, timeout=default_pg_timeout, group_desc="vllm"
+            size, rank, [], backend, self._store, name, timeout=self._timeout, group_desc="vllm"
         )
         _world.pg_group_ranks[group] = {i: i for i in range(size)}
         return group

@@ -50,14 +50,17 @@ def sync_parts(
         sets = gathering_sets(source, [transfer.source for transfer in work.transfers])
         members = next((ranks for ranks in sets if rank in ranks), (rank,))
         parts["buckets"] = sum(sizes if settings.snapshot else sorted(sizes)[-NUM_BUCKETS:])
+        largest = item * _largest(arriving, buckets)
         if is_merged(destination, shape):
-            parts["merged"] = 4 * _largest(parts_on(source, shape, rank), [gathered_names(b) for b in buckets])
-        parts["gathered"] = _gathering(item * _largest(arriving, buckets), len(members))
-    if rank in destination.ranks:
+            merged = largest
+            largest = 4 * _largest(parts_on(source, shape, rank), [gathered_names(names) for names in buckets])
+            # what is not gathered is widened
+            parts["merged"] = merged + (largest if len(members) == 1 and item_bytes(source) < 4 else 0)
+        parts["gathered"] = _gathering(largest, len(members))
+    if any(transfer.destination == rank != transfer.source for transfer in work.transfers):
+        # one that is loaded while the next one arrives
         mine = trained_parts(destination, shape, rank)
-        # one that arrives, and a copy of what is held, for its checksum
-        arriving_bytes = 2 * item * max(part_elements(mine, names) for names in buckets)
-        parts["buckets"] = max(parts.get("buckets") or 0, arriving_bytes)
+        parts["buckets"] = 2 * item * max(part_elements(mine, names) for names in buckets)
     return parts
 
 

@@ -259,7 +259,7 @@ def _beside_states(phase: Phase, states: Mapping[str, State | None], away: froze
             continue
         host += state.host + (state.parked if name in away else 0)
         if name in away:
-            device += state.buffers
+            device += state.resting - state.freed
         else:
             device += state.training if phase.trains and name == phase.model else state.resting
     return replace(phase, states=device, host=phase.host + host)

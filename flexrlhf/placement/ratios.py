@@ -82,6 +82,12 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
     for name in placement.models:
         if name not in allowed:
             known = (*allowed, *PLACEMENT_SETTINGS)
+            if roles.rollout is None and name.removesuffix(ROLLOUT) in roles.trained:
+                raise UserError(f"placement: {name} needs an engine of its own; set rollout.engine: vllm, or remove it")
+            if can_shadow and name.removesuffix(SHADOW) == roles.rollout:
+                raise UserError(
+                    f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}{ROLLOUT}"
+                )
             raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     wanted = roles.with_shadows if _has_shadows(placement.models) else roles.all
     missing = [name for name in wanted if name not in placement.models]

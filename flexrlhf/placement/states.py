@@ -62,6 +62,7 @@ class State:
 
     ``gradients``: while it trains, and always where ``keeps_gradients``. ``buffers``: what its library keeps besides.
     ``cache``: keys and values, lost when it is offloaded. ``host``: in host memory, by the settings that offload.
+    ``stays``: nothing of it can be offloaded.
     """
 
     weights: int
@@ -71,6 +72,7 @@ class State:
     host: int = 0
     cache: int = 0
     keeps_gradients: bool = False
+    stays: bool = False
 
     @property
     def resting(self) -> int:
@@ -81,12 +83,12 @@ class State:
     @property
     def freed(self) -> int:
         """Of ``resting``, what offloading frees; buffers of a library stay."""
-        return self.resting - self.buffers
+        return 0 if self.stays else self.resting - self.buffers
 
     @property
     def parked(self) -> int:
         """Of ``freed``, what offloading puts into host memory."""
-        return self.freed - self.cache
+        return 0 if self.stays else self.freed - self.cache
 
     @property
     def training(self) -> int:
@@ -98,7 +100,9 @@ def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     """What ``model`` holds on ``rank``, one of its ranks."""
     shape = shape_of(model, shape)
     if model.rollout is not None:
-        return replace(_frozen_state(model, shape, rank), cache=kv_cache_bytes(model, shape))
+        # a process of its own decodes on while others work
+        stays = model.rollout.process == "child"
+        return replace(_frozen_state(model, shape, rank), cache=kv_cache_bytes(model, shape), stays=stays)
     if not model.trained:
         return _frozen_state(model, shape, rank)
     return _deepspeed_state(model, shape) if model.engine == "deepspeed" else _torch_state(model, shape, rank)

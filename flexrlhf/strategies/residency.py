@@ -39,7 +39,9 @@ class Memory:
         """What the device has for models that come and go; None when nobody says, and then nothing is evicted."""
         size = self.cluster.memory_bytes(rank)
         states = [self.sizing.state(model, rank) for model in self.sizing.placement.on_rank(rank)]
-        return None if size is None else size - sum(state.buffers for state in states if state is not None)
+        return (
+            None if size is None else size - sum(state.resting - state.freed for state in states if state is not None)
+        )
 
     def state(self, rank: int, model: str) -> int:
         """What a model holds between instructions, and does not hold while it is offloaded."""
@@ -125,7 +127,8 @@ class _Walk:
     def _victims(self, index: int, needed: Sequence[str], missing: Sequence[str], room: int) -> list[str]:
         """Resident models to evict so that those needed fit, farthest next use first."""
         total = sum(self.memory.state(self.rank, name) for name in self.resident.union(missing))
-        idle = sorted(self.resident - set(needed), key=lambda name: (-self._next_use(index, name), name))
+        movable = (name for name in self.resident - set(needed) if self.memory.state(self.rank, name))
+        idle = sorted(movable, key=lambda name: (-self._next_use(index, name), name))
         victims: list[str] = []
         while total > room and idle:
             victims.append(idle.pop(0))
@@ -200,10 +203,11 @@ def _settled(walk: _Walk) -> _Walk:
         if walk.resident == seen:
             return walk
     # a set that keeps changing: put all away at the end of every step
-    walk.resident = set()
+    stuck = {name for name in walk.placed if not walk.memory.state(walk.rank, name)}
+    walk.resident = set(stuck)
     walk.walk()
-    walk.closing = [(Offload, name) for name in sorted(walk.resident)]
-    walk.resident = set()
+    walk.closing = [(Offload, name) for name in sorted(walk.resident - stuck)]
+    walk.resident = stuck
     return walk
 
 

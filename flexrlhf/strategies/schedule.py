@@ -205,14 +205,16 @@ def _common(first: range, second: range) -> range:
     return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
-def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
+def with_syncs(
+    instructions: list[Instruction], placement: Placement, spec: Spec, lag: int, end: list[Instruction]
+) -> list[Instruction]:
     """Insert a Sync behind the last train of every role that another copy follows; at the end when training lags.
 
     With a lag the inference side reaches its syncs only after its whole batch, so one in the midst of training would
-    make the models that train after it wait. At the end too for a rollout engine beside the trained copy, which sleeps
-    while anything trains.
+    make the models that train after it wait. Behind ``end``, too, for a rollout engine beside the trained copy, which
+    sleeps until then.
     """
-    out = list(instructions)
+    out, last = list(instructions), list[Instruction]()
     for follower in placement.followers:
         source = placement[follower.role]
         ranks = tuple(sorted({*source.ranks, *follower.ranks}))
@@ -229,8 +231,11 @@ def with_syncs(instructions: list[Instruction], placement: Placement, spec: Spec
         trains = [
             i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name
         ]
-        out.insert(len(out) if lag or follower not in placement.shadows else trains[-1] + 1, sync)
-    return out
+        if follower not in placement.shadows:
+            last.append(sync)
+        else:
+            out.insert(len(out) if lag else trains[-1] + 1, sync)
+    return out + end + last
 
 
 def closing(graph: Graph, placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
@@ -252,4 +257,4 @@ Order = Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
 def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
     """Every operator in its tick, nothing lagging."""
     instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
-    return with_syncs(instructions, placement, spec, lag=0) + closing(graph, placement, spec, lag=0)
+    return with_syncs(instructions, placement, spec, lag=0, end=closing(graph, placement, spec, lag=0))

@@ -80,6 +80,9 @@ def draw(rng: Random) -> Raw:
     shadows = name == "ppo" and strategy == "disaggregated"
     models = _models(rng, name, shadows)
     rollout = _rollout(rng, shadows) if name == "ppo" and _chance(rng, 0.5) else {}
+    if rollout and _chance(rng, 0.95):
+        # the engine takes the place of that copy, so its settings are refused
+        models["actor"].pop("shadow", None)
     roles = tuple(role for role in ROLES if "share" not in models.get(role, {}))
     spec: Raw = {
         "name": "emulated",
@@ -319,13 +322,9 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "rollout": [_rollout_kind(plan), *(["beside, asleep, little memory"] if _sleeps_tight(plan) else [])],
         "rollout tp": [str(m.layout.tp) for m in placement.models if m.rollout is not None],
         "gate": [_gate(plan)],
-        "importance": [
-            getattr(algorithm, "importance", None).level if getattr(algorithm, "importance", None) else "none"
-        ],
+        "importance": [getattr(getattr(algorithm, "importance", None), "level", "none")],
         "merged": ["some" if _is_merged(plan) else "none"],
-        "begun ahead": [
-            "some" if any(plan.ahead(x) for x in plan.schedule.instructions if isinstance(x, Run)) else "none"
-        ],
+        "begun ahead": ["some" if any(map(plan.ahead, _runs(plan))) else "none"],
         "saves": ["several ranks" if len(x.ranks) > 1 else "one rank" for x in _saves(plan)],
     }
 
@@ -358,6 +357,10 @@ def _gate(plan: Plan) -> str:
 
 def _is_merged(plan: Plan) -> bool:
     return any(model.rollout and plan.placement[model.role].settings.lora for model in plan.placement.models)
+
+
+def _runs(plan: Plan) -> list[Run]:
+    return [x for x in plan.schedule.instructions if isinstance(x, Run)]
 
 
 def _saves(plan: Plan) -> list[Save]:

@@ -25,7 +25,8 @@ def models_used(plan: Plan, rank: int, instruction: Instruction) -> set[str]:
 
 
 def check_residency(plan: Plan) -> None:
-    """While a rank works, all that lies on its device fits, or nothing lies there that it does not work with."""
+    """While a rank works, all that lies on its device fits, or nothing lies there that it does not work with and could
+    put away (a process of its own cannot be)."""
     memory = memory_of(plan)
     for rank in range(plan.placement.num_ranks):
         capacity = memory.capacity(rank)
@@ -43,7 +44,8 @@ def check_residency(plan: Plan) -> None:
             assert used <= here, f"{where} without {sorted(used - here)}"
             if used and capacity is not None:
                 held = sum(states[name] for name in here) + needed[id(instruction)]
-                assert held <= capacity or here == used, f"{where}: {held} of {capacity} bytes, with {sorted(here)}"
+                idle = {name for name in here - used if states[name]}
+                assert held <= capacity or not idle, f"{where}: {held} of {capacity} bytes, with {sorted(here)}"
 
 
 def check_sleep(plan: Plan) -> None:

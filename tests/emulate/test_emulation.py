@@ -26,7 +26,7 @@ from flexrlhf.strategies.instructions import Instruction, Move, Offload, Reload,
 from flexrlhf.strategies.schedule import walk
 
 NUM_SPECS = 300
-SEED = 21
+SEED = 24
 MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")
 SHORT_SECONDS = 0.5
 """For plans that are broken on purpose: they block for sure."""

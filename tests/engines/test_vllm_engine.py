@@ -389,7 +389,7 @@ def test_a_child_that_is_killed_is_named(child: VllmEngine) -> None:
 def test_a_child_ends_with_its_rank() -> None:
     before = in_shared_memory()
     script = Path(__file__).with_name("vllm_ranks.py")
-    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=200)
     assert done.returncode == -signal.SIGKILL
     assert comes(lambda: not is_running(int(done.stdout)))
     assert comes(lambda: in_shared_memory() <= before), in_shared_memory() - before
@@ -406,7 +406,11 @@ def test_two_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
     address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     environments = [{**os.environ, **address, "RANK": str(rank)} for rank in range(4)]
     ranks = [subprocess.Popen([sys.executable, script, tmp_path], env=environment) for environment in environments]
-    assert [rank.wait(120) for rank in ranks] == [0] * 4
+    try:
+        assert [rank.wait(200) for rank in ranks] == [0] * 4
+    finally:
+        for rank in ranks:
+            rank.kill()
     (answers, is_as_planned), (others, _) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (2, 3))
     assert is_as_planned
     assert all(torch.equal(one[name], other[name]) for one, other in zip(answers, others, strict=True) for name in one)

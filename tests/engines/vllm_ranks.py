@@ -15,11 +15,13 @@ from flexrlhf.comm.reduce import Replicas
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.placement.groups import Group
 
+SECONDS = 200
+
 
 def run_rank(directory: Path, world: World) -> None:
     """Ranks 0 and 1 add numbers meanwhile."""
     pairs = ((0, 1), (2, 3))
-    groups = world.make_groups([Group("tp actor.rollout", pair) for pair in pairs], 60)
+    groups = world.make_groups([Group("tp actor.rollout", pair) for pair in pairs], SECONDS)
     mine = pairs[world.rank // 2]
     group = groups.get("tp actor.rollout", mine)
     if mine == (0, 1):
@@ -30,7 +32,7 @@ def run_rank(directory: Path, world: World) -> None:
     add(group, 3)
     groups.close()
     # rank 0 has the store
-    world.meet("end", 100)
+    world.meet("end", SECONDS)
 
 
 def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
@@ -86,5 +88,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         be_killed()
     else:
-        with open_world("cpu", 100) as opened:
+        with open_world("cpu", SECONDS) as opened:
             run_rank(Path(sys.argv[1]), opened)

@@ -492,7 +492,7 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
             None,
             (V100, "rollout.dtype=bfloat16"),
             "rollout.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, "
-            "or place actor.rollout on another class with `on:`",
+            "or place actor on another class with `on:`",
         ),
         (
             SIX,

@@ -38,6 +38,10 @@ ENGINE_PARTS = (
 )
 """What engines share; what follows is of one engine alone."""
 TORCH_PARTS = "engines.gradients engines.update engines.fsdp"
+VLLM_PARTS = (
+    "engines.vllm_child engines.vllm_groups engines.vllm_home engines.vllm_memory engines.vllm_requests "
+    "engines.vllm_shared engines.vllm_weights engines.vllm_worker"
+)
 LAYERS = (
     # a plan is made and printed without torch
     Layer("errors yaml12 metrics corpus wording"),
@@ -74,6 +78,11 @@ LAYERS = (
         torch=True,
     ),
     Layer("engines.deepspeed", f"{ENGINE_PARTS} engines.deepspeed_config operators.columns", torch=True),
+    Layer(
+        f"{VLLM_PARTS} engines.vllm",
+        f"{ENGINE_PARTS} {VLLM_PARTS} engines.vllm_config comm.reduce placement operators.columns",
+        torch=True,
+    ),
     Layer("engines.registry", "engines.base", torch=True, lazily="engines"),
     Layer("operators.parity", "engines.base spec", torch=True),
     Layer("operators.functions", "operators.parity engines.base spec", torch=True),

@@ -43,8 +43,10 @@ def settings_of(found: list[Remedy]) -> set[str]:
         ([1, 1, 0.5, 0.5], ("models.actor.zero=3", "models.actor.dtype=bfloat16")),
         ([0.5] * 6, ("sync.snapshot=true",)),
         ([0.5] * 6, ("models.actor.shadow={zero: 3, dtype: bfloat16}",)),
+        ([0.5] * 6, ("rollout.engine=vllm", "rollout.tp=2")),
+        (None, ("rollout={engine: vllm, sleep: false}", "cluster.memory_gb=1000")),
     ],
-    ids=["replicas", "deepspeed", "interleaving", "disaggregated", "shadow"],
+    ids=["replicas", "deepspeed", "interleaving", "disaggregated", "shadow", "rollout", "rollout-beside"],
 )
 def test_a_remedy_lowers_the_peak_by_what_it_says(placement: Any, overrides: tuple[str, ...]) -> None:
     plan = large(placement, 4, *overrides)
@@ -52,7 +54,7 @@ def test_a_remedy_lowers_the_peak_by_what_it_says(placement: Any, overrides: tup
         found = remedies(plan, rank)
         assert found
         for remedy in found:
-            changed = large(placement, 4, *overrides, *re.split(" (?=models)", remedy.change))
+            changed = large(placement, 4, *overrides, *re.split(" (?=models|rollout)", remedy.change))
             assert plan.memory(rank).peak_bytes - changed.memory(rank).peak_bytes == remedy.freed > 0
 
 

@@ -95,8 +95,12 @@ def test_the_mapping_form_names_the_engine() -> None:
         (
             mapping(),
             (),
-            "placement: no model 'actor.rollout' (did you mean 'actor.shadow'?); known: actor.shadow, critic.shadow, "
-            "actor, critic, ref, reward, train_share, span_classes",
+            "placement: actor.rollout needs an engine of its own; set rollout.engine: vllm, or remove it",
+        ),
+        (
+            mapping(actor_rollout=None) | {"actor.shadow": 0.5},
+            (VLLM,),
+            "placement: with a rollout engine actor.shadow is that engine; call it actor.rollout",
         ),
         (
             mapping(critic_rollout=0.5),
@@ -130,7 +134,7 @@ def test_the_mapping_form_names_the_engine() -> None:
             "on rank 0; give them disjoint ranks",
         ),
     ],
-    ids=["no critic.shadow", "no engine", "no vllm", "of the critic", "vector of five", "no split", "shared rank"],
+    ids=["no critic.shadow", "no engine", "no vllm", "as a shadow", "of the critic", "vector of five", "no split", "shared rank"],
 )
 def test_a_placement_that_cannot_be(placement: Any, overrides: tuple[str, ...], sentence: str) -> None:
     assert refused(placement, 2, *overrides) == sentence
@@ -540,7 +544,7 @@ def test_a_rank_does_what_it_can_before_it_waits_for_its_child() -> None:
 def test_the_weights_of_an_engine_beside_the_actor_come_after_all_training() -> None:
     instructions = plan_of(None, 2, VLLM).schedule.instructions
     kinds = [type(x).__name__ for x in instructions]
-    assert kinds[-4:] == ["Reload", "Sync", "Save", "Save"]
+    assert kinds[-4:] == ["Save", "Save", "Reload", "Sync"]
     sync = next(x for x in instructions if isinstance(x, Sync))
     assert sync.is_local and sync.ranks == (0, 1) and sync.every == 1
 

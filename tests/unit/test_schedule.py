@@ -100,10 +100,10 @@ def test_the_schedule_of_an_engine_beside_the_actor() -> None:
         "##  run  parity on actor",
         "##  run  train_actor on actor",
         "##  run  train_critic on critic",
-        "##  reload  actor.rollout",
-        "##  sync  weights actor -> actor.rollout",
         "#.  save  actor",
         "#.  save  critic",
+        "##  reload  actor.rollout",
+        "##  sync  weights actor -> actor.rollout",
     ]
 
 

@@ -185,9 +185,8 @@ QWEN2 = TINY | {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_
 
 
 def rollout(tp: int, dp: int = 1) -> PlacedModel:
-    return replace(
-        placed("vllm", 0, tp, dp), name="actor.rollout", trained=False, rollout=RolloutSpec(engine="vllm", tp=tp)
-    )
+    own = RolloutSpec(engine="vllm", tp=tp)
+    return replace(placed("vllm", 0, tp, dp), name="actor.rollout", trained=False, rollout=own)
 
 
 @pytest.mark.parametrize(
