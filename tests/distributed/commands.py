@@ -26,8 +26,21 @@ def start(arguments: list[str], directory: Path, program: Sequence[str] = PROGRA
 
 def children(process: subprocess.Popen[str]) -> list[int]:
     """Process ids of the ranks."""
-    tasks = Path(f"/proc/{process.pid}/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    return children_of(process.pid)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of what a process has started, oldest first."""
+    tasks = Path(f"/proc/{pid}/task")
+    return sorted(int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split())
+
+
+def name_of(pid: int) -> str:
+    """What a process calls itself; nothing once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def is_alive(pid: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import Case, make_assets
-from commands import children, is_alive, read_until, start
+from commands import children, children_of, is_alive, name_of, read_until, start
 
 from flexrlhf.spec_file import dump_spec
 
@@ -53,6 +53,49 @@ def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_p
         # the deadline is 5 s; a stopped process does not even take SIGTERM, so the agent kills it half a minute later
         assert process.returncode == 1 and seconds < 60
         assert "the deadline passed, waiting for rank 1 (at: step" in last
+
+
+@pytest.fixture(scope="module")
+def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without an end whose answers a process of rank 1 decodes."""
+    pytest.importorskip("vllm")
+    assets = make_assets(tmp_path_factory.mktemp("rollouts"))
+    raw = yaml.safe_load(dump_spec(assets.spec(Case("four", "six-chunks", 2, rollout="vllm-child"))))
+    raw |= {"name": "decoding", "steps": 100_000, "timeout_seconds": 30, "runs": "runs"}
+    path = tmp_path_factory.mktemp("config") / "decoding.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["rollout process", "its rank"])
+def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, tmp_path: Path) -> None:
+    """Killed in the midst of a step, alone or with the rank that it serves."""
+    shared = set(Path("/dev/shm").iterdir())
+    process = start(["run", str(child_config)], tmp_path)
+    read_until(process, "step 2/")
+    first, last = children(process)
+    (decoder,) = [pid for pid in children_of(last) if "EngineCore" in name_of(pid)]
+    everyone = [first, last, *children_of(first), *children_of(last)]
+    began = time.monotonic()
+    os.kill(decoder if victim == "rollout process" else last, signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and time.monotonic() - began < 60, out
+    sentence = out.strip().splitlines()[-1]
+    if victim == "rollout process":
+        assert sentence.startswith("flexrlhf: rank 1 (actor.rollout, "), out
+        assert sentence.endswith(f"actor.rollout: the vLLM process {decoder} ended (killed by SIGKILL)"), out
+    else:
+        assert sentence.startswith("flexrlhf: rank 1 (actor.rollout, ") and "killed by SIGKILL" in sentence, out
+    wait_for_the_end_of(everyone)
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+def wait_for_the_end_of(processes: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in processes if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"left behind: {[name_of(pid) for pid in alive]}"
+        time.sleep(0.1)
 
 
 def test_a_rank_that_raises_ends_the_run_with_its_message(endless: Path, tmp_path: Path) -> None:
