@@ -36,6 +36,8 @@ SIZES = {
     "bos_token_id": 2,
 }
 """Of the models: the words of a Llama config."""
+WIDE = {**SIZES, "head_dim": 32}
+"""Of an actor that vLLM generates for: on CPUs it takes no narrower heads."""
 HELD_OUT = {"ppo": 11, "sft": 3, "reward": 11}
 """Rows to evaluate with; of 3 the first of 4 ranks has none."""
 TRAINED = {"ppo": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",)}
@@ -47,11 +49,18 @@ class Case:
     shape: str
     ranks: int
     compute: str = "replicas"
+    rollout: str = "transformers"
 
     @property
     def name(self) -> str:
         plain = f"{self.setting}_{self.shape}_{self.ranks}"
-        return plain if self.compute == "replicas" else f"{plain}_{self.compute}"
+        further = [self.compute] * (self.compute != "replicas") + [self.rollout] * self.has_rollout_engine
+        return "_".join([plain, *further])
+
+    @property
+    def has_rollout_engine(self) -> bool:
+        """Whether vLLM generates."""
+        return self.rollout != "transformers"
 
 
 def _ppo(**changes: Any) -> Raw:
@@ -74,6 +83,7 @@ SETTINGS: dict[str, Raw] = {
     "uneven": _ppo(prompts_per_step=7, num_mini_batches=2),
     "scarce": _ppo(prompts_per_step=3, num_mini_batches=2, whiten="mini_batch"),
     "samples": _ppo(prompts_per_step=6, num_mini_batches=2, samples_per_prompt=2, loss_aggregation="token-sum"),
+    "four-samples": _ppo(prompts_per_step=4, num_mini_batches=2, samples_per_prompt=4),
     "epochs": _ppo(num_mini_batches=2, epochs=2, loss_aggregation="seq-mean-token-mean"),
     "bootstrap": _ppo(num_mini_batches=2, truncation="bootstrap", gamma=0.98, gae_lambda=0.9),
     "penalty": _ppo(num_mini_batches=2, truncation={"penalty": 1.5}, reward_clip=1.0, kl_coefficient=0.3),
@@ -89,7 +99,23 @@ SETTINGS: dict[str, Raw] = {
     },
     # answers of one token have no bigrams
     "short": {**_ppo(num_mini_batches=2), "data": {"max_response_tokens": 1}},
+    # caps that bind where weights are stale; where they are not every weight is 1, on no side of the cap by rounding
+    "corrected": _ppo(num_mini_batches=2, importance={"cap": 1.05}),
+    "corrected-answers": _ppo(
+        num_mini_batches=2,
+        importance={"level": "sequence", "cap": 1.1},
+        loss_aggregation="seq-mean-token-mean",
+        entropy_coefficient=0.02,
+    ),
+    # each cut takes tokens away that the other would leave
+    "nucleus": _ppo(num_mini_batches=2, top_p=0.8, top_k=10, min_response_tokens=3, temperature=1.2, importance={}),
+    # a text of one word, and two over the border of words
+    "stopped": _ppo(num_mini_batches=2, stop=["ta", "o n", "i b"]),
+    "stopped-late": _ppo(num_mini_batches=2, stop=["i", "o n"], min_response_tokens=3, importance={"cap": 1.05}),
+    "greedy": {**_ppo(num_mini_batches=2), "eval": {"temperature": 0}},
+    "cooler": {**_ppo(num_mini_batches=2, temperature=1.3), "eval": {"temperature": 0.5}},
     "sft": {"algorithm": {"name": "sft", "num_mini_batches": 2}},
+    "sft-greedy": {"algorithm": {"name": "sft", "num_mini_batches": 2}, "eval": {"temperature": 0}},
     "sft-epochs": {
         "algorithm": {
             "name": "sft",
@@ -145,8 +171,8 @@ SETTINGS |= {
 }
 NOT_COMPARED = ("slow", "slow-streaming", "deep")
 EVALUATED = (
-    *("four", "samples", "short", "sft", "sft-epochs", "sft-adapters"),
-    *("reward", "reward-uneven", "reward-adapters"),
+    *("four", "samples", "short", "nucleus", "stopped", "greedy", "cooler"),
+    *("sft", "sft-greedy", "sft-epochs", "sft-adapters", "reward", "reward-uneven", "reward-adapters"),
 )
 """Settings that look at held-out rows after every step."""
 SUPERVISED = tuple(name for name, raw in SETTINGS.items() if raw["algorithm"]["name"] != "ppo")
@@ -279,6 +305,26 @@ PRECISION: dict[str, Raw] = {
     "fp16-frozen-torch-3": {role: {"dtype": "float16", "zero": 3} for role in ("ref", "reward")},
 }
 """Other types: change numbers by their rounding."""
+
+
+def _vllm(**settings: Any) -> Raw:
+    """The gate is as tight as float32 lets it be, in every step in which both sides hold the same weights."""
+    parity = {"every": 1, "max_difference": 1e-4, "mean_difference": 2e-5}
+    return {"engine": "vllm", "parity": parity, **settings}
+
+
+ROLLOUTS: dict[str, Raw] = {
+    "transformers": {},
+    "vllm": _vllm(),
+    "vllm-tp": _vllm(tp=2),
+    "vllm-child": _vllm(process="child"),
+    # a row at a time, of which nothing is kept for the next sample of its prompt
+    "vllm-narrow": _vllm(kv_tokens=32, prefix_caching=False),
+    "vllm-awake": _vllm(sleep=False),
+    # its own generators draw other tokens, so that there is no reference
+    "vllm-engine": _vllm(noise="engine"),
+}
+"""What generates: changes no number."""
 STAGES = ("torch-2", "torch-3", *(f"deepspeed-{stage}" for stage in range(4)))
 """Engine and ZeRO stage, but torch's stage 0, which is "replicas"."""
 PPO_SHAPES = {
@@ -357,35 +403,78 @@ DEFAULT = [
     Case("shared", "six", 4, "deepspeed-2"),
     Case("shared", "co-located", 4, "deepspeed-3"),
     Case("two", "apart", 4, "apart"),
+    Case("corrected", "lag-chunks", 2),
+    Case("corrected", "every-3", 4, "torch-3"),
+    Case("corrected-answers", "lag-every-3", 4),
+    Case("nucleus", "halves", 2),
+    Case("nucleus", "lag", 4),
+    Case("stopped", "six-chunks", 4),
+    Case("stopped-late", "co-located", 2),
+    Case("greedy", "six", 2),
+    Case("four", "co-located", 2, rollout="vllm"),
+    Case("one", "halves", 2, rollout="vllm"),
+    Case("corrected", "lag", 2, rollout="vllm"),
+    Case("still", "co-located", 2, rollout="vllm-tp"),
+    Case("four", "six-chunks", 2, rollout="vllm-child"),
+    Case("adapters", "halves", 2, "deepspeed-3", rollout="vllm"),
+    Case("four-samples", "six", 4, rollout="vllm"),
+    Case("four", "six", 4, rollout="vllm-tp"),
+    Case("four", "six-chunks", 4, "torch-3", rollout="vllm"),
+    Case("shared", "six", 4, "torch-3", rollout="vllm"),
 ]
 
 
 def every_case() -> list[Case]:
-    """Every setting under every shape; engines, stages and tensor parallel where they are tried hardest."""
+    """Every setting under every shape; engines, stages, tensor parallel and rollouts where they are tried hardest."""
     computed = {stage: ("two", "uneven", "adapters", "shared", "scheduled") for stage in STAGES}
     # adapters are not cut
     computed |= {"tp": ("two", "uneven"), "tp-3": ("two", "uneven")}
-    return _every_shape() + [
+    engines = [
         Case(setting, shape, 4, compute)
         for compute, settings in computed.items()
         for shape in ("co-located", "halves", "six")
         for setting in settings
     ]
+    return list(dict.fromkeys([*_every_shape(), *engines, *_every_rollout()]))
 
 
 def _every_shape() -> list[Case]:
-    """The product of settings and shapes, where the chunks of the shape divide the mini-batches of the setting."""
-    cases = []
-    for ranks in (1, 2, 4):
-        for setting, raw in SETTINGS.items():
-            if setting in NOT_COMPARED:
-                continue
-            shapes = SUPERVISED_SHAPES if setting in SUPERVISED else PPO_SHAPES
-            for shape in shapes[ranks]:
-                chunks = SHAPES[shape].get("schedule", {}).get("num_chunks", 1)
-                if raw["algorithm"]["num_mini_batches"] % chunks == 0:
-                    cases.append(Case(setting, shape, ranks))
-    return cases
+    """The product of settings and shapes."""
+    return [
+        Case(setting, shape, ranks)
+        for ranks in (1, 2, 4)
+        for setting in SETTINGS
+        for shape in (SUPERVISED_SHAPES if setting in SUPERVISED else PPO_SHAPES)[ranks]
+        if setting not in NOT_COMPARED and _chunks_divide(setting, shape)
+    ]
+
+
+def _every_rollout() -> list[Case]:
+    """vLLM for all settings that generate and in all shapes; its variants, and the ways in which its source lies."""
+    settings = [name for name in SETTINGS if name not in (*SUPERVISED, *NOT_COMPARED)]
+    plain = [(setting, shape) for setting in settings for shape in ("co-located", "six", "lag-every-3")]
+    plain += [(setting, shape) for setting in ("two", "corrected") for shape in PPO_SHAPES[4] if "tight" not in shape]
+    cases = [Case(*names, 4, rollout="vllm") for names in plain]
+    for shape in ("co-located", "halves", "six", "six-chunks", "lag"):
+        for setting in ("two", "uneven", "four-samples", "corrected"):
+            cases += [Case(setting, shape, 4, rollout=rollout) for rollout in _rollouts_of(shape)]
+        for compute in (*STAGES, "tp", "tp-3", "mixed"):
+            cases.append(Case("two", shape, 4, compute, "vllm"))
+        for compute in ("replicas", *STAGES):
+            cases += [Case(setting, shape, 4, compute, "vllm") for setting in ("adapters", "shared")]
+    return [case for case in cases if _chunks_divide(case.setting, case.shape)]
+
+
+def _rollouts_of(shape: str) -> list[str]:
+    """Those with a reference; beside the trained actor none has a process of its own."""
+    left_out = ("transformers", "vllm-engine", *(["vllm-child"] if shape in ("co-located", "halves") else []))
+    return [name for name in ROLLOUTS if name not in left_out]
+
+
+def _chunks_divide(setting: str, shape: str) -> bool:
+    """Whether the chunks of the shape divide the mini-batches of the setting."""
+    chunks = SHAPES[shape].get("schedule", {}).get("num_chunks", 1)
+    return SETTINGS[setting]["algorithm"]["num_mini_batches"] % chunks == 0
 
 
 @dataclass(frozen=True)
@@ -394,8 +483,8 @@ class Assets:
 
     directory: Path
 
-    def model(self, role: str) -> str:
-        return str(self.directory / "models" / role)
+    def model(self, name: str) -> str:
+        return str(self.directory / "models" / name)
 
     def spec(self, case: Case) -> Spec:
         algorithm = SETTINGS[case.setting]["algorithm"]["name"]
@@ -403,7 +492,7 @@ class Assets:
         base: Raw = {
             "name": case.name,
             "algorithm": _ppo_defaults() if algorithm == "ppo" else {"prompts_per_step": 8},
-            "models": {role: self._model(role, role in TRAINED[algorithm]) for role in roles},
+            "models": {role: self._model(case, role, role in TRAINED[algorithm]) for role in roles},
             "data": {
                 "path": str(self.directory / f"{algorithm}.jsonl"),
                 "tokenizer": str(self.directory / "tokenizer"),
@@ -425,14 +514,17 @@ class Assets:
         computes = COMPUTE | PRECISION
         compute = {"models": {role: raw for role, raw in computes[case.compute].items() if role in roles}}
         raw = _merged(_merged(_merged(base, SETTINGS[case.setting]), shape), compute)
+        if case.has_rollout_engine:
+            raw = _with_rollout(raw, ROLLOUTS[case.rollout])
         return parse_spec(_shared(raw) if "share" in raw["models"].get("ref", {}) else raw, case.name)
 
-    def _model(self, role: str, trained: bool) -> Raw:
+    def _model(self, case: Case, role: str, trained: bool) -> Raw:
         limits = {"actor": 1.0, "critic": 2.0, "reward": None}
         # Adam's first step of a weight is g / (|g| + eps): with the default eps a gradient of 1e-8, whose very sign is
         # rounding, moves a weight as far as any other, and one such weight of a model this small is seen in the values
         optimizer = {"learning_rate": 1e-3, "eps": 1e-5, "weight_decay": 0.01, "max_grad_norm": limits.get(role)}
-        return {"path": self.model(role), **({"optimizer": optimizer} if trained else {})}
+        name = "wide-actor" if case.has_rollout_engine and role == "actor" else role
+        return {"path": self.model(name), **({"optimizer": optimizer} if trained else {})}
 
 
 def _ppo_defaults() -> Raw:
@@ -460,27 +552,43 @@ def _shared(raw: Raw) -> Raw:
     return {**raw, "models": {**raw["models"], "ref": {"share": "actor"}}, "placement": placement}
 
 
+def _with_rollout(raw: Raw, rollout: Raw) -> Raw:
+    """``raw`` with an engine that generates, in the place of the actor's shadow where there is one."""
+    placement, algorithm = raw["placement"], raw["algorithm"]
+    if isinstance(placement, dict):
+        placement = {name.replace("actor.shadow", "actor.rollout"): entry for name, entry in placement.items()}
+    if not {"top_p", "top_k", "min_response_tokens"}.isdisjoint(algorithm):
+        rollout = rollout | {"parity": None}
+    return {**raw, "placement": placement, "rollout": rollout}
+
+
 def make_assets(directory: Path) -> Assets:
     assets = Assets(directory)
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
     torch.manual_seed(11)
-    actor = LlamaForCausalLM(_config())
-    with torch.no_grad():
-        # the end token wins often enough that some answers stop early, and pad is drawn as a token like any other
-        actor.lm_head.weight[:2] *= torch.tensor([[2.0], [2.5]])
+    actor = _actor(SIZES)
     _save(actor, assets.model("actor"))
     with torch.no_grad():
         for parameter in actor.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
     _save(actor, assets.model("ref"))
     for role in ("critic", "reward"):
-        _save(LlamaForSequenceClassification(_config()), assets.model(role))
+        _save(LlamaForSequenceClassification(_config(SIZES)), assets.model(role))
+    _save(_actor(WIDE), assets.model("wide-actor"))
     _write_data(directory)
     return assets
 
 
-def _config() -> LlamaConfig:
-    return LlamaConfig(**SIZES, num_labels=1)
+def _actor(sizes: Raw) -> LlamaForCausalLM:
+    actor = LlamaForCausalLM(_config(sizes))
+    with torch.no_grad():
+        # the end token wins often enough that some answers stop early, and pad is drawn as a token like any other
+        actor.lm_head.weight[:2] *= torch.tensor([[2.0], [2.5]])
+    return actor
+
+
+def _config(sizes: Raw) -> LlamaConfig:
+    return LlamaConfig(**sizes, num_labels=1)
 
 
 def _save(model: PreTrainedModel, path: str) -> None:

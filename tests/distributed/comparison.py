@@ -15,11 +15,12 @@ from torch import Tensor
 from flexrlhf.spec import Spec
 
 RELATIVE = 1e-5
-EXACT = ("tokens", "response_mask", "finished")
-REAL = ("logprobs", "ref_logprobs", "scores", "values", "advantages", "returns")
+EXACT = ("tokens", "response_mask", "finished", "policy_version")
+REAL = ("rollout_logprobs", "logprobs", "ref_logprobs", "scores", "values", "advantages", "returns")
 COUNTED = (
     *("ratio_clipped", "value_clipped", "reward_clipped", "truncated", "response_length", "pair_accuracy"),
     *("eval_accuracy", "eval_distinct_2", "eval_response_length"),
+    *("importance_clipped", "policy_lag", "rollout_requests"),
 )
 
 
@@ -92,11 +93,20 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
     for name in EXACT if step.columns else ():
         differing = int((columns[name].long() != step.columns[name].long()).sum())
         yield Deviation(number, name, float(differing), 0.0)
-    for name in REAL if step.columns else ():
+    for name in _real(outcome) if step.columns else ():
         yield Deviation(number, name, _largest(columns[name], step.columns[name]), RELATIVE)
     metrics = outcome.metrics[number]
     for name, metric in step.metrics.items():
         yield Deviation(number, name, _metric_deviation(metrics[name], metric), 1e-12 if name in COUNTED else RELATIVE)
+
+
+def _real(outcome: Outcome) -> tuple[str, ...]:
+    """Log-probs of the rollout are a column where something else tells those of the policy."""
+    spec, written = outcome.plan.spec, outcome.plan.graph.producers
+    is_corrected = spec.algorithm.importance is not None
+    is_compared = spec.rollout.engine != "transformers" and "trainer_logprobs" not in written
+    assert ("rollout_logprobs" in written) == (is_corrected or is_compared), sorted(written)
+    return REAL if "rollout_logprobs" in written else REAL[1:]
 
 
 def _largest(column: Tensor, reference: Tensor) -> float:

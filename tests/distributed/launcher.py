@@ -1,4 +1,5 @@
-"""One elastic launch per number of ranks runs all selected cases in order; here it starts, and what it left is read."""
+"""One elastic launch per number of ranks, with vLLM or without, runs all selected cases in order; here it starts, and
+what it left is read."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,28 +78,35 @@ RUNS_PER_LAUNCH = 60
 """Sharded models leave threads behind until their process ends (CONTRIBUTING, known limits)."""
 
 
+Kind = tuple[int, bool]
+"""Of a launch: its ranks, and whether vLLM is loaded there, which only some machines have."""
+
+
 class Launches:
-    """Outcomes by case. All cases of a number of ranks are launched when the first of them is asked for."""
+    """Outcomes by case. All cases of a kind are launched when the first of them is asked for."""
 
     def __init__(self, assets: Assets, selected: Iterable[Case]) -> None:
         self.assets = assets
         self._selected = list(dict.fromkeys(selected))
-        self._outcomes: dict[int, dict[Case, Outcome]] = {}
+        self._outcomes: dict[Kind, dict[Case, Outcome]] = {}
         self._failures: dict[str, str] = {}
 
     def outcome(self, case: Case) -> Outcome:
-        if case.ranks not in self._outcomes:
-            self._launch(case.ranks)
-        outcome = self._outcomes[case.ranks][case]
+        if case.has_rollout_engine and find_spec("vllm") is None:
+            pytest.skip(f"{case.name} generates with vllm, which is not installed")
+        kind = _kind(case)
+        if kind not in self._outcomes:
+            self._launch(kind)
+        outcome = self._outcomes[kind][case]
         # the last thing that a run writes
         if not (outcome.directory / "timeline.json").exists():
             pytest.fail(f"{case.name} did not end: {self._failures.get(case.name, 'no rank failed')}", pytrace=False)
         return outcome
 
-    def _launch(self, ranks: int) -> None:
-        cases = [case for case in self._selected if case.ranks == ranks]
+    def _launch(self, kind: Kind) -> None:
+        cases = [case for case in self._selected if _kind(case) == kind]
         outcomes = {case: Outcome(case, make_plan(self.assets.spec(case))) for case in cases}
-        self._outcomes[ranks] = outcomes
+        self._outcomes[kind] = outcomes
         plans = [outcome.plan for outcome in outcomes.values()]
         for plan in plans:
             prepare_directory(plan, format_plan(plan))
@@ -112,3 +121,7 @@ class Launches:
                 launch([plan.spec for plan in plans], plans[0], Machines())
             except RankFailure as error:
                 self._failures.update({plan.spec.name: str(error) for plan in plans})
+
+
+def _kind(case: Case) -> Kind:
+    return case.ranks, case.has_rollout_engine

@@ -21,9 +21,17 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from flexrlhf.data import Example, load_examples, step_indices
-from flexrlhf.engines.base import Sampling
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.spec import LoraSpec, ModelSpec, OptimizerSpec, PpoSpec, Spec, TruncationPenalty
+from flexrlhf.spec import (
+    ImportanceSpec,
+    LoraSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PpoSpec,
+    SampledSpec,
+    Spec,
+    TruncationPenalty,
+)
 
 Weights = dict[str, Tensor]
 TIE = 1e-4
@@ -46,12 +54,18 @@ class Metric:
 
 @dataclass
 class Answer:
-    """One row of a step. ``margins``: by how much each token won over the second best."""
+    """One row of a step. ``margins``: by how much each token won over the second best.
+
+    ``rollout_logprobs``: of the tokens where they were drawn; ``logprobs``: under the policy that the loss takes its
+    ratio to.
+    """
 
     prompt: list[int]
     tokens: list[int]
     margins: list[float]
     finished: bool
+    version: int = 0
+    rollout_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -110,12 +124,7 @@ class Policy:
         self.temperature = temperature
 
     def next_logits(self, text: list[int]) -> Tensor:
-        return self.model(input_ids=torch.tensor([text])).logits[0, -1].double() / self.temperature
-
-    def perturbed(self, text: list[int], sampling: Sampling, row: int, position: int) -> Tensor:
-        """Logits plus the noise of a place: the largest is drawn."""
-        logits = self.next_logits(text)
-        return logits + gumbel_noise(sampling.seed, sampling.step, torch.tensor([row]), position, len(logits))[0]
+        return self.model(input_ids=torch.tensor([text])).logits[0, -1].double()
 
     def distributions(self, prompt: list[int], answer: list[int]) -> Tensor:
         """Log-probs (len(answer), vocabulary) of what may stand at every place of the answer."""
@@ -213,6 +222,52 @@ def distance(weights: Weights, reference: Weights) -> float:
     return math.sqrt(square / sum(float(w.double().square().sum()) for w in reference.values()))
 
 
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+class Drawing:
+    """How answers are drawn. ``temperature`` 0: the likeliest token, always."""
+
+    def __init__(self, spec: Spec, tokenizer: Any, temperature: float) -> None:
+        settings = spec.algorithm if isinstance(spec.algorithm, SampledSpec) else SampledSpec()
+        self.seed, self.temperature, self.tokenizer = spec.seed, temperature, tokenizer
+        self.end, self.longest = tokenizer.eos_token_id, spec.data.max_response_tokens
+        self.top_p, self.top_k = settings.top_p, settings.top_k
+        self.shortest, self.stop = settings.min_response_tokens, settings.stop
+
+    def scores(self, logits: Tensor, position: int) -> Tensor:
+        """Of what may stand at a place, -inf of what may not: softmax of them is what the token is drawn from."""
+        scores = logits / (self.temperature or 1.0)  # a copy
+        if position < self.shortest:
+            scores[self.end] = -math.inf
+        order = scores.argsort(descending=True)[: self.top_k or None]
+        likely = scores[order].softmax(0)
+        likelier = likely.cumsum(0) - likely
+        allowed = order if self.top_p == 1 else order[likelier < self.top_p]
+        out = torch.full_like(scores, -math.inf)
+        out[allowed] = scores[allowed]
+        return out
+
+    def perturbed(self, scores: Tensor, step: int, row: int, position: int) -> Tensor:
+        """The largest is drawn."""
+        if self.temperature == 0:
+            return scores
+        return scores + gumbel_noise(self.seed, step, torch.tensor([row]), position, len(scores))[0]
+
+    def finishes(self, answer: list[int]) -> bool:
+        """Whether the last token is the end token, or completes a stop string behind the shortest length."""
+        if answer[-1] == self.end:
+            return True
+        if len(answer) <= self.shortest:
+            return False
+        text, early = self.text(answer), self.text(answer[: self.shortest])
+        return any(text.find(stop, max(0, len(early) - len(stop) + 1)) >= 0 for stop in self.stop)
+
+    def text(self, answer: list[int]) -> str:
+        """Special tokens are none of it."""
+        return self.tokenizer.decode(answer, skip_special_tokens=True)
+
+
 # --- mathematics -----------------------------------------------------------------------------------------------------
 
 
@@ -246,10 +301,24 @@ def clipped_score(spec: PpoSpec, answer: Answer) -> float:
     return score if spec.reward_clip is None else max(-spec.reward_clip, min(spec.reward_clip, score))
 
 
+def drawn_by(spec: PpoSpec, answer: Answer) -> list[float]:
+    """Log-probs of the policy that drew the answer, as far as it is told from the one that is trained."""
+    return answer.logprobs if spec.importance is None else answer.rollout_logprobs
+
+
+def log_ratios_to_ref(spec: PpoSpec, answer: Answer) -> list[float]:
+    return [drawn - ref for drawn, ref in zip(drawn_by(spec, answer), answer.ref_logprobs, strict=True)]
+
+
+def importance_ratios(spec: ImportanceSpec, answer: Answer) -> list[float]:
+    """pi_old / pi_rollout of every token, or of the answer as one."""
+    log_ratios = [old - drawn for old, drawn in zip(answer.logprobs, answer.rollout_logprobs, strict=True)]
+    return [math.exp(x) for x in (log_ratios if spec.level == "token" else [sum(log_ratios)])]
+
+
 def estimate_advantages(spec: PpoSpec, answer: Answer) -> None:
     """Rewards, then generalized advantage estimation from the last token to the first."""
-    pairs = zip(answer.logprobs, answer.ref_logprobs, strict=True)
-    rewards = [-spec.kl_coefficient * (logprob - ref) for logprob, ref in pairs]
+    rewards = [-spec.kl_coefficient * log_ratio for log_ratio in log_ratios_to_ref(spec, answer)]
     rewards[-1] += clipped_score(spec, answer)
     bootstrap = spec.truncation == "bootstrap" and not answer.finished
     next_value, next_advantage = (answer.values[-1] if bootstrap else 0.0), 0.0
@@ -297,6 +366,10 @@ class Terms:
 
     def metrics(self) -> dict[str, Metric]:
         metrics = {name: self.mean(name) for name in self._terms}
+        if "importance_weight" in metrics:
+            weights = self._terms["importance_weight"]
+            share = sum(weights) ** 2 / sum(w * w for w in weights) / len(weights)
+            metrics["effective_sample_size"] = Metric(share, 1.0)
         spread = {"reward_mean": "reward_std", "advantage_mean": "advantage_std"}
         return metrics | {std: self.std(mean) for mean, std in spread.items() if mean in self._terms}
 
@@ -319,6 +392,7 @@ class Reference:
         self.trainees = {role: Trainee(role, getattr(self, role).model, spec) for role in ("actor", "critic")}
         self.versions = [self._weights()]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(spec.data.tokenizer)
+        self.drawing = Drawing(spec, self.tokenizer, temperature)
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
 
     def run(self) -> Result:
@@ -340,6 +414,7 @@ class Reference:
         self.old_critic.model.load_state_dict(weights["critic"], strict=False)
         terms = Terms()
         answers = self._experience(step)
+        terms.add("policy_lag", [float(step - answer.version) for answer in answers])
         self._advantages(answers, terms)
         for _ in range(self.ppo.epochs):
             for rows in self._mini_batches():
@@ -349,7 +424,8 @@ class Reference:
                 self._train_critic([answers[row] for row in rows], terms)
         self.versions.append(self._weights())
         describe_answers(self.spec, self.actor, self.tokenizer, terms)
-        return Step(pad_columns(self.spec, answers, self.tokenizer.pad_token_id), terms.metrics(), answers)
+        metrics = terms.metrics() | {"rollout_requests": Metric(len(answers), 1.0)}
+        return Step(pad_columns(self.spec, answers, self.tokenizer.pad_token_id), metrics, answers)
 
     def _mini_batches(self) -> list[range]:
         """Rows of the contiguous prompts of every mini-batch, of sizes that differ by at most one."""
@@ -361,9 +437,11 @@ class Reference:
         indices = step_indices(self.spec.seed, step, self.ppo.prompts_per_step, len(self.examples))
         prompts = [self.examples[i].prompt for i in indices for _ in range(self.ppo.samples_per_prompt)]
         answers = [self._sample(step, row, list(prompt)) for row, prompt in enumerate(prompts)]
+        # what corrects for stale weights begins with those that training now starts from
+        policy = self.old_actor if self.ppo.importance is None else self.actor
         for answer in answers:
             text = answer.prompt, answer.tokens
-            answer.logprobs = self.old_actor.logprobs(*text)[0].tolist()
+            answer.logprobs = policy.logprobs(*text)[0].tolist()
             answer.ref_logprobs = self._ref_logprobs(*text)
             answer.values = self.old_critic.everywhere(*text).tolist()
             answer.score = float(self.reward.score(*text))
@@ -377,17 +455,17 @@ class Reference:
             return self.actor.logprobs(prompt, answer)[0].tolist()
 
     def _sample(self, step: int, row: int, prompt: list[int]) -> Answer:
-        """Token by token, until the end token or R tokens."""
-        eos, width = self.tokenizer.eos_token_id, self.spec.data.max_response_tokens
-        sampling = Sampling(self.spec.seed, step, self.ppo.temperature, (eos,), self.tokenizer.pad_token_id)
-        answer = Answer(prompt, [], [], False)
-        while len(answer.tokens) < width and not answer.finished:
+        """Token by token, until one ends the answer or there are R of them."""
+        answer = Answer(prompt, [], [], False, self.version(step))
+        while len(answer.tokens) < self.drawing.longest and not answer.finished:
             position = len(answer.tokens)
-            perturbed = self.old_actor.perturbed(prompt + answer.tokens, sampling, row, position)
+            scores = self.drawing.scores(self.old_actor.next_logits(prompt + answer.tokens), position)
+            perturbed = self.drawing.perturbed(scores, step, row, position)
             token, margin = self._choose(perturbed, step, row, position)
             answer.tokens.append(token)
             answer.margins.append(margin)
-            answer.finished = token == eos
+            answer.rollout_logprobs.append(float(scores.log_softmax(0)[token]))
+            answer.finished = self.drawing.finishes(answer.tokens)
         return answer
 
     def _choose(self, perturbed: Tensor, step: int, row: int, position: int) -> tuple[int, float]:
@@ -409,9 +487,9 @@ class Reference:
             whiten([answers[row] for row in rows])
 
     def _describe(self, answer: Answer, terms: Terms) -> None:
-        log_ratios = [a - b for a, b in zip(answer.logprobs, answer.ref_logprobs, strict=True)]
+        log_ratios = log_ratios_to_ref(self.ppo, answer)
         terms.add("reward_mean", [answer.score])
-        sizes = [abs(logprob) for logprob in answer.logprobs]
+        sizes = [abs(logprob) for logprob in drawn_by(self.ppo, answer)]
         terms.add("kl", [sum(log_ratios)], [sum(sizes)])
         terms.add("kl_token", log_ratios, sizes)
         terms.add("response_length", [len(answer.tokens)])
@@ -430,7 +508,7 @@ class Reference:
             ratio = (logprobs - old).exp()
             plain = -advantages * ratio
             clipped = -advantages * ratio.clamp(1 - self.ppo.clip_low, 1 + self.ppo.clip_high)
-            losses.append(torch.maximum(plain, clipped))
+            losses.append(torch.maximum(plain, clipped) * self._importance(answer, terms))
             entropies.append(entropy)
             terms.add("policy_loss", losses[-1])
             terms.add("ratio_clipped", (clipped > plain).float())
@@ -439,6 +517,17 @@ class Reference:
         how, longest = self.ppo.loss_aggregation, self.spec.data.max_response_tokens
         bonus = self.ppo.entropy_coefficient * aggregate(entropies, how, longest)
         self.trainees["actor"].update(aggregate(losses, how, longest) - bonus, terms)
+
+    def _importance(self, answer: Answer, terms: Terms) -> Tensor:
+        """Weight of each token's loss; of one number all tokens have it."""
+        settings = self.ppo.importance
+        if settings is None:
+            return torch.tensor([1.0])
+        ratios = importance_ratios(settings, answer)
+        weights = [min(ratio, settings.cap) for ratio in ratios]
+        terms.add("importance_weight", weights)
+        terms.add("importance_clipped", [float(ratio > settings.cap) for ratio in ratios])
+        return torch.tensor(weights)
 
     def _train_critic(self, answers: list[Answer], terms: Terms) -> None:
         losses = []
@@ -460,19 +549,25 @@ def describe_answers(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms) -
     """Answers to the held-out prompts, if there are any: their length, and how many of their bigrams differ."""
     if spec.eval is None:
         return
-    eos, width = tokenizer.eos_token_id, spec.data.max_response_tokens
-    sampling = Sampling(spec.seed, EVAL_STEP, policy.temperature, (eos,), tokenizer.pad_token_id)
+    own = spec.eval.temperature
+    drawing = Drawing(spec, tokenizer, policy.temperature if own is None else own)
     examples = read_examples(spec, tokenizer, spec.eval.path)
     prompts = [list(example.prompt) for example in examples for _ in range(spec.algorithm.samples_per_prompt)]
     bigrams: list[tuple[int, int]] = []
     for row, prompt in enumerate(prompts):
-        answer: list[int] = []
-        while len(answer) < width and eos not in answer:
-            with torch.no_grad():
-                answer.append(int(policy.perturbed(prompt + answer, sampling, row, len(answer)).argmax()))
+        answer = held_out_answer(policy, drawing, row, prompt)
         terms.add("eval_response_length", [len(answer)])
         bigrams += pairwise(answer)
     terms.add("eval_distinct_2", [len(set(bigrams)) / max(len(bigrams), 1)])
+
+
+@torch.no_grad()
+def held_out_answer(policy: Policy, drawing: Drawing, row: int, prompt: list[int]) -> list[int]:
+    answer: list[int] = []
+    while len(answer) < drawing.longest and not (answer and drawing.finishes(answer)):
+        scores = drawing.scores(policy.next_logits(prompt + answer), len(answer))
+        answer.append(int(drawing.perturbed(scores, EVAL_STEP, row, len(answer)).argmax()))
+    return answer
 
 
 def read_examples(spec: Spec, tokenizer: Any, path: str) -> list[Example]:
@@ -498,6 +593,8 @@ def pad_columns(spec: Spec, answers: list[Answer], pad: int) -> dict[str, Tensor
         "tokens": torch.cat([left, right([a.tokens for a in answers], behind, pad)], 1),
         "response_mask": right([[1] * len(a.tokens) for a in answers], behind),
         "finished": torch.tensor([int(a.finished) for a in answers]),
+        "policy_version": torch.tensor([a.version for a in answers]),
+        "rollout_logprobs": right([a.rollout_logprobs for a in answers], behind),
         "logprobs": right([a.logprobs for a in answers], behind),
         "ref_logprobs": right([a.ref_logprobs for a in answers], behind),
         "scores": torch.tensor([a.score for a in answers]),

@@ -42,8 +42,8 @@ def counted_bytes(outcome: Outcome) -> Counter[Key]:
     return total
 
 
-def files_bytes(launches: Launches, role: str) -> int:
-    return sum(tensor.nbytes for tensor in load_file(launches.assets.model(role) + "/model.safetensors").values())
+def files_bytes(path: str | None) -> int:
+    return sum(tensor.nbytes for tensor in load_file(f"{path}/model.safetensors").values())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,7 +76,7 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
             state, where = outcome.plan.state(model, rank), f"{case.name}, rank {rank}, {model.name}"
             assert state is not None and held[str(rank)][model.name]["weights"] == state.weights, where
             if model.split == "whole" and model.layout.tp == 1 and model.settings.lora is None:
-                assert state.weights == files_bytes(launches, model.role), where
+                assert state.weights == files_bytes(model.settings.path), where
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def test_the_ratio_is_one_at_the_first_update(launches: Launches, case: Case) ->
 def test_nothing_changes_at_learning_rate_zero(launches: Launches, case: Case) -> None:
     """Three steps with syncs; that log-probs stay those of the first weights is part of the equality above."""
     for role in ("actor", "critic"):
-        first = load_file(launches.assets.model(role) + "/model.safetensors")
-        last = launches.outcome(case).weights(role)
+        outcome = launches.outcome(case)
+        first, last = load_file(f"{outcome.plan.model(role).path}/model.safetensors"), outcome.weights(role)
         assert last.keys() == first.keys() and all(torch.equal(last[name], first[name]) for name in first), role
 
 
@@ -57,7 +57,7 @@ def test_peft_reads_the_adapters_that_a_run_wrote(launches: Launches, case: Case
     for role in outcome.plan.graph.trained:
         lora = outcome.plan.model(role).lora
         if lora is not None:
-            model = load_adapters(launches.assets.model(role), outcome, role)
+            model = load_adapters(str(outcome.plan.model(role).path), outcome, role)
             read, written = get_peft_model_state_dict(model), outcome.weights(role)
             assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read), role
             config = model.peft_config["default"]

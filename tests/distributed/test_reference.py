@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from cases import Case
 from comparison import reference_of
 from launcher import Launches
-from reference_ppo import NoTie, Reference, learning_rate
+from reference_ppo import Drawing, NoTie, Reference, learning_rate
+from torch import Tensor
 
 from flexrlhf.spec import OptimizerSpec
 
@@ -56,6 +59,68 @@ def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches
     first, second, _ = reference_of(launches.assets.spec(Case("shared", "co-located", 1))).steps
     assert first.columns["logprobs"].equal(first.columns["ref_logprobs"])
     assert first.metrics["kl_token"].value == 0 and abs(second.metrics["kl_token"].value) > 1e-3
+
+
+@pytest.mark.parametrize(("setting", "shape"), [("corrected", "lag-chunks"), ("corrected-answers", "lag-every-3")])
+def test_importance_has_teeth(launches: Launches, setting: str, shape: str) -> None:
+    """Fresh weights are 1; of stale ones the cap cuts some, and the others say which tokens count for less."""
+    first, *stale = reference_of(launches.assets.spec(Case(setting, shape, 2))).steps
+    assert first.metrics["importance_weight"].value == pytest.approx(1, abs=1e-6)
+    assert first.metrics["effective_sample_size"].value == pytest.approx(1, abs=1e-6)
+    for step in stale:
+        assert 0 < step.metrics["policy_lag"].value <= 3
+        assert step.metrics["importance_weight"].value < 0.999
+        assert step.metrics["effective_sample_size"].value < 0.999
+        assert (step.columns["logprobs"] - step.columns["rollout_logprobs"]).abs().max() > 0.1
+    assert 0 < max(step.metrics["importance_clipped"].value for step in stale) < 1
+
+
+def test_cuts_have_teeth(launches: Launches) -> None:
+    """Tokens are drawn from few, which are the likelier for it; no answer is short; of two cuts neither is idle."""
+    spec = launches.assets.spec(Case("nucleus", "halves", 2))
+    reference = Reference(spec)
+    for step in reference_of(spec).steps:
+        inside = step.columns["response_mask"].bool()
+        assert (step.columns["rollout_logprobs"] > step.columns["logprobs"] + 0.1)[inside].float().mean() > 0.5
+        assert {len(answer.tokens) for answer in step.answers} <= {4, 5, 6, 7, 8}
+    logits = [reference.actor.next_logits(list(example.prompt)) for example in reference.examples]
+    reference.drawing.top_k = 0
+    by_p = [allowed(reference.drawing, each) for each in logits]
+    reference.drawing.top_k = spec.algorithm.top_k
+    by_both = [allowed(reference.drawing, each) for each in logits]
+    assert all(both < k and both < p for both, k, p in zip(by_both, [spec.algorithm.top_k] * 20, by_p, strict=True))
+
+
+def allowed(drawing: Drawing, logits: Tensor) -> int:
+    """How many tokens may be drawn first."""
+    scores = drawing.scores(logits, 0)
+    assert scores[drawing.end] == -math.inf
+    return int(scores.isfinite().sum())
+
+
+@pytest.mark.parametrize("setting", ["stopped", "stopped-late"])
+def test_stop_strings_have_teeth(launches: Launches, setting: str) -> None:
+    """They end some answers, not all; each answer has one, if any, behind its shortest length and at its end alone."""
+    spec = launches.assets.spec(Case(setting, "co-located", 2))
+    drawing, answers = Reference(spec).drawing, [a for step in reference_of(spec).steps for a in step.answers]
+    stopped = [answer for answer in answers if answer.finished and answer.tokens[-1] != drawing.end]
+    assert 3 < len(stopped) < len(answers)
+    for answer in answers:
+        late = [drawing.text(answer.tokens[:end]) for end in range(drawing.shortest + 1, len(answer.tokens) + 1)]
+        early = drawing.text(answer.tokens[: drawing.shortest])
+        has_stopped = [any(text.count(stop) > early.count(stop) for stop in drawing.stop) for text in late]
+        assert not any(has_stopped[:-1])
+        assert (answer in stopped) == has_stopped[-1] or answer.tokens[-1] == drawing.end
+    if setting == "stopped":
+        across_words = [stop for stop in drawing.stop if " " in stop]
+        assert all(any(stop in drawing.text(answer.tokens) for answer in stopped) for stop in across_words)
+
+
+def test_greedy_answers_repeat_themselves(launches: Launches) -> None:
+    """Held-out answers of the likeliest tokens are others than sampled ones; the rest of the run is the same."""
+    greedy, sampled = (reference_of(launches.assets.spec(Case(s, "co-located", 2))).steps for s in ("greedy", "two"))
+    assert [step.columns["tokens"].tolist() for step in greedy] == [step.columns["tokens"].tolist() for step in sampled]
+    assert all(0 < step.metrics["eval_distinct_2"].value < 0.8 for step in greedy)
 
 
 @pytest.mark.parametrize("shape", ["lag", "every-3", "lag-every-3"])

@@ -134,7 +134,16 @@ def test_the_mapping_form_names_the_engine() -> None:
             "on rank 0; give them disjoint ranks",
         ),
     ],
-    ids=["no critic.shadow", "no engine", "no vllm", "as a shadow", "of the critic", "vector of five", "no split", "shared rank"],
+    ids=[
+        "no critic.shadow",
+        "no engine",
+        "no vllm",
+        "as a shadow",
+        "of the critic",
+        "vector of five",
+        "no split",
+        "shared rank",
+    ],
 )
 def test_a_placement_that_cannot_be(placement: Any, overrides: tuple[str, ...], sentence: str) -> None:
     assert refused(placement, 2, *overrides) == sentence

@@ -1,0 +1,46 @@
+"""One rank that does a run twice: as it is, then with an actor of which one weight is another than the engine's.
+
+``python perturbed.py CONFIG NAME AMOUNT``: add AMOUNT to the first number of the actor's weight NAME.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from flexrlhf.comm.world import World, open_world
+from flexrlhf.memory_meter import MemoryMeter
+from flexrlhf.plan import make_plan
+from flexrlhf.report import format_plan
+from flexrlhf.run_data import load_run_data
+from flexrlhf.run_directory import prepare_directory
+from flexrlhf.spec import Spec
+from flexrlhf.spec_file import parse_spec
+from flexrlhf.trainer import Trainer
+from flexrlhf.yaml12 import read_yaml
+
+
+def run(spec: Spec, world: World, name: str, amount: float) -> None:
+    """As flexrlhf/worker.py does it, but for the weight."""
+    plan = make_plan(spec)
+    prepare_directory(plan, format_plan(plan))
+    trainer = Trainer(plan, world, load_run_data(plan), spec.directory, MemoryMeter(world.device))
+    weight = trainer._residents["actor"].engine.weights()[name]
+    with torch.no_grad():
+        weight.view(-1)[0] += amount
+    trainer.run()
+    trainer.close()
+    print(f"{spec.name} ended", flush=True)
+
+
+def main(config: str, name: str, amount: str) -> None:
+    spec = parse_spec(read_yaml(Path(config).read_text()))
+    with open_world("cpu", spec.timeout_seconds) as world:
+        run(spec.model_copy(update={"name": "as-it-is"}), world, name, 0.0)
+        run(spec.model_copy(update={"name": "perturbed"}), world, name, float(amount))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
