@@ -34,7 +34,7 @@ from flexrlhf.placement.shapes import model_shape
 from flexrlhf.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
 
-VOCABULARY, LENGTHS, ROWS = 4096, Lengths(prompt=64, response=256), 4
+VOCABULARY, LENGTHS, ROWS = 4096, Lengths(prompt=64, response=256), 64
 MODEL = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,

@@ -15,6 +15,13 @@ class UserError(ValueError):
     """A setting, a file or a data row that the user can mend."""
 
 
+class RunStopped(Exception):
+    """What ends a run and is told in one sentence, too, though no setting is wrong.
+
+    A wait without an end, a process that died, numbers that disagree.
+    """
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string.
 

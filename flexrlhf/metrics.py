@@ -31,10 +31,15 @@ class Metric:
 METRICS = (
     Metric("reward_mean", "reward", "score of the reward model, mean over answers, before any shaping", progress=True),
     Metric("reward_std", "reward", "its standard deviation over the answers of the step", "std"),
-    Metric("kl", "kl", "sum over an answer's tokens of logprob - ref_logprob, mean over answers (nats)", progress=True),
-    Metric("kl_token", "kl_token", "logprob - ref_logprob, mean over tokens (nats)"),
+    Metric(
+        "kl",
+        "kl",
+        "sum over an answer's tokens of logprob - ref_logprob of the policy that drew them, mean over answers (nats)",
+        progress=True,
+    ),
+    Metric("kl_token", "kl_token", "logprob - ref_logprob of the policy that drew them, mean over tokens (nats)"),
     Metric("response_length", "response_length", "tokens per answer, end token included", progress=True),
-    Metric("truncated", "truncated", "share of answers without an end token"),
+    Metric("truncated", "truncated", "share of answers that ended at the largest length"),
     Metric(
         "reward_clipped", "reward_clipped", "share of scores, after the truncation rule, beyond algorithm.reward_clip"
     ),

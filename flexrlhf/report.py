@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flexrlhf.memory_report import planned_memory
 from flexrlhf.metrics import METRICS
+from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
@@ -150,8 +151,7 @@ def _notes(plan: Plan, instruction: Instruction) -> list[str]:
             )
             notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
         case Run() if instruction.operator.every > 1:
-            rare = instruction.operator.every >= plan.spec.steps
-            notes = ["at step 0" if rare else _period(instruction.operator.every)]
+            notes = [_turns(instruction.operator, plan.spec.steps)]
         case Eval() | Save():
             notes = ["after the last step" if instruction.every >= plan.spec.steps else _period(instruction.every)]
     chunk = getattr(instruction, "chunk", None)
@@ -160,6 +160,13 @@ def _notes(plan: Plan, instruction: Instruction) -> list[str]:
     if instruction.lag:
         notes.append("of the last batch")
     return notes
+
+
+def _turns(operator: Operator, steps: int) -> str:
+    """In which steps an operator runs that does not in all."""
+    first = [str(step) for step in dict.fromkeys((0, operator.also)) if step < steps]
+    shown = f"at step {' and '.join(first)}"
+    return shown if operator.every >= steps else f"{shown}, {_period(operator.every)}"
 
 
 def _period(every: int) -> str:

@@ -90,8 +90,8 @@ def source_of(
 
 
 def adapters_to_merge(source: PlacedModel, destination: PlacedModel) -> LoraSpec | None:
-    """The source's adapters where the destination has no place for them."""
-    return source.settings.lora if destination.settings.lora is None else None
+    """The source's adapters where the destination holds them inside the weights that they change."""
+    return source.settings.lora if destination.rollout is not None else None
 
 
 def destination_of(model: PlacedModel, shape: ModelShape, sync: Sync) -> Destination:

@@ -237,7 +237,7 @@ class SampledSpec(AlgorithmSpec):
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this probability together")
     top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: from all")
     min_response_tokens: int = Field(0, ge=0, description="no end token before so many")
-    stop: StopStrings = Field((), description="texts that end an answer, which keeps them")
+    stop: StopStrings = Field((), description="texts that end an answer, which keeps them; without special tokens")
     importance: ImportanceSpec | None = None
 
     @property
@@ -396,7 +396,7 @@ class SyncSpec(Section):
     every: int = Field(1, ge=1, description="steps between two syncs")
     checksum: bool = True
     snapshot: bool = Field(False, description="copy the weights first, so that training goes on while they travel")
-    bucket_mb: float = Field(64.0, ge=0.001)
+    bucket_mb: float = Field(16.0, ge=0.001, description="of weights that travel together")
 
 
 class DataSpec(Section):
@@ -516,6 +516,16 @@ class Spec(Section):
             use = either(n for n in range(1, mini_batches + 1) if mini_batches % n == 0)
             raise ValueError(
                 f"schedule.num_chunks {chunks} does not divide algorithm.num_mini_batches {mini_batches}: use {use}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_can_end(self) -> Self:
+        least = getattr(self.algorithm, "min_response_tokens", 0)
+        if least > self.data.max_response_tokens:
+            raise ValueError(
+                f"algorithm.min_response_tokens {least} exceeds data.max_response_tokens "
+                f"{self.data.max_response_tokens}: use at most {self.data.max_response_tokens}"
             )
         return self
 

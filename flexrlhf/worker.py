@@ -18,8 +18,8 @@ from types import TracebackType
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from flexrlhf.comm.world import DeadlineError, open_world
-from flexrlhf.errors import UserError
+from flexrlhf.comm.world import open_world
+from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.memory_meter import MemoryMeter
 from flexrlhf.plan import make_plan
 from flexrlhf.run_data import load_run_data
@@ -56,7 +56,7 @@ def main(specs_file: str) -> None:
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """The launcher prints these as one sentence; a traceback would bury it."""
-    if not issubclass(kind, UserError | DeadlineError):
+    if not issubclass(kind, UserError | RunStopped):
         sys.__excepthook__(kind, error, trace)
 
 

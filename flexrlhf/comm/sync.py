@@ -8,7 +8,7 @@ the source keeps at most two buckets in memory and so waits for the destination;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,38 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.buffers import Spare
+from flexrlhf.comm.checksum import checksum_of
 from flexrlhf.comm.weights import Gather, Weights, cut
 from flexrlhf.comm.world import Wait, posted
+from flexrlhf.errors import RunStopped
 from flexrlhf.placement.lora import gathered_names, merged_from
 from flexrlhf.placement.reshard import Parts, bucket_names, part_elements
 from flexrlhf.placement.shards import Part
 from flexrlhf.spec import LoraSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-_PIECE = 2**16
-"""Numbers that are widened at a time: they stay in the cache of the processor."""
 
-
-class ChecksumError(RuntimeError):
+class ChecksumError(RunStopped):
     """The destination of a Sync does not hold what the source sent."""
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Sum of the numbers' bits as integers: cheap, and different for nearly every change. int64.
-
-    Of 32-bit numbers modulo 2**32: torch widens integers one by one, which takes longer than to send them.
-    """
-    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
-    if tensor.element_size() == 4:
-        return bits.sum(dtype=torch.int32).long()
-    pieces = [piece.long().sum() for piece in bits.reshape(-1).split(_PIECE)]
-    return torch.stack(pieces).sum() if pieces else bits.new_zeros((), dtype=torch.int64)
-
-
-def checksums(weights: Weights, buckets: Sequence[Sequence[str]]) -> Tensor:
-    """For every bucket the sum of its tensors' checksums."""
-    return torch.stack([_sum_of(weights[name] for name in names) for names in buckets])
 
 
 @dataclass(frozen=True)
@@ -139,7 +120,8 @@ class Syncer:
                 self._land(flying)
             flying.append([self._post(receiver, buffer, group) for receiver, buffer in buffers if len(buffer)])
             sent += sum(buffer.nbytes for _, buffer in buffers)
-        self._spare.clear()
+        if self._settings.snapshot:
+            self._spare.clear()
         return sent
 
     def receive(self, sync: Sync, weights: Weights, parts: Parts, load: Load, group: dist.ProcessGroup | None) -> None:
@@ -150,10 +132,11 @@ class Syncer:
         source = next(t.source for t in sync.transfers if t.destination == self._rank)
         like = next(iter(weights.values()))
         buckets = bucket_names(parts, like.element_size(), self._bucket_bytes)
-        if source != self._rank:
-            self._receive_all(buckets, parts, like, load, source, group)
+        arriving = self._arriving(buckets, parts, like, load, source, group) if source != self._rank else iter(buckets)
+        # what a bucket has become is summed while the next one arrives
+        sums = [self._sum_of([weights[name] for name in names]) for names in arriving]
         if self._settings.checksum:
-            held = checksums(weights, buckets)
+            held = torch.stack(sums)
             self._check(sync, buckets, held, self._expected(sync, held, source, group), source)
 
     def close(self) -> None:
@@ -180,10 +163,10 @@ class Syncer:
                 tensors = source.whole(names, destination.dtype)
                 if self._rank in receivers:
                     assert load is not None, "this rank holds the destination"
-                    sums[self._rank].append(_deliver(tensors, destination.parts[self._rank], names, load))
+                    sums[self._rank].append(self._deliver(tensors, destination.parts[self._rank], names, load))
                 packed: list[tuple[int, Tensor]] = []
                 for pieces, sharing in _cut_for(others, tensors, destination, names):
-                    buffer, same = self._spare.packed(pieces), _sum_of(pieces)
+                    buffer, same = self._spare.packed(pieces), self._sum_of(pieces)
                     for receiver in sharing:
                         packed.append((receiver, buffer))
                         sums[receiver].append(same)
@@ -194,6 +177,16 @@ class Syncer:
             self._delivered[sync.destination] = torch.stack(sums.pop(self._rank))
         if self._settings.checksum and others:
             yield [(receiver, torch.stack(sums[receiver])) for receiver in others]
+
+    def _deliver(self, tensors: Weights, parts: Parts, names: Sequence[str], load: Load) -> Tensor:
+        """Hand over what this rank holds of a bucket; no buffer lies between. Returns the checksum of the bucket."""
+        pieces = {name: cut(tensors[name], parts[name]) for name in names}
+        load(pieces)
+        return self._sum_of(list(pieces.values()))
+
+    def _sum_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The checksum of a bucket; 0 where nobody looks."""
+        return checksum_of(tensors) if self._settings.checksum else torch.zeros((), dtype=torch.int64)
 
     def _post(self, receiver: int, buffer: Tensor, group: dist.ProcessGroup | None) -> _Flight:
         return _Flight(receiver, posted(dist.isend(buffer.view(torch.uint8), receiver, group=group)), buffer)
@@ -208,7 +201,7 @@ class Syncer:
             self._wait(flight.work, (flight.receiver,))
         self._spare.give(flight.buffer for flight in landed)
 
-    def _receive_all(
+    def _arriving(
         self,
         buckets: Sequence[Sequence[str]],
         parts: Parts,
@@ -216,22 +209,22 @@ class Syncer:
         load: Load,
         source: int,
         group: dist.ProcessGroup | None,
-    ) -> None:
-        """One bucket is loaded while the next one arrives, in two buffers by turns."""
+    ) -> Iterator[Sequence[str]]:
+        """Load every bucket, in two buffers by turns; yields its names while the next one arrives."""
         sizes = [[parts[name].num_elements for name in names] for names in buckets]
-        longest = max(map(sum, sizes))
-        buffers = [like.new_empty(longest) for _ in range(min(2, len(buckets)))]
+        buffers = [like.new_empty(max(map(sum, sizes))) for _ in range(min(2, len(buckets)))]
 
         def post(number: int) -> dist.Work | None:
             return self._post_receive(buffers[number % 2][: sum(sizes[number])], source, group)
 
-        arriving = post(0)
+        work = post(0)
         for number, names in enumerate(buckets):
-            if arriving is not None:
-                self._wait(arriving, (source,))
-            arriving = post(number + 1) if number + 1 < len(buckets) else None
+            if work is not None:
+                self._wait(work, (source,))
+            work = post(number + 1) if number + 1 < len(buckets) else None
             values = buffers[number % 2][: sum(sizes[number])].split(sizes[number])
             load(dict(zip(names, values, strict=True)))
+            yield names
 
     def _post_receive(self, buffer: Tensor, source: int, group: dist.ProcessGroup | None) -> dist.Work | None:
         if not len(buffer):
@@ -255,18 +248,6 @@ class Syncer:
                 f"sync {sync.label}: rank {self._rank} holds other weights than rank {source} sent, "
                 f"in the bucket of {wrong[0]}"
             )
-
-
-def _deliver(tensors: Weights, parts: Parts, names: Sequence[str], load: Load) -> Tensor:
-    """Hand over what this rank holds of a bucket; no buffer lies between. Returns the checksum of the bucket."""
-    pieces = {name: cut(tensors[name], parts[name]) for name in names}
-    load(pieces)
-    return _sum_of(pieces.values())
-
-
-def _sum_of(pieces: Iterable[Tensor]) -> Tensor:
-    """The checksum of a bucket."""
-    return torch.stack([checksum(piece) for piece in pieces]).sum()
 
 
 def _cut_for(

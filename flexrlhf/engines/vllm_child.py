@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -16,12 +17,13 @@ import zmq
 from torch import Tensor
 
 from flexrlhf.engines.vllm_shared import open_views
+from flexrlhf.errors import RunStopped
 
 _SECONDS_TO_END = 10.0
 _SECONDS_TO_LOOK = 1.0
 
 
-class RolloutProcessError(RuntimeError):
+class RolloutProcessError(RunStopped):
     """The process of a rollout engine ended by itself."""
 
 
@@ -97,7 +99,7 @@ class Child:
 
 
 @contextmanager
-def child_environment() -> Iterator[dict[str, str]]:
+def child_environment(timeout_seconds: float) -> Iterator[dict[str, str]]:
     """Variables of the process that starts a child: it computes with as many threads as its rank.
 
     The sockets between the two have names while they are not connected yet.
@@ -107,6 +109,7 @@ def child_environment() -> Iterator[dict[str, str]]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_RPC_BASE_PATH": sockets,
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(timeout_seconds)),
             "PYTHONWARNINGS": "ignore::FutureWarning",
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }

@@ -28,12 +28,13 @@ class PrivateGroups:
         self._name, self._store = f"vllm-{number:012x}", wanted.store
         self._timeout = timedelta(seconds=wanted.timeout_seconds)
         self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
-        self.world = self._group(self.size, "nccl" if device.type == "cuda" else "gloo")
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self.world = self._group(self.size, self._backend)
 
     def new_group(self, ranks: Sequence[int], *_: Any, backend: str | None = None, **__: Any) -> dist.ProcessGroup:
         """Instead of torch's own: sets of one rank, or all of them."""
         assert len(ranks) in (1, self.size), f"vLLM asks for a group of ranks {ranks} of {self.size}"
-        return self._group(len(ranks), str(backend))
+        return self._group(len(ranks), self._backend if backend is None else str(backend))
 
     def close(self) -> None:
         for group in self._made.values():

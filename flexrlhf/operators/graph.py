@@ -18,8 +18,8 @@ class Operator:
     ``function`` names the mathematics of a combine or the loss of a train (operators/functions.py).
     ``barrier``: needs every row of the step at once, so chunks end here (and for all that reads what it writes).
     ``adapters`` False: the base weights alone compute it, without the low-rank adapters that are trained.
-    ``every``: it runs at step 0 and each so many steps. ``on_trained``: on the copy that is trained even where another
-    one is for inference, and before that copy trains.
+    ``every``: it runs at step 0 and each so many steps, and at step ``also``. ``on_trained``: on the copy that is
+    trained even where another one is for inference, and before that copy trains.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Operator:
     barrier: bool = False
     adapters: bool = True
     every: int = 1
+    also: int = 0
     on_trained: bool = False
 
 

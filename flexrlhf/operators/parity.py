@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch, Moments, moments
+from flexrlhf.errors import RunStopped
 from flexrlhf.spec import RolloutSpec
 
 NUM_WORST = 3
@@ -41,7 +42,7 @@ class Difference:
         )
 
 
-class ParityError(RuntimeError):
+class ParityError(RunStopped):
     """The rollout engine does not compute what is trained."""
 
     def __init__(self, sentence: str, worst: Sequence[Difference]) -> None:

@@ -15,6 +15,9 @@ from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.spec import ImportanceSpec, ParitySpec, SampledSpec, Spec
 
+LEAST_TEMPERATURE = 0.01
+"""Of vLLM, which silently takes it for anything smaller but 0."""
+
 
 def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     """``graph`` for the rollout engine of ``spec``. ``is_remote``: it sits on other ranks than the trained copy.
@@ -27,17 +30,26 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     is_separate = rollout.engine != "transformers"
     if importance is None and not is_separate:
         return graph
-    every = _comparable_every(rollout.parity, spec) if is_separate and rollout.parity is not None else 0
     is_told = importance is None and is_remote
-    told = _told_by_engine(graph, every) if is_told else _told_by_both(graph, importance, every)
+    told = _told_by_engine(graph) if is_told else _told_by_both(graph, importance)
+    if is_separate and rollout.parity is not None:
+        told = _compared(told, rollout.parity, spec, is_told)
     return _beside_its_forwards(told) if is_separate and is_remote and spec.schedule.lag else told
 
 
 def check_rollout(graph: Graph, spec: Spec) -> None:
     """Raise UserError for an engine that nothing is generated with, and for log-probs that cannot agree."""
     algorithm, rollout = spec.algorithm, spec.rollout
+    draws = any(operator.kind == "generate" for operator in graph.evaluation)
+    if spec.eval is not None and spec.eval.temperature is not None and not draws:
+        raise UserError(f"eval.temperature: evaluations of {algorithm.name} generate nothing; remove it")
     if rollout.engine == "transformers":
         return
+    if isinstance(algorithm, SampledSpec) and algorithm.temperature < LEAST_TEMPERATURE:
+        raise UserError(
+            f"algorithm.temperature: {rollout.engine} raises what is below {LEAST_TEMPERATURE} to it, found "
+            f"{algorithm.temperature:g}; use at least {LEAST_TEMPERATURE}, or rollout.engine: transformers"
+        )
     if graph.generated is None:
         raise UserError(
             f"rollout.engine: {rollout.engine} has nothing to do, since {algorithm.name} trains on answers of the data "
@@ -50,42 +62,51 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         )
 
 
-def _comparable_every(parity: ParitySpec, spec: Spec) -> int:
-    """Steps between two comparisons of engine and trainer, which must hold the same weights then.
-
-    Those that the engine draws batch b with are as old as k * floor(max(0, b - lag) / k), k = sync.every.
-    """
-    return spec.steps if spec.schedule.lag else lcm(parity.every, spec.sync.every)
+def _told_by_engine(graph: Graph) -> Graph:
+    """No copy beside the engine forwards: its log-probs are the policy's."""
+    kept = [operator for operator in graph.operators if operator.writes != ("logprobs",)]
+    return replace(graph, operators=tuple(_also_writing(operator, "logprobs") for operator in kept))
 
 
-def _told_by_engine(graph: Graph, every: int) -> Graph:
-    """No copy beside the engine forwards: its log-probs are the policy's, and the trained copy checks them.
-
-    ``every`` 0: no gate.
-    """
-    operators: list[Operator] = []
-    for operator in graph.operators:
-        if operator.kind == "generate":
-            operators.append(replace(operator, writes=(*operator.writes, "logprobs")))
-        elif operator.writes != ("logprobs",):
-            operators.append(operator)
-    if every:
-        role = _role_of(graph)
-        column = "trainer_logprobs"
-        trainer = Operator(column, "forward", role, TEXT, (column,), every=every, on_trained=True)
-        operators += [trainer, _gate(role, ("logprobs", column), every)]
-    return replace(graph, operators=_before_training(operators))
-
-
-def _told_by_both(graph: Graph, importance: ImportanceSpec | None, every: int) -> Graph:
+def _told_by_both(graph: Graph, importance: ImportanceSpec | None) -> Graph:
     """Engine and trained copy each tell log-probs of the tokens."""
     corrected = [_corrected(operator) if importance is not None else operator for operator in graph.operators]
-    operators = [
-        replace(operator, writes=(*operator.writes, "rollout_logprobs")) if operator.kind == "generate" else operator
-        for operator in corrected
-    ]
-    if every:
-        operators.append(_gate(_role_of(graph), ("rollout_logprobs", "logprobs"), every))
+    return replace(graph, operators=tuple(_also_writing(operator, "rollout_logprobs") for operator in corrected))
+
+
+def _also_writing(operator: Operator, column: str) -> Operator:
+    """``operator``; if it generates, with ``column`` among what it writes."""
+    return replace(operator, writes=(*operator.writes, column)) if operator.kind == "generate" else operator
+
+
+def _compared(graph: Graph, parity: ParitySpec, spec: Spec, is_told: bool) -> Graph:
+    """``graph`` with the gate, at steps in which engine and trained copy hold the same weights.
+
+    Those that the engine draws batch b with are as old as k * floor(max(0, b - lag) / k), k = sync.every. With a lag
+    that is step 0 alone; else also the first step behind a sync, which may have gone wrong. ``is_told``: the engine's
+    log-probs stand for the policy's, so the trained copy has to compute its own.
+    """
+    role, k = _role_of(graph), spec.sync.every
+    every, also = (spec.steps, 0) if spec.schedule.lag else (lcm(parity.every, k), k)
+    operators = list(graph.operators)
+    compared = ("rollout_logprobs", "logprobs")
+    if is_told:
+        compared = ("logprobs", "trainer_logprobs")
+        own = ("trainer_logprobs",)
+        operators.append(Operator(own[0], "forward", role, TEXT, own, every=every, also=also, on_trained=True))
+    operators.append(
+        Operator(
+            "parity",
+            "combine",
+            role,
+            (*compared, "tokens", "response_mask"),
+            function="parity",
+            barrier=True,
+            every=every,
+            also=also,
+            on_trained=True,
+        )
+    )
     return replace(graph, operators=_before_training(operators))
 
 
@@ -118,11 +139,6 @@ def _beside_its_forwards(graph: Graph) -> Graph:
 def _role_of(graph: Graph) -> str:
     assert graph.generated is not None, "an engine is asked for only where something is generated"
     return graph.generated
-
-
-def _gate(role: str, compared: tuple[str, str], every: int) -> Operator:
-    reads = (*compared, "tokens", "response_mask")
-    return Operator("parity", "combine", role, reads, function="parity", barrier=True, every=every, on_trained=True)
 
 
 def _before_training(operators: list[Operator]) -> tuple[Operator, ...]:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from flexrlhf.placement.placed import PlacedModel
 
-LIBRARY_WORLDS = ("deepspeed", "vllm")
-"""Engines whose library takes a group for the world, also one of a single rank."""
-
 
 @dataclass(frozen=True)
 class Group:
@@ -23,11 +20,11 @@ class Group:
 
 
 def compute_groups(model: PlacedModel) -> list[Group]:
-    """The groups that an engine is handed: of replicas, of tensor-parallel ranks; some libraries want single ranks."""
+    """The groups that an engine is handed: of replicas, of tensor-parallel ranks; DeepSpeed also wants single ranks."""
     layout = model.layout
     groups = [Group(f"compute {model.name}", layout.dp_set(rank)) for rank in model.ranks[: layout.tp]]
     if layout.tp > 1:
         groups += [Group(f"tp {model.name}", ranks) for ranks in layout.tp_sets]
-    if model.engine in LIBRARY_WORLDS:
+    if model.engine == "deepspeed":
         groups += [Group("alone", (rank,), alone=True) for rank in model.ranks]
     return groups

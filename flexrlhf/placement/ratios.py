@@ -17,7 +17,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.packing import Packing, Request, pack
 from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
-from flexrlhf.placement.rollout import rollout_settings
+from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 from flexrlhf.spec import PLACEMENT_SETTINGS, ModelSpec, PlacementEntry, PlacementMap, Spec
 
 
@@ -46,6 +46,8 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
     models = tuple(_placed(name, request.models[name], ranks[name], spec, roles, cluster) for name in request.models)
     if roles.rollout is not None and roles.rollout + ROLLOUT not in request.models:
         models += (_rollout_beside(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
+    if roles.rollout is not None:
+        warnings = warnings + rollout_warnings(spec, roles.rollout)
     _check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
     return Placement(models, len(cluster.devices), tuple(warnings))
 

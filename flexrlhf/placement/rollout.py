@@ -41,6 +41,18 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     )
 
 
+def rollout_warnings(spec: Spec, role: str) -> list[str]:
+    """What a person should know of an engine in another type than what it draws for."""
+    model, dtype = spec.models.of(role), spec.rollout.dtype
+    is_corrected = getattr(spec.algorithm, "importance", None) is not None
+    if model is None or dtype in (None, model.dtype) or is_corrected:
+        return []
+    return [
+        f"rollout.dtype {dtype} beside {model.dtype} of models.{role} draws from a policy that differs by rounding; "
+        f"algorithm.importance: {{}} corrects for it"
+    ]
+
+
 def _most_rows(layout: Layout, spec: Spec) -> int:
     """Rows of a step on the replica that has most."""
     algorithm = spec.algorithm

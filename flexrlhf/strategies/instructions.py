@@ -48,7 +48,8 @@ class Run(Instruction):
     chunk: int | None = None
 
     def due(self, step: int, steps: int) -> bool:
-        return super().due(step, steps) and step % self.operator.every == 0
+        is_turn = step % self.operator.every == 0 or step == self.operator.also
+        return super().due(step, steps) and is_turn
 
     @property
     def label(self) -> str:

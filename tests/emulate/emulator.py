@@ -356,7 +356,7 @@ class Rank:
         So all of them must come, with parts of the same weights; those of one replica with the same rows.
         """
         layout, weights = model.layout, self._weights(model.name)
-        if model.engine in ("deepspeed", "vllm"):
+        if model.engine == "deepspeed":
             assert Group("alone", (self.number,), alone=True) in self._plan.groups, f"no group of {self.number} alone"
         if layout.tp > 1:
             ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)

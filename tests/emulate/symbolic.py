@@ -72,11 +72,13 @@ def version_used(spec: Spec, operator: Operator, batch: int) -> int:
 
 
 def is_compared(spec: Spec, batch: int) -> bool:
-    """Whether the gate looks at ``batch``: at each so many, of those that the engine draws with the newest weights."""
+    """Whether the gate looks at ``batch``: at each so many, and at the first behind a sync, of those that the engine
+    draws with the newest weights."""
     parity = spec.rollout.parity
     if spec.rollout.engine == "transformers" or parity is None:
         return False
-    return batch % parity.every == 0 and inference_version(batch, spec.schedule.lag, spec.sync.every) == batch
+    is_turn = batch % parity.every == 0 or batch == spec.sync.every
+    return is_turn and inference_version(batch, spec.schedule.lag, spec.sync.every) == batch
 
 
 def is_due(spec: Spec, operator: Operator, batch: int) -> bool:

@@ -474,7 +474,7 @@ def test_a_gate_that_compares_other_weights_is_reported() -> None:
     plan = ppo_plan(SIX, 2, rollout=VLLM, sync_every=3, importance={})
     check_plan(plan)
     changed = with_instructions(plan, often)
-    with pytest.raises(AssertionError, match=r"rank 0 compares the engines at steps \[0, 2\], not at \[0\]"):
+    with pytest.raises(AssertionError, match=r"rank 0 compares the engines at steps \[0, 2, 3\], not at \[0, 3\]"):
         check_answer(changed, emulate(changed, "asynchronous"))
 
 

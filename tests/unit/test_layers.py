@@ -60,7 +60,7 @@ LAYERS = (
     Layer("timeline", "strategies.instructions"),
     Layer("remedies", "plan strategies engines.catalogue placement spec errors wording"),
     Layer("memory_report", "remedies plan placement wording"),
-    Layer("report", "memory_report plan strategies placement metrics wording"),
+    Layer("report", "memory_report plan strategies operators.graph placement metrics wording"),
     Layer("run_directory", "plan spec_file"),
     Layer("run_data", "plan engines.catalogue placement data errors"),
     Layer("quickstart", lazily="corpus"),
@@ -70,7 +70,7 @@ LAYERS = (
         lazily="worker launch run_data quickstart",
     ),
     # what the ranks load
-    Layer("comm", "comm strategies.instructions placement operators.columns spec", torch=True),
+    Layer("comm", "comm strategies.instructions placement operators.columns spec errors", torch=True),
     Layer("engines", f"{ENGINE_PARTS} comm.reduce placement operators.columns spec", torch=True),
     Layer(
         f"{TORCH_PARTS} engines.torch",
@@ -80,11 +80,11 @@ LAYERS = (
     Layer("engines.deepspeed", f"{ENGINE_PARTS} engines.deepspeed_config operators.columns", torch=True),
     Layer(
         f"{VLLM_PARTS} engines.vllm",
-        f"{ENGINE_PARTS} {VLLM_PARTS} engines.vllm_config comm.reduce placement operators.columns",
+        f"{ENGINE_PARTS} {VLLM_PARTS} engines.vllm_config comm.reduce placement operators.columns errors",
         torch=True,
     ),
     Layer("engines.registry", "engines.base", torch=True, lazily="engines"),
-    Layer("operators.parity", "engines.base spec", torch=True),
+    Layer("operators.parity", "engines.base spec errors", torch=True),
     Layer("operators.functions", "operators.parity engines.base spec", torch=True),
     Layer("operators.inputs", "operators.columns data", torch=True),
     Layer("operators.run", "operators engines.base comm placement spec", torch=True),

@@ -14,7 +14,8 @@ import yaml
 from small_runs import TINY, placed_model, plan_of
 from torch import Tensor
 
-from flexrlhf.comm.sync import ChecksumError, Destination, Load, Source, Syncer, checksum
+from flexrlhf.comm.checksum import checksum, checksum_of
+from flexrlhf.comm.sync import ChecksumError, Destination, Load, Source, Syncer
 from flexrlhf.comm.weights import Gather, cut
 from flexrlhf.placement.lora import shape_of
 from flexrlhf.placement.placed import PlacedModel
@@ -382,6 +383,30 @@ def test_a_checksum_sees_every_changed_number(dtype: torch.dtype) -> None:
         changed = values.clone()
         changed[index] += 1
         assert checksum(changed) != total
+
+
+@pytest.mark.parametrize("size", [(3, 5), (300, 700), (3, 32749)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_sees_numbers_that_change_places_or_sign(size: tuple[int, int], dtype: torch.dtype) -> None:
+    """What a cut that is wrong by a row, a slice or a transposition would do."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    two_signs = values.clone()
+    two_signs[0, :2] *= -1
+    turned = (values.flip(0), values.flip(1), values.t(), values.roll(1, 0), two_signs)
+    assert len({int(checksum(each.contiguous())) for each in (values, *turned)}) == 1 + len(turned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_does_not_depend_on_where_a_tensor_lies(dtype: torch.dtype) -> None:
+    """Pieces of a bucket begin anywhere in its buffer."""
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for offset in (1, 2, 3):
+        assert checksum(torch.cat([values.new_zeros(offset), values])[offset:]) == checksum(values)
+
+
+def test_a_bucket_sees_tensors_that_change_places() -> None:
+    first, second = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1)).unbind(0)
+    assert checksum_of([first, second]) != checksum_of([second, first])
 
 
 def test_a_checksum_tells_zero_from_minus_zero_and_takes_what_is_not_a_number() -> None:
