@@ -153,14 +153,19 @@ class Whereabouts:
         self._world.store.set(self._key(self._world.rank), json.dumps([position, what]))
 
     def missing(self, ranks: Iterable[int], position: int) -> str:
-        """The ranks that have not come to ``position``, and what each was last seen doing."""
-        lines = []
-        for rank in ranks:
-            seen = self._world.store.check([self._key(rank)])
-            at, what = json.loads(self._world.store.get(self._key(rank))) if seen else (-1, "not started")
-            if rank != self._world.rank and at < position:
-                lines.append(f"rank {rank} (at: {what})")
-        return ", ".join(lines) or "nobody: all ranks arrived, one failed inside"
+        """The ranks that have not come to ``position``, and what each was last seen doing; if all have, those that are
+        there too, of which one does not go on."""
+        seen = {rank: self._seen(rank) for rank in ranks if rank != self._world.rank}
+        behind = [f"rank {rank} (at: {what})" for rank, (at, what) in seen.items() if at < position]
+        inside = [f"rank {rank} (at: {what}, too)" for rank, (at, what) in seen.items() if at == position]
+        return ", ".join(behind or inside) or "nobody: all ranks have gone on, one failed inside"
+
+    def _seen(self, rank: int) -> tuple[int, str]:
+        """Position and words of what ``rank`` last reported."""
+        if not self._world.store.check([self._key(rank)]):
+            return -1, "not started"
+        at, what = json.loads(self._world.store.get(self._key(rank)))
+        return int(at), str(what)
 
 
 class DeadlineError(RunStopped):
