@@ -106,7 +106,7 @@ def test_the_first_update_starts_from_the_policy_that_answered(launches: Launche
     rows = launches.outcome(case).metrics
     assert len(rows) == 3
     for row in rows:
-        assert all(math.isfinite(value) for value in row.values()), (case.name, row)
+        assert all(math.isfinite(value) for name, value in row.items() if name != "rollout_engine"), (case.name, row)
         assert math.sqrt(2 * abs(row["update_kl"])) < LOG_RATIO, (case.name, row)
 
 

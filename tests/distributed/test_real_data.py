@@ -81,6 +81,11 @@ def make_configs(data: Path, directory: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
+def is_sound(value: float | str) -> bool:
+    """A finite number, or the name of what generated."""
+    return value == "TorchEngine" if isinstance(value, str) else math.isfinite(value)
+
+
 @pytest.mark.parametrize("data", [FIXTURES, REAL], ids=["fixtures", "real"])
 def test_sft_and_ppo_run_under_every_strategy(data: Path, tmp_path: Path) -> None:
     if not data.is_dir():
@@ -90,7 +95,7 @@ def test_sft_and_ppo_run_under_every_strategy(data: Path, tmp_path: Path) -> Non
     assert process.returncode == 0, out[-2000:]
     runs = {name: (tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("sft", *STRATEGIES)}
     rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in runs.items()}
-    assert all(len(steps) == 2 and all(map(math.isfinite, step.values())) for steps in rows.values() for step in steps)
+    assert all(len(steps) == 2 and all(map(is_sound, step.values())) for steps in rows.values() for step in steps)
     for name in ("interleaving", "disaggregated"):
         for step, same in zip(rows[name], rows["co-located"], strict=True):
             assert step["reward_mean"] == pytest.approx(same["reward_mean"], rel=1e-5, abs=1e-6), name
