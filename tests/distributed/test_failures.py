@@ -68,7 +68,7 @@ def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", ["rollout process", "its rank"])
+@pytest.mark.parametrize("victim", ["rollout process", pytest.param("its rank", marks=pytest.mark.full)])
 def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, tmp_path: Path) -> None:
     """Killed in the midst of a step, alone or with the rank that it serves."""
     shared = set(Path("/dev/shm").iterdir())

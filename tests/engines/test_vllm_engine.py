@@ -398,6 +398,8 @@ def test_a_child_ends_with_its_rank() -> None:
 # --- tensor parallel
 
 
+# the equality suite runs engines of two ranks by default
+@pytest.mark.full
 def test_two_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
