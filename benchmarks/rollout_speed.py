@@ -72,7 +72,6 @@ def engine_of(model: PlacedModel, world: World) -> Engine:
             tp=alone,
             alone=None,
             device=world.device,
-            tokenizer="",
             kv_bytes=kv_cache_bytes(model, shape) if model.rollout is not None else 0,
             store=dist.PrefixStore(model.name, world.store),
         )

@@ -22,7 +22,6 @@ from flexrlhf.placement.reshard import bucket_names, trained_parts
 from flexrlhf.placement.shapes import ModelShape
 from flexrlhf.placement.shards import parts_on
 from flexrlhf.plan import Plan, bucket_bytes
-from flexrlhf.run_data import tokenizer_path
 from flexrlhf.spec import LoraSpec
 from flexrlhf.strategies.instructions import Sync
 
@@ -44,7 +43,6 @@ def load_resident(plan: Plan, model: PlacedModel, world: World, groups: Groups, 
             tp=Replicas(groups.get(f"tp {model.name}", tp_set), tp_set, wait),
             alone=groups.alone(rank),
             device=world.device,
-            tokenizer=tokenizer_path(plan),
             kv_bytes=plan.sizing.kv_bytes(model),
             store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{tp_set[0]}", world.store),
             timeout_seconds=plan.spec.timeout_seconds,

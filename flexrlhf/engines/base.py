@@ -100,9 +100,9 @@ class Wanted:
 
     ``replicas``: the ranks that hold the same part of the model for other rows; ``tp``: those that hold the other parts
     for the same rows; ``alone``: the group of this rank by itself, where the engine's library wants one.
-    ``num_updates``: optimizer steps of the whole run. ``tokenizer``: its directory. ``kv_bytes``: of the keys and
-    values that a rollout engine keeps on this rank. ``store``: of this placed model alone, for an engine whose library
-    makes process groups by itself; no wait of theirs is longer than ``timeout_seconds``.
+    ``num_updates``: optimizer steps of the whole run. ``kv_bytes``: of the keys and values that a rollout engine keeps
+    on this rank. ``store``: of this placed model alone, for an engine whose library makes process groups by itself; no
+    wait of theirs is longer than ``timeout_seconds``.
     """
 
     placed: PlacedModel
@@ -114,7 +114,6 @@ class Wanted:
     tp: Replicas
     alone: dist.ProcessGroup | None
     device: torch.device
-    tokenizer: str
     kv_bytes: int
     store: dist.Store
     timeout_seconds: float = 1800.0

@@ -74,8 +74,8 @@ def parity(spec: RolloutSpec, batch: Batch, _: Sequence[slice], reducer: Reducer
     worst = [_decoded(row) for row in found[found[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
     largest = float(found[:, 3].max()) / SCALE if len(found) else 0.0
     _check(spec, mean, largest, worst)
-    statistics = {"parity_mean": torch.tensor(mean), "parity_max": torch.tensor(largest)}
-    return {}, {name: moments(value) for name, value in statistics.items()}
+    statistics = {"parity_mean": mean, "parity_max": largest}
+    return {}, {name: moments(difference.new_tensor(value)) for name, value in statistics.items()}
 
 
 def _compared(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -104,10 +104,11 @@ def _generate(
     columns["policy_version"] = torch.full_like(columns["finished"], work.version, dtype=torch.int32)
     # where nothing else tells them, an engine's log-probs are the policy's
     columns["logprobs"] = columns["rollout_logprobs"]
-    requests = torch.tensor(float(engine.num_requests - before))
+    if sampling.step < 0:
+        return columns, {}  # an evaluation
     lag = sampling.step - columns["policy_version"].float()
-    is_training = "policy_version" in work.operator.writes and sampling.step >= 0
-    return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)} if is_training else {}
+    requests = lag.new_tensor(engine.num_requests - before)
+    return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)}
 
 
 def _train(work: OperatorRun, store: RowStore, algorithm: AlgorithmSpec, device: torch.device) -> Moments:

@@ -79,12 +79,11 @@ def gather_bytes(
     Every rank sends its part of each bucket, padded to the largest, which is the first one's, to every other.
     ``merged``: in float32 also the weights that adapters change, since the sum is rounded only once.
     """
-    parts: Parts = trained_parts(model, shape, ranks[0])
+    names = [name for name, _ in shape.trained]
     if merged:
-        targets = [name for name, _ in with_adapters_merged(shape).trained]
-        parts, item_bytes = parts_on(model, shape, ranks[0]), 4
-        return len(ranks) * (len(ranks) - 1) * item_bytes * part_elements(parts, gathered_names(targets))
-    return len(ranks) * (len(ranks) - 1) * item_bytes * part_elements(parts, list(parts))
+        names, item_bytes = gathered_names([name for name, _ in with_adapters_merged(shape).trained]), 4
+    longest = part_elements(parts_on(model, shape, ranks[0]), names)
+    return len(ranks) * (len(ranks) - 1) * item_bytes * longest
 
 
 def sync_bytes(

@@ -52,7 +52,6 @@ def engine_of(role: str = "actor", num_updates: int = 100, **settings: Any) -> T
             tp=ONE_RANK,
             alone=None,
             device=torch.device("cpu"),
-            tokenizer="",
             kv_bytes=0,
             store=HashStore(),
         )

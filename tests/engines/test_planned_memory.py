@@ -63,7 +63,6 @@ def engine_of(model: PlacedModel) -> TorchEngine:
             tp=alone,
             alone=None,
             device=torch.device("cpu"),
-            tokenizer="",
             kv_bytes=0,
             store=HashStore(),
         )

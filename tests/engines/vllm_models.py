@@ -64,7 +64,6 @@ def wanted(model: PlacedModel, tp: Replicas = ONE_RANK, store: dist.Store | None
         tp=tp,
         alone=None,
         device=torch.device("cpu"),
-        tokenizer="",
         kv_bytes=kv_cache_bytes(model, shape),
         store=store or dist.HashStore(),
     )

@@ -91,7 +91,7 @@ LAYERS = (
     Layer("checkpoint", "placement.lora spec", torch=True),
     Layer(
         "residents",
-        "engines.registry engines.base engines.models comm operators.run run_data plan strategies.instructions spec "
+        "engines.registry engines.base engines.models comm operators.run plan strategies.instructions spec "
         "placement errors",
         torch=True,
     ),

@@ -175,7 +175,6 @@ def engine_of(temperature: float = 1.0) -> TorchEngine:
             tp=one_rank,
             alone=None,
             device=torch.device("cpu"),
-            tokenizer="",
             kv_bytes=0,
             store=HashStore(),
         )
