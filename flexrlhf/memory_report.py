@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from flexrlhf.placement.cluster import DEVICE_CLASSES
+from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.memory import Phase, RankMemory
 from flexrlhf.placement.states import State
 from flexrlhf.plan import Plan

@@ -10,7 +10,8 @@ from flexrlhf.engines.deepspeed_config import check_deepspeed_config
 from flexrlhf.engines.vllm_config import OWN_ARGUMENTS
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import DEVICE_CLASSES, Cluster
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape, Sizes
 from flexrlhf.placement.shards import VOCABULARY_MULTIPLE

@@ -5,34 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexrlhf.errors import UserError
+from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.spec import ClusterSpec
-
-
-@dataclass(frozen=True)
-class DeviceClass:
-    """Figures of one device class. tflops: dense 16-bit tensor-core peak; memory_gb: as sold, in 1e9 bytes."""
-
-    name: str
-    tflops: float
-    memory_gb: float
-    bf16: bool = True
-
-
-# Vendor data sheets and whitepapers (NVIDIA V100, A100, H100, H200); H20: public board listings.
-DEVICE_CLASSES = {
-    item.name: item
-    for item in (
-        DeviceClass("V100-16G", 125, 16, bf16=False),
-        DeviceClass("V100-32G", 125, 32, bf16=False),
-        DeviceClass("A100-40G", 312, 40),
-        DeviceClass("A100-80G", 312, 80),
-        DeviceClass("H100-80G", 989, 80),
-        DeviceClass("H200-141G", 989, 141),
-        DeviceClass("H20-96G", 148, 96),
-        DeviceClass("L40S-48G", 362, 48),
-        DeviceClass("A10-24G", 125, 24),
-    )
-}
 
 
 @dataclass(frozen=True)

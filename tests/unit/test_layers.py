@@ -56,6 +56,8 @@ LAYERS = (
     Layer("engines.vllm_config", "operators.columns placement"),
     Layer("engines.catalogue", "engines.deepspeed_config engines.vllm_config placement operators spec errors"),
     Layer("plan", "strategies engines.catalogue placement operators spec errors"),
+    # what a plan will cost: no module but ``simulate`` and ``advise`` knows plans
+    Layer("guideline", "guideline placement strategies operators plan remedies spec_file spec errors wording"),
     Layer("machines", "placement spec errors"),
     Layer("timeline", "strategies.instructions"),
     Layer("remedies", "plan strategies engines.catalogue placement spec errors wording"),

@@ -1,0 +1,84 @@
+"""Published measurements as rows, and what is predicted of them."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+
+Row = dict[str, str]
+
+_CLASSES = {
+    "V100-32GB-SXM": "V100-32G",
+    "A100-40GB-SXM": "A100-40G",
+    "A100-80GB-SXM": "A100-80G",
+    "A800-80GB-SXM": "A800-80G",
+    "H100-80GB-SXM": "H100-80G",
+    "H800-80GB": "H800-80G",
+    "H200-141GB-SXM": "H200-141G",
+    "H20-96GB": "H20-96G",
+    "H100-96GB-HBM2e-500W": "H100-96G",
+    "B200": "B200-180G",
+    "L40S-48GB": "L40S-48G",
+    "A6000-48GB": "A6000-48G",
+    "A10-24GB": "A10-24G",
+    "A100": "A100-80G",
+    "H100": "H100-80G",
+    "A40": "A40-48G",
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One measurement in seconds beside what is predicted of it.
+
+    ``goal``: the goal that it counts for, such as ``training`` or ``decode``. ``group``: that of its row.
+    ``constant_mfu``, ``roofline``: what the two naive predictors say.
+    """
+
+    goal: str
+    group: str
+    row: str
+    measured: float
+    predicted: float
+    constant_mfu: float
+    roofline: float
+
+    @property
+    def error(self) -> float:
+        """Relative, without its sign."""
+        return abs(self.predicted - self.measured) / self.measured
+
+
+def read_rows(directory: Path, name: str) -> list[Row]:
+    """All rows of ``name`` (without its ending) that are no mere context. Files lie beside ``directory``'s others."""
+    with (directory / f"{name}.csv").open(newline="") as stream:
+        return [row for row in csv.DictReader(stream) if row.get("split") != "context"]
+
+
+def device_of(row: Row) -> DeviceClass | None:
+    """The device class of a row; None for one that the catalogue lacks."""
+    return DEVICE_CLASSES.get(_CLASSES.get(row["gpu"], row["gpu"]))
+
+
+def read_models(directory: Path) -> dict[str, Transformer]:
+    """Model name → shape, from ``models.csv``."""
+    with (directory / "models.csv").open(newline="") as stream:
+        return {row["model"]: _model(row) for row in csv.DictReader(stream)}
+
+
+def _model(row: Row) -> Transformer:
+    return Transformer(
+        layers=int(row["layers"]),
+        hidden=int(row["hidden"]),
+        ffn=int(row["ffn"]),
+        heads=int(row["heads"]),
+        kv_heads=int(row["kv_heads"]),
+        head_dim=int(row["head_dim"]),
+        vocabulary=int(row["vocab"]),
+        gated=row["gated_mlp"] == "1",
+        tied=row["tied_embeddings"] == "1",
+    )

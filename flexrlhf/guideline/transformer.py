@@ -1,0 +1,79 @@
+"""A dense transformer as its costs see it: parameters, floating-point operations, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flexrlhf.placement.shapes import Head, Sizes
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """``gated``: three matrices in the feed-forward block instead of two. ``tied``: the head is the embedding.
+
+    ``adapters``: parameters of low-rank adapters; 0: all weights are trained.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+    head: Head = "causal"
+    adapters: int = 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Query, key, value and output matrices of one layer."""
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def ffn_parameters(self) -> int:
+        """The feed-forward matrices of one layer."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + self.ffn_parameters + 2 * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        return self.hidden * (self.vocabulary if self.head == "causal" else 1)
+
+    @property
+    def parameters(self) -> int:
+        """All of them; a tied head counts once."""
+        own_head = 0 if self.tied and self.head == "causal" else self.head_parameters
+        return self.layers * self.layer_parameters + self.hidden * (self.vocabulary + 1) + own_head
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.adapters or self.parameters
+
+    def kv_bytes(self, item: int = 2) -> int:
+        """Bytes of keys and values of one token, all layers; ``item``: bytes of one number."""
+        return 2 * item * self.layers * self.kv_heads * self.head_dim
+
+    def as_scorer(self) -> Transformer:
+        """With a scalar head instead of the vocabulary's."""
+        return replace(self, head="scalar")
+
+
+def transformer_of(sizes: Sizes, head: Head, tied: bool, adapters: int = 0) -> Transformer:
+    """From what a plan knows of a model."""
+    return Transformer(
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        ffn=sizes.ffn,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        vocabulary=sizes.vocabulary,
+        tied=tied,
+        head=head,
+        adapters=adapters,
+    )
