@@ -57,7 +57,7 @@ class Call:
     ``rows``: of the fullest replica. ``prompt``: mean tokens of a prompt. ``responses``: lengths of answers in tokens,
     a sample of the rows' distribution (one number: all alike). ``width``: tokens of a row in forward and training
     passes (padded where the engine pads). ``updates``: optimizer steps. ``micro_rows``: rows of one pass;
-    ``decode_rows``: rows decoded together. ``item``: bytes of a weight.
+    ``decode_rows``: rows decoded together. ``item``: bytes of a weight; ``cache_item``: of a key's or value's number.
     """
 
     kind: Kind
@@ -73,6 +73,7 @@ class Call:
     item: int = 2
     recompute: Recompute = "none"
     offload_optimizer: bool = False
+    cache_item: int = 2
 
     @property
     def mean_response(self) -> float:

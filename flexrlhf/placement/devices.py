@@ -15,6 +15,10 @@ class DeviceClass:
     ``tflops``: dense 16-bit tensor-core peak, TFLOP/s. ``memory_gb``: as sold, in 1e9 bytes. ``memory_gb_s``: of its
     memory. ``link_gb_s``: between two devices of a node. ``host_gb_s``: to host memory. ``node_gb_s``: of a usual
     node of such devices to the network. ``cores``: multiprocessors, which whole waves of a kernel fill.
+
+    Shares of ``tflops`` (``benchmarks/calibration``): ``matmul``: large matrix products in a benchmark of kernels;
+    ``sustained``: of that, what remains in passes that last, where the board's power limit lowers its clock;
+    ``attention``: FlashAttention 2.
     """
 
     name: str
@@ -26,15 +30,21 @@ class DeviceClass:
     node_gb_s: float
     cores: int = 108
     bf16: bool = True
+    matmul: float = 0.755
+    sustained: float = 1.0
+    attention: float = 0.5
 
 
-_A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200)
-_H100 = DeviceClass("H100-80G", 989, 80, 3350, 450, 63, 400, cores=132)
-_V100 = DeviceClass("V100-32G", 125, 32, 900, 150, 15.8, 50, cores=80, bf16=False)
+_A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)
+_H100 = DeviceClass("H100-80G", 989, 80, 3350, 450, 63, 400, cores=132, sustained=0.79, attention=0.33)
+_V100 = DeviceClass("V100-32G", 125, 32, 900, 150, 15.8, 50, cores=80, bf16=False, sustained=0.91)
 
 # Vendor data sheets and whitepapers (NVIDIA V100, A100, H100, H200, L40S, B200); node_gb_s: DGX-1V 4 x 100 Gb, DGX
 # A100 8 x 200 Gb, DGX H100 8 x 400 Gb, P4d 4 x 100 Gb for the A100-40G. Without NVLink the link is PCIe. A800 and H800:
 # NVLink cut to 400 GB/s both directions. H20, A10, A40, A6000, RTX 4090: public board listings, medium confidence.
+# Shares: fitted for the V100, A100 and H100 (boards of 700 W and 500 W). Assumed: a B200 is sustained as an H100 is
+# and has its FlashAttention 2 unchanged; an H20, with the power of an H100 for a seventh of its peak, and the others
+# have the defaults.
 DEVICE_CLASSES = {
     item.name: item
     for item in (
@@ -45,10 +55,10 @@ DEVICE_CLASSES = {
         replace(_A100, name="A800-80G", link_gb_s=200),
         _H100,
         replace(_H100, name="H800-80G", link_gb_s=200),
-        replace(_H100, name="H100-96G", memory_gb=96, memory_gb_s=2400),
+        replace(_H100, name="H100-96G", memory_gb=96, memory_gb_s=2400, sustained=0.73),
         replace(_H100, name="H200-141G", memory_gb=141, memory_gb_s=4800),
         DeviceClass("H20-96G", 148, 96, 4000, 450, 63, 400, cores=78),
-        DeviceClass("B200-180G", 2250, 180, 8000, 900, 63, 400, cores=148),
+        DeviceClass("B200-180G", 2250, 180, 8000, 900, 63, 400, cores=148, sustained=0.79, attention=0.15),
         DeviceClass("L40S-48G", 362, 48, 864, 31, 31, 12.5, cores=142),
         DeviceClass("A40-48G", 149.7, 48, 696, 31, 31, 12.5, cores=84),
         DeviceClass("A6000-48G", 154.8, 48, 768, 56, 31, 12.5, cores=84),

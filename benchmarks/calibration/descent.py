@@ -1,0 +1,30 @@
+"""A coordinate search for the few constants of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def descend(
+    loss: Callable[[Mapping[Name, float]], float], start: Mapping[Name, float], rounds: int = 30, step: float = 0.25
+) -> dict[Name, float]:
+    """Positive constants that lower ``loss``: each in turn is multiplied or divided by a step that shrinks."""
+    values, steps = dict(start), dict.fromkeys(start, step)
+    least = loss(values)
+    for _ in range(rounds):
+        for name in values:
+            tried = [values | {name: values[name] * factor} for factor in (1 + steps[name], 1 / (1 + steps[name]))]
+            found, best = min(((loss(each), each) for each in tried), key=lambda pair: pair[0])
+            if found < least:
+                least, values = found, best
+            else:
+                steps[name] *= 0.55
+    return values
+
+
+def mean_and_square(errors: list[float]) -> float:
+    """The mean of relative errors and a little of their square's: fits are for the many, outliers count somewhat."""
+    return sum(error + 0.1 * error * error for error in errors) / len(errors)

@@ -1,0 +1,156 @@
+"""Published timings of collectives and messages beside what the cost model says of them, and the fit of its constants.
+
+``python -m benchmarks.calibration.links DIRECTORY [--fit]``
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from benchmarks.calibration.descent import descend, mean_and_square
+from benchmarks.calibration.rows import Prediction, Row, read_rows
+from flexrlhf.guideline.calls import Links, Traffic
+from flexrlhf.guideline.links import ACROSS, WITHIN, LinkFigures, all_reduce_seconds, travel_seconds
+from flexrlhf.placement.devices import DEVICE_CLASSES
+
+Figures = tuple[LinkFigures, LinkFigures]
+
+# The network of these clusters is not stated: one port of a node is assumed, 100 Gb/s beside A100s and 400 Gb/s beside
+# H100s, since more devices of a node get no more through it.
+_CLUSTERS = {"a100": ("A100-80G", 12.5), "h100": ("H100-80G", 50.0)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One exchange of ``size`` bytes among ``ranks``, ``per_node`` of them in a node."""
+
+    row: Row
+    links: Links
+    measured: float
+
+    @property
+    def size(self) -> int:
+        return int(self.row["size_bytes"])
+
+    @property
+    def ranks(self) -> int:
+        return int(self.row["num_workers"])
+
+    @property
+    def per_node(self) -> int:
+        return int(self.row["devices_per_node"])
+
+    @property
+    def group(self) -> str:
+        where = "within" if self.ranks <= self.per_node else "across"
+        return f"{self.row['collective']} {where}/{self.row['cluster']}"
+
+    def seconds(self, figures: Figures = (WITHIN, ACROSS)) -> float:
+        if self.row["collective"] == "all_reduce":
+            return all_reduce_seconds(self.size, self.ranks, self.per_node, self.links, figures)
+        inside = self.ranks <= self.per_node
+        traffic = Traffic(self.size, 0) if inside else Traffic(0, self.size)
+        return travel_seconds(traffic, self.links, figures)
+
+    @property
+    def wire(self) -> float:
+        """Seconds at the links' speed as sold."""
+        gb_s = self.links.device_gb_s if self.ranks <= self.per_node else self.links.node_gb_s
+        moved = 2 * (self.ranks - 1) / self.ranks if self.row["collective"] == "all_reduce" else 1
+        return moved * self.size / (gb_s * 1e9)
+
+
+def predictions(directory: Path) -> list[Prediction]:
+    cases, _ = read_cases(directory)
+    share = median(case.wire / case.measured for case in cases)
+    return [_prediction(case, share) for case in cases]
+
+
+def _prediction(case: Case, share: float) -> Prediction:
+    return Prediction(
+        goal="links",
+        group=case.group,
+        row=f"{case.ranks} ranks, {case.per_node} in a node, {case.size} bytes",
+        measured=case.measured,
+        predicted=case.seconds(),
+        constant_mfu=case.wire / share,
+        roofline=case.wire,
+    )
+
+
+def read_cases(directory: Path) -> tuple[list[Case], dict[str, int]]:
+    """Timings that are predicted, and how many are not, by why."""
+    cases: list[Case] = []
+    left_out: dict[str, int] = defaultdict(int)
+    for row in _rows(directory):
+        case = _case(row)
+        if isinstance(case, Case):
+            cases.append(case)
+        else:
+            left_out[case] += 1
+    return cases, dict(left_out)
+
+
+def _rows(directory: Path) -> list[Row]:
+    names = sorted(path.stem for path in directory.glob("comm*.csv"))
+    return [row for name in names for row in read_rows(directory, name)]
+
+
+def _case(row: Row) -> Case | str:
+    family = _CLUSTERS.get(row["cluster"].split("_")[0])
+    if family is None:
+        return "devices unstated"
+    if "pairwise" in row["cluster"] and row["collective"] == "send_recv":
+        return "the same timings stand for A100s and H100s"
+    device, node_gb_s = DEVICE_CLASSES[family[0]], family[1]
+    return Case(row, Links(device.link_gb_s, node_gb_s), float(row["time_ms"]) / 1e3)
+
+
+def fitted() -> dict[str, float]:
+    """Every constant that the fit sets, as it is now."""
+    return {f"{name} {field}": value for name, each in _FIGURES.items() for field, value in asdict(each).items()}
+
+
+_FIGURES = {"within": WITHIN, "across": ACROSS}
+
+
+def fit(cases: list[Case]) -> dict[str, float]:
+    """Constants for which the relative errors, none counted as more than 1, are least."""
+    return descend(lambda values: mean_and_square(_errors(cases, values)), fitted(), step=0.4)
+
+
+def _errors(cases: list[Case], values: Mapping[str, float]) -> list[float]:
+    within, across = (
+        LinkFigures(**{field: values[f"{name} {field}"] for field in asdict(each)}) for name, each in _FIGURES.items()
+    )
+    return [min(abs(case.seconds((within, across)) / case.measured - 1), 1.0) for case in cases]
+
+
+def _report(directory: Path) -> None:
+    errors = defaultdict(list)
+    for each in predictions(directory):
+        errors[each.group].append((each.error, each.row))
+    for group, found in errors.items():
+        numbers = [error for error, _ in found]
+        print(f"{group}: {len(found)} rows, {mean(numbers):.1%}, median {median(numbers):.1%}, worst {max(found)}")
+    print(f"{len(fitted())} constants; left out: {read_cases(directory)[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Timings of links beside their predictions.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--fit", action="store_true", help="search constants instead, and print them")
+    arguments = parser.parse_args()
+    if not arguments.fit:
+        return _report(arguments.directory)
+    for name, value in fit(read_cases(arguments.directory)[0]).items():
+        print(f"{name}: {value:.4g}")
+
+
+if __name__ == "__main__":
+    main()

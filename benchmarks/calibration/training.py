@@ -1,0 +1,380 @@
+"""Published training throughputs beside what the cost model says of them, and the fit of its constants.
+
+``python -m benchmarks.calibration.training DIRECTORY [--fit]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, TypeVar
+
+from benchmarks.calibration.descent import descend, mean_and_square
+from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
+from flexrlhf.guideline.calls import Call, Links, Mesh, Recompute
+from flexrlhf.guideline.engines import PROFILES, EngineProfile
+from flexrlhf.guideline.training import train_cost
+from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+
+Item = TypeVar("Item", DeviceClass, EngineProfile)
+Knob = tuple[tuple[str, ...], str]
+"""A constant: device classes or engine profiles that share it, and its field."""
+
+_H100 = ("H100-80G", "H800-80G", "H200-141G")
+_FSDP = ("torch", "compiled", "foundry", "prime-rl")
+_KNOBS: dict[Knob, str] = {
+    (("A100-40G", "A100-80G", "A800-80G"), "attention"): "device",
+    ((*_H100, "H100-96G"), "attention"): "device",
+    (_H100, "sustained"): "device",
+    (("H100-96G",), "sustained"): "device",
+    (("V100-16G", "V100-32G"), "sustained"): "device",
+    (("foundry",), "attention"): "profile",
+    (("prime-rl",), "attention"): "profile",
+    (("torch", "deepspeed", "transformers"), "elements"): "profile",
+    (("compiled",), "elements"): "profile",
+    (("foundry",), "elements"): "profile",
+    (("prime-rl",), "elements"): "profile",
+    (("megatron", "megatron-lm"), "elements"): "profile",
+    (tuple(PROFILES), "loss_bytes"): "profile",
+    (_FSDP, "overlap"): "profile",
+    (("prime-rl",), "adapter_elements"): "profile",
+}
+_SAVE: Knob = (("prime-rl",), "save")
+
+SAVE_GB_S = 1.66
+"""Of 16-bit weights into a directory that generation servers read. Fitted."""
+
+# llm-foundry's MPT configurations: hidden size, heads; layers follow from the parameters.
+_MPT = {
+    "125m": (768, 12),
+    "350m": (1024, 16),
+    "760m": (1536, 12),
+    "1b": (2048, 16),
+    "3b": (2560, 20),
+    "7b": (4096, 32),
+    "13b": (5120, 40),
+    "30b": (7168, 56),
+    "70b": (8192, 64),
+}
+_MPT_VOCABULARY = 50368
+# Megatron's GPT models by billions of parameters: layers, hidden size, heads (Megatron-LM, table 1; PTD-P, table 1).
+_GPT = {
+    1.2: (40, 1536, 16),
+    1.7: (24, 2304, 24),
+    2.5: (54, 1920, 20),
+    3.6: (30, 3072, 32),
+    4.2: (64, 2304, 24),
+    8.3: (72, 3072, 32),
+    13.0: (40, 5120, 40),
+    22.0: (48, 6144, 64),
+    39.1: (48, 8192, 64),
+    76.1: (60, 10240, 80),
+    145.6: (80, 12288, 96),
+    174.6: (96, 12288, 96),
+    310.1: (96, 16384, 128),
+    529.6: (105, 20480, 128),
+    1008.0: (128, 25600, 160),
+}
+_GPT_VOCABULARY, _GPT_WIDTH = 51200, 2048
+_PIPELINE_FILL = 8
+"""Micro-batches of a pipeline for each of its stages, where a row does not say (selective recomputation, table 3)."""
+_ENGINES = {
+    "llm-foundry": "foundry",
+    "prime-rl": "prime-rl",
+    "Megatron": "megatron-lm",
+    "NeMo": "megatron-lm",
+    "DeepSpeed": "deepspeed",
+    "ZeRO": "deepspeed",
+}
+_RANK = re.compile(r"r=(\d+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as a call. ``measured``: seconds of the call. ``saved``: bytes of weights that it writes besides."""
+
+    row: Row
+    call: Call
+    mesh: Mesh
+    measured: float
+    saved: float = 0.0
+
+    @property
+    def ideal(self) -> float:
+        """Seconds of its operations at the device's peak, recomputation aside."""
+        operations = _operations(self.call, 3) * self.call.rows * self.call.width
+        return operations / (self.mesh.tp * self.mesh.pp * self.mesh.device.tflops * 1e12)
+
+
+def predictions(directory: Path) -> list[Prediction]:
+    cases, _ = read_cases(directory)
+    utilisation = median(case.ideal / case.measured for case in cases)
+    return [_prediction(case, utilisation) for case in cases]
+
+
+def _prediction(case: Case, utilisation: float) -> Prediction:
+    return Prediction(
+        goal="training",
+        group=case.row["group"],
+        row=case.row["id"],
+        measured=case.measured,
+        predicted=_seconds(case),
+        constant_mfu=case.ideal / utilisation,
+        roofline=max(case.ideal, _bytes(case) / (case.mesh.device.memory_gb_s * 1e9)),
+    )
+
+
+def _bytes(case: Case) -> float:
+    """Weights and optimizer states that a device reads at least."""
+    return 16 * case.call.model.trained_parameters / case.mesh.size
+
+
+def _seconds(case: Case, values: Mapping[Knob, float] | None = None) -> float:
+    values = values or {}
+    device, profile = case.mesh.device, PROFILES[case.call.engine]
+    mesh = replace(case.mesh, device=_with(device, values)) if values else case.mesh
+    cost = train_cost(case.call, mesh, _with(profile, values) if values else profile)
+    return cost.seconds + case.saved / (values.get(_SAVE, SAVE_GB_S) * 1e9)
+
+
+def _with(item: Item, values: Mapping[Knob, float]) -> Item:
+    """With its own constants replaced; a share that hides is no more than all."""
+    own: dict[str, Any] = {
+        field: min(value, 1.0) if field == "overlap" else value
+        for (names, field), value in values.items()
+        if item.name in names and hasattr(item, field)
+    }
+    return replace(item, **own)
+
+
+def fitted() -> dict[str, float]:
+    """Every constant that the fit sets, as it is now."""
+    return {f"{field} of {', '.join(names)}": value for (names, field), value in _values().items()}
+
+
+def _values() -> dict[Knob, float]:
+    owners: dict[str, Mapping[str, DeviceClass | EngineProfile]] = {"device": DEVICE_CLASSES, "profile": PROFILES}
+    now = {knob: getattr(owners[kind][knob[0][0]], knob[1]) for knob, kind in _KNOBS.items()}
+    return now | {_SAVE: SAVE_GB_S}
+
+
+def fit(cases: list[Case]) -> dict[Knob, float]:
+    """Constants for which the cases' relative errors are least."""
+    return descend(
+        lambda values: mean_and_square([abs(_seconds(case, values) / case.measured - 1) for case in cases]), _values()
+    )
+
+
+def read_cases(directory: Path) -> tuple[list[Case], dict[str, str]]:
+    """Training rows as calls, and why others are left out."""
+    models = read_models(directory)
+    read = {row["id"]: _case(row, models) for row in _train_rows(directory)}
+    cases = [case for case in read.values() if isinstance(case, Case)]
+    return cases, {name: reason for name, reason in read.items() if isinstance(reason, str)}
+
+
+def _train_rows(directory: Path) -> list[Row]:
+    names = sorted(path.stem for path in directory.glob("measurements*.csv"))
+    return [row for name in names for row in read_rows(directory, name) if row["kind"] == "train"]
+
+
+def _case(row: Row, models: Mapping[str, Transformer]) -> Case | str:
+    device = device_of(row)
+    if device is None:
+        return f"no figures of {row['gpu']}"
+    if "MoE" in row["model"]:
+        return "mixture of experts"
+    if row["dtype"].endswith("fp8"):
+        return "8-bit products"
+    model = _model(row, models)
+    if model is None:
+        return f"shape of {row['model']} unknown"
+    return _measured(row, _call(row, model, _mesh(row, model, device)), _mesh(row, model, device))
+
+
+def _model(row: Row, models: Mapping[str, Transformer]) -> Transformer | None:
+    family, _, size = row["model"].partition("-")
+    if family == "MPT":
+        return _mpt(size, float(row["actor_b"]) * 1e9, int(row["prompt_len"]))
+    if family == "GPT":
+        return _gpt(float(row["actor_b"]))
+    known = {name.lower(): model for name, model in models.items()}
+    model = known.get(row["model"].lower()) or known.get(row["model"].lower().replace("llama-3-", "llama-3.1-"))
+    rank = _RANK.search(row["lora"])
+    return replace(model, adapters=_adapters(model, int(rank[1]))) if model and rank else model
+
+
+def _mpt(size: str, parameters: float, positions: int) -> Transformer | None:
+    """Its layers follow from all parameters less the tied embedding's and the learned positions'."""
+    if size not in _MPT:
+        return None
+    hidden, heads = _MPT[size]
+    layers = round((parameters - (_MPT_VOCABULARY + positions) * hidden) / (12 * hidden**2))
+    return _plain(layers, hidden, heads, _MPT_VOCABULARY)
+
+
+def _gpt(billions: float) -> Transformer:
+    """The published shape nearest in parameters."""
+    nearest = min(_GPT, key=lambda known: abs(known - billions))
+    return _plain(*_GPT[nearest], _GPT_VOCABULARY)
+
+
+def _plain(layers: int, hidden: int, heads: int, vocabulary: int) -> Transformer:
+    """GPT-2's kind of layer."""
+    return Transformer(
+        layers=layers,
+        hidden=hidden,
+        ffn=4 * hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        vocabulary=vocabulary,
+        gated=False,
+        tied=True,
+    )
+
+
+def _adapters(model: Transformer, rank: int) -> int:
+    """Two matrices of ``rank`` beside each product of a layer."""
+    attention = model.head_dim * (2 * model.heads + 2 * model.kv_heads) + 4 * model.hidden
+    ffn = (3 if model.gated else 2) * (model.hidden + model.ffn)
+    return model.layers * rank * (attention + ffn)
+
+
+def _mesh(row: Row, model: Transformer, device: DeviceClass) -> Mesh:
+    size = int(row["n_gpus"] or 8)
+    tp, pp = _split(row, model, device)
+    return Mesh(
+        device=device,
+        links=Links(device.link_gb_s, device.node_gb_s),
+        dp=max(1, size // (tp * pp)),
+        tp=tp,
+        pp=pp,
+        per_node=min(int(row["gpus_per_node"] or 8), size),
+        zero=_zero(row),
+    )
+
+
+def _split(row: Row, model: Transformer, device: DeviceClass) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel ranks: the row's, or of Megatron the fewest whose memory holds the weights."""
+    if row["system"] != "Megatron-LM" or row["tp"]:
+        return _number(row, "tp"), _number(row, "pp")
+    least = 6 * model.parameters / (0.5 * device.memory_gb * 1e9)
+    ranks = next(ranks for ranks in (2**power for power in range(20)) if ranks >= least)
+    return min(ranks, 8), max(1, ranks // 8)
+
+
+def _number(row: Row, name: str) -> int:
+    found = re.search(rf"{name.upper()}(\d+)", row["zero"])
+    return int(row[name] or (found[1] if found else 1))
+
+
+def _zero(row: Row) -> int:
+    text = f"{row['system']} {row['zero']}"
+    if "SHARD_GRAD_OP" in text or "ZeRO-2" in text:
+        return 2
+    return 3 if "FSDP" in text or "ZeRO-3" in text else 1
+
+
+def _call(row: Row, model: Transformer, mesh: Mesh) -> Call:
+    width = float(row["prompt_len"] or _GPT_WIDTH)
+    micro_rows = int(row["micro_bs"] or 1)
+    return Call(
+        kind="train",
+        model=model,
+        engine=_engine(row),
+        rows=_rows(row, mesh, micro_rows),
+        prompt=0.0,
+        responses=(width,),
+        width=width,
+        micro_rows=micro_rows,
+        recompute=_recompute(row),
+    )
+
+
+def _rows(row: Row, mesh: Mesh, micro_rows: int) -> int:
+    if row["n_microbatch"]:
+        return micro_rows * int(row["n_microbatch"])
+    if row["global_batch"]:
+        return max(1, int(row["global_batch"]) // mesh.dp)
+    return micro_rows * (_PIPELINE_FILL * mesh.pp if mesh.pp > 1 else 1)
+
+
+def _engine(row: Row) -> str:
+    system = row["system"]
+    if system == "torchtitan":
+        return "compiled" if "compile" in row["zero"] else "torch"
+    return next((engine for start, engine in _ENGINES.items() if system.startswith(start)), "torch")
+
+
+def _recompute(row: Row) -> Recompute:
+    """Where a row does not say: Megatron's utilisations are of selective recomputation, earlier rates of full."""
+    text = row["grad_ckpt"]
+    if text in ("no", "none"):
+        return "none"
+    return "selective" if text.startswith("selective") or (not text and row["metric"] == "MFU") else "full"
+
+
+def _measured(row: Row, call: Call, mesh: Mesh) -> Case | str:
+    value, tokens = float(row["value"]), call.rows * call.width * mesh.dp
+    if row["unit"] == "tokens/s/GPU":
+        return Case(row, call, mesh, tokens / mesh.size / value)
+    if row["unit"] == "tokens/s (total)":
+        return Case(row, call, mesh, tokens / value, _saved(row, call))
+    if row["unit"] == "ms":
+        return Case(row, call, mesh, value / 1e3)
+    rate = {"%": value / 100 * mesh.device.tflops, "TFLOP/s/GPU": value}.get(row["unit"])
+    if rate is None:
+        return f"{row['metric']} in {row['unit']}"
+    return Case(row, call, mesh, _operations(call, _counted_passes(row)) * tokens / mesh.size / (rate * 1e12))
+
+
+def _counted_passes(row: Row) -> int:
+    """Forward passes' operations in a published rate: utilisations do not count recomputation, PTD-P's and FSDP's rates
+    do; Megatron's first paper does not (its table 1)."""
+    return 3 if row["unit"] == "%" or row["source"] == "megatron-v1" else 4
+
+
+def _operations(call: Call, passes: int) -> float:
+    """Of one token, as papers count them: the square of attention in whole (PTD-P, section 5.1)."""
+    model = call.model
+    layer = 2 * (model.attention_parameters + model.ffn_parameters)
+    attention = 4 * model.heads * model.head_dim * call.width
+    return passes * model.layers * (layer + attention) + 3 * 2 * model.head_parameters
+
+
+def _saved(row: Row, call: Call) -> float:
+    """prime-rl's RL steps hand all trained weights to generation servers through a directory."""
+    return 0.0 if call.model.adapters or not row["call"].startswith("rl") else 2.0 * call.model.parameters
+
+
+def _report(directory: Path) -> None:
+    errors = defaultdict(list)
+    for each in predictions(directory):
+        errors[each.group].append((each.error, each.row))
+        errors["all"].append((each.error, each.row))
+    for group, found in errors.items():
+        numbers = [error for error, _ in found]
+        print(f"{group}: {len(found)} rows, {mean(numbers):.1%}, median {median(numbers):.1%}, worst {max(found)}")
+    print(f"{len(fitted())} constants; left out: {read_cases(directory)[1] or 'nothing'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Training rows beside their predictions.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--fit", action="store_true", help="search constants instead, and print them")
+    arguments = parser.parse_args()
+    if not arguments.fit:
+        return _report(arguments.directory)
+    for (names, field), value in fit(read_cases(arguments.directory)[0]).items():
+        print(f"{field} of {', '.join(names)}: {value:.3g}")
+
+
+if __name__ == "__main__":
+    main()

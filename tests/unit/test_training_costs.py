@@ -1,0 +1,236 @@
+"""Properties that the costs of kernels, links, forward and training calls have on every shape."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from flexrlhf.guideline.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.engines import PROFILES
+from flexrlhf.guideline.kernels import attention_seconds, matmul_seconds
+from flexrlhf.guideline.links import all_reduce_seconds, gather_seconds, travel_seconds
+from flexrlhf.guideline.training import forward_cost, train_cost
+from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.placement.devices import DEVICE_CLASSES
+
+COSTS = pytest.mark.parametrize("cost", [forward_cost, train_cost])
+ROUNDING = 1 + 1e-9
+
+
+def _model(chance: random.Random, **changes: int) -> Transformer:
+    heads = chance.choice([4, 8, 16, 32, 64])
+    model = Transformer(
+        layers=chance.randint(1, 80),
+        hidden=heads * chance.choice([64, 128]),
+        ffn=chance.randint(500, 30000),
+        heads=heads,
+        kv_heads=chance.choice([2, heads]),
+        head_dim=chance.choice([64, 128]),
+        vocabulary=chance.choice([100, 32000, 152000]),
+        gated=chance.random() < 0.5,
+        head=chance.choice(["causal", "scalar"]),
+        adapters=chance.choice([0, 0, 4000000]),
+    )
+    return replace(model, **changes)
+
+
+def _call(chance: random.Random) -> Call:
+    width = chance.choice([40.0, 512.0, 2048.0, 16384.0])
+    return Call(
+        kind="train",
+        model=_model(chance),
+        engine=chance.choice(sorted(PROFILES)),
+        rows=chance.randint(1, 200),
+        prompt=width / 4,
+        responses=(width / 2, width * 3 / 4),
+        width=width,
+        updates=chance.randint(1, 4),
+        micro_rows=chance.randint(1, 16),
+        recompute=chance.choice(["none", "selective", "full"]),
+        offload_optimizer=chance.random() < 0.2,
+    )
+
+
+def _mesh(chance: random.Random) -> Mesh:
+    device = DEVICE_CLASSES[chance.choice(sorted(DEVICE_CLASSES))]
+    tp, pp, dp = chance.choice([1, 2, 8]), chance.choice([1, 1, 2, 4]), chance.choice([1, 2, 16])
+    return Mesh(
+        device=device,
+        links=Links(device.link_gb_s, device.node_gb_s),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        per_node=min(8, tp * pp * dp),
+        zero=chance.choice([0, 1, 2, 3]),
+    )
+
+
+def _never_slower(
+    cost: Callable[[Call, Mesh], object],
+    change: Callable[[random.Random, Call, Mesh], tuple[Call, Mesh]],
+    cases: int = 400,
+) -> None:
+    """What ``change`` makes of a case takes no longer than the case."""
+    chance = random.Random(20240601)
+    for _ in range(cases):
+        call, mesh = _call(chance), _mesh(chance)
+        assert cost(*change(chance, call, mesh)).seconds <= cost(call, mesh).seconds * ROUNDING, (call, mesh)
+
+
+@COSTS
+@pytest.mark.parametrize("figure", ["tflops", "memory_gb_s", "host_gb_s", "matmul", "sustained", "attention"])
+def test_better_device_is_never_slower(cost, figure):
+    def faster(chance: random.Random, call: Call, mesh: Mesh) -> tuple[Call, Mesh]:
+        better = getattr(mesh.device, figure) * chance.uniform(1, 4)
+        return call, replace(mesh, device=replace(mesh.device, **{figure: better}))
+
+    _never_slower(cost, faster)
+
+
+@COSTS
+@pytest.mark.parametrize("link", ["device_gb_s", "node_gb_s"])
+def test_better_links_are_never_slower(cost, link):
+    def faster(chance: random.Random, call: Call, mesh: Mesh) -> tuple[Call, Mesh]:
+        better = getattr(mesh.links, link) * chance.uniform(1, 4)
+        return call, replace(mesh, links=replace(mesh.links, **{link: better}))
+
+    _never_slower(cost, faster)
+
+
+@COSTS
+@pytest.mark.parametrize("size", ["layers", "hidden", "ffn", "vocabulary"])
+def test_smaller_model_is_never_slower(cost, size):
+    def smaller(chance: random.Random, call: Call, mesh: Mesh) -> tuple[Call, Mesh]:
+        less = max(1, int(getattr(call.model, size) * chance.uniform(0.3, 1)))
+        return replace(call, model=replace(call.model, **{size: less})), mesh
+
+    _never_slower(cost, smaller)
+
+
+@COSTS
+def test_fewer_rows_are_never_slower(cost):
+    _never_slower(cost, lambda chance, call, mesh: (replace(call, rows=chance.randint(1, call.rows)), mesh))
+
+
+@COSTS
+def test_shorter_rows_are_never_slower(cost):
+    _never_slower(
+        cost, lambda chance, call, mesh: (replace(call, width=call.width * 0.9, responses=(call.width / 4,)), mesh)
+    )
+
+
+@COSTS
+def test_twice_the_rows_take_up_to_twice_the_time(cost):
+    """And a little where their last micro-batch is a smaller part of a whole one."""
+    chance = random.Random(7)
+    for _ in range(300):
+        call, mesh = _call(chance), _mesh(chance)
+        once, twice = cost(call, mesh).seconds, cost(replace(call, rows=2 * call.rows), mesh).seconds
+        assert once <= twice * ROUNDING
+        assert twice <= 2.02 * once
+
+
+@COSTS
+def test_replicas_compute_the_same(cost):
+    chance = random.Random(8)
+    for _ in range(200):
+        call, mesh = _call(chance), _mesh(chance)
+        alone, many = cost(call, replace(mesh, dp=1, per_node=8)), cost(call, replace(mesh, dp=16, per_node=8))
+        for name in ("compute", "attention", "elements", "head", "launch"):
+            assert many.parts[name] == alone.parts[name]
+
+
+@COSTS
+def test_tensor_parallel_devices_compute_no_more(cost):
+    chance = random.Random(9)
+    for _ in range(200):
+        call, mesh = _call(chance), replace(_mesh(chance), tp=1, pp=1, per_node=8)
+        whole, shared = cost(call, mesh).parts, cost(call, replace(mesh, tp=chance.choice([2, 4, 8]))).parts
+        for name in ("compute", "attention", "elements", "head"):
+            assert shared[name] <= whole[name] * ROUNDING
+
+
+def test_backward_and_recomputation_add():
+    chance = random.Random(10)
+    for _ in range(200):
+        call, mesh = _call(chance), replace(_mesh(chance), zero=1)
+        times = [train_cost(replace(call, recompute=kind), mesh).seconds for kind in ("none", "selective", "full")]
+        assert [forward_cost(call, mesh).seconds, *times] == sorted([forward_cost(call, mesh).seconds, *times])
+
+
+def test_adapters_save_gradients_of_weights():
+    """Of three products for each weight, one is not made."""
+    chance = random.Random(11)
+    for _ in range(100):
+        call, mesh = replace(_call(chance), recompute="none", width=2048.0, responses=(1024.0,)), _mesh(chance)
+        full, frozen = (
+            train_cost(replace(call, model=replace(call.model, adapters=adapters)), mesh) for adapters in (0, 4000000)
+        )
+        assert frozen.parts["compute"] < full.parts["compute"]
+
+
+def test_offloaded_optimizer_is_slower():
+    chance = random.Random(12)
+    for _ in range(100):
+        call, mesh = replace(_call(chance), offload_optimizer=False), _mesh(chance)
+        resident = train_cost(call, mesh).parts["optimizer"]
+        assert train_cost(replace(call, offload_optimizer=True), mesh).parts["optimizer"] > resident
+
+
+def test_no_rows_are_no_compute():
+    chance = random.Random(13)
+    call, mesh = replace(_call(chance), rows=0), replace(_mesh(chance), pp=1)
+    assert forward_cost(call, mesh).seconds == 0
+
+
+def test_product_never_falls_in_any_size():
+    chance = random.Random(14)
+    for _ in range(1000):
+        device = DEVICE_CLASSES[chance.choice(sorted(DEVICE_CLASSES))]
+        sizes = [chance.randint(1, 20000) for _ in range(3)]
+        time = matmul_seconds(*sizes, device)
+        for i in range(3):
+            grown = [size + chance.randint(1, 2000) * (i == j) for j, size in enumerate(sizes)]
+            assert matmul_seconds(*grown, device) >= time
+
+
+def test_product_is_no_faster_than_the_roofline():
+    chance = random.Random(15)
+    for _ in range(1000):
+        device = DEVICE_CLASSES[chance.choice(sorted(DEVICE_CLASSES))]
+        m, k, n = (chance.randint(1, 20000) for _ in range(3))
+        flops, traffic = (
+            2 * m * k * n / (device.tflops * 1e12),
+            2 * (m * k + k * n + m * n) / (device.memory_gb_s * 1e9),
+        )
+        assert matmul_seconds(m, k, n, device) > max(flops, traffic)
+
+
+def test_attention_grows_with_the_square_of_the_width():
+    device = DEVICE_CLASSES["A100-80G"]
+    short, long = (attention_seconds(1, width, 4096, device) for width in (8192, 16384))
+    assert 3.9 < long / short < 4
+
+
+def test_collectives_of_one_rank_are_free():
+    links = Links(300, 25)
+    assert all_reduce_seconds(1e9, 1, 8, links) == gather_seconds(1e9, 1, 8, links) == 0
+
+
+def test_all_reduce_is_slower_than_gather_and_across_than_within():
+    chance, links = random.Random(16), Links(300, 25)
+    for _ in range(200):
+        size, ranks = chance.uniform(1, 1e10), chance.choice([2, 4, 8])
+        assert all_reduce_seconds(size, ranks, 8, links) > gather_seconds(size, ranks, 8, links)
+        assert all_reduce_seconds(size, 2 * ranks, ranks, links) > all_reduce_seconds(size, ranks, ranks, links)
+
+
+def test_message_takes_its_start_and_its_bytes():
+    links = Links(100, 10)
+    little, much = travel_seconds(Traffic(0, 1000), links), travel_seconds(Traffic(0, 10**9), links)
+    assert little < 1e-4
+    assert 0.1 < much < 0.3
+    assert travel_seconds(Traffic(10**9, 0), links) < much
