@@ -50,6 +50,113 @@ def plan(
         _check_memory(plans, force)
 
 
+@app.command(name="simulate")
+def simulate_(
+    configs: Configs = None,
+    placement_ratio: Ratio = None,
+    devices: Devices = None,
+    set_: Sets = None,
+    response_tokens: Annotated[
+        str | None,
+        typer.Option(help="length of answers: a number, a JSON list, or metrics.jsonl of a run; default: the longest"),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")] = None,
+    against: Annotated[Path | None, typer.Option(help="timeline.json of a run, to compare with")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the timeline, a Chrome trace")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps in that timeline")] = 4,
+) -> None:
+    """Print how long a step will take and why, and what waits meanwhile. Starts nothing."""
+    from flexrlhf.guideline.compare import compare, read_run
+    from flexrlhf.guideline.inputs import choose_costs, read_lengths
+    from flexrlhf.guideline.simulate import simulate, write_timeline
+    from flexrlhf.guideline.simulation_report import format_comparison, format_simulation
+
+    with _user_errors():
+        plans = make_plans(_specs(configs, placement_ratio, devices, set_))
+        if len(plans) > 1 and (against or output):
+            raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
+        for made in plans:
+            source = choose_costs(made, profile)
+            simulation = simulate(made, source.costs, read_lengths(response_tokens, made))
+            typer.echo(format_simulation(simulation, source.name) + "\n")
+            if against is not None:
+                typer.echo(format_comparison(compare(simulation, read_run(against)), against) + "\n")
+            if output is not None:
+                write_timeline(simulation, output, steps)
+
+
+@app.command(name="advise")
+def advise_(
+    config: Annotated[Path | None, typer.Argument(help="YAML whose models, batch and cluster are asked about")] = None,
+    model: Annotated[str, typer.Option(help="of all roles: a name, a model directory or a config.json")] = "llama-7b",
+    critic: Annotated[str | None, typer.Option(help="default: as --reward, else --model")] = None,
+    ref: Annotated[str | None, typer.Option(help="default: as --model")] = None,
+    reward: Annotated[str | None, typer.Option(help="default: as --critic, else --model")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="devices, eight in a node")] = 8,
+    gpu_type: Annotated[str, typer.Option(help="their class")] = "A100-80G",
+    cluster: Annotated[Path | None, typer.Option(help="YAML with a list of nodes, instead of --gpus")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    response_tokens: Annotated[int, typer.Option(min=1, help="the most of an answer")] = 1024,
+    mean_response: Annotated[float | None, typer.Option(min=1, help="tokens of an answer; default: the most")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="in a step")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
+    mini_batches: Annotated[int, typer.Option(min=1, help="optimizer steps of a step")] = 8,
+    engine: Annotated[str, typer.Option(help="that trains: torch or deepspeed")] = "torch",
+    rollout: Annotated[str, typer.Option(help="what generates: transformers or vllm")] = "vllm",
+    lora: Annotated[int | None, typer.Option(min=1, help="rank of adapters; default: all weights are trained")] = None,
+    set_: Sets = None,
+    profile: Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="that the searches may take")] = 10.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the YAML of what to use")] = None,
+) -> None:
+    """Say which placement to use, how fast it will be and why, with what else was thought of. Starts nothing."""
+    from flexrlhf.guideline.advice_report import format_advice
+    from flexrlhf.guideline.advise import advise, write_advised
+    from flexrlhf.guideline.inputs import costs_for, texts_for
+    from flexrlhf.guideline.request import Request, equal_nodes, read_nodes
+
+    with _user_errors():
+        if config is not None:
+            (spec,) = _specs([config], None, None, set_)
+        else:
+            roles = {"actor": model, "critic": critic or reward or model, "ref": ref or model}
+            nodes = read_nodes(cluster) if cluster is not None else equal_nodes(gpus, gpu_type)
+            request = Request(
+                {**roles, "reward": reward or critic or model},
+                nodes,
+                prompt_tokens,
+                response_tokens,
+                prompts,
+                samples,
+                mini_batches,
+                engine,
+                rollout,
+                lora,
+            )
+            spec = request.spec(tuple(set_ or ()))
+        source = costs_for(spec, profile)
+        advice = advise(spec, source.costs, texts_for(spec, mean_response), seconds)
+        typer.echo(format_advice(advice, source.name))
+        if output is not None:
+            write_advised(advice.best, output)
+            typer.echo(f"\nwritten to {output}: flexrlhf plan {output}")
+
+
+@app.command(name="profile")
+def profile_(
+    configs: Annotated[
+        list[Path] | None, typer.Argument(help="YAML files whose models are measured; none: the quick start's PPO")
+    ] = None,
+    devices: Devices = None,
+    set_: Sets = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = Path("runs/profile.json"),
+) -> None:
+    """Measure on this machine what `simulate` and `advise` compute times from. Takes a minute, trains nothing."""
+    with _user_errors():
+        plans = make_plans(_specs(configs, None, devices, set_))
+        _measure(plans, output, quick_start=not configs)
+
+
 @app.command()
 def run(
     configs: Configs = None,
@@ -196,6 +303,26 @@ def _launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
     except launch.RankFailure as error:
         typer.echo(f"flexrlhf: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _measure(plans: Sequence[Plan], output: Path, quick_start: bool) -> None:
+    """Measure with all ranks and print what was found; of the quick start PPO alone, which has the others' models."""
+    from flexrlhf import launch
+    from flexrlhf.profiling.command import profile
+    from flexrlhf.profiling.table import format_measurements
+    from flexrlhf.quickstart import prepare_corpus
+
+    if quick_start:
+        prepare_corpus()
+    try:
+        measured = profile(plans[-1:] if quick_start else plans, plans, output)
+    except launch.Interrupted as error:
+        typer.echo(f"flexrlhf: {error}", err=True)
+        raise typer.Exit(130) from None
+    except launch.RankFailure as error:
+        typer.echo(f"flexrlhf: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"\n{format_measurements(measured)}\n\nwritten to {output}")
 
 
 def _prepare(plans: Sequence[Plan]) -> None:

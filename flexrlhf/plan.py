@@ -138,7 +138,7 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
     strategy = choose_strategy(spec, placement)
     graph = with_rollout(graph, spec, is_remote=any(model.rollout is not None for model in placement.shadows))
     check_engines(graph, placement)
-    shapes = _shapes(spec, graph, pending or {})
+    shapes = model_shapes(spec, graph, pending or {})
     check_models(placement, shapes, cluster)
     batch = BatchShape(
         spec.algorithm.prompts_per_step,
@@ -247,7 +247,8 @@ def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
     return model.model_copy(update={"path": origin.path, "init": origin.init})
 
 
-def _shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict[str, ModelShape]:
+def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict[str, ModelShape]:
+    """Parameter shapes by role; a role is absent when only loading the model can tell."""
     shapes = {}
     for role in graph.roles:
         model = spec.models.of(role)

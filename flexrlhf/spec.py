@@ -303,6 +303,8 @@ class NodeSpec(Section):
     devices: int = Field(ge=1, description="devices in each machine")
     device_class: str = Field("any", alias="class")
     memory_gb: float | None = Field(None, gt=0, description="of one device; default: that of its class")
+    link_gb_s: float | None = Field(None, gt=0, description="between two devices of a node, GB/s in one direction")
+    network_gb_s: float | None = Field(None, gt=0, description="of one node to the others, GB/s in one direction")
 
 
 class ClusterSpec(Section):

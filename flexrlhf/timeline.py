@@ -93,3 +93,24 @@ def _event(span: Span, origin: float) -> dict[str, Any]:
         "dur": round((span.end - span.start) * 1e6),
         "args": {"step": span.step, **{key: value for key, value in optional.items() if value is not None}},
     }
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a file of ``write_trace``, in seconds from the first one's start."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return [_read(event) for event in events if event["ph"] == "X"]
+
+
+def _read(event: dict[str, Any]) -> Span:
+    args, start = event["args"], event["ts"] / 1e6
+    return Span(
+        rank=event["tid"],
+        kind=event["cat"],
+        label=event["name"],
+        step=args["step"],
+        chunk=args.get("chunk"),
+        start=start,
+        end=start + event["dur"] / 1e6,
+        bytes_sent=args.get("bytes_sent"),
+        waited=args.get("waited_seconds", 0.0),
+    )

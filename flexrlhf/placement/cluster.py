@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexrlhf.errors import UserError
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.spec import ClusterSpec
 
 
 @dataclass(frozen=True)
 class Device:
+    """``link_gb_s``, ``network_gb_s``: where the YAML says otherwise than the catalogue; the latter of its node."""
+
     rank: int
     node: int
     device_class: str
     memory_gb: float | None = None
+    link_gb_s: float | None = None
+    network_gb_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,15 @@ class Cluster:
         gigabytes = device.memory_gb or (figures.memory_gb if figures else None)
         return None if gigabytes is None else int(gigabytes * 1e9)
 
+    def figures(self, rank: int) -> DeviceClass | None:
+        """What the catalogue says of a device, with the links that the YAML names; None for a class without figures."""
+        device = self.devices[rank]
+        known = DEVICE_CLASSES.get(device.device_class)
+        if known is None:
+            return None
+        link, network = device.link_gb_s or known.link_gb_s, device.network_gb_s or known.node_gb_s
+        return replace(known, link_gb_s=link, node_gb_s=network)
+
     def speed(self, rank: int) -> int:
         """Relative speed for default row shares; a class without figures counts 1."""
         figures = DEVICE_CLASSES.get(self.devices[rank].device_class)
@@ -69,6 +82,9 @@ def make_cluster(spec: ClusterSpec) -> Cluster:
     for group in spec.nodes:
         for _ in range(group.count):
             memory = group.memory_gb or spec.memory_gb
-            devices += [Device(len(devices) + i, node, group.device_class, memory) for i in range(group.devices)]
+            devices += [
+                Device(len(devices) + i, node, group.device_class, memory, group.link_gb_s, group.network_gb_s)
+                for i in range(group.devices)
+            ]
             node += 1
     return Cluster(tuple(devices))

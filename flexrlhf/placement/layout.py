@@ -60,6 +60,9 @@ class Layout:
 
         ``turn`` shifts where the bounds are rounded, so that over several turns what does not divide goes round.
         """
+        if not self.row_shares:  # the same in whole numbers: a thousand replicas are asked often
+            first = (len(items) * replica + turn % self.dp) // self.dp
+            return items[first : (len(items) * (replica + 1) + turn % self.dp) // self.dp]
         shift = Fraction(turn % self.dp, self.dp)
         start = int(len(items) * (self.bounds[replica - 1] if replica else Fraction(0)) + shift)
         return items[start : int(len(items) * self.bounds[replica] + shift)]

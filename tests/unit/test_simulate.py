@@ -1,0 +1,476 @@
+"""A plan played on paper: hand-computed timelines, the same spans as the trainer's loop, and what is printed of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from small_runs import PPO, TINY, plan_of
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.guideline.calls import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.compare import compare, read_run
+from flexrlhf.guideline.cost import AnalyticCosts
+from flexrlhf.guideline.pricing import Pricer, TextLengths, longest_texts
+from flexrlhf.guideline.simulate import Simulation, evaluate, flows_of, simulate, write_timeline
+from flexrlhf.guideline.simulation_report import format_comparison, format_simulation
+from flexrlhf.guideline.walk import Node, steady_seconds, walk_nodes
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.routes import Primitive
+from flexrlhf.plan import Plan
+from flexrlhf.strategies.instructions import Run, Save, Sync
+from flexrlhf.strategies.schedule import walk
+from flexrlhf.timeline import Span
+
+CHUNKED = ("algorithm.num_mini_batches=4", "schedule.num_chunks=4", "algorithm.whiten=mini_batch")
+VLLM = ("rollout.engine=vllm", "models.actor.init.num_attention_heads=2", "models.actor.init.hidden_size=64")
+NODES = "cluster.nodes=[{count: %d, devices: %d, class: A100-80G}]"
+
+
+@dataclass
+class Fixed:
+    """Seconds that do not depend on sizes, and what has been asked."""
+
+    seconds: Mapping[str, float] = field(default_factory=lambda: {"generate": 8, "forward": 2, "train": 4})
+    combined: float = 0.0
+    moved: float = 0.0
+    synced: float = 0.0
+    asked: list[tuple[Call, Mesh]] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+
+    def call(self, call: Call, mesh: Mesh) -> Cost:
+        self.asked.append((call, mesh))
+        return Cost({"compute": self.seconds[call.kind]})
+
+    def combine(self, rows: int, width: float) -> Cost:
+        return Cost({"compute": self.combined})
+
+    def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
+        self.traffic.append(traffic)
+        return Cost({primitive: self.moved})
+
+    def sync(self, traffic: Traffic, gathered: int, num_tensors: int, links: Links) -> Cost:
+        self.traffic.append(traffic)
+        return Cost({"send": self.synced})
+
+    def switch(self, size: int, device: DeviceClass) -> Cost:
+        return Cost({"host": 1.0})
+
+    def save(self, size: int) -> Cost:
+        return Cost({"write": 100.0})
+
+
+def spans_of(simulation: Simulation, steps: int, kind: str = "run") -> list[Span]:
+    return [span for span in simulation.spans(steps) if span.kind == kind]
+
+
+def times(simulation: Simulation, steps: int = 1) -> dict[tuple[str, int, int | None], tuple[float, float]]:
+    """(operator, step, chunk) → start and end of the Runs on their first ranks."""
+    found: dict[tuple[str, int, int | None], tuple[float, float]] = {}
+    for span in spans_of(simulation, steps):
+        found.setdefault((span.label.split()[0], span.step, span.chunk), (span.start, span.end))
+    return found
+
+
+# --- timelines computed by hand
+
+
+def test_co_located_models_run_one_after_another() -> None:
+    simulation = simulate(plan_of(), Fixed())
+    assert times(simulation) == {
+        ("generate", 0, None): (0, 8),
+        ("logprobs", 0, None): (8, 10),
+        ("ref_logprobs", 0, None): (10, 12),
+        ("scores", 0, None): (12, 14),
+        ("values", 0, None): (14, 16),
+        ("advantages", 0, None): (16, 16),
+        ("train_actor", 0, None): (16, 20),
+        ("train_critic", 0, None): (20, 24),
+    }
+    assert simulation.seconds == 24
+    assert simulation.samples_per_second == 8 / 24
+    assert (simulation.utilisation, simulation.bubble) == (1, 0)
+
+
+def test_interleaved_models_overlap() -> None:
+    """ref and reward at the same time; what they write comes back while values are computed."""
+    simulation = simulate(plan_of([1, 1, 0.5, 0.5]), Fixed(moved=0.5))
+    found = times(simulation)
+    assert found["logprobs", 0, None] == (8, 10)
+    assert found["ref_logprobs", 0, None] == found["scores", 0, None] == (10, 12)
+    # the tokens have come beside logprobs, and the way back is beside values
+    assert found["values", 0, None] == (12, 14)
+    assert found["train_actor", 0, None] == (14, 18)
+    assert simulation.seconds == 22
+    assert simulation.utilisation == 1
+
+
+def test_what_travels_longer_than_the_work_beside_it_is_waited_for() -> None:
+    simulation = simulate(plan_of([1, 1, 0.5, 0.5]), Fixed(moved=5))
+    first = {span.label: span for span in spans_of(simulation, 1) if span.rank == 0}
+    # tokens leave at 8; logprobs go on meanwhile; ref waits from 10 to 13; the way back takes from 15 to 20
+    assert (first["ref_logprobs on ref"].start, first["ref_logprobs on ref"].waited) == (13, 3)
+    assert (first["advantages on actor"].start, first["advantages on actor"].waited) == (20, 3)
+    assert simulation.seconds == 28
+    assert simulation.bubble == pytest.approx(6 / 28)
+
+
+def test_without_lag_the_two_sides_take_turns() -> None:
+    simulation = simulate(plan_of([0.5] * 6, 2), Fixed(synced=1))
+    # inference: 8 + 4 forwards of 2; training 4 + 4; a sync behind each
+    assert simulation.seconds == 8 + 8 + 4 + 1 + 4 + 1
+    assert simulation.model_shares["actor.shadow"] == pytest.approx(10 / 26)
+
+
+def test_with_lag_training_overlaps_the_next_generation() -> None:
+    simulation = simulate(plan_of([0.5] * 6, 2, "schedule.lag=1"), Fixed())
+    found = times(simulation, 3)
+    assert found["generate", 1, None] == (16, 24)
+    assert found["train_actor", 0, None] == (16, 20)
+    assert simulation.seconds == 16
+    assert simulation.bubble == pytest.approx(8 / 32)
+
+
+def test_the_last_batches_of_a_run_that_lags_are_not_taken_for_a_step() -> None:
+    """While they drain nothing is generated: a step would seem to be training alone."""
+    nodes = [Node((0,), 10), Node((1,), 1, after=(0,), lag=1), Node((0, 1), 0, lag=1)]
+    assert steady_seconds(nodes, 2) == 10
+
+
+def test_chunks_travel_one_behind_the_other() -> None:
+    costs = Fixed({"generate": 2, "forward": 0.25, "train": 1})
+    simulation = simulate(plan_of([0.5] * 6, 2, *CHUNKED), costs)
+    found = times(simulation)
+    generated = [found["generate", 0, chunk] for chunk in range(4)]
+    assert [end - start for start, end in generated] == [2] * 4
+    # the third chunk is generated while the first is trained on
+    assert generated[2][0] < found["train_actor", 0, 0][1] < generated[3][1]
+    whole = simulate(plan_of([0.5] * 6, 2), Fixed({"generate": 8, "forward": 1, "train": 4}))
+    assert simulation.seconds < whole.seconds
+
+
+def test_a_sync_every_few_steps_costs_its_share() -> None:
+    often, rarely = (
+        simulate(plan_of([0.5] * 6, 2, f"sync.every={every}"), Fixed(synced=3)).seconds for every in (1, 2)
+    )
+    assert often == 24 + 6
+    assert rarely < often
+
+
+def test_saving_is_in_the_timeline_and_not_in_the_seconds_of_a_step() -> None:
+    simulation = simulate(plan_of(None, 1, "save.every=2"), Fixed())
+    assert simulation.seconds == 24
+    assert [type(item.instruction) for item in simulation.rare] == [Save, Save]
+    assert [span.step for span in spans_of(simulation, 3, "save")] == [1, 1, 2, 2]
+
+
+def test_a_reader_waits_for_what_is_under_way() -> None:
+    reader = Node((0, 1), 1, after=(0,), delays=(5,))
+    visits = walk_nodes([Node((0,), 1), reader], 2, 1).visits
+    assert [(visit.start, visit.came) for visit in visits if visit.node == 1] == [(6, 1), (6, 0)]
+
+
+# --- the same spans as the trainer's loop
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    "co-located": lambda: plan_of(None, 2),
+    "interleaving": lambda: plan_of([1, 1, 0.5, 0.5], 4, *CHUNKED),
+    "side by side": lambda: plan_of([0.5, 0.5, 0.5, 0.5], 2),
+    "six models": lambda: plan_of([0.5] * 6, 4, *CHUNKED),
+    "lag": lambda: plan_of([0.5] * 6, 4, "schedule.lag=1", *CHUNKED),
+    "rare syncs": lambda: plan_of([0.5] * 6, 2, "sync.every=2", "schedule.lag=1"),
+    "saves": lambda: plan_of(None, 2, "save.every=2", "eval.path=held_out.jsonl", "eval.every=3"),
+    "sharded": lambda: plan_of([1, 1, 0.5, 0.5], 4, "models.actor.zero=3", "models.ref.tp=2"),
+    "rollout": lambda: plan_of(None, 2, *VLLM),
+    "rollout apart": lambda: plan_of([0.5] * 6, 2, "schedule.lag=1", *VLLM),
+    "short of memory": lambda: plan_of([1, 1, 0.5, 0.5], 2, "cluster.memory_gb=0.00008"),
+    "shadows short of memory": lambda: plan_of([0.5] * 6, 2, "schedule.lag=1", "cluster.memory_gb=0.00009"),
+    "mixed": lambda: plan_of(
+        None, 4, "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]}",
+        "placement={actor: {ranks: [0, 1, 2, 3], row_shares: [2, 2, 1, 1]}, critic: {ranks: [0, 1]}, "
+        "ref: {ratio: 1, on: V100}, reward: {ranks: [3]}}",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=PLANS, ids=str)
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return PLANS[request.param]()
+
+
+def keys(spans: list[Span]) -> Counter[tuple[int, str, str, int, int | None]]:
+    return Counter((span.rank, span.kind, span.label, span.step, span.chunk) for span in spans)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_spans_are_those_of_the_trainers_loop(plan: Plan, steps: int) -> None:
+    expected = Counter(
+        (rank, type(x).__name__.lower(), x.label, step, getattr(x, "chunk", None))
+        for rank in range(plan.placement.num_ranks)
+        for _, step, x in walk(plan.schedule, rank, steps)
+    )
+    assert keys(list(simulate(plan, AnalyticCosts()).spans(steps))) == expected
+
+
+def test_a_rank_does_one_thing_at_a_time(plan: Plan) -> None:
+    spans = list(simulate(plan, Fixed(moved=0.5, synced=1, combined=0.1)).spans(4))
+    for rank in range(plan.placement.num_ranks):
+        mine = [span for span in spans if span.rank == rank]
+        assert all(a.end <= b.start - b.waited + 1e-9 for a, b in zip(mine, mine[1:], strict=False))
+        assert all(span.start <= span.end for span in mine)
+
+
+def test_shares_of_a_step_are_no_more_than_all_of_it(plan: Plan) -> None:
+    for costs in (Fixed(moved=0.5, synced=1, combined=0.1), AnalyticCosts()):
+        simulation = simulate(plan, costs)
+        assert all(share.waiting > -1e-9 for share in simulation.shares)
+        assert 0 < simulation.utilisation <= 1 + 1e-9
+        ranks = {rank for ranks in simulation.blocks for rank in ranks}
+        assert ranks == set(range(plan.placement.num_ranks)) - set(plan.placement.idle_ranks)
+        busy = sum(share * len(plan.placement[name].ranks) for name, share in simulation.model_shares.items())
+        assert busy == pytest.approx(simulation.utilisation * plan.placement.num_ranks)
+
+
+def test_evaluating_gives_the_seconds_of_simulating(plan: Plan) -> None:
+    assert evaluate(plan, AnalyticCosts()) == pytest.approx(simulate(plan, AnalyticCosts()).seconds)
+
+
+def test_bytes_between_nodes_are_those_of_the_plan(plan: Plan) -> None:
+    found = simulate(plan, Fixed()).node_bytes.values()
+    moved = sum(
+        plan.move_bytes(x) for x in plan.schedule.instructions if hasattr(x, "transfers") and hasattr(x, "edge")
+    )
+    assert sum(node.within + node.sent for node in found) >= moved
+    assert sum(node.sent for node in found) == sum(node.received for node in found)
+    if not any(isinstance(x, Sync) for x in plan.schedule.instructions):
+        assert sum(node.within + node.sent for node in found) == moved
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_of_a_sync_are_those_of_the_plan(tp: int) -> None:
+    """Gathering sends what tensor-parallel ranks hold alike, too, which is not counted here."""
+    plan = plan_of([0.5] * 6, 4, "sync.checksum=false", f"models.actor={{init: {json.dumps(TINY)}, tp: {tp}}}")
+    for sync in (x for x in plan.schedule.instructions if isinstance(x, Sync)):
+        size, planned = sum(flow.size for flow in flows_of(plan, sync)), plan.sync_bytes(sync) or 0
+        assert size == planned or (sync.gathers and 0.85 * planned < size < planned)
+
+
+# --- what the cost model is asked
+
+
+def asked(plan: Plan, lengths: TextLengths | None = None) -> dict[str, list[tuple[Call, Mesh]]]:
+    """Operator → questions."""
+    pricer = Pricer(plan, Fixed(), lengths or longest_texts(plan))
+    runs = [x for x in plan.schedule.instructions if isinstance(x, Run) and x.operator.kind != "combine"]
+    return {run.operator.name: list(pricer.questions(run)) for run in runs}
+
+
+def test_a_call_is_that_of_the_fullest_replica() -> None:
+    plan = plan_of(
+        None, 4, "algorithm.prompts_per_step=6", "algorithm.num_mini_batches=1", "algorithm.samples_per_prompt=3",
+        "algorithm.epochs=2", "models.actor.dtype=bfloat16", "models.actor.activation_checkpointing=true",
+    )  # fmt: skip
+    found = {name: questions[0] for name, questions in asked(plan).items()}
+    call, mesh = found["generate"]
+    assert (call.rows, call.engine, call.prompt, call.responses, call.item) == (6, "transformers", 4, (8,), 2)
+    assert (mesh.dp, mesh.tp, mesh.per_node, mesh.zero) == (4, 1, 4, 0)
+    call, _ = found["train_actor"]
+    assert (call.rows, call.updates, call.width, call.recompute, call.engine) == (12, 2, 12, "full", "torch")
+    call, _ = found["scores"]
+    assert (call.rows, call.updates, call.recompute, call.model.head, call.item) == (6, 1, "none", "scalar", 4)
+
+
+def test_replicas_wait_for_each_other_at_every_update() -> None:
+    """Two prompts on three replicas, four times over: no replica has eight rows, but there are four of one each."""
+    settings = ("algorithm.prompts_per_step=8", "algorithm.num_mini_batches=4")
+    found = {name: questions[0][0] for name, questions in asked(plan_of(None, 3, *settings)).items()}
+    assert found["generate"].rows == 3
+    assert (found["train_actor"].rows, found["train_actor"].updates) == (4, 4)
+
+
+def test_budgets_bound_the_rows_of_a_pass() -> None:
+    plan = plan_of(None, 1, "models.actor.micro_batch_tokens=30", "models.actor.generate_tokens=40")
+    found = {name: questions[0][0] for name, questions in asked(plan).items()}
+    assert (found["train_actor"].micro_rows, found["generate"].decode_rows) == (2, 3)
+    shorter = asked(plan, TextLengths(4, (2.0, 4.0)))["train_actor"][0][0]
+    assert (shorter.micro_rows, shorter.width) == (3, 8)
+
+
+def test_each_device_class_is_asked_for_its_own_rows() -> None:
+    found = asked(PLANS["mixed"]())["generate"]
+    assert {mesh.device.name: call.rows for call, mesh in found} == {"A100-80G": 3, "V100-32G": 2}
+    assert {mesh.links.device_gb_s for _, mesh in found} == {150}
+
+
+def test_adapters_and_rollout_engines_are_told() -> None:
+    found = asked(plan_of(None, 2, "models.actor.lora.rank=2"))["train_actor"][0][0]
+    assert 0 < found.model.adapters < found.model.parameters
+    found = asked(PLANS["rollout apart"]())["generate"][0][0]
+    assert (found.engine, found.decode_rows) == ("vllm", 8)
+
+
+def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:
+    plan = plan_of([0.5] * 6, 4, "cluster={nodes: [{count: 2, devices: 2}]}")
+    costs = Fixed()
+    simulate(plan, costs)
+    rows = [x for x in plan.schedule.instructions if hasattr(x, "edge")]
+    tokens = costs.traffic[0]
+    # both inference ranks are on the second node, and both training ranks on the first
+    assert (tokens.within, tokens.across) == (0, plan.move_bytes(rows[0]))
+    assert costs.traffic[-1].across > 0
+
+
+# --- size
+
+
+def test_a_thousand_ranks_take_no_second() -> None:
+    settings = ("algorithm.prompts_per_step=4096", "algorithm.num_mini_batches=8", "schedule.num_chunks=4")
+    plan = plan_of([0.5] * 6, 1024, *settings, NODES % (128, 8))
+    start = time.perf_counter()
+    simulation = simulate(plan, AnalyticCosts())
+    assert simulation.seconds > 0
+    assert time.perf_counter() - start < 1
+    assert len(simulation.blocks) < 8
+
+
+# --- against a run
+
+
+def test_a_simulation_agrees_with_its_own_timeline(plan: Plan, tmp_path: Path) -> None:
+    simulation = simulate(plan, Fixed(moved=0.5, synced=1, combined=0.25))
+    write_timeline(simulation, tmp_path / "timeline.json", 4)
+    comparison = compare(simulation, read_run(tmp_path / "timeline.json"))
+    assert not comparison.missing and not comparison.extra
+    assert comparison.step.error == 0
+    assert comparison.steps == range(1, 4)
+    assert all(not line.seconds.error and line.waited.measured == line.waited.predicted for line in comparison.lines)
+    assert {line.label for line in comparison.lines if line.kind == "run"} <= {
+        x.label for x in plan.schedule.instructions
+    }
+
+
+def test_a_slower_run_shows_where_it_is_slower() -> None:
+    simulation = simulate(plan_of(), Fixed())
+    spans = list(simulate(plan_of(), Fixed({"generate": 16, "forward": 2, "train": 4})).spans(3))
+    lines = {line.label: line for line in compare(simulation, spans).lines}
+    assert lines["generate on actor"].seconds.error == -0.5
+    assert lines["train_actor on actor"].seconds.error == 0
+    assert lines["generate on actor"].count == 4
+
+
+def test_spans_that_one_side_lacks_are_listed() -> None:
+    simulation = simulate(plan_of(), Fixed())
+    spans = list(simulation.spans(2))
+    other = replace(next(span for span in spans if span.step == 1), label="something else")
+    comparison = compare(simulation, [*[span for span in spans if span.label != "scores on reward"], other])
+    assert comparison.missing.total() == 4
+    assert list(comparison.extra) == [(other.rank, "run", "something else", 1, None)]
+    text = format_comparison(comparison, "x")
+    assert "only predicted: 4 spans" in text and "rank 0, step 1: run something else" in text
+
+
+def test_the_timeline_of_the_last_steps_of_a_long_run_is_enough() -> None:
+    simulation = simulate(plan_of([0.5] * 6, 2, "schedule.lag=1"), Fixed())
+    kept = [span for span in simulation.spans(6) if span.step >= 2]
+    comparison = compare(simulation, kept)
+    assert (comparison.steps, comparison.step.error) == (range(3, 6), 0)
+    assert not comparison.missing and not comparison.extra
+
+
+# --- the command line
+
+
+Invoke = Callable[..., Result]
+A100 = ("--set", "cluster={nodes: [{devices: 2, class: A100-80G}]}", "--placement-ratio", "[1,1,0.5,0.5]")
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
+
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["simulate", *arguments])
+
+    return call
+
+
+def test_the_report_names_seconds_shares_memory_and_bytes(invoke: Invoke) -> None:
+    result = invoke("a.yaml", *A100)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "test: ppo, interleaving on 2 devices (A100-80G), by figures of the device classes",
+        " a step, ",
+        "samples/s, of 4 prompt tokens and 8 of the answer",
+        "##  run     generate on actor",
+        "#.  run     ref_logprobs on ref",
+        "all_gather",
+        "rank 0 ",
+        " of 80 GB",
+        "node 0: ",
+        "not in every step",
+        "after the last step",
+    ):
+        assert words in result.stdout, words
+    assert max(map(len, result.stdout.splitlines())) <= 120
+
+
+def test_answers_may_be_shorter(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[2, 4]")
+    rows = [{"step": 0, "response_length": 2.5}, {"step": 1, "response_length": 3.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for value in ("3", "lengths.json", "metrics.jsonl"):
+        result = invoke("a.yaml", *A100, "--response-tokens", value)
+        assert "and 3 of the answer" in result.stdout, result.output
+
+
+def test_the_timeline_is_written_and_compared_with(invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("a.yaml", *A100, "-o", "trace.json", "--steps", "3").exit_code == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {event["args"]["step"] for event in trace["traceEvents"] if event["ph"] == "X"} == {0, 1, 2}
+    result = invoke("a.yaml", *A100, "--against", "trace.json")
+    assert "against trace.json: steps 1-2" in result.stdout
+    assert "only" not in result.stdout
+
+
+BAD = [
+    ("no figures", (), ("device class any", "cluster.nodes", "flexrlhf profile", "runs/profile.json")),
+    ("on CPUs", (*A100, "--set", "cluster.device=cpu"), ("cluster.device: cpu", "flexrlhf profile")),
+    ("no profile", ("--profile", "there.json"), ("--profile there.json", "no such file")),
+    ("no lengths", (*A100, "--response-tokens", "many"), ("--response-tokens many", "number or a file")),
+    ("too long", (*A100, "--response-tokens", "9"), ("--response-tokens 9", "data.max_response_tokens", "8")),
+    ("no numbers", (*A100, "--response-tokens", "words.json"), ("words.json", "expected numbers")),
+    ("no timeline", (*A100, "--against", "there.json"), ("--against there.json", "no such file")),
+    ("another file", (*A100, "--against", "words.json"), ("--against words.json", "not the timeline")),
+    ("no directory", (*A100, "-o", "there/trace.json"), ("--output there/trace.json", "No such file")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_a_bad_input_is_one_sentence(
+    arguments: tuple[str, ...], words: tuple[str, ...], invoke: Invoke, tmp_path: Path
+) -> None:
+    (tmp_path / "words.json").write_text('["a"]')
+    result = invoke("a.yaml", *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("flexrlhf: ") and result.stderr.count("\n") == 1
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_a_timeline_belongs_to_one_run(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump(PPO | {"name": "other"}))
+    assert "--output: goes with one config, found 2" in invoke("a.yaml", "b.yaml", *A100, "-o", "x.json").stderr
+
+
+def test_every_kind_of_plan_can_be_printed(plan: Plan) -> None:
+    text = format_simulation(simulate(plan, Fixed(moved=0.5, synced=1)), "fixed costs")
+    assert text.startswith("test: ppo, ")
