@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from flexrlhf.guideline.calls import Call, Cost, Links, Mesh, Traffic
+from collections.abc import Callable
+
+from flexrlhf.guideline.calls import Call, Cost, Kind, Links, Mesh, Traffic
 from flexrlhf.guideline.generation import generate_cost
 from flexrlhf.guideline.links import move_cost, sync_cost
 from flexrlhf.guideline.training import forward_cost, train_cost
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
-_CALLS = {"generate": generate_cost, "forward": forward_cost, "train": train_cost}
+_CALLS: dict[Kind, Callable[[Call, Mesh], Cost]] = {
+    "generate": generate_cost,
+    "forward": forward_cost,
+    "train": train_cost,
+}
 
 
 class AnalyticCosts:

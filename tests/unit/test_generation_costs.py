@@ -1,0 +1,315 @@
+"""Costs of generation: what must be true of any constants, how batches end, and a few published speeds."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import importlib
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flexrlhf.guideline.batching import EVEN_PIECES, TAIL_PIECES, phases_of, pieces_of
+from flexrlhf.guideline.calls import Call, Links, Mesh
+from flexrlhf.guideline.decoders import DECODERS, host_factor
+from flexrlhf.guideline.generation import generate_cost, prefill_cost, step_cost
+from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.placement.devices import DEVICE_CLASSES
+
+SMALL = Transformer(24, 896, 4864, 14, 2, 64, 151936, tied=True)
+SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
+QWEN_SEVEN = Transformer(28, 3584, 18944, 28, 4, 128, 152064)
+SEVENTY = Transformer(80, 8192, 28672, 64, 8, 128, 32000)
+ENGINES = sorted(DECODERS)
+
+
+def mesh_of(name: str = "A100-80G", **sizes: int) -> Mesh:
+    device = DEVICE_CLASSES[name]
+    return Mesh(device, Links(device.link_gb_s, device.node_gb_s), **{"per_node": 8, **sizes})
+
+
+def call_of(engine: str = "vllm", **changes: object) -> Call:
+    usual = Call("generate", SEVEN, engine, 64, 128.0, (512.0,), 128.0, decode_rows=64)
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def seconds_of(call: Call, mesh: Mesh | None = None) -> float:
+    return generate_cost(call, mesh or mesh_of()).seconds
+
+
+def drawn_calls(engine: str) -> list[tuple[Call, Mesh]]:
+    """Calls of many shapes, always the same."""
+    draw = random.Random(engine)
+    calls = []
+    for _ in range(40):
+        responses = tuple(float(round(draw.lognormvariate(5, 1))) for _ in range(draw.choice((1, 2, 7, 100, 400))))
+        call = call_of(
+            engine,
+            model=draw.choice((SMALL, SEVEN, QWEN_SEVEN, SEVENTY)),
+            rows=draw.choice((1, 3, 16, 100, 512)),
+            prompt=float(draw.choice((1, 100, 1024, 8000))),
+            responses=responses,
+            decode_rows=draw.choice((1, 8, 64, 256)),
+        )
+        tp, pp = draw.choice(((1, 1), (2, 1), (8, 1), (1, 2), (4, 2)))
+        name = draw.choice(("V100-32G", "A100-80G", "H100-80G", "L40S-48G"))
+        calls.append((call, mesh_of(name, tp=tp, pp=pp, dp=2, zero=draw.choice((0, 3)))))
+    return calls
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_better_device_is_never_slower(engine: str) -> None:
+    for call, mesh in drawn_calls(engine):
+        usual = seconds_of(call, mesh) * (1 + 1e-9)
+        device = mesh.device
+        for better in (
+            replace(device, memory_gb_s=1.5 * device.memory_gb_s),
+            replace(device, tflops=1.5 * device.tflops),
+            replace(device, host_gb_s=1.5 * device.host_gb_s),
+        ):
+            assert seconds_of(call, replace(mesh, device=better)) <= usual
+        links = Links(1.5 * mesh.links.device_gb_s, 1.5 * mesh.links.node_gb_s)
+        assert seconds_of(call, replace(mesh, links=links)) <= usual
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_work_never_takes_less(engine: str) -> None:
+    for call, mesh in drawn_calls(engine):
+        usual = seconds_of(call, mesh) * (1 - 1e-9)
+        *shorter, longest = sorted(call.responses)
+        for more in (
+            replace(call, rows=call.rows + 1),
+            replace(call, rows=2 * call.rows),
+            replace(call, prompt=1.3 * call.prompt),
+            replace(call, responses=tuple(1.3 * length for length in call.responses)),
+            replace(call, responses=(*shorter, 2 * longest)),
+            replace(call, model=replace(call.model, layers=call.model.layers + 8)),
+        ):
+            assert seconds_of(more, mesh) >= usual, more
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if DECODERS[name].batching == "refill"])
+def test_more_places_are_never_slower_where_rows_enter_as_others_end(engine: str) -> None:
+    for call, mesh in drawn_calls(engine):
+        times = [seconds_of(replace(call, decode_rows=places), mesh) for places in (1, 2, 5, 16, 50, 128, 512)]
+        for fewer, more in zip(times, times[1:], strict=False):
+            assert more <= fewer * (1 + 1e-9)
+
+
+def test_of_the_same_lengths_every_batching_takes_the_same() -> None:
+    """And that is steps times the seconds of one, beside the prefill."""
+    for batching in ("refill", "group", "static"):
+        phases = list(phases_of(batching, 64, 32, (101.0,)))
+        assert sum(phase.steps for phase in phases) == pytest.approx(200)
+        assert all(phase.rows == 32 and phase.age == 50 for phase in phases)
+    call, mesh = call_of(), mesh_of()
+    steps = 511 * step_cost(call, mesh, 64, 128 + 511 / 2).seconds
+    assert seconds_of(call, mesh) == pytest.approx(prefill_cost(call, mesh).seconds + steps)
+
+
+def test_ended_rows_cost_nothing_where_they_leave() -> None:
+    """Static batches carry them; groups lose them; refilled places take the next."""
+    draw = random.Random(0)
+    call = call_of("torch", rows=256, responses=tuple(draw.expovariate(1 / 300) for _ in range(200)))
+    profile, mesh = DECODERS["vllm"], mesh_of()
+    static, group, refill = (
+        generate_cost(call, mesh, replace(profile, batching=batching)).seconds
+        for batching in ("static", "group", "refill")
+    )
+    assert refill < group < static
+
+
+@pytest.mark.parametrize("rows, places", [(64, 64), (512, 64), (200, 128), (1000, 16)])
+def test_steps_are_those_of_a_walk_over_every_row(rows: int, places: int) -> None:
+    draw = random.Random(rows)
+    sample = tuple(draw.expovariate(1 / 200) for _ in range(2000))
+    phases = list(phases_of("refill", rows, places, sample))
+    walks = [_walked(draw.choices(sample, k=rows), places) for _ in range(20)]
+    assert sum(phase.steps for phase in phases) == pytest.approx(sum(walks) / len(walks), rel=0.25)
+    tokens = rows * (sum(sample) / len(sample) - 1)
+    assert sum(phase.steps * phase.rows for phase in phases) == pytest.approx(tokens, rel=0.01)
+
+
+def _walked(lengths: list[float], places: int) -> float:
+    """Steps until the last row ends, if every place that gets free takes the next row."""
+    ends = [0.0] * places
+    for length in lengths:
+        heapq.heappush(ends, heapq.heappop(ends) + length)
+    return max(ends)
+
+
+def test_a_large_sample_is_cut_into_few_pieces_that_keep_its_mean_and_its_tail() -> None:
+    draw = random.Random(1)
+    sample = tuple(2 + draw.expovariate(1 / 300) for _ in range(500))
+    pieces = pieces_of(sample)
+    assert len(pieces) <= EVEN_PIECES + TAIL_PIECES
+    assert pieces[-1].end == pytest.approx(max(sample) - 1)
+    assert sum(piece.steps * piece.alive for piece in pieces) == pytest.approx(sum(sample) / 500 - 1)
+
+
+def test_answers_of_one_token_are_the_prefill() -> None:
+    call, mesh = call_of(responses=(1.0,)), mesh_of()
+    assert seconds_of(call, mesh) == prefill_cost(call, mesh).seconds
+
+
+def test_launches_hide_behind_a_busy_device() -> None:
+    mesh = mesh_of()
+    small = step_cost(call_of("transformers", model=SMALL), mesh, 1, 100)
+    large = step_cost(call_of("transformers", model=SEVENTY), mesh, 32, 4000)
+    assert small.largest == "launch"
+    assert large.parts["launch"] == 0
+
+
+def test_a_pipeline_decodes_no_faster() -> None:
+    call = call_of()
+    assert step_cost(call, mesh_of(pp=4), 16, 500).seconds == step_cost(call, mesh_of(), 16, 500).seconds
+
+
+def test_zero_gathers_all_weights_in_every_step() -> None:
+    """32 A100, 33B: 1.46 s of a step through 100 GB/s of a node, and worse if it were less (FlexRLHF, DSChat)."""
+    model = Transformer(60, 6656, 17920, 52, 52, 128, 32000)
+    cost = step_cost(call_of("deepspeed", model=model), mesh_of(dp=32, zero=3), 8, 256)
+    assert cost.largest == "gather"
+    assert cost.parts["gather"] > 2 * model.parameters / 200e9
+    assert "gather" not in cost.parts or step_cost(call_of("deepspeed"), mesh_of(dp=32), 8, 256).parts["gather"] == 0
+
+
+def test_heads_that_share_keys_save_reading_only_where_kernels_know() -> None:
+    shared, own = QWEN_SEVEN, replace(QWEN_SEVEN, kv_heads=28)
+    for engine, factor in (("vllm", 7.0), ("transformers", 1.0)):
+        few = step_cost(call_of(engine, model=shared), mesh_of(), 8, 1000).parts["cache"]
+        many = step_cost(call_of(engine, model=own), mesh_of(), 8, 1000).parts["cache"]
+        assert many / few == pytest.approx(factor)
+
+
+def test_key_value_heads_are_copied_to_devices_beyond_their_number() -> None:
+    call = call_of(model=QWEN_SEVEN)
+    four, eight = (step_cost(call, mesh_of(tp=tp), 8, 1000).parts["cache"] for tp in (4, 8))
+    assert four == eight
+
+
+def test_a_host_is_as_old_as_its_bus() -> None:
+    factors = [host_factor(DEVICE_CLASSES[name]) for name in ("H100-80G", "A100-80G", "V100-32G")]
+    assert factors == sorted(factors)
+    assert factors[0] == 1
+
+
+@pytest.mark.parametrize(
+    "engine, model, tp, prompt, answer, rows, tokens_per_second",
+    [
+        # gpt-fast, README: 7B and 70B on A100, one sequence
+        ("gpt-fast", SEVEN, 1, 6, 200, 1, 104.9),
+        ("gpt-fast", SEVEN, 8, 6, 200, 1, 328.4),
+        ("gpt-fast", SEVENTY, 8, 6, 200, 1, 62.5),
+        # Qwen2.5 speed benchmark, A100, one sequence
+        ("transformers", SMALL, 1, 1, 2048, 1, 47.4),
+        ("transformers", QWEN_SEVEN, 1, 1, 2048, 1, 40.4),
+        ("transformers", QWEN_SEVEN, 1, 30720, 2048, 1, 18.8),
+        ("vllm-0.6", QWEN_SEVEN, 1, 30720, 2048, 1, 70.3),
+        # LMDeploy 0.1.0, A100, static batches
+        ("lmdeploy", SEVEN, 1, 128, 2048, 16, 1010.6),
+    ],
+)
+def test_published_speeds(
+    engine: str, model: Transformer, tp: int, prompt: int, answer: int, rows: int, tokens_per_second: float
+) -> None:
+    call = call_of(engine, model=model, rows=rows, prompt=float(prompt), responses=(float(answer),))
+    assert rows * answer / seconds_of(call, mesh_of(tp=tp)) == pytest.approx(tokens_per_second, rel=0.15)
+
+
+def test_a_cost_is_ready_in_a_blink() -> None:
+    """A plan is one of thousands; 0.1 ms on an idle core, here with much to spare."""
+    draw = random.Random(2)
+    call = call_of(rows=512, responses=tuple(draw.expovariate(1 / 300) for _ in range(256)))
+    meshes = [mesh_of(tp=tp, dp=dp) for tp in (1, 2, 4, 8) for dp in range(1, 51)]
+    generate_cost(call, meshes[0])
+    start = time.perf_counter()
+    for mesh in meshes:
+        generate_cost(call, mesh)
+    assert (time.perf_counter() - start) / len(meshes) < 1e-3
+
+
+MODEL = "model,layers,hidden,ffn,heads,kv_heads,head_dim,vocab,gated_mlp,tied_embeddings\n"
+SETTINGS = ("model", "call", "placement", "tp", "pp", "micro_bs", "global_batch", "prompt_len", "gen_len", "dtype")
+COLUMNS = ("id", "kind", "system", "version", "gpu", "n_gpus", *SETTINGS, "metric", "value", "unit", "split", "group")
+USUAL = {
+    "kind": "decode",
+    "system": "vLLM",
+    "version": "0.6.0",
+    "gpu": "H100-80GB-SXM",
+    "n_gpus": "2",
+    "model": "Llama-3-8B-Instruct (bf16)",
+    "tp": "2",
+    "global_batch": "16",
+    "prompt_len": "128",
+    "gen_len": "256",
+    "dtype": "bf16",
+    "metric": "throughput",
+    "value": "100",
+    "unit": "out tokens/s (total)",
+    "group": "vllm-0.6/h100",
+}
+
+
+@pytest.fixture
+def calibration(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, which is no part of the package."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    return importlib.import_module("benchmarks.calibration.generation")
+
+
+def directory_of(path: Path, *rows: dict[str, str]) -> Path:
+    """A directory of measurements; each row as ``USUAL`` but for what is given."""
+    (path / "models.csv").write_text(MODEL + "Llama-3.1-8B,32,4096,14336,32,8,128,128256,1,0\n")
+    (path / "sharegpt320_lens.json").write_text(json.dumps({"input_lens": [100, 300], "output_lens": [50, 150]}))
+    with (path / "measurements_calib.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows({"id": f"row-{index}", **USUAL, **row} for index, row in enumerate(rows))
+    return path
+
+
+def test_measurements_in_every_unit_are_seconds(calibration: ModuleType, tmp_path: Path) -> None:
+    units = ("out tokens/s (total)", "out tokens/s/GPU", "requests/s", "s", "ms")
+    cases, left_out = calibration.read_cases(directory_of(tmp_path, *({"unit": unit} for unit in units)))
+    assert [case.measured for case in cases] == pytest.approx([16 * 256 / 100, 16 * 256 / 200, 16 / 100, 100, 0.1])
+    assert not left_out
+
+
+def test_rows_become_calls_as_they_were_run(calibration: ModuleType, tmp_path: Path) -> None:
+    burst = {
+        "global_batch": "320 requests, max-num-seqs 1024 default 256",
+        "prompt_len": "mean 205 (sharegpt list)",
+        "gen_len": "~190 mean",
+        "call": "offline burst of 320 requests",
+    }
+    step = {**burst, "global_batch": "~230-290 (first steps)", "metric": "decode_step_time", "unit": "ms"}
+    stages = {"system": "HF Transformers", "version": "4.46", "placement": "device_map over 2", "group": "hf"}
+    saturated = {"system": "TensorRT-LLM", "version": "1.0", "dtype": "fp8", "global_batch": "saturated", "group": "t"}
+    cases, _ = calibration.read_cases(directory_of(tmp_path, burst, step, stages, saturated))
+    assert (cases[0].call.rows, cases[0].call.decode_rows) == (320, 320)
+    assert cases[0].call.mean_response == pytest.approx(190)
+    assert cases[1].rows == 260
+    assert (cases[2].mesh.tp, cases[2].mesh.pp, cases[2].call.engine) == (1, 2, "transformers")
+    assert (cases[3].call.item, cases[3].call.cache_item, cases[3].call.decode_rows) == (1, 1, 2048)
+    assert cases[3].mesh.device.tflops > cases[0].mesh.device.tflops
+
+
+def test_rows_that_cannot_be_read_are_named(calibration: ModuleType, tmp_path: Path) -> None:
+    rows = ({"gpu": "Abacus"}, {"model": "Unheard-7B"}, {"dtype": "AWQ int4"}, {"unit": "fortnights"})
+    cases, left_out = calibration.read_cases(directory_of(tmp_path, *rows))
+    assert not cases
+    assert [line.split(":")[0] for line in left_out] == [f"row-{index}" for index in range(4)]
+
+
+def test_predictions_have_the_naive_ones_beside_them(calibration: ModuleType, tmp_path: Path) -> None:
+    (item,) = calibration.predictions(directory_of(tmp_path, {"value": "1500"}))
+    assert item.goal == "decode"
+    assert item.constant_mfu == pytest.approx(item.measured), "one row fits itself"
+    assert item.roofline < item.predicted
+    assert calibration.CONSTANTS < 30
