@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import add
 from pathlib import Path
 from typing import Annotated
 
@@ -117,7 +118,7 @@ def advise_(
 
     with _user_errors():
         if config is not None:
-            (spec,) = _specs([config], None, None, set_)
+            spec = load_spec(config, tuple(set_ or ()))
         else:
             roles = {"actor": model, "critic": critic or reward or model, "ref": ref or model}
             nodes = read_nodes(cluster) if cluster is not None else equal_nodes(gpus, gpu_type)
@@ -150,11 +151,12 @@ def profile_(
     devices: Devices = None,
     set_: Sets = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = Path("runs/profile.json"),
+    seconds: Annotated[float, typer.Option(min=0.1, help="for which the calls of each model are repeated")] = 5.0,
 ) -> None:
     """Measure on this machine what `simulate` and `advise` compute times from. Takes a minute, trains nothing."""
     with _user_errors():
         plans = make_plans(_specs(configs, None, devices, set_))
-        _measure(plans, output, quick_start=not configs)
+        _measure(plans, seconds, output, quick_start=not configs)
 
 
 @app.command()
@@ -218,7 +220,18 @@ def _specs(
     if placement_ratio is not None and not any(f"placement={placement_ratio}" in extra for extra in own):
         # no run has so many models: let the first say which vectors it takes
         own[0] += (f"placement={placement_ratio}",)
-    return [load_spec(path, chosen + extra) for path, chosen, extra in zip(paths, settings, own, strict=True)]
+    return [_placed(load_spec(path, all_)) for path, all_ in zip(paths, map(add, settings, own), strict=True)]
+
+
+def _placed(spec: Spec) -> Spec:
+    """With what ``placement: auto`` comes to."""
+    if spec.placement != "auto":
+        return spec
+    from flexrlhf.guideline.auto import with_placement
+
+    chosen, told = with_placement(spec)
+    typer.echo(told + "\n")
+    return chosen
 
 
 def _role_of(override: str) -> str | None:
@@ -305,7 +318,7 @@ def _launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
         raise typer.Exit(1) from None
 
 
-def _measure(plans: Sequence[Plan], output: Path, quick_start: bool) -> None:
+def _measure(plans: Sequence[Plan], seconds: float, output: Path, quick_start: bool) -> None:
     """Measure with all ranks and print what was found; of the quick start PPO alone, which has the others' models."""
     from flexrlhf import launch
     from flexrlhf.profiling.command import profile
@@ -315,7 +328,7 @@ def _measure(plans: Sequence[Plan], output: Path, quick_start: bool) -> None:
     if quick_start:
         prepare_corpus()
     try:
-        measured = profile(plans[-1:] if quick_start else plans, plans, output)
+        measured = profile(plans[-1:] if quick_start else plans, plans, seconds, output)
     except launch.Interrupted as error:
         typer.echo(f"flexrlhf: {error}", err=True)
         raise typer.Exit(130) from None

@@ -1,0 +1,77 @@
+"""Start the ranks of a profile on this machine and keep what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+from flexrlhf import launch
+from flexrlhf.engines.catalogue import check_device, check_packages
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.measurements import Measurements, read_measurements, write_measurements
+from flexrlhf.machines import Machines
+from flexrlhf.plan import Plan, make_plan
+from flexrlhf.profiling.subjects import rehearsed, subjects, text_sample
+from flexrlhf.spec_file import dump_spec
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError where nothing could be written after all the measuring."""
+    if path.is_dir():
+        raise UserError(f"-o {path}: a directory; give a file, such as {path / 'profile.json'}")
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if path.absolute() != nearest.absolute() and not nearest.is_dir():
+        raise UserError(f"-o {path}: {nearest} is a file, not a directory")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"-o {path}: no permission to write in {nearest}")
+
+
+def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path: Path) -> Measurements:
+    """Measure the models of ``plans`` with as many ranks on this machine as its first node has, and write ``path``.
+
+    ``earlier``: plans of the same command that write models which ``plans`` start from. ``seconds``: for which the
+    calls of each model are repeated. Raises UserError, launch.RankFailure or launch.Interrupted; no process is left.
+    """
+    check_output(path)
+    ranks = len(plans[0].cluster.ranks_on_node(0))
+    device = launch.settle_device(plans[0].spec.cluster.device, ranks)
+    made = [make_plan(rehearsed(plan, earlier, ranks, device)) for plan in plans]
+    for plan in made:
+        check_packages(plan.placement)
+        check_device(plan.placement, plan.shapes, device)
+        subjects(plan)
+    with TemporaryDirectory(prefix="flexrlhf-") as directory:
+        request, found = Path(directory) / "request.json", Path(directory) / "profile.json"
+        samples = [asdict(text_sample(plan)) for plan in plans]
+        runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(made, samples, strict=True)]
+        request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
+        _run(made[0], request, found)
+        measured = read_measurements(found)
+    write_measurements(path, measured)
+    return measured
+
+
+def _run(plan: Plan, request: Path, found: Path) -> None:
+    """As ``launch.launch``, with another program on every rank."""
+    config = launch._config(plan.placement.num_ranks, Machines())
+    launch._silence_agent()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+    try:
+        elastic_launch(config, sys.executable)("-m", "flexrlhf.profiling.rank", str(request), str(found))
+    except ChildFailedError as error:
+        rank, failure = launch._cause(error)
+        if failure.exitcode == -signal.SIGINT:
+            raise launch.Interrupted(launch.STOPPED) from None
+        raise launch.RankFailure(launch._sentence(rank, failure, plan)) from None
+    except (SignalException, KeyboardInterrupt):
+        raise launch.Interrupted(launch.STOPPED) from None

@@ -1,0 +1,138 @@
+"""``flexrlhf profile`` with real ranks: it measures what the cost model asks for, and leaves a whole file or none."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cases import SIZES
+from commands import children, is_alive, read_until, start
+
+from flexrlhf.answer_lengths import answer_lengths, prompt_lengths
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.measured import load_costs
+from flexrlhf.guideline.measurements import Measurements, Points, read_measurements
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.plan import make_plans
+from flexrlhf.profiling.command import check_output
+from flexrlhf.profiling.subjects import RowCounts, row_counts, text_sample
+from flexrlhf.quickstart import config_paths, prepare_corpus
+from flexrlhf.spec_file import load_spec
+
+SECONDS = 60
+DEVICE, LINKS = DeviceClass("any", 1, 1, 1, 1, 1, 1), Links(1, 1)
+
+
+def write_config(directory: Path, **changes: Any) -> str:
+    """A run whose data does not exist yet, on placements that the profile does not look at."""
+    model = {"init": {"model_type": "llama", **SIZES}, "optimizer": {"learning_rate": 0.1}}
+    raw = {
+        "name": "tiny",
+        "algorithm": {"name": "ppo", "prompts_per_step": 16, "num_mini_batches": 2, "samples_per_prompt": 2},
+        "models": {"actor": model, "reward": {"init": model["init"]}},
+        "data": {"path": "none.jsonl", "max_prompt_tokens": 8, "max_response_tokens": 8},
+        "cluster": {"devices": 2},
+        "placement": [0.5] * 6,
+        "schedule": {"lag": 1},
+    }
+    path = directory / "tiny.yaml"
+    path.write_text(yaml.safe_dump(raw | changes))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    directory = tmp_path_factory.mktemp("profile")
+    process = start(["profile", write_config(directory), "-o", "found/costs.json", "--seconds", "1"], directory)
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, out
+    return out, directory / "found" / "costs.json"
+
+
+@pytest.fixture(scope="module")
+def measured(profiled: tuple[str, Path]) -> Measurements:
+    return read_measurements(profiled[1])
+
+
+def rows(points: Points) -> list[int]:
+    return [point.rows for point in points]
+
+
+def test_both_models_are_measured_around_the_rows_of_the_run(measured: Measurements) -> None:
+    causal, scalar = measured.models
+    assert (causal.model.head, scalar.model.head) == ("causal", "scalar")
+    assert rows(causal.forward) == rows(scalar.forward) == [8, 16, 32]
+    assert rows(causal.step) == rows(causal.prefill) == [2, 8, 16, 32] and not scalar.step
+    assert all(set(times.train) == {1, 2} for times in measured.models)
+    assert [rows(each) for each in causal.train.values()] == [[4, 8, 16, 32]] * 2
+    assert all(point.seconds > 0 for times in measured.models for point in times.forward + times.train[2])
+
+
+def test_what_ranks_exchange_is_measured(measured: Measurements) -> None:
+    assert measured.machine.ranks == 2 and measured.machine.threads == 1
+    assert set(measured.contention) == {1, 2} and measured.contention[1] == 1
+    assert set(measured.moves) == {"all_gather", "all_to_all", "point_to_point"}
+    assert measured.sync is not None and measured.reduce is not None
+    assert rows(measured.combine) == [8, 16, 32]
+    assert 0 < measured.bookkeeping < measured.statistics < 1
+
+
+def test_the_cost_model_answers_from_the_file(profiled: tuple[str, Path], measured: Measurements) -> None:
+    costs, model = load_costs(profiled[1], ranks=2), measured.models[0].model
+    mesh = Mesh(DEVICE, LINKS, dp=2, per_node=2)
+    forward = Call("forward", model, "torch", 16, 8, (8.0,), 16, item=4)
+    assert costs.call(forward, mesh).seconds > measured.models[0].forward[0].seconds
+    train = Call("train", model, "torch", 16, 8, (8.0,), 16, updates=2, item=4)
+    assert costs.call(train, mesh).seconds > costs.call(forward, mesh).seconds
+    assert costs.sync(Traffic(4 * model.parameters, 0, 1), 0, 20, LINKS).seconds > 0
+
+
+def test_progress_and_a_table_are_printed(profiled: tuple[str, Path]) -> None:
+    out, path = profiled
+    for words in (
+        "measuring the calls of actor",
+        "one decoding step",
+        "optimizer step, 2 replicas",
+        "written to found",
+    ):
+        assert words in out
+    assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    process = start(["profile", write_config(tmp_path), "-o", "."], tmp_path)
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2 and "-o .: a directory; give a file" in out and "measuring" not in out, out
+    with pytest.raises(UserError, match="is a file, not a directory"):
+        check_output(tmp_path / "file" / "costs.json")
+
+
+def test_an_interrupt_leaves_no_file_and_no_process(tmp_path: Path) -> None:
+    process = start(["profile", write_config(tmp_path), "-o", "costs.json"], tmp_path)
+    read_until(process, "measuring")
+    ranks = children(process)
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130 and "stopped" in out, out
+    assert not any(map(is_alive, ranks)) and not (tmp_path / "costs.json").exists()
+
+
+def test_lengths_of_texts_are_those_of_the_data_or_the_longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick start's prompts come without answers; its held-out file has them."""
+    monkeypatch.chdir(tmp_path)
+    plan = make_plans([load_spec(path) for path in config_paths()])[-1]
+    assert (prompt_lengths(plan), answer_lengths(plan)) == ((16,), (20,))
+    assert set(text_sample(plan).answers) == set(range(10, 21))
+    prepare_corpus()
+    answers, prompts = answer_lengths(plan), prompt_lengths(plan)
+    assert len(set(answers)) > 5 and 10 < sum(answers) / len(answers) < 20 == max(answers)
+    assert len(set(prompts)) > 2 and max(prompts) <= 16
+    texts = text_sample(plan).of_rows(8)
+    assert [max(each) for each in zip(*texts, strict=True)] == [max(prompts), max(answers)]
+    assert row_counts(plan, 1) == RowCounts(calls=(16, 32, 64), decode=(4, 16, 32, 64), update=(4, 8, 16, 32))

@@ -1,0 +1,205 @@
+"""The measured cost model: between its points, beyond them, and for shapes that nobody measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.measured import Curve, MeasuredCosts, load_costs, slowdown, together
+from flexrlhf.guideline.measurements import (
+    Line,
+    Machine,
+    Measurements,
+    ModelTimes,
+    Point,
+    Points,
+    read_measurements,
+    write_measurements,
+)
+from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.placement.devices import DeviceClass
+
+MODEL = Transformer(layers=4, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocabulary=100)
+DEVICE = DeviceClass("any", 1, 1, 1, 1, 1, 1)
+LINKS = Links(1, 1)
+MESH = Mesh(DEVICE, LINKS, dp=2, per_node=2)
+WIDTH, PROMPT = 32, 16
+
+
+def points(fixed: float, per_row: float, *rows: int) -> Points:
+    return tuple(Point(rows=count, seconds=fixed + per_row * count) for count in rows)
+
+
+TIMES = ModelTimes(
+    model=MODEL,
+    engine="torch",
+    item=4,
+    tp=1,
+    width=WIDTH,
+    prompt=PROMPT,
+    forward=points(1.0, 0.1, 8, 16, 32),
+    prefill=points(0.5, 0.05, 4, 32),
+    step=points(0.2, 0.01, 4, 32),
+    train={1: points(3.0, 0.3, 2, 4, 16), 2: points(3.5, 0.3, 2, 4, 16)},
+)
+MEASURED = Measurements(
+    machine=Machine(date="2025-01-01", torch="2", device="cpu", cores=2, threads=1, ranks=2),
+    models=(TIMES,),
+    combine=points(0.1, 0.01, 8, 16),
+    bookkeeping=0.001,
+    statistics=0.002,
+    contention={1: 1.0, 2: 1.1},
+    memory_bytes_s=1e10,
+    reduce=Line(start=0.01, per_byte=1e-6),
+    moves={"all_gather": Line(start=0.0, per_item=0.1, per_byte=1e-3)},
+    sync=Line(start=0.1, per_item=0.01, per_byte=1e-6),
+    switch=Line(start=0.0, per_byte=1e-9),
+    save=Line(start=0.5, per_byte=1e-9),
+)
+COSTS = MeasuredCosts(MEASURED)
+
+
+def call(kind: Any, rows: int, **changes: Any) -> Call:
+    engine = "transformers" if kind == "generate" else "torch"
+    return replace(Call(kind, MODEL, engine, rows, PROMPT, (10.0,), WIDTH, item=4), **changes)
+
+
+def seconds(asked: Call, mesh: Mesh = MESH, costs: MeasuredCosts = COSTS) -> float:
+    return costs.call(asked, mesh).seconds
+
+
+@pytest.mark.parametrize("rows", [1, 8, 12, 32, 100])
+def test_a_forward_of_the_measured_shape_follows_its_line(rows: int) -> None:
+    assert seconds(call("forward", rows)) == pytest.approx(1.0 + 0.1 * rows + 0.001)
+
+
+def test_narrower_rows_take_less_time() -> None:
+    assert seconds(call("forward", 32, width=WIDTH / 2)) == pytest.approx(1.0 + 0.1 * 16 + 0.001, rel=0.02)
+
+
+def test_times_never_fall_with_rows_even_where_the_measured_ones_do() -> None:
+    curve = Curve((Point(rows=4, seconds=2.0), Point(rows=8, seconds=1.5), Point(rows=16, seconds=3.0)))
+    found = [curve.seconds(rows / 4) for rows in range(200)]
+    assert all(low <= high for low, high in pairwise(found))
+    assert found[0] >= 0
+
+
+def test_the_fixed_part_is_not_negative() -> None:
+    curve = Curve((Point(rows=4, seconds=1.0), Point(rows=8, seconds=4.0)))
+    assert curve.seconds(2) == pytest.approx(0.5) and curve.fixed == 0
+
+
+def test_one_point_is_in_proportion_beyond_it() -> None:
+    curve = Curve((Point(rows=4, seconds=1.0),))
+    assert [curve.seconds(rows) for rows in (1, 4, 8)] == [1.0, 1.0, 2.0]
+
+
+def test_generation_is_a_prompt_and_a_step_for_every_further_token() -> None:
+    expected = 0.5 + 0.05 * 16 + 9 * (0.2 + 0.01 * 16) + 0.002
+    assert seconds(call("generate", 16)) == pytest.approx(expected)
+
+
+def test_answers_that_end_early_save_time_but_not_all_of_it() -> None:
+    alike, spread = call("generate", 16, responses=(10.0,)), call("generate", 16, responses=(2.0, 10.0))
+    half = call("generate", 8, responses=(10.0,))
+    assert seconds(half) < seconds(spread) < seconds(alike)
+
+
+def test_rows_are_dropped_when_a_quarter_of_them_has_ended() -> None:
+    assert list(together(8, (10.0,))) == [(10.0, 8)]
+    assert list(together(8, (2.0, 4.0, 4.0, 4.0))) == [(2.0, 8), (2.0, 6)]
+    # the longest of a hundred answers is rarely among two
+    assert list(together(2, (*[3.0] * 99, 50.0))) == [(3.0, 2)]
+
+
+def test_training_takes_the_time_of_each_update() -> None:
+    once = seconds(call("train", 8, updates=2))
+    assert once == pytest.approx(2 * (3.5 + 0.3 * 4) + 0.002)
+
+
+def test_replicas_that_were_not_measured_pay_for_their_sum() -> None:
+    four = seconds(call("train", 4), replace(MESH, dp=4, per_node=4))
+    size = 4 * MODEL.parameters
+    assert four == pytest.approx(3.0 + 0.3 * 4 + 0.01 + 1e-6 * size * (3 / 4) / (1 / 2) + 0.002)
+
+
+def test_another_shape_costs_launches_by_layers_and_rows_by_operations() -> None:
+    deep = replace(MODEL, layers=8)
+    assert 1.8 < seconds(call("forward", 16, model=deep)) / seconds(call("forward", 16)) < 2.2
+    wide = replace(MODEL, hidden=128, ffn=256, head_dim=32)
+    fixed, grown = 1.0, 1.6
+    assert seconds(call("forward", 16, model=wide)) > fixed + 3 * grown
+    assert seconds(call("forward", 16, model=wide)) < fixed + 5 * grown
+
+
+def test_the_model_of_the_same_kind_and_nearest_size_is_taken() -> None:
+    scorer = TIMES.model_copy(update={"model": MODEL.as_scorer(), "forward": points(9.0, 0.1, 8, 16)})
+    costs = MeasuredCosts(MEASURED.model_copy(update={"models": (scorer, TIMES)}))
+    assert seconds(call("forward", 16), costs=costs) == pytest.approx(2.601)
+    assert seconds(call("forward", 16, model=MODEL.as_scorer()), costs=costs) == pytest.approx(10.601)
+
+
+def test_a_smaller_model_is_never_free() -> None:
+    tiny = Transformer(layers=1, hidden=8, ffn=16, heads=1, kv_heads=1, head_dim=8, vocabulary=10)
+    for kind in ("generate", "forward", "train"):
+        assert 0 < seconds(call(kind, 16, model=tiny)) < seconds(call(kind, 16))
+
+
+def test_what_was_not_measured_is_analytic() -> None:
+    assert seconds(call("forward", 16, engine="deepspeed")) > 0
+    assert COSTS.move("all_to_all", Traffic(100, 0, 1), LINKS).seconds > 0
+    assert COSTS.move("none", Traffic(0, 0, 0), LINKS).seconds == 0
+
+
+def test_what_travels_follows_its_line() -> None:
+    assert COSTS.move("all_gather", Traffic(100, 0, 2), LINKS).seconds == pytest.approx(0.2 + 0.1)
+    assert COSTS.sync(Traffic(1000, 0, 1), 0, 5, LINKS).seconds == pytest.approx(0.1 + 0.05 + 0.001)
+    assert COSTS.save(10**9).seconds == pytest.approx(1.5)
+    assert COSTS.switch(10**9, DEVICE).seconds == pytest.approx(1.0)
+    assert COSTS.combine(16, 32).seconds == pytest.approx(0.26 + 0.002)
+
+
+def test_ranks_share_cores() -> None:
+    assert slowdown(MEASURED, 2) == 1.0
+    assert slowdown(MEASURED, 1) == pytest.approx(1 / 1.1)
+    assert slowdown(MEASURED, 4) == pytest.approx(2.0)
+
+
+def test_measurements_come_back_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.json"
+    write_measurements(path, MEASURED)
+    assert read_measurements(path) == MEASURED
+    assert load_costs(path).call(call("forward", 8), MESH) == COSTS.call(call("forward", 8), MESH)
+    assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 99}, "measurements of version 99, expected 1"),
+        ({"version": None}, "measurements of version None"),
+        ({"bookkeeping": "long"}, "bookkeeping: "),
+        ({"models": [{}]}, "models.0"),
+    ],
+)
+def test_other_files_are_refused_in_a_sentence(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(json.loads(MEASURED.model_dump_json()) | changes))
+    with pytest.raises(UserError, match=words) as error:
+        read_measurements(path)
+    assert "run flexrlhf profile again" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file; flexrlhf profile -o"):
+        read_measurements(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("text")
+    with pytest.raises(UserError, match="not JSON"):
+        read_measurements(tmp_path / "text.json")
