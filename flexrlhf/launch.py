@@ -67,21 +67,26 @@ def is_first_rank() -> bool:
 
 def launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
     """Run the worker on every rank of this machine and wait. Raises RankFailure or Interrupted; no process is left."""
-    config = _config(machines.num_ranks(plan.cluster), machines)
-    _silence_agent()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
         file = Path(directory) / "specs.json"
         file.write_text(json.dumps([dump_spec(spec) for spec in specs]))
-        try:
-            elastic_launch(config, sys.executable)("-m", "flexrlhf.worker", str(file))
-        except ChildFailedError as error:
-            rank, failure = _cause(error)
-            if failure.exitcode == -signal.SIGINT:
-                raise Interrupted(STOPPED) from None
-            raise RankFailure(_sentence(rank, failure, plan)) from None
-        except (SignalException, KeyboardInterrupt):
+        start_ranks(["flexrlhf.worker", str(file)], plan, machines)
+
+
+def start_ranks(module: Sequence[str], plan: Plan, machines: Machines) -> None:
+    """Run ``module``, with its arguments, on every rank of this machine and wait; as ``launch``."""
+    config = _config(machines.num_ranks(plan.cluster), machines)
+    _silence_agent()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+    try:
+        elastic_launch(config, sys.executable)("-m", *module)
+    except ChildFailedError as error:
+        rank, failure = _cause(error)
+        if failure.exitcode == -signal.SIGINT:
             raise Interrupted(STOPPED) from None
+        raise RankFailure(_sentence(rank, failure, plan)) from None
+    except (SignalException, KeyboardInterrupt):
+        raise Interrupted(STOPPED) from None
 
 
 def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:

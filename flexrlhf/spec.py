@@ -490,7 +490,9 @@ class Spec(Section):
     steps: int = Field(100, ge=1)
     seed: int = Field(0, ge=0, lt=2**63)
     cluster: ClusterSpec = ClusterSpec()
-    placement: tuple[Exact, ...] | PlacementMap | None = Field(None, description="None: every model on all devices")
+    placement: Literal["auto"] | tuple[Exact, ...] | PlacementMap | None = Field(
+        None, description="None: every model on all devices; auto: what `flexrlhf advise` says"
+    )
     schedule: ScheduleSpec = ScheduleSpec()
     sync: SyncSpec = SyncSpec()
     rollout: RolloutSpec = RolloutSpec()
@@ -505,9 +507,9 @@ class Spec(Section):
     @classmethod
     def _placement_form(cls, value: Any) -> Any:
         placement = value.get("placement") if isinstance(value, dict) else None
-        if not isinstance(placement, list | tuple | dict | PlacementMap | None):
+        if placement != "auto" and not isinstance(placement, list | tuple | dict | PlacementMap | None):
             raise ValueError(
-                f"placement: expected a vector such as [1,1,0.5,0.5] or a mapping, found {shown(placement)}"
+                f"placement: expected a vector such as [1,1,0.5,0.5], a mapping or auto, found {shown(placement)}"
             )
         return value
 

@@ -13,9 +13,9 @@ from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline.calls import CostModel
 from flexrlhf.guideline.cost import AnalyticCosts
 from flexrlhf.guideline.measured import load_costs
-from flexrlhf.guideline.pricing import TextLengths, check_figures, longest_texts
+from flexrlhf.guideline.pricing import TextLengths, check_figures
 from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.plan import Plan
+from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec import Spec
 
 PROFILE = "profile.json"
@@ -57,11 +57,20 @@ def costs_for(spec: Spec, profile: Path | None) -> Source:
 
 def texts_for(spec: Spec, mean_response: float | None) -> TextLengths:
     """Prompts as long as they may be, answers of ``mean_response`` tokens: as exponentially distributed lengths of that
-    mean are, cut at the longest; without it all as long as they may be."""
+    mean are, cut at the longest. Without it as in the data, where they are there already; else the longest."""
     longest = spec.data.max_response_tokens
+    if mean_response is None and Path(spec.data.path).is_file():
+        return texts_in_data(make_plan(spec.model_copy(update={"placement": None})))
     if mean_response is None or mean_response >= longest:
         return TextLengths(spec.data.max_prompt_tokens, (longest,))
     return TextLengths(spec.data.max_prompt_tokens, cut_exponential(mean_response, longest))
+
+
+def texts_in_data(plan: Plan) -> TextLengths:
+    """Prompts as long as the longest in the data, since passes are padded to it; a sample of its answers."""
+    from flexrlhf.answer_lengths import answer_lengths, prompt_lengths
+
+    return TextLengths(max(prompt_lengths(plan)), answer_lengths(plan))
 
 
 def cut_exponential(mean: float, longest: float, number: int = 64) -> tuple[float, ...]:
@@ -76,10 +85,12 @@ def cut_exponential(mean: float, longest: float, number: int = 64) -> tuple[floa
 
 
 def read_lengths(text: str | None, plan: Plan) -> TextLengths:
-    """Answers of ``text``: a number of tokens, a JSON list of them, or the metrics of a run. Prompts are the longest,
-    and answers, too, without ``text``."""
+    """Answers of ``text``: a number of tokens, a JSON list of them, or the metrics of a run.
+
+    Without ``text`` as long as those in the data of the plan, where it has some, else all as long as they may be.
+    """
     if text is None:
-        return longest_texts(plan)
+        return texts_in_data(plan)
     responses = tuple(_numbers(text))
     most = plan.lengths.response
     for value in responses:

@@ -38,7 +38,7 @@ UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s
 
 @dataclass(frozen=True)
 class TextLengths:
-    """Tokens of prompts (their mean) and of answers (a sample of them)."""
+    """Tokens of prompts (the longest, to which a pass is padded) and of answers (a sample of them)."""
 
     prompt: float
     responses: tuple[float, ...]

@@ -21,8 +21,7 @@ class Node:
 
     ``blocks``: those that do it. ``after``: positions of instructions of the same batch whose results it reads;
     ``delays``: seconds that each of these travels. ``together``: its blocks begin at the same time. ``holds``: False
-    for a Move, which goes on beside whatever its blocks do next; ``gate``: blocks that must have come to one before it
-    begins, when not all of ``blocks``.
+    for a Move, which goes on beside whatever its blocks do next.
     """
 
     blocks: tuple[int, ...]
@@ -30,7 +29,6 @@ class Node:
     after: tuple[int, ...] = ()
     together: bool = True
     holds: bool = True
-    gate: tuple[int, ...] = ()
     lag: int = 0
     every: int = 1
     delays: tuple[float, ...] = ()
@@ -87,7 +85,7 @@ class _Clock:
 
     def _travel(self, index: int, node: Node, step: int) -> float:
         ready = self._ready(node, step)
-        start = max(ready, *(self.free[block] for block in node.gate or node.blocks))
+        start = max(ready, *(self.free[block] for block in node.blocks))
         end = start + node.seconds
         for block in node.blocks:
             self.visits.append(Visit(index, step, block, start, end, self.free[block], ready))
@@ -138,9 +136,13 @@ def period_of(nodes: Sequence[Node]) -> int:
 
 
 def steady_seconds(nodes: Sequence[Node], num_blocks: int) -> float:
-    """Seconds of one step when the run has settled."""
-    period, lag = period_of(nodes), max((node.lag for node in nodes), default=0)
-    ends = walk_nodes(nodes, num_blocks, (PERIODS + 1) * period + lag).ends
+    """Seconds of one step when the run has settled.
+
+    With a lag long and short steps may alternate for ever: as many are measured as are in flight.
+    """
+    lag = max((node.lag for node in nodes), default=0)
+    period = (1 + lag) * period_of(nodes)
+    ends = walk_nodes(nodes, num_blocks, PERIODS * period_of(nodes) + period + lag).ends
     # while the last batches drain nothing new is generated beside them
     last = len(ends) - 1 - lag
     return (ends[last] - ends[last - period]) / period

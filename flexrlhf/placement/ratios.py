@@ -62,6 +62,7 @@ def _rollout_beside(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Clu
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
     """The mapping form of whatever the user wrote, in vector order."""
+    assert spec.placement != "auto", "the command line asks the guideline before it plans"
     if spec.placement is None:
         return PlacementMap(models={name: PlacementEntry(ratio=Fraction(1)) for name in roles.all})
     if isinstance(spec.placement, PlacementMap):

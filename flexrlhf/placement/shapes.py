@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,7 @@ class ModelShape:
     adapters: frozenset[str] = frozenset()
     sizes: Sizes | None = None
 
-    @property
+    @cached_property
     def trained(self) -> Parameters:
         """What training changes, and so what is synced and saved."""
         return tuple((name, shape) for name, shape in self.parameters if name in self.adapters or not self.adapters)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
+from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import HEAD_OF_ROLE, ModelShape, Parameters
 from flexrlhf.placement.states import deepspeed_elements, is_bf16_optimizer, item_bytes, sliced_elements
@@ -42,6 +43,14 @@ def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
 
 
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
+    """They depend on little of a model, and plans ask for those of many that differ in other things."""
+    layout = Layout(tuple(range(model.layout.tp)), model.layout.tp)
+    bare = PlacedModel("", model.role, layout, trained=False, rollout=model.rollout)
+    return _units_of(bare, parameters, model.layout.tp_index(rank))
+
+
+@lru_cache(maxsize=256)
+def _units_of(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     root, layer = _root_and_layer(parameters)
     head = _head(parameters) if HEAD_OF_ROLE[model.role] == "causal" else ()
     total, outside, largest_layer, head_elements = (

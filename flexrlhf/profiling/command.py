@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import elastic_launch
 
 from flexrlhf import launch
 from flexrlhf.engines.catalogue import check_device, check_packages
@@ -55,23 +49,7 @@ def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path
         samples = [asdict(text_sample(plan)) for plan in plans]
         runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(made, samples, strict=True)]
         request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
-        _run(made[0], request, found)
+        launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(found)], made[0], Machines())
         measured = read_measurements(found)
     write_measurements(path, measured)
     return measured
-
-
-def _run(plan: Plan, request: Path, found: Path) -> None:
-    """As ``launch.launch``, with another program on every rank."""
-    config = launch._config(plan.placement.num_ranks, Machines())
-    launch._silence_agent()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
-    try:
-        elastic_launch(config, sys.executable)("-m", "flexrlhf.profiling.rank", str(request), str(found))
-    except ChildFailedError as error:
-        rank, failure = launch._cause(error)
-        if failure.exitcode == -signal.SIGINT:
-            raise launch.Interrupted(launch.STOPPED) from None
-        raise launch.RankFailure(launch._sentence(rank, failure, plan)) from None
-    except (SignalException, KeyboardInterrupt):
-        raise launch.Interrupted(launch.STOPPED) from None

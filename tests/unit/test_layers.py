@@ -58,6 +58,19 @@ LAYERS = (
     Layer("plan", "strategies engines.catalogue placement operators spec errors"),
     # what a plan will cost: no module but ``simulate`` and ``advise`` knows plans
     Layer("guideline", "guideline placement strategies operators plan remedies spec_file spec errors wording"),
+    Layer("guideline.simulate", "guideline strategies placement operators plan timeline errors"),
+    Layer("guideline.compare guideline.simulation_report", "guideline strategies plan timeline errors wording"),
+    # a space of placements is stated, and one placement timed, without arrays; searching it is of arrays
+    Layer(
+        "guideline.search.problem guideline.search.graph guideline.search.evaluate",
+        "guideline.search.problem guideline.search.graph guideline.search.evaluate guideline.walk",
+    ),
+    Layer("guideline.search", "guideline.search guideline.walk", torch=True),
+    Layer(
+        "guideline.advise guideline.advice_report guideline.auto",
+        "guideline placement strategies operators plan remedies spec_file spec errors wording",
+        torch=True,
+    ),
     Layer("machines", "placement spec errors"),
     Layer("timeline", "strategies.instructions"),
     Layer("remedies", "plan strategies engines.catalogue placement spec errors wording"),
@@ -65,11 +78,14 @@ LAYERS = (
     Layer("report", "memory_report plan strategies operators.graph placement metrics wording"),
     Layer("run_directory", "plan spec_file"),
     Layer("run_data", "plan engines.catalogue placement data errors"),
+    Layer("answer_lengths", "run_data plan data"),
+    Layer("profiling.subjects", "answer_lengths guideline.transformer plan operators.graph placement spec errors"),
+    Layer("profiling.table", "guideline.measurements"),
     Layer("quickstart", lazily="corpus"),
     Layer(
         "cli",
         "report memory_report remedies run_directory machines engines.catalogue plan operators spec_file spec errors",
-        lazily="worker launch run_data quickstart",
+        lazily="worker launch run_data quickstart guideline profiling",
     ),
     # what the ranks load
     Layer("comm", "comm strategies.instructions placement operators.columns spec errors", torch=True),
@@ -108,6 +124,19 @@ LAYERS = (
     ),
     Layer("worker", "trainer memory_meter comm.world run_data plan spec_file spec yaml12 errors", torch=True),
     Layer("launch", "machines plan spec_file spec errors", torch=True),
+    # what ``flexrlhf profile`` starts, and its ranks load
+    Layer("profiling.stopwatch", "comm.reduce", torch=True),
+    Layer(
+        "profiling.calls profiling.traffic",
+        "profiling engines.base operators comm checkpoint guideline.measurements strategies.instructions plan placement",
+        torch=True,
+    ),
+    Layer(
+        "profiling",
+        "profiling launch residents operators engines.catalogue comm guideline.measurements machines plan placement "
+        "spec_file spec yaml12 errors",
+        torch=True,
+    ),
 )
 
 
@@ -202,6 +231,10 @@ def test_a_layer_has_modules(layer: Layer) -> None:
         ("run_data", "def load():\n    from transformers import AutoTokenizer", True),
         ("cli", "from flexrlhf.launch import launch", False),
         ("cli", "def run():\n    from flexrlhf import launch", True),
+        ("guideline.search.bounds", "import numpy", True),
+        ("guideline.search.problem", "import numpy", False),
+        ("guideline.walk", "import numpy", False),
+        ("guideline.walk", "from flexrlhf.guideline.search.branch import search", False),
         ("plan", "def load():\n    from flexrlhf.engines.registry import make_engine", False),
         ("comm.move", "from flexrlhf.strategies.instructions import Move", True),
         ("comm.move", "from flexrlhf.strategies.schedule import walk", False),

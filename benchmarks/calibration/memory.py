@@ -1,0 +1,293 @@
+"""Published verdicts, fits or out of memory, and published peaks beside what the footprint says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.calibration.problems import Known, LeftOut, Problem, model_named, number, problem_of
+from benchmarks.calibration.rlhf import COSTS
+from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
+from flexrlhf.guideline.calls import Call, Links
+from flexrlhf.guideline.footprint import (
+    CONTEXT_BYTES,
+    LOGIT_BYTES,
+    MIXED,
+    capacity_bytes,
+    decode_bytes,
+    frozen_bytes,
+    pass_bytes,
+    trained_bytes,
+)
+from flexrlhf.guideline.system_meshes import mesh_of
+from flexrlhf.guideline.system_tasks import ACTOR, Task
+from flexrlhf.guideline.systems import best_step
+from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.states import PerParameter
+
+FLOAT_SHARDS = PerParameter(weights=4, gradients=4, optimizer=8)
+"""FSDP2: the float32 shards are their own master weights."""
+VLLM_TOKENS = 8192
+"""Tokens of one prefill pass that vLLM makes room for when it starts."""
+HF_BYTES = 0.02
+"""Of the weights, what Transformers takes besides keys and values."""
+CHUNKED = 1024
+"""Tokens whose logits exist at a time in trainers that compute the log-probs of a rollout in chunks."""
+
+_GROUPS = {
+    "flexrlhf-003": "flexrlhf/a100",
+    "openrlhf-bench": "openrlhf-bench/a800",
+    "real-v1-svg": "real-v1/a100",
+    "nemo-rl": "nemo-rl/h100",
+    "verl-docs": "verl/min",
+    "dschat-blog": "dschat",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``measured``, ``predicted``: whether it fits."""
+
+    row: str
+    what: str
+    measured: bool
+    predicted: bool
+
+    @property
+    def is_right(self) -> bool:
+        return self.measured == self.predicted
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one device (of all, where the row counts them all)."""
+
+    row: str
+    source: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted - self.measured) / self.measured
+
+
+@dataclass
+class Memory:
+    verdicts: list[Verdict] = field(default_factory=list)
+    peaks: list[Peak] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def read(directory: Path) -> Memory:
+    models, found = read_models(directory), Memory()
+    for row in (*read_rows(directory, "memory_calib"), *_measured(directory)):
+        try:
+            for answer in _answers(row, models):
+                (found.peaks if isinstance(answer, Peak) else found.verdicts).append(answer)
+        except LeftOut as reason:
+            found.left_out[str(reason)] += 1
+    return found
+
+
+def _measured(directory: Path) -> Iterator[Row]:
+    """Rows of memory among the measurements; those of inference are in both files."""
+    for row in read_rows(directory, "measurements_calib"):
+        if row["kind"] == "memory" and row["metric"] != "gpu_memory":
+            yield row
+
+
+def _answers(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | Peak]:
+    if "MoE" in row["model"] or re.search(r"Mixtral|A\d+B|DeepSeek|235B", row["model"]):
+        raise LeftOut("mixture of experts")
+    kind = row["kind"]
+    if kind in ("formula", "min_total_mem"):
+        raise LeftOut("a formula or a rule of thumb, no measurement")
+    if "group" in row:
+        yield from _measurement(row, models)
+    elif kind == "peak":
+        yield _peak(row, models)
+    elif kind == "max_context":
+        yield from _context(row, models)
+    elif "prime-rl" in row["source"]:
+        yield Verdict(row["id"], "trains", row["value"] == "yes", _trains(row, models))
+    else:
+        yield from _systems(row, models)
+
+
+def _measurement(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | Peak]:
+    problem = problem_of(row, Known(models))
+    if row["metric"] == "fits":
+        yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem))
+        return
+    step = best_step(problem.task, problem.system, COSTS, problem.placement)
+    if step is None:
+        raise LeftOut("predicted not to fit")
+    yield Peak(row["id"], row["group"], float(row["value"]) * 1e9, max(step.bytes))
+
+
+# ---------------------------------------------------------------- steps of systems
+
+
+def _systems(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
+    if row["source"] not in _GROUPS:
+        raise LeftOut(f"source {row['source']}")
+    if "shadow" in row["model"]:
+        yield Verdict(row["id"], "generates", row["value"] == "yes", _shadow(row, models))
+        return
+    whole = _as_measurement(row)
+    value = number(row["value"])
+    if row["kind"] == "fits":
+        yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem_of(whole, Known(models))))
+    elif value is None:
+        raise LeftOut("no value")
+    elif row["kind"] == "min_gpus":
+        for devices, fits in ((value, True), (value / 2, False)):
+            if devices >= 1:
+                problem = problem_of(whole | {"n_gpus": str(int(devices))}, Known(models))
+                yield Verdict(row["id"], f"on {devices:g}", fits, _fits(problem))
+    elif row["kind"] == "max_batch":
+        for each in (value, value / 2):
+            problem = problem_of(whole | {"global_batch": str(int(each * number(row["n_gpus"])))}, Known(models))
+            yield Verdict(row["id"], f"{each:g} rows", True, _fits(problem))
+    elif row["kind"] == "max_model":
+        problem = problem_of(whole | {"model": f"OPT-{value:g}B"}, Known(models))
+        yield Verdict(row["id"], f"{value:g} B", True, _fits(problem))
+
+
+def _fits(problem: Problem) -> bool:
+    return best_step(problem.task, problem.system, COSTS, problem.placement) is not None
+
+
+def _as_measurement(row: Row) -> Row:
+    """The row as one of the measurements would say it."""
+    setting, group = row["setting"], _GROUPS[row["source"]]
+    sizes = re.findall(r"(\d+)B", row["model"].replace("(CodeLlama)", ""))
+    text = {name: re.search(pattern, setting) for name, pattern in _PATTERNS.items()}
+    told = {name: found.group(1) if found else "" for name, found in text.items()}
+    actor = sizes[0] if sizes else row["params_b"]
+    grpo = "GRPO" in setting or "GRPO" in row["system"]
+    return {
+        **dict.fromkeys(_COLUMNS, ""),
+        **{name: row[name] for name in ("id", "system", "gpu", "n_gpus", "kind", "value")},
+        "group": group + ("-share" if "AC-Share" in setting else ""),
+        "model": row["model"].removesuffix(" actor"),
+        "actor_b": actor,
+        "critic_b": sizes[-1] if sizes else actor,
+        "ref_b": actor if grpo and "LoRA" not in setting else "",
+        "algo": "GRPO" if grpo else "PPO",
+        "prompt_len": told["prompt"] or "256",
+        "gen_len": told["gen"] or "256",
+        "global_batch": told["batch"],
+        "micro_bs": "1" if grpo else told["micro"],
+        "minibatches": "4" if group == "real-v1/a100" else "1",
+        "lora": "16" if "LoRA" in setting else "",
+        "gpus_per_node": "8",
+    }
+
+
+_PATTERNS = {
+    "prompt": r"prompt (\d+)",
+    "gen": r"gen (\d+)",
+    "batch": r"PPO batch (\d+)",
+    "micro": r"micro-batch (\d+)",
+}
+_COLUMNS = (
+    *("version", "placement", "zero", "tp", "pp", "dp", "n_microbatch", "ppo_epochs", "grad_ckpt", "offload"),
+    *("metric", "unit", "notes", "call", "n_nodes", "interconnect"),
+)
+
+
+def _task(row: Row, model: Transformer, device: DeviceClass, devices: int) -> Task:
+    links = Links(device.link_gb_s, device.node_gb_s)
+    return Task({ACTOR: model}, devices, device, links, devices, 0.0, (1.0,))
+
+
+def _device(row: Row) -> DeviceClass:
+    device = device_of(row)
+    if device is None:
+        raise LeftOut(f"device {row['gpu']} is not in the catalogue")
+    return device
+
+
+def _shadow(row: Row, models: Mapping[str, Transformer]) -> bool:
+    """One replica on one device."""
+    device, model = _device(row), models[model_named(row["model"], models)]
+    call = Call("generate", model, "vllm", 1, 256.0, (256.0,), 512.0)
+    mesh = mesh_of(_task(row, model, device, 1), 1)
+    return frozen_bytes(model, mesh) + decode_bytes(call, mesh, 1) <= capacity_bytes(device)
+
+
+# ---------------------------------------------------------------- inference
+
+
+def _context(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
+    """One sequence of so many thousand tokens in vLLM, on all devices of the row."""
+    device, value = _device(row), number(row["value"])
+    assert value is not None
+    model = models[model_named(re.sub("-FP8$", "", row["model"]), models)]
+    item = 1 if row["dtype"] == "fp8" else 2
+    tp = int(number(row["n_gpus"]) or 1)
+    mesh = mesh_of(_task(row, model, device, tp), tp, tp)
+    for thousands in (value, value / 2) if value else (1.0,):
+        call = Call("generate", model, "vllm", 1, 1024 * thousands - 1, (1.0,), 1024 * thousands)
+        prefill = replace(call, kind="forward", width=float(VLLM_TOKENS // 4), prompt=float(VLLM_TOKENS // 4))
+        need = frozen_bytes(model, mesh, item) + decode_bytes(call, mesh, 1) + pass_bytes(prefill, mesh, 4) / 4
+        yield Verdict(row["id"], f"{thousands:g} k tokens", value > 0, need <= 0.95 * 2**30 * device.memory_gb)
+
+
+# ---------------------------------------------------------------- peaks
+
+
+def _peak(row: Row, models: Mapping[str, Transformer]) -> Peak:
+    unit = {"GB": 1e9, "GiB": 2**30, "MB": 2**20}.get(row["unit"])
+    value = number(row["value"])
+    if unit is None or value is None:
+        raise LeftOut("no value")
+    if row["system"] == "HF Transformers":
+        # it prints what the driver says, in GiB
+        return Peak(row["id"], "Transformers", value * 2**30, _inference_bytes(row, models))
+    if "fp8" in row["setting"] or row["dtype"] == "fp8":
+        raise LeftOut("8-bit floats in training")
+    if row["system"] not in ("torchtitan", "prime-rl trainer (FSDP2)"):
+        raise LeftOut(f"system {row['system'] or row['source']} is not described")
+    if "offloaded activations" in row["setting"]:
+        raise LeftOut("activations in host memory")
+    return Peak(row["id"], row["system"], value * unit, _training_bytes(row, models))
+
+
+def _inference_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
+    """On all devices together: weights, keys and values of one row, and the pass over its prompt."""
+    model = models[model_named(row["model"], models)]
+    tokens = number(row["seq_len"]) or 0
+    return 2 * model.parameters * (1 + HF_BYTES) + model.kv_bytes() * tokens + 20 * model.hidden * tokens
+
+
+def _trains(row: Row, models: Mapping[str, Transformer]) -> bool:
+    return _training_bytes(row, models) <= capacity_bytes(_device(row)) + CONTEXT_BYTES
+
+
+def _training_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
+    """On one device of a trainer that shards with FSDP2."""
+    model, setting = models[model_named(row["model"], models)], row["setting"]
+    rank = re.search(r"r=(\d+)", setting)
+    if rank:
+        outer = 8 * model.hidden + 3 * (model.hidden + model.ffn)
+        model = replace(model, adapters=int(rank.group(1)) * outer * model.layers)
+    devices = int(number(row["n_gpus"]) or 1)
+    shards = re.search(r"FSDP2? ?(?:over )?(\d+)", setting)
+    mesh = mesh_of(_task(row, model, _device(row), devices), int(shards.group(1)) if shards else devices, zero=3)
+    width = number(row["seq_len"]) or 0
+    in_chunks = setting.startswith("rl")
+    call = Call(
+        "train", model, "torch", 1, 0.0, (width,), width, recompute="full" if "AC full" in setting else "selective"
+    )
+    state = trained_bytes(model, mesh, FLOAT_SHARDS if not rank else MIXED)
+    rows = int(number(row["micro_batch"]) or 1)
+    layers = pass_bytes(replace(call, model=model.as_scorer()), mesh, rows)
+    logits = LOGIT_BYTES * model.vocabulary * (CHUNKED if in_chunks else rows * width)
+    return state + layers + logits

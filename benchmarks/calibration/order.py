@@ -1,0 +1,158 @@
+"""Whether the model puts first what was faster: systems, placements, numbers of devices and meshes of one problem."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+from benchmarks.calibration.problems import Known, LeftOut
+from benchmarks.calibration.rlhf import COSTS, predict, rows_of
+from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
+from flexrlhf.guideline.calls import Links
+from flexrlhf.guideline.system_profiles import SYSTEMS
+from flexrlhf.guideline.system_tasks import ACTOR, CRITIC, REF, REWARD, Task
+from flexrlhf.guideline.systems import best_step
+from flexrlhf.guideline.transformer import Transformer
+
+Key = Callable[[Row], "tuple[str, ...] | None"]
+"""What rows have in common that are compared; None: no such row."""
+CLEAR = 0.1
+"""Measurements that differ by less have no order."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``measured``, ``predicted``: the second's seconds over the first's."""
+
+    kind: str
+    rows: tuple[str, str]
+    measured: float
+    predicted: float
+
+    @property
+    def is_right(self) -> bool:
+        return (self.measured > 1) == (self.predicted > 1)
+
+
+@dataclass(frozen=True)
+class Timed:
+    row: Row
+    measured: float
+    predicted: float
+
+
+def read(directory: Path) -> list[Pair]:
+    """All pairs that differ clearly."""
+    timed = list(_timed(directory))
+    pairs = [*_pairs("systems", timed, _problem), *_pairs("devices", timed, _scaled)]
+    return [*pairs, *_pairs("calls", timed, _meshes), *_choices(directory)]
+
+
+def _timed(directory: Path) -> Iterator[Timed]:
+    """Steps and calls in seconds; of throughputs, seconds of a row."""
+    models = read_models(directory)
+    for row in rows_of(directory):
+        if row["kind"] not in ("e2e", "percall"):
+            continue
+        try:
+            found = predict(row, Known(models))
+        except LeftOut:
+            continue
+        scale = float(row["value"]) * found.measured if row["unit"] == "samples/s" else 1.0
+        yield Timed(row, found.measured / scale, found.predicted / scale)
+
+
+def _pairs(kind: str, timed: list[Timed], key: Key) -> Iterator[Pair]:
+    groups: dict[tuple[str, ...], list[Timed]] = defaultdict(list)
+    for item in timed:
+        name = key(item.row)
+        if name is not None:
+            groups[name].append(item)
+    for group in groups.values():
+        for first, second in combinations(group, 2):
+            ratio = second.measured / first.measured
+            if max(ratio, 1 / ratio) > 1 + CLEAR:
+                yield Pair(kind, (first.row["id"], second.row["id"]), ratio, second.predicted / first.predicted)
+
+
+def _models(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("group", "gpu", "actor_b", "critic_b", "model", "lora", "grad_ckpt"))
+
+
+def _lengths(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("global_batch", "prompt_len", "gen_len", "minibatches", "algo", "unit"))
+
+
+def _problem(row: Row) -> tuple[str, ...] | None:
+    """The same step in different systems."""
+    if row["kind"] != "e2e" or not row["n_gpus"] or row["metric"] == "run_time":
+        return None
+    model = "" if row["group"].startswith("real/") else row["model"]
+    return (*_models(row)[:4], model, row["lora"], row["grad_ckpt"], *_lengths(row), row["n_gpus"])
+
+
+def _scaled(row: Row) -> tuple[str, ...] | None:
+    """The same step of one system on different numbers of devices."""
+    if row["kind"] != "e2e":
+        return None
+    return (*_models(row), *_lengths(row), row["system"], row["version"], row["placement"].split(":")[0])
+
+
+def _meshes(row: Row) -> tuple[str, ...] | None:
+    """The calls of one step on one mesh each, which a planner weighs against each other."""
+    if row["kind"] != "percall":
+        return None
+    return (row["group"], row["system"], row["actor_b"], row["n_gpus"], row["global_batch"], row["gen_len"])
+
+
+# ---------------------------------------------------------------- the best of three placements
+
+
+def _choices(directory: Path) -> Iterator[Pair]:
+    """HybridFlow's best placements: colocate, standalone or split. A pair for each placement that it beats."""
+    models = read_models(directory)
+    for row in read_rows(directory, "measurements_calib"):
+        if row["metric"] != "best_placement":
+            continue
+        seconds = dict(_placed_seconds(row, models))
+        wanted = _NAMES.get(row["value"].split()[0])
+        if wanted not in seconds:
+            continue
+        for name, value in seconds.items():
+            if name != wanted:
+                yield Pair("placements", (row["id"], name), 1 + 2 * CLEAR, value / seconds[wanted])
+
+
+_NAMES = {"colocate": "co-located", "standalone": "standalone", "split": "split"}
+
+
+def _placed_seconds(row: Row, models: Mapping[str, Transformer]) -> Iterator[tuple[str, float]]:
+    """Of HybridFlow with each of its placements."""
+    sizes = {7: "LLaMA-2-7B", 13: "LLaMA-2-13B", 34: "CodeLlama-34B", 70: "LLaMA-2-70B"}
+    actor, critic = (int(re.findall(r"\d+", row[name] or row["actor_b"])[0]) for name in ("actor_b", "critic_b"))
+    counts = [int(count) for count in re.findall(r"\d+", row["notes"].split(";")[0])]
+    device = device_of(row)
+    assert device is not None
+    for name in SYSTEMS["hybridflow"].placements:
+        task = Task(
+            {
+                ACTOR: models[sizes[actor]],
+                REF: models[sizes[actor]],
+                CRITIC: models[sizes[critic]].as_scorer(),
+                REWARD: models[sizes[critic]].as_scorer(),
+            },
+            int(row["n_gpus"] or max(counts)),
+            device,
+            Links(device.link_gb_s, 25.0),
+            int(row["global_batch"]),
+            float(row["prompt_len"]),
+            (float(row["gen_len"]),),
+            int(row["minibatches"]),
+        )
+        step = best_step(task, replace(SYSTEMS["hybridflow"], placements=(name,)), COSTS)
+        if step is not None:
+            yield name, step.seconds

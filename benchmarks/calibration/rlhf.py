@@ -1,0 +1,269 @@
+"""Steps and calls of published RLHF systems beside what the cost model predicts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.calibration.problems import Known, LeftOut, Problem, number, problem_of, source_of
+from benchmarks.calibration.rows import Prediction, Row, read_models, read_rows
+from flexrlhf.guideline.cost import AnalyticCosts
+from flexrlhf.guideline.system_calls import Work, call_of, transition_seconds, work_seconds
+from flexrlhf.guideline.system_meshes import mesh_of
+from flexrlhf.guideline.system_profiles import SYSTEMS, System
+from flexrlhf.guideline.system_tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement
+from flexrlhf.guideline.systems import Step, best_step, part_seconds, timed_as
+from flexrlhf.guideline.transformer import Transformer
+
+CALLS, STEPS = "rlhf calls", "rlhf steps"
+DSCHAT_SAMPLES = 264_292
+"""Rows of a whole run in DeepSpeed-Chat's tables."""
+DSCHAT_ROWS = 1024
+"""The most of a step in them."""
+NAIVE_MFU = 0.10
+"""Share of the peak at which the median step runs."""
+COSTS = AnalyticCosts()
+
+_CALLS = {
+    "actor_generate": ("generate", ACTOR),
+    "gen": ("generate", ACTOR),
+    "generate_sequences": ("generate", ACTOR),
+    "gen (incl. reshard)": ("generate", ACTOR),
+    "reward_infer": ("forward", REWARD),
+    "ref_infer": ("forward", REF),
+    "critic_infer": ("forward", CRITIC),
+    "old_log_prob": ("forward", ACTOR),
+    "ref_log_prob": ("forward", REF),
+    "actor_train": ("train", ACTOR),
+    "critic_train": ("train", CRITIC),
+    "update_actor": ("train", ACTOR),
+}
+_PHASES = {
+    "generation phase (gen+forward)": ("generate", "forward"),
+    "training phase (actor+critic)": ("train",),
+    "actor_train+critic_train": ("train",),
+    "generation": ("generate",),
+}
+
+
+@dataclass
+class Read:
+    """What became of the rows. ``left_out``: reason → rows; ``systems``: row → system."""
+
+    predictions: list[Prediction]
+    left_out: Counter[str]
+    systems: dict[str, str]
+
+
+def predictions(directory: Path) -> list[Prediction]:
+    return read(directory).predictions
+
+
+def read(directory: Path, systems: Mapping[str, System] = SYSTEMS) -> Read:
+    known = Known(read_models(directory), systems)
+    found = Read([], Counter(), {})
+    for row in rows_of(directory):
+        found.systems[row["id"]] = row["system"]
+        try:
+            found.predictions.append(predict(row, known))
+        except LeftOut as reason:
+            found.left_out[str(reason)] += 1
+    return found
+
+
+def rows_of(directory: Path) -> list[Row]:
+    """Rows of steps and calls. Where a step does not repeat the micro-batch that its calls name, it is theirs."""
+    kinds = ("percall", "e2e", "phase", "transition")
+    rows = [row for row in read_rows(directory, "measurements_calib") if row["kind"] in kinds]
+    named: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        if row["micro_bs"]:
+            named.setdefault(_experiment(row), row["micro_bs"])
+    return [row | {"micro_bs": row["micro_bs"] or named.get(_experiment(row), "")} for row in rows]
+
+
+def _experiment(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("group", "system", "version", "actor_b", "n_gpus", "global_batch", "gen_len"))
+
+
+def predict(row: Row, known: Known) -> Prediction:
+    """Raises LeftOut where the row is no test."""
+    if row["kind"] == "e2e":
+        return _end_to_end(row, known)
+    if row["kind"] == "phase":
+        return _phase_share(row, known)
+    if row["kind"] == "transition":
+        return _transition(row, known)
+    return _call(row, known)
+
+
+# ---------------------------------------------------------------- steps
+
+
+def step_of(problem: Problem) -> Step:
+    """Raises LeftOut where nothing fits."""
+    if problem.planner is not None:  # without graphs it runs the plan that was searched with them
+        planned = replace(problem.planner, layout=problem.system.layout, placements=problem.system.placements)
+        step = best_step(problem.task, planned, COSTS)
+        step = None if step is None else timed_as(step, problem.system, COSTS)
+    else:
+        step = best_step(problem.task, problem.system, COSTS, problem.placement)
+    if step is not None and source_of(problem.row) == "dschat" and step.rows > DSCHAT_ROWS:
+        step = best_step(replace(problem.task, rows=DSCHAT_ROWS), problem.system, COSTS, problem.placement)
+    if step is None:
+        raise LeftOut("predicted not to fit")
+    return step
+
+
+def _end_to_end(row: Row, known: Known) -> Prediction:
+    if row["metric"] not in ("step_time", "time", "throughput", "run_time"):
+        raise LeftOut(f"metric {row['metric']}")
+    step = step_of(problem_of(row, known))
+    value = number(row["value"])
+    if value is None:
+        raise LeftOut("no value")
+    seconds = {
+        "samples/s": step.rows / value,
+        "h": value * 3600 / DSCHAT_SAMPLES * step.rows,
+    }.get(row["unit"], value)
+    flops, roofline = naive_step(step)
+    return Prediction(STEPS, row["group"], row["id"], seconds, step.seconds, flops, roofline)
+
+
+def naive_step(step: Step) -> tuple[float, float]:
+    """Seconds at constant MFU, and of the roofline: all calls one after the other on all devices."""
+    each = [naive_call(work, sum(step.placement.blocks)) for work in step.works]
+    return sum(pair[0] for pair in each), sum(pair[1] for pair in each)
+
+
+def dense_flops(model: Transformer, tokens: float, width: float) -> float:
+    """Of one forward pass: 2 per parameter and token, and causal attention."""
+    return tokens * (2 * model.parameters + 2 * model.layers * model.heads * model.head_dim * width)
+
+
+def naive_call(work: Work, devices: int) -> tuple[float, float]:
+    """The same of one call. A decoding step of the roofline reads all weights of a replica and its rows' cache."""
+    call, mesh = work.call, work.mesh
+    factor = {"generate": 1, "forward": 1, "train": 3}[call.kind]
+    flops = factor * mesh.dp * dense_flops(call.model, call.rows * call.width, call.width)
+    peak, bandwidth = mesh.device.tflops * 1e12, mesh.device.memory_gb_s * 1e9
+    roofline = flops / devices / peak
+    if call.kind == "generate":
+        rounds = -(-call.rows // call.decode_rows)
+        weights = rounds * call.longest_response * 2 * call.model.parameters
+        cache = call.rows * call.mean_response * call.model.kv_bytes() * (call.prompt + call.mean_response / 2)
+        roofline = max(roofline, (weights + cache) / (mesh.tp * mesh.pp) / bandwidth)
+    return flops / devices / peak / NAIVE_MFU, roofline
+
+
+# ---------------------------------------------------------------- calls
+
+
+def _call(row: Row, known: Known) -> Prediction:
+    if row["call"] in _PHASES:
+        return _phase(row, known)
+    if row["call"] == "weight reshard":
+        return _transition(row, known)
+    if row["call"] not in _CALLS:
+        raise LeftOut(f"call {row['call']} is no model call")
+    if source_of(row) == "real":
+        return _placed_call(row, known)
+    problem = problem_of(row, known)
+    step = step_of(problem)
+    kind, role = _CALLS[row["call"]]
+    work = next((work for work in step.works if work.call.kind == kind and work.role == role), None)
+    if work is None:
+        raise LeftOut("a call that the step does not have")
+    seconds = step.calls[work.name]
+    if "incl. reshard" in row["call"]:
+        seconds += step.calls.get("transition", 0.0)
+    return Prediction(CALLS, row["group"], row["id"], float(row["value"]), seconds, *naive_call(work, work.mesh.size))
+
+
+def _placed_call(row: Row, known: Known) -> Prediction:
+    """A call on the mesh that its row gives, with its sequential portions."""
+    work, problem = placed_work(row, known)
+    seconds = work_seconds(work, problem.system, COSTS)
+    return Prediction(CALLS, row["group"], row["id"], float(row["value"]), seconds, *naive_call(work, work.mesh.size))
+
+
+def placed_work(row: Row, known: Known) -> tuple[Work, Problem]:
+    kind, role = _CALLS[row["call"]]
+    tp, pp, portions = (int(number(row[name]) or 1) for name in ("tp", "pp", "n_microbatch"))
+    problem = problem_of(row | {"critic_b": row["critic_b"] or "8.03"}, known)
+    size = tp * pp * int(number(row["dp"]) or problem.task.devices // (tp * pp))
+    mesh = mesh_of(problem.task, size, tp, pp, 1 if kind == "train" else 0)
+    call = call_of(problem.task, problem.system, kind, role, mesh, problem.task.rows or 1)
+    share = max(1, call.rows // (call.updates * portions))
+    stages = pp * (2 if kind == "train" else 1) if pp > 1 else 1
+    rows = max(1, share // stages) if kind != "generate" else 1
+    call = replace(call, micro_rows=rows, decode_rows=max(1, call.rows // portions))
+    return Work(row["call"], role, call, mesh, (0,), portions=portions), problem
+
+
+def _phase(row: Row, known: Known) -> Prediction:
+    """Calls of some kinds together, side by side where they have devices of their own."""
+    problem = problem_of(row, known)
+    step = step_of(problem)
+    kinds = _PHASES[row["call"]]
+    works = [work for work in step.works if work.call.kind in kinds]
+    naive = [naive_call(work, problem.task.devices) for work in works]
+    return Prediction(
+        CALLS,
+        row["group"],
+        row["id"],
+        float(row["value"]),
+        part_seconds(step, kinds),
+        sum(pair[0] for pair in naive),
+        sum(pair[1] for pair in naive),
+    )
+
+
+def _phase_share(row: Row, known: Known) -> Prediction:
+    """A phase's share of its step."""
+    value = number(row["value"])
+    if value is None or row["value"].startswith(">"):
+        raise LeftOut("a bound, no value")
+    step = step_of(problem_of(row, known))
+    naive = naive_step(step)
+    works = [naive_call(work, sum(step.placement.blocks)) for work in step.works if work.call.kind == "generate"]
+    shares = [sum(pair[index] for pair in works) / naive[index] for index in (0, 1)]
+    share = part_seconds(step, ("generate",)) / step.seconds
+    return Prediction(CALLS, row["group"], row["id"], value, share, *shares)
+
+
+# ---------------------------------------------------------------- transitions
+
+
+def _transition(row: Row, known: Known) -> Prediction:
+    value = number(row["value"])
+    if row["unit"] != "s" or value is None:
+        raise LeftOut("a transition's ratio, no time")
+    if "MoE" in row["model"] or re.search(r"A\d+B", row["model"]):
+        raise LeftOut("mixture of experts")
+    seconds, naive = _gaps(row, known) if source_of(row) == "real" else _sync(row, known)
+    return Prediction(CALLS, row["group"], row["id"], value, seconds, naive, naive)
+
+
+def _gaps(row: Row, known: Known) -> tuple[float, float]:
+    """What a step of ReaL takes besides the calls on its critical path."""
+    step = step_of(problem_of(row, known))
+    kinds = ("generate", "forward", "train")
+    return step.seconds - part_seconds(step, kinds), 0.0
+
+
+def _sync(row: Row, known: Known) -> tuple[float, float]:
+    """Of the weights to the copy that generates; naively, at the speed of a node's links."""
+    name = row["model"] or f"LLaMA-2-{row['actor_b']}B"
+    told = {"gen_len": "1024", "prompt_len": "1024", "algo": "GRPO", "model": name, "n_gpus": row["n_gpus"] or "64"}
+    problem = problem_of(row | told, known)
+    if "disjoint" in row["placement"]:
+        half = problem.task.devices // 2
+        placement = Placement("halves", (half, half), {ACTOR: (0,), ROLLOUT: (1,)})
+    else:
+        placement = Placement("co-located", (problem.task.devices,), {ACTOR: (0,)})
+    seconds = transition_seconds(problem.task, problem.system, placement, mesh_of(problem.task, 1), COSTS)
+    return seconds, 2 * problem.task.models[ACTOR].parameters / (problem.task.links.node_gb_s * 1e9)

@@ -1,0 +1,108 @@
+"""Seconds of a step as foretold and as measured: the quick start's PPO under three placements, on this machine.
+
+    flexrlhf run                                # once: trains what PPO starts from
+    python benchmarks/predicted_steps.py        # in the same directory; about five minutes
+
+Measures the machine (``flexrlhf profile``), foretells all placements, and only then runs each of them several times, in
+turns, so that a machine that slows down does so for all. Compare on a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from flexrlhf.guideline.compare import Comparison, compare, read_run
+from flexrlhf.guideline.inputs import choose_costs, read_lengths
+from flexrlhf.guideline.simulate import Simulation, simulate
+from flexrlhf.plan import make_plan
+from flexrlhf.quickstart import config_paths
+from flexrlhf.spec import Spec
+from flexrlhf.spec_file import load_spec
+
+PLACEMENTS = {
+    "co-located": "[1,1,1,1]",
+    "interleaving": "[1,1,0.5,0.5]",
+    "six models": "[0.5,0.5,0.5,0.5,0.5,0.5]",
+}
+CLEARLY = 0.1
+"""Difference of two plans above which their order must be right."""
+
+
+def spec_of(name: str, vector: str, steps: int) -> Spec:
+    """Without evaluation, which is no part of a step."""
+    changes = (f"name={name}", f"placement={vector}", f"steps={steps}", "eval=null")
+    return load_spec(config_paths()[-1], changes)
+
+
+def command(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "flexrlhf.cli", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(name: str, vector: str, steps: int) -> Path:
+    """One run; its timeline."""
+    command(
+        "run",
+        str(config_paths()[-1]),
+        *("--placement-ratio", vector),
+        *(word for change in (f"name={name}", f"steps={steps}", "eval=null") for word in ("--set", change)),
+    )
+    return Path("runs") / name / "timeline.json"
+
+
+def foretell(steps: int, profile: Path) -> dict[str, Simulation]:
+    found = {}
+    for name, vector in PLACEMENTS.items():
+        plan = make_plan(spec_of("foretold", vector, steps))
+        found[name] = simulate(plan, choose_costs(plan, profile).costs, read_lengths(None, plan))
+    return found
+
+
+def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]) -> None:
+    print(f"{'placement':<14} {'foretold':>10} {'measured':>10} {'error':>8}   runs (ms)                 spans")
+    steps = {name: median(run.step.measured for run in each) for name, each in runs.items()}
+    for name, each in runs.items():
+        error = simulations[name].seconds / steps[name] - 1
+        shown = " ".join(f"{1e3 * run.step.measured:.0f}" for run in each)
+        same = "equal" if not any(run.missing or run.extra for run in each) else "differ"
+        print(
+            f"{name:<14} {1e3 * simulations[name].seconds:>7.0f} ms {1e3 * steps[name]:>7.0f} ms {error:>+8.1%}   "
+            f"{shown:<25} {same}"
+        )
+    for first, second in combinations(runs, 2):
+        if abs(steps[first] / steps[second] - 1) > CLEARLY:
+            right = (steps[first] < steps[second]) == (simulations[first].seconds < simulations[second].seconds)
+            print(f"order of {first} and {second}: {'right' if right else 'wrong'}")
+    for name, each in runs.items():
+        print(f"\n{name}, medians over the runs")
+        for label in [line.label for line in each[0].lines]:
+            same = [line.seconds for run in each for line in run.lines if line.label == label]
+            measured, wanted = 1e3 * median(pair.measured for pair in same), 1e3 * same[0].predicted
+            if measured > 1:
+                print(f"  {label:<34} {wanted:>7.1f} {measured:>7.1f} ms {wanted / measured - 1:>+7.0%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--keep-profile", action="store_true", help="do not measure the machine again")
+    options = parser.parse_args()
+    profile = Path("runs/profile.json")
+    if not options.keep_profile or not profile.is_file():
+        command("profile", "-o", str(profile))
+    simulations = foretell(options.steps, profile)
+    runs: dict[str, list[Comparison]] = {name: [] for name in PLACEMENTS}
+    for turn in range(options.runs):
+        for name, vector in PLACEMENTS.items():
+            timeline = measure(f"{name.replace(' ', '-')}-{turn}", vector, options.steps)
+            runs[name].append(compare(simulations[name], read_run(timeline)))
+    report(simulations, runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Model shapes by name, as Hugging Face configs, and from a ``config.json``.
+
+Sizes are those of the models' own config files; ``tests/unit/test_model_names.py`` counts their parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.placement.shapes import LLAMA_LIKE
+
+Config = dict[str, Any]
+
+_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: bool = False) -> Config:
+    """``sizes``: in the order of ``_KEYS``."""
+    config: Config = {"model_type": model_type, **dict(zip(_KEYS, sizes, strict=True))}
+    if head_dim is not None:
+        config["head_dim"] = head_dim
+    return {**config, "tie_word_embeddings": tied}
+
+
+MODELS: dict[str, Config] = {
+    "llama-7b": _config("llama", 4096, 11008, 32, 32, 32, 32000),
+    "llama-13b": _config("llama", 5120, 13824, 40, 40, 40, 32000),
+    "llama-33b": _config("llama", 6656, 17920, 60, 52, 52, 32000),
+    "llama-65b": _config("llama", 8192, 22016, 80, 64, 64, 32000),
+    "llama-2-7b": _config("llama", 4096, 11008, 32, 32, 32, 32000),
+    "llama-2-13b": _config("llama", 5120, 13824, 40, 40, 40, 32000),
+    "llama-2-70b": _config("llama", 8192, 28672, 80, 64, 8, 32000),
+    "codellama-34b": _config("llama", 8192, 22016, 48, 64, 8, 32000),
+    "llama-3-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama-3-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-405b": _config("llama", 16384, 53248, 126, 128, 8, 128256),
+    "llama-3.2-1b": _config("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tied=True),
+    "llama-3.2-3b": _config("llama", 3072, 8192, 28, 24, 8, 128256, head_dim=128, tied=True),
+    "mistral-7b": _config("mistral", 4096, 14336, 32, 32, 8, 32768),
+    "mistral-nemo-12b": _config("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128),
+    "mistral-large-123b": _config("mistral", 12288, 28672, 88, 96, 8, 32768),
+    "qwen2.5-0.5b": _config("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _config("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-3b": _config("qwen2", 2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _config("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _config("qwen2", 5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _config("qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _config("qwen2", 8192, 29568, 80, 64, 8, 152064),
+    "qwen3-0.6b": _config("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tied=True),
+    "qwen3-1.7b": _config("qwen3", 2048, 6144, 28, 16, 8, 151936, head_dim=128, tied=True),
+    "qwen3-4b": _config("qwen3", 2560, 9728, 36, 32, 8, 151936, head_dim=128, tied=True),
+    "qwen3-8b": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
+    "qwen3-14b": _config("qwen3", 5120, 17408, 40, 40, 8, 151936, head_dim=128),
+    "qwen3-32b": _config("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),
+}
+
+
+def find_model(text: str, option: str = "--model") -> Config:
+    """The config of a known name, of a Hugging Face model directory, or in a ``config.json``.
+
+    Raises UserError with the nearest known names.
+    """
+    known = MODELS.get(text.lower().removesuffix("-hf"))
+    if known is not None:
+        return known
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{option} {text}: no known model{nearest(text.lower(), MODELS)} and no model directory or config.json; "
+            f"known: {', '.join(MODELS)}"
+        )
+    return _read_config(path, option)
+
+
+def _read_config(path: Path, option: str) -> Config:
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError(f"{option} {path}: not a JSON config ({error})") from None
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise UserError(f"{option} {path}: no Hugging Face config: it has no model_type")
+    if config["model_type"] not in LLAMA_LIKE:
+        raise UserError(
+            f"{option} {path}: sizes of {config['model_type']!r} are not known before it is loaded; "
+            f"known families: {', '.join(LLAMA_LIKE)}"
+        )
+    return config

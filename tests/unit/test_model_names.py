@@ -1,0 +1,70 @@
+"""Models by name: their published numbers of parameters, and what a user is told of unknown ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.model_names import MODELS, find_model
+from flexrlhf.placement.shapes import model_shape
+from flexrlhf.spec import ModelSpec
+
+BILLIONS = {
+    "llama-7b": 6.738,
+    "llama-13b": 13.016,
+    "llama-33b": 32.529,
+    "llama-65b": 65.286,
+    "llama-2-70b": 68.977,
+    "llama-3-8b": 8.030,
+    "llama-3.1-70b": 70.554,
+    "llama-3.1-405b": 405.853,
+    "llama-3.2-1b": 1.236,
+    "llama-3.2-3b": 3.213,
+    "mistral-7b": 7.248,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-7b": 7.616,
+    "qwen2.5-32b": 32.764,
+    "qwen2.5-72b": 72.706,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.721,
+    "qwen3-8b": 8.191,
+    "qwen3-14b": 14.768,
+    "qwen3-32b": 32.762,
+}
+"""As on the models' cards, or by their safetensors index."""
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_a_name_has_its_parameters(name: str) -> None:
+    shape = model_shape("actor", ModelSpec(init=find_model(name)))
+    assert shape is not None
+    assert shape.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=6e-4)
+
+
+def test_names_are_found_in_any_case() -> None:
+    assert find_model("Llama-33B") == MODELS["llama-33b"]
+    assert find_model("Llama-2-7b-hf") == MODELS["llama-2-7b"]
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'llama-33b'"):
+        find_model("lama-33b")
+
+
+def test_a_config_of_any_size_is_taken(tmp_path: Path) -> None:
+    config = {**MODELS["qwen3-8b"], "num_hidden_layers": 17}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_model(str(tmp_path)) == find_model(str(tmp_path / "config.json")) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("[1]", "has no model_type"), ("{", "not a JSON config"), ('{"model_type": "mamba"}', "known families: llama")],
+)
+def test_a_config_that_tells_no_sizes_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=told):
+        find_model(str(tmp_path))
