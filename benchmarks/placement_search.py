@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 
-from flexrlhf.guideline.calls import Call, Kind, Links, Mesh, Traffic
-from flexrlhf.guideline.cost import AnalyticCosts
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.calls import Call, Kind, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch import search
 from flexrlhf.guideline.search.evaluate import overlaps_of, play
 from flexrlhf.guideline.search.found import Result
@@ -35,7 +36,6 @@ from flexrlhf.guideline.search.problem import (
     relation_of,
 )
 from flexrlhf.guideline.search.tables import LinkTable, PartTable, Tables, tables_of
-from flexrlhf.guideline.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 DEVICE = DEVICE_CLASSES["A100-80G"]

@@ -16,9 +16,9 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
-from flexrlhf.guideline.compare import Comparison, compare, read_run
-from flexrlhf.guideline.inputs import choose_costs, read_lengths
-from flexrlhf.guideline.simulate import Simulation, simulate
+from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
+from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan import make_plan
 from flexrlhf.quickstart import config_paths
 from flexrlhf.spec import Spec

@@ -67,10 +67,10 @@ def simulate_(
     steps: Annotated[int, typer.Option(min=1, help="steps in that timeline")] = 4,
 ) -> None:
     """Print how long a step will take and why, and what waits meanwhile. Starts nothing."""
-    from flexrlhf.guideline.compare import compare, read_run
-    from flexrlhf.guideline.inputs import choose_costs, read_lengths
-    from flexrlhf.guideline.simulate import simulate, write_timeline
-    from flexrlhf.guideline.simulation_report import format_comparison, format_simulation
+    from flexrlhf.guideline.simulation.compare import compare, read_run
+    from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
+    from flexrlhf.guideline.simulation.report import format_comparison, format_simulation
+    from flexrlhf.guideline.simulation.simulate import simulate, write_timeline
 
     with _user_errors():
         plans = make_plans(_specs(configs, placement_ratio, devices, set_))
@@ -111,10 +111,10 @@ def advise_(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the YAML of what to use")] = None,
 ) -> None:
     """Say which placement to use, how fast it will be and why, with what else was thought of. Starts nothing."""
-    from flexrlhf.guideline.advice_report import format_advice
-    from flexrlhf.guideline.advise import advise, write_advised
-    from flexrlhf.guideline.inputs import costs_for, texts_for
-    from flexrlhf.guideline.request import Request, equal_nodes, read_nodes
+    from flexrlhf.guideline.advice.advise import advise, write_advised
+    from flexrlhf.guideline.advice.report import format_advice
+    from flexrlhf.guideline.advice.request import Request, equal_nodes, read_nodes
+    from flexrlhf.guideline.simulation.inputs import costs_for, texts_for
 
     with _user_errors():
         if config is not None:
@@ -227,7 +227,7 @@ def _placed(spec: Spec) -> Spec:
     """With what ``placement: auto`` comes to."""
     if spec.placement != "auto":
         return spec
-    from flexrlhf.guideline.auto import with_placement
+    from flexrlhf.guideline.advice.auto import with_placement
 
     chosen, told = with_placement(spec)
     typer.echo(told + "\n")

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
-from flexrlhf.guideline.calls import Call, Links, Mesh
-from flexrlhf.guideline.decoders import DECODERS, DecodeProfile
-from flexrlhf.guideline.generation import generate_cost, prefill_cost, step_cost
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.calls import Call, Links, Mesh
+from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile
+from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
+from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 
 ENGINES = (

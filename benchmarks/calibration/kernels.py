@@ -14,7 +14,7 @@ from statistics import mean, median
 
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_rows
-from flexrlhf.guideline.kernels import FIGURES, KernelFigures, elements_seconds, matmul_seconds
+from flexrlhf.guideline.costs.kernels import FIGURES, KernelFigures, elements_seconds, matmul_seconds
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 
 # Hidden size, feed-forward size, heads, key-value heads of the profiled models (their config files); heads of 128.
@@ -118,7 +118,7 @@ def _case(row: Row) -> Case | str:
 
 
 def _element_bytes(row: Row) -> float:
-    """As ``flexrlhf.guideline.training`` counts them."""
+    """As ``flexrlhf.guideline.costs.training`` counts them."""
     hidden, ffn, heads, kv_heads = _SHAPES[row["model"]]
     tp = int(row["tp"])
     each = {

@@ -14,8 +14,8 @@ from statistics import mean, median
 
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, read_rows
-from flexrlhf.guideline.calls import Links, Traffic
-from flexrlhf.guideline.links import ACROSS, WITHIN, LinkFigures, all_reduce_seconds, travel_seconds
+from flexrlhf.guideline.costs.calls import Links, Traffic
+from flexrlhf.guideline.costs.links import ACROSS, WITHIN, LinkFigures, all_reduce_seconds, travel_seconds
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 Figures = tuple[LinkFigures, LinkFigures]

@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.calibration.problems import Known, LeftOut, Problem, model_named, number, problem_of
 from benchmarks.calibration.rlhf import COSTS
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
-from flexrlhf.guideline.calls import Call, Links
-from flexrlhf.guideline.footprint import (
+from flexrlhf.guideline.costs.calls import Call, Links
+from flexrlhf.guideline.costs.footprint import (
     CONTEXT_BYTES,
     LOGIT_BYTES,
     MIXED,
@@ -22,10 +22,10 @@ from flexrlhf.guideline.footprint import (
     pass_bytes,
     trained_bytes,
 )
-from flexrlhf.guideline.system_meshes import mesh_of
-from flexrlhf.guideline.system_tasks import ACTOR, Task
-from flexrlhf.guideline.systems import best_step
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.systems.meshes import mesh_of
+from flexrlhf.guideline.systems.steps import best_step
+from flexrlhf.guideline.systems.tasks import ACTOR, Task
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.states import PerParameter
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from benchmarks.calibration.problems import Known, LeftOut, Problem, number, problem_of, source_of
 from benchmarks.calibration.rows import Prediction, Row, read_models, read_rows
-from flexrlhf.guideline.cost import AnalyticCosts
-from flexrlhf.guideline.system_calls import Work, call_of, transition_seconds, work_seconds
-from flexrlhf.guideline.system_meshes import mesh_of
-from flexrlhf.guideline.system_profiles import SYSTEMS, System
-from flexrlhf.guideline.system_tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement
-from flexrlhf.guideline.systems import Step, best_step, part_seconds, timed_as
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.systems.calls import Work, call_of, transition_seconds, work_seconds
+from flexrlhf.guideline.systems.meshes import mesh_of
+from flexrlhf.guideline.systems.profiles import SYSTEMS, System
+from flexrlhf.guideline.systems.steps import Step, best_step, part_seconds, timed_as
+from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement
 
 CALLS, STEPS = "rlhf calls", "rlhf steps"
 DSCHAT_SAMPLES = 264_292

@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 
 Row = dict[str, str]

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
-from flexrlhf.guideline.calls import Call, Links, Mesh, Recompute
-from flexrlhf.guideline.engines import PROFILES, EngineProfile
-from flexrlhf.guideline.training import train_cost
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Recompute
+from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
+from flexrlhf.guideline.costs.training import train_cost
+from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 
 Item = TypeVar("Item", DeviceClass, EngineProfile)

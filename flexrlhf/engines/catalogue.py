@@ -57,11 +57,7 @@ def check_engines(graph: Graph, placement: Placement) -> None:
     """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings."""
     # shadows last: what they have from their role is then known to be right
     for model in sorted(placement.models, key=lambda model: model.follows):
-        if model.engine not in SERVES:
-            raise UserError(
-                f"{model.key('engine')}: unknown engine {model.engine!r}{nearest(model.engine, SERVES)}; "
-                f"known: {', '.join(_WHOLE)}"
-            )
+        check_engine(model.key("engine"), model.engine)
         for operator in graph.operators:
             can = operator.kind == "combine" or operator.kind in SERVES[model.engine].kinds
             if placement.copy_for(operator.role, operator.kind, operator.on_trained) == model and not can:
@@ -72,6 +68,12 @@ def check_engines(graph: Graph, placement: Placement) -> None:
         _check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
+
+
+def check_engine(key: str, name: str) -> None:
+    """``key``: where the YAML says it."""
+    if name not in SERVES:
+        raise UserError(f"{key}: unknown engine {name!r}{nearest(name, SERVES)}; known: {', '.join(_WHOLE)}")
 
 
 def _check_settings(model: PlacedModel) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
-from flexrlhf.guideline.measurements import ModelTimes, Point, Points
+from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.operators.columns import COLUMNS, Column, Width
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.run import OperatorRun, Resident, run_operator

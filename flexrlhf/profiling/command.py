@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from flexrlhf import launch
 from flexrlhf.engines.catalogue import check_device, check_packages
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.measurements import Measurements, read_measurements, write_measurements
+from flexrlhf.guideline.costs.measurements import Measurements, read_measurements, write_measurements
 from flexrlhf.machines import Machines
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.profiling.subjects import rehearsed, subjects, text_sample

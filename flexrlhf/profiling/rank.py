@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.comm.world import Groups, Wait, Whereabouts, World, deadline, open_world
-from flexrlhf.guideline.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
+from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.operators.run import Resident
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout

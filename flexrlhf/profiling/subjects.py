@@ -9,7 +9,7 @@ from typing import Any
 
 from flexrlhf.answer_lengths import answer_lengths, prompt_lengths
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.transformer import Transformer, transformer_of
+from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.shapes import DTYPE_BYTES, HEAD_OF_ROLE, count_elements, read_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexrlhf.guideline.measurements import Line, Measurements, ModelTimes, Points
+from flexrlhf.guideline.costs.measurements import Line, Measurements, ModelTimes, Points
 
 UNSTEADY = 0.4
 """A spread that points to something else on the machine."""

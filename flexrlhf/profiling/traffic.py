@@ -15,7 +15,7 @@ from flexrlhf.comm.move import Mover, Wire
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import Destination, Source, Syncer
 from flexrlhf.comm.weights import Gather
-from flexrlhf.guideline.measurements import Line, Moving
+from flexrlhf.guideline.costs.measurements import Line, Moving
 from flexrlhf.operators.run import Resident
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.reshard import WeightTransfer

@@ -14,9 +14,9 @@ from commands import children, is_alive, read_until, start
 
 from flexrlhf.answer_lengths import answer_lengths, prompt_lengths
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.calls import Call, Links, Mesh, Traffic
-from flexrlhf.guideline.measured import load_costs
-from flexrlhf.guideline.measurements import Measurements, Points, read_measurements
+from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.measured import load_costs
+from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan import make_plans
 from flexrlhf.profiling.command import check_output

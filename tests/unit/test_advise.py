@@ -12,14 +12,14 @@ from typer.testing import CliRunner, Result
 
 from flexrlhf.cli import app
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advise import Advice, advise
-from flexrlhf.guideline.cost import AnalyticCosts
-from flexrlhf.guideline.proposals import spec_of
-from flexrlhf.guideline.request import Request, equal_nodes, find_class, read_nodes
+from flexrlhf.guideline.advice.advise import Advice, advise
+from flexrlhf.guideline.advice.proposals import spec_of
+from flexrlhf.guideline.advice.request import Request, equal_nodes, find_class, read_nodes
+from flexrlhf.guideline.advice.space import Space, make_space, with_schedule
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Problem
-from flexrlhf.guideline.simulate import evaluate as simulated_seconds
-from flexrlhf.guideline.space import Space, make_space, with_schedule
+from flexrlhf.guideline.simulation.simulate import evaluate as simulated_seconds
 from flexrlhf.plan import make_plan
 from flexrlhf.remedies import check_fits
 from flexrlhf.spec import Spec

@@ -14,11 +14,11 @@ from types import ModuleType
 
 import pytest
 
-from flexrlhf.guideline.batching import EVEN_PIECES, TAIL_PIECES, phases_of, pieces_of
-from flexrlhf.guideline.calls import Call, Links, Mesh
-from flexrlhf.guideline.decoders import DECODERS, host_factor
-from flexrlhf.guideline.generation import generate_cost, prefill_cost, step_cost
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.batching import EVEN_PIECES, TAIL_PIECES, phases_of, pieces_of
+from flexrlhf.guideline.costs.calls import Call, Links, Mesh
+from flexrlhf.guideline.costs.decoders import DECODERS, host_factor
+from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
+from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 SMALL = Transformer(24, 896, 4864, 14, 2, 64, 151936, tied=True)

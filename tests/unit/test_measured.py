@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.calls import Call, Links, Mesh, Traffic
-from flexrlhf.guideline.measured import Curve, MeasuredCosts, load_costs, slowdown, together
-from flexrlhf.guideline.measurements import (
+from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.measured import Curve, MeasuredCosts, load_costs, slowdown, together
+from flexrlhf.guideline.costs.measurements import (
     Line,
     Machine,
     Measurements,
@@ -23,7 +23,7 @@ from flexrlhf.guideline.measurements import (
     read_measurements,
     write_measurements,
 )
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 
 MODEL = Transformer(layers=4, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocabulary=100)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.model_names import MODELS, find_model
+from flexrlhf.guideline.advice.model_names import MODELS, find_model
 from flexrlhf.placement.shapes import model_shape
 from flexrlhf.spec import ModelSpec
 

@@ -28,7 +28,7 @@ from flexrlhf.guideline.search.problem import (
     Sync,
     Task,
 )
-from flexrlhf.guideline.walk import steady_seconds
+from flexrlhf.guideline.simulation.walk import steady_seconds
 
 SCALE = {"same": 0.2, "overlapping": 0.5, "disjoint": 1.0}
 

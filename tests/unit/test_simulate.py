@@ -16,13 +16,13 @@ from small_runs import PPO, TINY, plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.guideline.calls import Call, Cost, Links, Mesh, Traffic
-from flexrlhf.guideline.compare import compare, read_run
-from flexrlhf.guideline.cost import AnalyticCosts
-from flexrlhf.guideline.pricing import Pricer, TextLengths, longest_texts
-from flexrlhf.guideline.simulate import Simulation, evaluate, flows_of, simulate, write_timeline
-from flexrlhf.guideline.simulation_report import format_comparison, format_simulation
-from flexrlhf.guideline.walk import Node, steady_seconds, walk_nodes
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.calls import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.simulation.compare import compare, read_run
+from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_texts
+from flexrlhf.guideline.simulation.report import format_comparison, format_simulation
+from flexrlhf.guideline.simulation.simulate import Simulation, evaluate, flows_of, simulate, write_timeline
+from flexrlhf.guideline.simulation.walk import Node, steady_seconds, walk_nodes
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 from flexrlhf.plan import Plan

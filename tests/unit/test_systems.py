@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from flexrlhf.guideline.calls import Call, Cost, Links, Mesh
-from flexrlhf.guideline.cost import AnalyticCosts
-from flexrlhf.guideline.footprint import (
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.calls import Call, Cost, Links, Mesh
+from flexrlhf.guideline.costs.footprint import (
     MIXED,
     capacity_bytes,
     frozen_bytes,
@@ -17,12 +17,12 @@ from flexrlhf.guideline.footprint import (
     rows_that_fit,
     trained_bytes,
 )
-from flexrlhf.guideline.system_calls import Work, transition_seconds, work_seconds
-from flexrlhf.guideline.system_meshes import mesh_of
-from flexrlhf.guideline.system_profiles import SYSTEMS, System
-from flexrlhf.guideline.system_tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task, placements_of
-from flexrlhf.guideline.systems import Step, best_step, part_seconds, steps_of, timed_as, usual_steps
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.systems.calls import Work, transition_seconds, work_seconds
+from flexrlhf.guideline.systems.meshes import mesh_of
+from flexrlhf.guideline.systems.profiles import SYSTEMS, System
+from flexrlhf.guideline.systems.steps import Step, best_step, part_seconds, steps_of, timed_as, usual_steps
+from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task, placements_of
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 A100 = DEVICE_CLASSES["A100-80G"]

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from flexrlhf.guideline.calls import Call, Links, Mesh, Traffic
-from flexrlhf.guideline.engines import PROFILES
-from flexrlhf.guideline.kernels import attention_seconds, matmul_seconds
-from flexrlhf.guideline.links import all_reduce_seconds, gather_seconds, travel_seconds
-from flexrlhf.guideline.training import forward_cost, train_cost
-from flexrlhf.guideline.transformer import Transformer
+from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.engines import PROFILES
+from flexrlhf.guideline.costs.kernels import attention_seconds, matmul_seconds
+from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds
+from flexrlhf.guideline.costs.training import forward_cost, train_cost
+from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 COSTS = pytest.mark.parametrize("cost", [forward_cost, train_cost])

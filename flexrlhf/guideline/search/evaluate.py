@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flexrlhf.guideline.search.graph import Graph, Link, graph_of
 from flexrlhf.guideline.search.problem import Assignment, Choice, End, Problem, relation_of
-from flexrlhf.guideline.walk import PERIODS, Node, walk_nodes
+from flexrlhf.guideline.simulation.walk import PERIODS, Node, walk_nodes
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> float:

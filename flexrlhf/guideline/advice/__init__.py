@@ -1,0 +1,1 @@
+"""Which placement to use: rules, search, the usual placements; from a request to a YAML."""

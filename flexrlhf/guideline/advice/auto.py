@@ -1,0 +1,23 @@
+"""``placement: auto``: what ``flexrlhf advise`` would say, taken."""
+
+from __future__ import annotations
+
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.report import vector_text
+from flexrlhf.guideline.simulation.inputs import costs_for, texts_for
+from flexrlhf.spec import Spec
+
+SEARCH_SECONDS = 10.0
+
+
+def with_placement(spec: Spec) -> tuple[Spec, str]:
+    """``spec`` with the placement to use, and a line that tells of it. What the YAML says of models stays.
+
+    Raises UserError where no figures of the devices are known, or nothing fits.
+    """
+    source = costs_for(spec, None)
+    best = advise(spec, source.costs, texts_for(spec, None), SEARCH_SECONDS, on_paper=False).best
+    chosen = best.candidate.spec
+    assert chosen is not None, "what was simulated has a spec"
+    told = f"{spec.name}: placement auto is {vector_text(best)}, {best.plan.strategy}, {best.seconds:.3g} s a step"
+    return chosen, f"{told} by {source.name}"

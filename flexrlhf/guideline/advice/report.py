@@ -1,0 +1,177 @@
+"""What a person reads of advice: a ranked table, settings of the best, why, what was refused, what was searched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from flexrlhf.guideline.advice.advise import Advice, Answer, Searched
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.spec import PlacementMap
+from flexrlhf.strategies.instructions import Run
+from flexrlhf.wording import ranks_text
+
+SHOWN = 3
+"""Models of a plan whose reason for its time is told."""
+FULL_SHARE = 0.6
+"""Of memory, under which more devices no longer pay (ReaL, section 8)."""
+
+
+def format_advice(advice: Advice, source: str) -> str:
+    """``source``: where seconds are from."""
+    sections = [
+        _head(advice, source),
+        _titled("ranked (seconds and memory as simulated; `>`: what to use; `*`: by ranks, below)", _ranking(advice)),
+        *[_titled(f"settings of {_name(answer)}", _settings(answer)) for answer in _told(advice)],
+        _titled("why", _reasons(advice)),
+        _titled("guideline: rules that fired", _rules(advice)),
+        _titled("search", _searches(advice)),
+        _titled(
+            "refused", [f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}" for item in advice.refused]
+        ),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _head(advice: Advice, source: str) -> str:
+    plan = advice.best.plan
+    classes = ", ".join(f"{len(plan.cluster.ranks_on(name))} {name}" for name in plan.cluster.classes)
+    rows, lengths = plan.batch, plan.lengths
+    return (
+        f"{plan.spec.algorithm.name} on {classes} in {plan.cluster.num_nodes} nodes: {rows.num_prompts} prompts x "
+        f"{rows.samples_per_prompt} a step, {lengths.prompt} + {lengths.response} tokens at the most; "
+        f"seconds from {source}; answered in {advice.seconds:.1f} s"
+    )
+
+
+def _titled(title: str, lines: list[str] | Iterator[str]) -> str:
+    listed = [f"  {line}".rstrip() for line in lines]
+    return "\n".join([title, *listed]) if listed else ""
+
+
+def _field(advice: Advice) -> Iterator[str]:
+    rows = advice.best.plan.batch.num_rows
+    for name, seconds in advice.field.items():
+        told = "does not fit" if seconds is None else f"{seconds:>8.2f} s/step {rows / seconds:>10.2f} samples/s"
+        yield f"{name:<32} {told}"
+
+
+def _refused(advice: Advice) -> Iterator[str]:
+    for item in advice.refused:
+        yield f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}"
+
+
+def _name(answer: Answer) -> str:
+    return f"{answer.candidate.method}, {answer.candidate.name}"
+
+
+def _told(advice: Advice) -> list[Answer]:
+    """The one to use, and what the guideline says."""
+    best = advice.best
+    return [best, *(a for a in advice.answers if a.candidate.method == "guideline" and a is not best)]
+
+
+def _ranking(advice: Advice) -> Iterator[str]:
+    yield _row("", "method", "placement", "strategy", "ratio vector", "s/step", "samples/s", "memory")
+    best = advice.best
+    for answer in advice.answers:
+        mark = ">" if answer is best else ""
+        seconds, samples = f"{answer.seconds:.2f}", f"{answer.simulation.samples_per_second:.2f}"
+        memory = f"{answer.peak / 1e9:.1f} GB {answer.share:>4.0%}"
+        method, name, strategy = answer.candidate.method, answer.candidate.name, answer.plan.strategy
+        yield _row(mark, method, name, strategy, vector_text(answer), seconds, samples, memory)
+
+
+def _row(*cells: str) -> str:
+    widths = ("<2", "<10", "<26", "<14", "<34", ">8", ">10", ">13")
+    return " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def vector_text(answer: Answer) -> str:
+    """The vector as on the command line; with a star where no vector means the same ranks (see the settings)."""
+    placement, total = answer.plan.spec.placement, answer.plan.placement.num_ranks
+    if isinstance(placement, PlacementMap):
+        ratios = [Fraction(len(entry.ranks or ()), total) for entry in placement.models.values()]
+        return f"{_vector(ratios)}*"
+    assert isinstance(placement, tuple), "proposals have a vector or ranks"
+    return _vector(placement)
+
+
+def _vector(ratios: Sequence[Fraction]) -> str:
+    return "[" + ",".join(f"{float(ratio):.4g}" for ratio in ratios) + "]"
+
+
+def _settings(answer: Answer) -> Iterator[str]:
+    yield _line("model", "ranks", "dp", "tp", "zero", "rows of a pass", "decoded", "recompute")
+    for model in answer.plan.placement.models:
+        yield _settings_line(model, answer)
+    schedule = answer.plan.spec.schedule
+    yield f"chunks {schedule.num_chunks}, lag {schedule.lag}"
+
+
+def _settings_line(model: PlacedModel, answer: Answer) -> str:
+    settings, layout = model.settings, model.layout
+    width = answer.plan.lengths.prompt + answer.plan.lengths.response
+    rows = str(max(1, settings.micro_batch_tokens // width))
+    decoded = str(settings.generate_tokens // width) if _generates(model, answer) else "-"
+    again = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
+    split = (str(number) for number in (layout.dp, layout.tp, settings.zero))
+    return _line(model.name, ranks_text(model.ranks), *split, rows, decoded, again)
+
+
+def _generates(model: PlacedModel, answer: Answer) -> bool:
+    runs = (each for each in answer.plan.schedule.instructions if isinstance(each, Run))
+    return any(run.operator.kind == "generate" and run.model == model.name for run in runs)
+
+
+def _line(*cells: str) -> str:
+    widths = ("<14", "<12", ">4", ">3", ">5", ">15", ">8", "<10")
+    return " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def _reasons(advice: Advice) -> Iterator[str]:
+    """What takes the time of the best, and what it saves against the others."""
+    best = advice.best
+    runs = [item for item in best.simulation.priced if isinstance(item.instruction, Run) and not item.is_rare]
+    for item in sorted(runs, key=lambda item: -item.cost.seconds)[:SHOWN]:
+        seconds, share = item.cost.seconds, item.cost.seconds / best.seconds
+        yield f"{item.instruction.label}: {seconds:.2f} s ({share:.0%} of a step), most of it {item.cost.largest}"
+    yield f"devices run {best.simulation.utilisation:.0%} of the time"
+    if 0 < best.share < FULL_SHARE:
+        yield f"memory is filled to {best.share:.0%}: fewer devices would serve nearly as well for each of them"
+    others = sorted((answer for answer in advice.answers if answer is not best), key=lambda answer: answer.seconds)
+    for method in dict.fromkeys(answer.candidate.method for answer in others):
+        other = next(answer for answer in others if answer.candidate.method == method)
+        slower = other.seconds / best.seconds - 1
+        yield f"{slower:+.0%} seconds for the best other {method} placement ({other.candidate.name})"
+
+
+def _rules(advice: Advice) -> Iterator[str]:
+    for rule in advice.rules:
+        yield f"{rule.name} ({rule.source}): {rule.reason}"
+
+
+def _searches(advice: Advice) -> Iterator[str]:
+    yield (
+        f"{'space':<30} {'plans':>9} {'evaluated':>10} {'pruned: memory':>15} {'bound':>10} {'seconds':>8} "
+        f"{'best s/step':>12} {'gap':>7}"
+    )
+    for item in advice.searches:
+        yield _searched(item)
+    if advice.on_paper is not None:
+        yield _searched(advice.on_paper)
+        yield "  (with pipeline stages and a mesh for each call: what ReaL searches; no engine here runs it as a whole)"
+    meshes = next((item.result.meshes for item in advice.searches if item.result.meshes), "")
+    if meshes:
+        yield f"  meshes: {meshes}"
+    yield "  gap: by how much of its time any plan of the space may at most be faster"
+
+
+def _searched(item: Searched) -> str:
+    result = item.result
+    best = f"{result.seconds:.2f}" if result.is_feasible else "none fits"
+    gap = f"{result.gap:.2%}" if result.is_feasible else "-"
+    return (
+        f"{item.label:<30} {result.space:>9.1e} {result.evaluated:>10} {result.pruned_by_memory:>15} "
+        f"{result.pruned_by_bound:>10} {result.wall_seconds:>8.2f} {best:>12} {gap:>7}"
+    )

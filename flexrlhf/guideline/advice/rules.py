@@ -1,0 +1,215 @@
+"""The published rules for where models go, each named when it fires.
+
+FlexRLHF's guideline decides (strategy, shares, settings); HybridFlow (Sheng et al., EuroSys 2025, section 8.3) and ReaL
+(Mei et al., MLSys 2025, section 8) comment on the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from flexrlhf.guideline.advice.choices import Member
+from flexrlhf.guideline.advice.proposals import Vector, in_chunks, settle, vector_ranks
+from flexrlhf.guideline.advice.space import USABLE, Space
+from flexrlhf.guideline.search.evaluate import evaluate
+from flexrlhf.guideline.search.problem import Assignment
+from flexrlhf.placement.shapes import DTYPE_BYTES
+from flexrlhf.spec import ModelSpec
+
+FEW_NODES = 2
+LEAST_SHADOW, MOST_SHADOW = Fraction(3, 10), Fraction(1, 2)
+STATIC_SHARE = 0.6
+INFERENCE_SHARE = 0.5
+"""Of a node's memory that a model for inference may fill: the rest is for what it computes with."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``name`` and ``source`` of a rule that fired, and what made it fire."""
+
+    name: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What the rules say. ``assignment``: None where nothing that they allow fits."""
+
+    strategy: str
+    space: Space
+    vector: Vector
+    rules: tuple[Rule, ...]
+    assignment: Assignment | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Bytes of the models of a spec and of a cluster's devices."""
+
+    nodes: int
+    devices: int
+    smallest_device: float
+    smallest_node: float
+    weights: Mapping[str, float]
+    states: Mapping[str, float]
+
+    @property
+    def static_share(self) -> float:
+        """Of all devices' memory, what weights, gradients and optimizers fill when sharded over all."""
+        return sum(self.states.values()) / (self.smallest_device * self.devices)
+
+
+def facts_of(space: Space) -> Facts:
+    memory = [space.pool.memory[kind] / USABLE for kind in space.pool.nodes]
+    weights, states = {}, {}
+    for role in space.roles.all:
+        settings, shape = space.spec.models.of(role), space.shapes[role]
+        assert settings is not None, f"{role} is resolved"
+        item, trained = DTYPE_BYTES[settings.dtype], sum_elements(space, role)
+        weights[role] = float(item * shape.num_parameters)
+        # float32 gradients, master weights and two moments (HybridFlow, section 8.1)
+        states[role] = weights[role] + 16.0 * trained * (role in space.roles.trained)
+    per_node = space.pool.per_node
+    return Facts(len(space.pool.nodes), space.pool.num_devices, min(memory), min(memory) * per_node, weights, states)
+
+
+def sum_elements(space: Space, role: str) -> int:
+    """Parameters of ``role`` that training changes."""
+    shape = space.shapes[role]
+    return sum(_size(each) for _, each in shape.trained)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count
+
+
+def guideline(plain: Space, shadowed: Space | None) -> Ruling:
+    """``plain``: the space without shadows, ``shadowed``: the one with them, where the algorithm has shadows."""
+    facts = facts_of(plain)
+    if shadowed is not None and facts.nodes > FEW_NODES:
+        found = _disaggregated(shadowed, facts)
+    elif (rule := _fits_a_node(plain, facts)) is not None and plain.pool.num_devices > 1:
+        found = _interleaved(plain, rule)
+    else:
+        found = _colocated(plain, facts)
+    return _with_comments(found, facts)
+
+
+def _fits_a_node(space: Space, facts: Facts) -> Rule | None:
+    """Whether ref or reward fits one node, and half of the devices."""
+    for role in ("ref", "reward"):
+        is_frozen = role in facts.weights and role not in space.roles.trained
+        if is_frozen and facts.weights[role] <= INFERENCE_SHARE * facts.smallest_node:
+            size, node = facts.weights[role] / 1e9, facts.smallest_node / 1e9
+            reason = f"{role} ({size:.0f} GB) fits one node ({node:.0f} GB) of {facts.nodes}"
+            return Rule("interleave what fits a node", "FlexRLHF, guideline", reason)
+    return None
+
+
+def _interleaved(space: Space, rule: Rule) -> Ruling:
+    half = Fraction(1, 2)
+    vector = tuple(half if role in ("ref", "reward") else Fraction(1) for role in space.roles.all)
+    ranks = vector_ranks(space, vector)
+    assignment = None if ranks is None else settle(space, ranks, _one_node_replicas)
+    if assignment is None:
+        return _colocated(space, facts_of(space))
+    return Ruling("interleaving", space, vector, (rule, _batch_rule()), assignment)
+
+
+def _colocated(space: Space, facts: Facts) -> Ruling:
+    vector = tuple(Fraction(1) for _ in space.roles.all)
+    ranks = vector_ranks(space, vector)
+    reason = f"{facts.devices} devices, of whose memory states take {facts.static_share:.0%} when sharded over all"
+    rules = (Rule("co-locate where devices are scarce", "FlexRLHF, guideline", reason), _batch_rule())
+    assignment = None if ranks is None else settle(space, ranks, _one_node_replicas)
+    return Ruling("co-located", space, vector, rules, assignment or _anyhow(space, ranks))
+
+
+def _anyhow(space: Space, ranks: Mapping[str, tuple[int, ...]] | None) -> Assignment | None:
+    return None if ranks is None else settle(space, ranks)
+
+
+def _disaggregated(space: Space, facts: Facts) -> Ruling:
+    """The shares of 30 to 50 % for the shadow actor under which a step is shortest."""
+    found: list[tuple[float, Vector, Assignment]] = []
+    problem = space.problem()
+    for vector in _shadow_vectors(space):
+        ranks = vector_ranks(space, vector)
+        assignment = None if ranks is None else settle(space, ranks, _one_node_replicas)
+        if assignment is not None:
+            found.append((evaluate(problem, assignment), vector, assignment))
+    rules = [Rule("disaggregate beyond two nodes", "FlexRLHF, guideline", f"{facts.nodes} nodes")]
+    if not found:
+        return Ruling("disaggregated", space, (), tuple(rules), None)
+    _, vector, assignment = min(found, key=lambda item: item[:2])
+    _, space, assignment = in_chunks(space, [assignment])
+    share = float(vector[0])
+    rules += [
+        Rule("a shadow actor of 30 to 50 %", "FlexRLHF, guideline", f"it has {share:.0%} of {facts.devices} devices"),
+        Rule("a replica per node, not across", "FlexRLHF, guideline", "the shadow's replicas stay inside nodes"),
+        Rule("even out the phases", "FlexRLHF, guideline", _phases(space, assignment)),
+        _batch_rule(),
+    ]
+    return Ruling("disaggregated", space, vector, tuple(rules), assignment)
+
+
+def _shadow_vectors(space: Space) -> Iterator[Vector]:
+    """Whole nodes (or eighths of a small cluster) for the shadow actor and for training; the rest infers."""
+    total, unit = space.pool.num_devices, max(1, min(space.pool.per_node, space.pool.num_devices // 8))
+    for shadow in range(unit, total, unit):
+        if LEAST_SHADOW <= Fraction(shadow, total) <= MOST_SHADOW:
+            for training in range(unit, total - shadow + 1, unit):
+                rest = total - training - shadow
+                if rest > 0 or training + shadow == total:
+                    yield _vector(space, shadow, training, rest or shadow, total)
+
+
+def _vector(space: Space, shadow: int, training: int, rest: int, total: int) -> Vector:
+    sizes = [shadow if role == space.roles.trained[0] else rest for role in space.roles.trained]
+    sizes += [training if role in space.roles.trained else rest for role in space.roles.all]
+    return tuple(Fraction(size, total) for size in sizes)
+
+
+def _phases(space: Space, assignment: Assignment) -> str:
+    """Seconds of the longest model in each phase."""
+    longest = {"generate": 0.0, "forward": 0.0, "train": 0.0}
+    for member, choice in zip(space.members, assignment, strict=True):
+        for phase in longest:
+            calls = zip(member.calls, choice.option.seconds, strict=True)
+            longest[phase] = max(longest[phase], sum(seconds for (kind, _), seconds in calls if kind == phase))
+    return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in longest.items())
+
+
+def _batch_rule() -> Rule:
+    return Rule("fill memory to 95 %", "FlexRLHF, guideline", "micro-batches as large as pay within it")
+
+
+def _one_node_replicas(member: Member, settings: ModelSpec) -> bool:
+    """A copy that generates is whole inside a node: no weights cross the network at every token."""
+    return "generate" not in member.kinds or member.trained or settings.zero == 0
+
+
+def _with_comments(ruling: Ruling, facts: Facts) -> Ruling:
+    comments = []
+    if facts.static_share < STATIC_SHARE:
+        reason = (
+            f"states fill {facts.static_share:.0%} of memory: with more devices seconds fall less than devices rise"
+        )
+        comments.append(Rule("static memory under 60 %", "ReaL, section 8", reason))
+    if facts.devices <= 64:
+        reason = f"{facts.devices} devices: models that share all of them leave fewest idle"
+        comments.append(Rule("co-locate small clusters", "HybridFlow, section 8.3", reason))
+    else:
+        reason = f"{facts.devices} devices: a batch cut so finely no longer fills them, so stages go side by side"
+        comments.append(Rule("distribute on large clusters", "HybridFlow, section 8.3", reason))
+    larger = max((role for role in facts.weights), key=lambda role: facts.weights[role])
+    if facts.weights[larger] > 1.5 * facts.weights.get("actor", facts.weights[larger]):
+        reason = f"{larger} is the largest: it gets the most devices, so that both trainings end together"
+        comments.append(Rule("devices by size of the trained models", "HybridFlow, section 8.3", reason))
+    return Ruling(ruling.strategy, ruling.space, ruling.vector, (*ruling.rules, *comments), ruling.assignment)

@@ -1,0 +1,89 @@
+"""Seconds of collectives and of bytes that travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+
+from flexrlhf.guideline.costs.calls import Cost, Links, Traffic
+from flexrlhf.placement.routes import Primitive
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """What of a link as sold is reached, fitted on timings of collectives (``benchmarks/calibration/links.py``).
+
+    ``message_seconds``: start of a message between two ranks. ``collective_seconds``: of a collective. ``share``: of
+    the bandwidth, by long messages. ``slow_bytes``: collectives of as many bytes take twice as long as at that share.
+    """
+
+    message_seconds: float
+    collective_seconds: float
+    share: float
+    slow_bytes: float
+
+    def collective(self, size: float, gb_s: float) -> float:
+        """Of ``size`` bytes through a link of ``gb_s``; the square root's term: short ones fill the link less."""
+        return self.collective_seconds + (size + sqrt(size * self.slow_bytes)) / (self.share * gb_s * 1e9)
+
+    def message(self, size: float, gb_s: float) -> float:
+        """Without its start."""
+        return size / (self.share * gb_s * 1e9)
+
+
+WITHIN = LinkFigures(message_seconds=7.6e-6, collective_seconds=28e-6, share=0.805, slow_bytes=3.6e6)
+ACROSS = LinkFigures(message_seconds=19e-6, collective_seconds=55e-6, share=0.66, slow_bytes=0.7e6)
+Figures = tuple[LinkFigures, LinkFigures]
+
+
+def all_reduce_seconds(
+    size: float, ranks: int, per_node: int, links: Links, figures: Figures = (WITHIN, ACROSS)
+) -> float:
+    """``size`` bytes on each of ``ranks``, ``per_node`` of them in a node: reduce-scatter and all-gather (ring)."""
+    return _ring_seconds(2, size, ranks, per_node, links, 1, figures)
+
+
+def gather_seconds(size: float, ranks: int, per_node: int, links: Links) -> float:
+    """All-gather or reduce-scatter of ``size`` bytes in all."""
+    return _ring_seconds(1, size, ranks, per_node, links, 1, (WITHIN, ACROSS))
+
+
+def shared_gather_seconds(size: float, ranks: int, per_node: int, groups: int, links: Links) -> float:
+    """``groups`` such gathers at once share each node's way out."""
+    return _ring_seconds(1, size, ranks, per_node, links, groups, (WITHIN, ACROSS))
+
+
+def shared_all_reduce_seconds(size: float, ranks: int, per_node: int, groups: int, links: Links) -> float:
+    """``groups`` such all-reduces at once share each node's way out."""
+    return _ring_seconds(2, size, ranks, per_node, links, groups, (WITHIN, ACROSS))
+
+
+def _ring_seconds(
+    turns: int, size: float, ranks: int, per_node: int, links: Links, groups: int, figures: Figures
+) -> float:
+    """Ranks pass on ``(n - 1) / n`` of the bytes, nodes as much through their own links; the slower of both counts."""
+    if ranks <= 1:
+        return 0.0
+    within, across = figures
+    inside = within.collective(turns * (ranks - 1) / ranks * size, links.device_gb_s) if per_node > 1 else 0.0
+    if ranks <= per_node:
+        return inside
+    nodes = ceil(ranks / per_node)
+    return max(inside, across.collective(turns * (nodes - 1) / nodes * size, links.node_gb_s / groups))
+
+
+def travel_seconds(traffic: Traffic, links: Links, figures: Figures = (WITHIN, ACROSS)) -> float:
+    """Point to point."""
+    within, across = figures
+    start = across.message_seconds if traffic.across else within.message_seconds
+    inside = within.message(traffic.within, links.device_gb_s)
+    return traffic.messages * start + max(inside, across.message(traffic.across, links.node_gb_s))
+
+
+def move_cost(primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
+    return Cost({} if primitive == "none" else {primitive: travel_seconds(traffic, links)})
+
+
+def sync_cost(traffic: Traffic, gathered: int, num_tensors: int, links: Links) -> Cost:
+    gather = WITHIN.message(gathered, links.device_gb_s)
+    return Cost({"gather": gather, "send": travel_seconds(traffic, links), "launch": num_tensors * 20e-6})
