@@ -45,8 +45,8 @@ def sync_parts(
     if rank in source.ranks:
         # a bucket for the rank itself goes from tensor to tensor
         receivers = [t.destination for t in work.transfers if t.source == rank != t.destination]
-        held = {tuple(trained_parts(destination, shape, receiver).items()) for receiver in receivers}
-        sizes = [item * sum(part_elements(dict(each), names) for each in held) for names in buckets]
+        held = [dict(each) for each in {tuple(trained_parts(destination, shape, r).items()) for r in receivers}]
+        sizes = [item * sum(part_elements(each, names) for each in held) for names in buckets]
         sets = gathering_sets(source, [transfer.source for transfer in work.transfers])
         members = next((ranks for ranks in sets if rank in ranks), (rank,))
         parts["buckets"] = sum(sizes if settings.snapshot else sorted(sizes)[-NUM_BUCKETS:])

@@ -160,21 +160,21 @@ class Chooser:
         shape, settings = self.shapes[member.role], model.settings
         mesh = Mesh(place.device, place.links, model.layout.dp, model.layout.tp, 1, place.per_node, model.settings.zero)
         common = member.role, member.trained, place, model.layout.tp, settings.zero, model.rollout is not None
-        state = self._once(("state", common), lambda: self._state(model, shape))
+        state = self.once(("state", common), lambda: self._state(model, shape))
         assert isinstance(state, State), "shapes are known"
         seconds, most = [], 0
         for kind, batches in member.calls:
             rows, key = self._most_rows(model, kind, batches), (common, kind, _matters(kind, settings))
             timed = partial(self._seconds, model, shape, mesh, kind, batches)
-            seconds.append(self._once(("seconds", key, batches), timed))
-            most = max(most, self._once(("bytes", key, rows), partial(self._bytes, model, shape, state, kind, rows)))
-        side = self._once(("side", common), lambda: side_of(model, place.per_node))
+            seconds.append(self.once(("seconds", key, batches), timed))
+            most = max(most, self.once(("bytes", key, rows), partial(self._bytes, model, shape, state, kind, rows)))
+        side = self.once(("side", common), lambda: side_of(model, place.per_node))
         if member.is_rollout and not member.is_apart:
             # it sleeps while anything else works
             return Option(tuple(seconds), 0, state.resting + most, side, settings)
         return Option(tuple(seconds), state.resting, most, side, settings)
 
-    def _once(self, key: object, make: Callable[[], T]) -> T:
+    def once(self, key: object, make: Callable[[], T]) -> T:
         """What ``make`` gave the first time: settings share most of what they cost."""
         if key not in self._parts:
             self._parts[key] = make()

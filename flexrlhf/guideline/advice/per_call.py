@@ -22,7 +22,7 @@ from flexrlhf.placement.devices import DeviceClass
 BUCKET_BYTES = 16e6
 
 
-PORTIONS = (1, 4, 16, 64)
+PORTIONS = (1, 4, 16)
 """Into how many passes, or groups decoded one after the other, the rows of a replica are cut."""
 
 

@@ -258,7 +258,9 @@ class Space:
     def _rows_seconds(self, size: int, must_part: bool, source: End, to: End, relation: Relation) -> float:
         if must_part and relation != "disjoint":
             return FORBIDDEN
-        return self._between(source, to, relation).rows_cost(self.costs, size).seconds
+        # many readers read as much of writers that lie alike
+        key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation
+        return self.chooser.once(key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds)
 
     def _must_part(self, first: PlacedModel, second: PlacedModel) -> bool:
         """With shadows no device serves both training and inference."""

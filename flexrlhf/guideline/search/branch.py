@@ -51,7 +51,10 @@ def search(problem: Problem, seconds_limit: float = 60.0, gap: float = 0.0, keep
         return found.result(np.inf, began, True)
     places = places_of(tables)
     for plan in beginnings(tables, places):
+        best = found.best
         climb(found, places, plan)
+        if np.isfinite(best) and found.best > (1 - gap) * best:
+            break  # from here on branches find what is left sooner
     tree = _Tree(found, places)
     left = tree.run()
     return found.result(left, began, not np.isfinite(left))
