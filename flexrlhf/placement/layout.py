@@ -24,16 +24,29 @@ class Layout:
         assert len(self.ranks) % (self.tp * self.pp) == 0, f"{len(self.ranks)} ranks, tp {self.tp}, pp {self.pp}"
         assert not self.row_shares or len(self.row_shares) == self.dp, f"{self.row_shares} for dp {self.dp}"
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: layouts are keys of many tables, and may have ten thousand ranks."""
+        return hash((self.ranks, self.tp, self.pp, self.row_shares))
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Rank → its place among ``ranks``."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
     @property
     def dp(self) -> int:
         return len(self.ranks) // (self.tp * self.pp)
 
     def replica(self, rank: int) -> int:
-        return self.ranks.index(rank) // self.tp % self.dp
+        return self.places[rank] // self.tp % self.dp
 
     def tp_index(self, rank: int) -> int:
         """Which tensor-parallel part of its replica a rank holds."""
-        return self.ranks.index(rank) % self.tp
+        return self.places[rank] % self.tp
 
     @property
     def tp_sets(self) -> tuple[tuple[int, ...], ...]:

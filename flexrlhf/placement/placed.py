@@ -82,7 +82,7 @@ class Placement:
         return any(model.name == name for model in self.models)
 
     def on_rank(self, rank: int) -> tuple[PlacedModel, ...]:
-        return tuple(model for model in self.models if rank in model.ranks)
+        return tuple(model for model in self.models if rank in model.layout.places)
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:

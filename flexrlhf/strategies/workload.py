@@ -85,13 +85,14 @@ def first_alike(
     """
     firsts: dict[object, int] = {}
     roles = [_roles(instruction) for instruction in instructions]
+    named = [frozenset(instruction.ranks) for instruction in instructions]
 
     def work_of(rank: int) -> object:
         placed = [
             (model.name, model.layout.tp_index(rank), tuple(_rows(model, batch, rank)))
             for model in placement.on_rank(rank)
         ]
-        parts = [(index, each.get(rank, 0)) for index, each in enumerate(roles) if rank in instructions[index].ranks]
+        parts = [(index, each.get(rank, 0)) for index, each in enumerate(roles) if rank in named[index]]
         return tuple(placed), tuple(parts), cluster.devices[rank].device_class, cluster.memory_bytes(rank)
 
     return {rank: firsts.setdefault(work_of(rank), rank) for rank in range(placement.num_ranks)}

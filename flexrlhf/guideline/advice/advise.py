@@ -5,18 +5,29 @@ Every answer is a Spec that was planned and simulated like any other; what does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.per_call import PPO_CALLS, PerCall
-from flexrlhf.guideline.advice.proposals import Allowed, Vector, in_chunks, settle, spec_of, vector_ranks
+from flexrlhf.guideline.advice.proposals import (
+    Allowed,
+    Vector,
+    device_bytes,
+    in_chunks,
+    seconds_of,
+    settle,
+    spec_of,
+    vector_ranks,
+)
+from flexrlhf.guideline.advice.request import ROLES
 from flexrlhf.guideline.advice.rules import Rule, Ruling, guideline
-from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
+from flexrlhf.guideline.advice.space import FORBIDDEN, USABLE, Space, make_space, with_schedule
 from flexrlhf.guideline.costs.calls import CostModel, Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch import search
@@ -29,8 +40,12 @@ from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec import Spec
 from flexrlhf.spec_file import dump_spec
+from flexrlhf.strategies import colocated, disaggregated, interleaving
 
 Method = Literal["guideline", "search", "usual"]
+NOTHING_FITS = "no settings that it allows fit into memory"
+PLANNED = 256
+"""Devices up to which all that is thought of is planned and simulated as a whole."""
 CHUNKED = 3
 """Plans of a search that are tried in chunks, too."""
 GAP = 0.01
@@ -39,27 +54,64 @@ GAP = 0.01
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement that was thought of. ``spec``: None where no settings of it fit. ``why``: one line each."""
+    """A placement that was thought of. ``assignment``: in ``space``; None where no settings that it allows fit."""
 
     method: Method
     name: str
-    spec: Spec | None
-    why: tuple[str, ...] = ()
+    space: Space
+    assignment: Assignment | None
+
+    @cached_property
+    def spec(self) -> Spec:
+        assert self.assignment is not None, "a candidate without settings is refused"
+        return spec_of(self.space, self.assignment)
+
+    @property
+    def strategy(self) -> str:
+        if self.space.has_shadows:
+            return disaggregated.NAME
+        sizes = {choice.size for choice in self.assignment or ()}
+        return colocated.NAME if sizes == {self.space.pool.num_devices} else interleaving.NAME
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A candidate as ``run`` and ``simulate`` see it."""
+
+    plan: Plan
+    simulation: Simulation
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A candidate that fits. ``peak``: bytes on the fullest device; ``share``: of that device's memory."""
+    """A candidate that fits. ``seconds``: of a step. ``peak``: bytes on the fullest device, ``share`` of its memory."""
 
     candidate: Candidate
-    plan: Plan
-    simulation: Simulation
+    seconds: float
     peak: float
     share: float
+    known: Whole | None = None
+
+    @cached_property
+    def whole(self) -> Whole:
+        """Made when it is asked for where it is not ``known``."""
+        return self.known or whole_of(self.candidate)
 
     @property
-    def seconds(self) -> float:
-        return self.simulation.seconds
+    def plan(self) -> Plan:
+        return self.whole.plan
+
+    @property
+    def simulation(self) -> Simulation:
+        return self.whole.simulation
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.candidate.space.batch.num_rows / self.seconds
+
+    @property
+    def lag(self) -> int:
+        return self.candidate.space.spec.schedule.lag
 
 
 @dataclass(frozen=True)
@@ -93,17 +145,12 @@ class Advice:
 
     @property
     def best(self) -> Answer:
-        """What to use: the fastest that trains as the spec asks for. Raises UserError when nothing fits."""
-        if not self.answers:
+        """What to use: the fastest that does not train one batch behind. Raises UserError when nothing fits."""
+        found = next((answer for answer in self.answers if not answer.lag), None)
+        if found is None:
             reasons = "; ".join(dict.fromkeys(f"{item.candidate.name}: {item.reason}" for item in self.refused[:3]))
             raise UserError(f"no placement of these models fits the devices ({reasons}); use more or larger devices")
-        return next((answer for answer in self.answers if not _is_staler(answer, self)), self.answers[0])
-
-
-def _is_staler(answer: Answer, advice: Advice) -> bool:
-    """Whether it trains one batch behind though others need not."""
-    lags = {other.plan.spec.schedule.lag for other in advice.answers}
-    return answer.plan.spec.schedule.lag > min(lags)
+        return found
 
 
 def advise(
@@ -118,12 +165,10 @@ def advise(
     share = seconds_limit / (len(spaces) + on_paper)
     searches = tuple(Searched(label, search(space.problem(), share, GAP)) for label, space in spaces)
     found = [_found(space, label, item.result) for (label, space), item in zip(spaces, searches, strict=True)]
-    judged = [judge(item, costs, lengths) for item in (_ruled(ruling), *found, *usual(plain))]
-    answers = sorted((item for item in judged if isinstance(item, Answer)), key=lambda answer: answer.seconds)
+    answers, refused = _judged([_ruled(ruling), *found, *usual(plain)])
     paper = _paper(plain, share) if on_paper else None
-    refused = tuple(item for item in judged if isinstance(item, Refused))
     field = _field(plain) if on_paper else {}
-    return Advice(tuple(answers), refused, ruling.rules, searches, paper, field, perf_counter() - began)
+    return Advice(answers, refused, ruling.rules, searches, paper, field, perf_counter() - began)
 
 
 def _spaces(plain: Space) -> Iterator[tuple[str, Space]]:
@@ -137,14 +182,13 @@ def _spaces(plain: Space) -> Iterator[tuple[str, Space]]:
 
 def _found(space: Space, label: str, result: Result) -> Candidate:
     if not result.is_feasible or result.seconds >= FORBIDDEN:
-        return Candidate("search", label, None)
+        return Candidate("search", label, space, None)
     _, cut, assignment = in_chunks(space, [plan.assignment for plan in result.best[:CHUNKED]])
-    return Candidate("search", label, spec_of(cut, assignment))
+    return Candidate("search", label, cut, assignment)
 
 
 def _ruled(ruling: Ruling) -> Candidate:
-    spec = None if ruling.assignment is None else spec_of(ruling.space, ruling.assignment)
-    return Candidate("guideline", ruling.strategy, spec, tuple(rule.name for rule in ruling.rules))
+    return Candidate("guideline", ruling.strategy, ruling.space, ruling.assignment)
 
 
 def usual(space: Space) -> Iterator[Candidate]:
@@ -161,28 +205,57 @@ def usual(space: Space) -> Iterator[Candidate]:
 
 
 def _settled(space: Space, name: str, vector: Vector, allowed: Allowed | None = None) -> Candidate:
-    ranks = _ranks(space, vector)
-    assignment: Assignment | None = None if ranks is None else settle(space, ranks, allowed)
-    spec = None if assignment is None else spec_of(space, assignment)
-    return Candidate("usual", name, spec)
+    ranks = vector_ranks(space, vector)
+    return Candidate("usual", name, space, None if ranks is None else settle(space, ranks, allowed))
 
 
-def _ranks(space: Space, vector: Vector) -> Mapping[str, tuple[int, ...]] | None:
-    return vector_ranks(space, vector)
+def _judged(candidates: Sequence[Candidate]) -> tuple[tuple[Answer, ...], tuple[Refused, ...]]:
+    """Those that do, fastest first, and the others. On large clusters only what would be taken is planned whole."""
+    is_small = candidates[0].space.pool.num_devices <= PLANNED
+    judged = [judge(candidate) if is_small else estimate(candidate) for candidate in candidates]
+    answers = sorted((item for item in judged if isinstance(item, Answer)), key=lambda answer: answer.seconds)
+    refused = [item for item in judged if isinstance(item, Refused)]
+    for answer in [] if is_small else list(answers):
+        if not answer.lag:
+            checked = judge(answer.candidate)
+            if isinstance(checked, Answer):
+                answers[answers.index(answer)] = checked
+                break
+            answers.remove(answer)
+            refused.append(checked)
+    return tuple(answers), tuple(refused)
 
 
-def judge(candidate: Candidate, costs: CostModel, lengths: TextLengths | None) -> Answer | Refused:
+def judge(candidate: Candidate) -> Answer | Refused:
     """Plan and simulate a candidate, as ``run`` would."""
-    if candidate.spec is None:
-        return Refused(candidate, "no settings that it allows fit into memory")
+    if candidate.assignment is None:
+        return Refused(candidate, NOTHING_FITS)
     try:
-        plan = make_plan(candidate.spec)
+        whole = whole_of(candidate)
     except UserError as error:
         return Refused(candidate, str(error))
-    peak, share = _fullest(plan)
+    peak, share = _fullest(whole.plan)
     if share > 1:
         return Refused(candidate, f"needs {peak / 1e9:.0f} GB on a device, {share:.0%} of its memory")
-    return Answer(candidate, plan, simulate(plan, costs, lengths), peak, share)
+    return Answer(candidate, whole.simulation.seconds, peak, share, whole)
+
+
+def whole_of(candidate: Candidate) -> Whole:
+    """Raises UserError where it cannot be planned."""
+    plan = make_plan(candidate.spec)
+    return Whole(plan, simulate(plan, candidate.space.costs, candidate.space.lengths))
+
+
+def estimate(candidate: Candidate) -> Answer | Refused:
+    """As ``judge``, by what the search knows of a candidate."""
+    if candidate.assignment is None:
+        return Refused(candidate, NOTHING_FITS)
+    pool, chosen = candidate.space.pool, candidate.assignment
+    used = {at: device_bytes(chosen, at) for at in {choice.start for choice in chosen}}
+    memory = {at: pool.memory[pool.kinds_of(at, 1)[0]] / USABLE for at in used}
+    fullest = max(used, key=lambda at: used[at] / memory[at])
+    seconds = seconds_of(candidate.space, chosen)
+    return Answer(candidate, seconds, used[fullest], used[fullest] / memory[fullest])
 
 
 def _fullest(plan: Plan) -> tuple[float, float]:
@@ -247,8 +320,8 @@ def write_advised(answer: Answer, path: Path) -> None:
         f"# {candidate.method}: {candidate.name}; {seconds:.2f} s a step as simulated, {answer.peak / 1e9:.0f} GB",
         "# models come with sizes alone (init): give the path of their weights instead, and of the data",
     ]
-    has_sizes = any(answer.plan.model(role).init is not None for role in answer.plan.graph.roles)
-    assert candidate.spec is not None, "what was simulated has a spec"
+    models = candidate.spec.models
+    has_sizes = any((model := models.of(role)) is not None and model.init is not None for role in ROLES)
     try:
         path.write_text("\n".join([*head[: 1 + has_sizes], dump_spec(candidate.spec)]))
     except OSError as error:

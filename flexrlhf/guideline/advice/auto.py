@@ -17,7 +17,5 @@ def with_placement(spec: Spec) -> tuple[Spec, str]:
     """
     source = costs_for(spec, None)
     best = advise(spec, source.costs, texts_for(spec, None), SEARCH_SECONDS, on_paper=False).best
-    chosen = best.candidate.spec
-    assert chosen is not None, "what was simulated has a spec"
-    told = f"{spec.name}: placement auto is {vector_text(best)}, {best.plan.strategy}, {best.seconds:.3g} s a step"
-    return chosen, f"{told} by {source.name}"
+    told = f"{spec.name}: placement auto is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
+    return best.candidate.spec, f"{told} by {source.name}"

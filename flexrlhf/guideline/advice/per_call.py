@@ -22,8 +22,8 @@ from flexrlhf.placement.devices import DeviceClass
 BUCKET_BYTES = 16e6
 
 
-PORTIONS = (1, 4, 16)
-"""Into how many passes, or groups decoded one after the other, the rows of a replica are cut."""
+GENERATED, PASSED = (1, 4, 16), (8, 64, 1 << 20)
+"""Into how many groups decoded one after the other, or passes, the rows of a replica are cut, at the most by row."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class PerCall:
                 dp = shape.size // (tp * pp)
                 if fits and dp <= self.rows and not model.heads % tp:
                     most = -(-self.rows // dp)
-                    yield from ((tp, pp, rows) for rows in sorted({max(1, most // part) for part in PORTIONS}))
+                    portions = GENERATED if call.kind == "generate" else PASSED
+                    yield from ((tp, pp, rows) for rows in sorted({max(1, most // part) for part in portions}))
 
     def _option(self, call: OneCall, shape: Shape, device: DeviceClass, tp: int, pp: int, rows: int) -> Option:
         dp = shape.size // (tp * pp)

@@ -26,9 +26,8 @@ def format_advice(advice: Advice, source: str) -> str:
         _titled("why", _reasons(advice)),
         _titled("guideline: rules that fired", _rules(advice)),
         _titled("search", _searches(advice)),
-        _titled(
-            "refused", [f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}" for item in advice.refused]
-        ),
+        _titled("systems of the field, in their own engines, on paper", _field(advice)),
+        _titled("refused", _refused(advice)),
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -76,9 +75,9 @@ def _ranking(advice: Advice) -> Iterator[str]:
     best = advice.best
     for answer in advice.answers:
         mark = ">" if answer is best else ""
-        seconds, samples = f"{answer.seconds:.2f}", f"{answer.simulation.samples_per_second:.2f}"
+        seconds, samples = f"{answer.seconds:.2f}", f"{answer.samples_per_second:.2f}"
         memory = f"{answer.peak / 1e9:.1f} GB {answer.share:>4.0%}"
-        method, name, strategy = answer.candidate.method, answer.candidate.name, answer.plan.strategy
+        method, name, strategy = answer.candidate.method, answer.candidate.name, answer.candidate.strategy
         yield _row(mark, method, name, strategy, vector_text(answer), seconds, samples, memory)
 
 
@@ -89,7 +88,7 @@ def _row(*cells: str) -> str:
 
 def vector_text(answer: Answer) -> str:
     """The vector as on the command line; with a star where no vector means the same ranks (see the settings)."""
-    placement, total = answer.plan.spec.placement, answer.plan.placement.num_ranks
+    placement, total = answer.candidate.spec.placement, answer.candidate.space.pool.num_devices
     if isinstance(placement, PlacementMap):
         ratios = [Fraction(len(entry.ranks or ()), total) for entry in placement.models.values()]
         return f"{_vector(ratios)}*"

@@ -160,8 +160,10 @@ def _disaggregated(space: Space, facts: Facts) -> Ruling:
 
 
 def _shadow_vectors(space: Space) -> Iterator[Vector]:
-    """Whole nodes (or eighths of a small cluster) for the shadow actor and for training; the rest infers."""
-    total, unit = space.pool.num_devices, max(1, min(space.pool.per_node, space.pool.num_devices // 8))
+    """Whole nodes (eighths of a small cluster, sixteenths of a large one) for the shadow actor and for training; the
+    rest infers."""
+    total, node = space.pool.num_devices, space.pool.per_node
+    unit = max(1, min(node, total // 8), total // 16 // node * node)
     for shadow in range(unit, total, unit):
         if LEAST_SHADOW <= Fraction(shadow, total) <= MOST_SHADOW:
             for training in range(unit, total - shadow + 1, unit):
