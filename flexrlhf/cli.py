@@ -107,7 +107,7 @@ def advise_(
     lora: Annotated[int | None, typer.Option(min=1, help="rank of adapters; default: all weights are trained")] = None,
     set_: Sets = None,
     profile: Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="that the searches may take")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="that the searches may take")] = 60.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the YAML of what to use")] = None,
 ) -> None:
     """Say which placement to use, how fast it will be and why, with what else was thought of. Starts nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from flexrlhf.errors import UserError
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
@@ -41,7 +42,14 @@ class Cluster:
         return tuple(device.rank for device in self.devices if device.device_class == device_class)
 
     def ranks_on_node(self, node: int) -> tuple[int, ...]:
-        return tuple(device.rank for device in self.devices if device.node == node)
+        return self._nodes.get(node, ())
+
+    @cached_property
+    def _nodes(self) -> dict[int, tuple[int, ...]]:
+        nodes: dict[int, list[int]] = {}
+        for device in self.devices:
+            nodes.setdefault(device.node, []).append(device.rank)
+        return {node: tuple(ranks) for node, ranks in nodes.items()}
 
     def resolve_class(self, wanted: str) -> str:
         """``V100`` names ``V100-32G`` when the cluster has just one class that starts so."""

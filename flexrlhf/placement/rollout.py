@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from flexrlhf.errors import UserError
 from flexrlhf.placement.activations import Blocks
 from flexrlhf.placement.layout import BatchShape, Layout
@@ -57,8 +59,12 @@ def _most_rows(layout: Layout, spec: Spec) -> int:
     """Rows of a step on the replica that has most."""
     algorithm = spec.algorithm
     batch = BatchShape(algorithm.prompts_per_step, algorithm.samples_per_prompt, algorithm.num_mini_batches)
-    counts = [len(batch.held(layout, ranks[0], batch.mini_batches)) for ranks in layout.tp_sets]
-    return algorithm.samples_per_prompt * max(1, *counts)
+    return algorithm.samples_per_prompt * _most_prompts(batch, layout)
+
+
+@lru_cache(maxsize=1024)
+def _most_prompts(batch: BatchShape, layout: Layout) -> int:
+    return max(1, *(len(batch.held(layout, ranks[0], batch.mini_batches)) for ranks in layout.tp_sets))
 
 
 def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:

@@ -154,7 +154,7 @@ class Advice:
 
 
 def advise(
-    spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 10.0, on_paper: bool = True
+    spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0, on_paper: bool = True
 ) -> Advice:
     """``spec``: its placement and what it does not say of models are open. ``seconds_limit``: of all searches."""
     began = perf_counter()
@@ -162,13 +162,20 @@ def advise(
     spaces = list(_spaces(plain))
     shadowed = [space for _, space in spaces if space.has_shadows]
     ruling = guideline(plain, shadowed[0] if shadowed else None)
-    share = seconds_limit / (len(spaces) + on_paper)
-    searches = tuple(Searched(label, search(space.problem(), share, GAP)) for label, space in spaces)
+    # most searches end long before; the first ones may need most of the time
+    searches = tuple(
+        Searched(label, search(space.problem(), _left(began, seconds_limit), GAP)) for label, space in spaces
+    )
     found = [_found(space, label, item.result) for (label, space), item in zip(spaces, searches, strict=True)]
     answers, refused = _judged([_ruled(ruling), *found, *usual(plain)])
-    paper = _paper(plain, share) if on_paper else None
+    paper = _paper(plain, _left(began, seconds_limit)) if on_paper else None
     field = _field(plain) if on_paper else {}
     return Advice(answers, refused, ruling.rules, searches, paper, field, perf_counter() - began)
+
+
+def _left(began: float, seconds_limit: float) -> float:
+    """Seconds that the next search may take."""
+    return max(1.0, (seconds_limit - (perf_counter() - began)) / 2)
 
 
 def _spaces(plain: Space) -> Iterator[tuple[str, Space]]:

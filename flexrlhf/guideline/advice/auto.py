@@ -7,7 +7,7 @@ from flexrlhf.guideline.advice.report import vector_text
 from flexrlhf.guideline.simulation.inputs import costs_for, texts_for
 from flexrlhf.spec import Spec
 
-SEARCH_SECONDS = 10.0
+SEARCH_SECONDS = 60.0
 
 
 def with_placement(spec: Spec) -> tuple[Spec, str]:

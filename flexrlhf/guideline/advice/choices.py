@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal, TypeVar
 
 from flexrlhf.engines.catalogue import SERVES
 from flexrlhf.guideline.costs.calls import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
-from flexrlhf.guideline.simulation.pricing import CallMaker, replica_rows, side_of
-from flexrlhf.operators.graph import Kind as OperatorKind
+from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
+from flexrlhf.operators.graph import Kind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.memory import Compute, Sizing, Texts
@@ -26,6 +26,8 @@ from flexrlhf.spec import ModelSpec, Spec, SyncSpec
 
 T = TypeVar("T")
 
+CallKind = Kind | Literal["switch"]
+"""What a placed model does on its devices: an operator, or on the way to its host's memory and back."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
 PASS_ROWS = (1, 4, 16)
 """Rows of a micro-batch that are tried."""
@@ -42,11 +44,16 @@ class Member:
     role: str
     trained: bool
     is_apart: bool
-    calls: tuple[tuple[OperatorKind, range], ...]
+    calls: tuple[tuple[CallKind, range], ...]
 
     @property
-    def kinds(self) -> tuple[OperatorKind, ...]:
+    def kinds(self) -> tuple[CallKind, ...]:
         return tuple(dict.fromkeys(kind for kind, _ in self.calls if kind != "combine"))
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it is in host memory while anything else works."""
+        return "switch" in self.kinds
 
     @property
     def is_rollout(self) -> bool:
@@ -97,7 +104,7 @@ class Chooser:
         base = self.spec.models.of(member.role)
         assert base is not None, f"{member.role} is resolved"
         for zero, tp in self._splits(member, place, base):
-            layout = Layout(tuple(range(place.size)), tp)
+            layout = _layout(place.size, tp)
             if layout.dp <= self.batch.num_prompts:
                 for settings in self._settings(member, base, layout, {"zero": zero, "tp": tp}):
                     rollout = self.spec.rollout.model_copy(update={"tp": tp}) if member.is_rollout else None
@@ -144,7 +151,7 @@ class Chooser:
         """Rows of passes and of decoding, and whether activations are computed again."""
         texts = self.spec.data
         width = texts.max_prompt_tokens + texts.max_response_tokens
-        most = max(map(sum, replica_rows(self.batch, layout, self.batch.mini_batches).values()))
+        most = max(map(sum, row_patterns(self.batch, layout, self.batch.mini_batches)))
         passes = [n for n in PASS_ROWS if n <= max(most, 1)]
         decoded = sorted({max(1, most // n) for n in DECODE_SHARES}) if "generate" in member.kinds else [0]
         for rows in passes:
@@ -164,13 +171,15 @@ class Chooser:
         assert isinstance(state, State), "shapes are known"
         seconds, most = [], 0
         for kind, batches in member.calls:
+            if kind == "switch":
+                seconds.append(self.costs.switch(state.parked, place.device).seconds)
+                continue
             rows, key = self._most_rows(model, kind, batches), (common, kind, _matters(kind, settings))
             timed = partial(self._seconds, model, shape, mesh, kind, batches)
             seconds.append(self.once(("seconds", key, batches), timed))
             most = max(most, self.once(("bytes", key, rows), partial(self._bytes, model, shape, state, kind, rows)))
         side = self.once(("side", common), lambda: side_of(model, place.per_node))
-        if member.is_rollout and not member.is_apart:
-            # it sleeps while anything else works
+        if member.sleeps:
             return Option(tuple(seconds), 0, state.resting + most, side, settings)
         return Option(tuple(seconds), state.resting, most, side, settings)
 
@@ -181,8 +190,8 @@ class Chooser:
         found: T = self._parts[key]
         return found
 
-    def _seconds(self, model: PlacedModel, shape: ModelShape, mesh: Mesh, kind: OperatorKind, batches: range) -> float:
-        rows = list(replica_rows(self.batch, model.layout, batches).values())
+    def _seconds(self, model: PlacedModel, shape: ModelShape, mesh: Mesh, kind: Kind, batches: range) -> float:
+        rows = row_patterns(self.batch, model.layout, batches)
         if kind == "combine":
             return self.costs.combine(max(map(sum, rows)), self.maker.lengths.width).seconds
         call = self.maker.call(kind, model, shape, [each for each in rows if any(each)])
@@ -191,15 +200,15 @@ class Chooser:
     def _state(self, model: PlacedModel, shape: ModelShape) -> State | None:
         return self._sizing(model, shape).state(model, 0)
 
-    def _most_rows(self, model: PlacedModel, kind: OperatorKind, batches: range) -> int:
+    def _most_rows(self, model: PlacedModel, kind: Kind, batches: range) -> int:
         """Of one pass or of those decoded together, where settings let in no more."""
-        held = replica_rows(self.batch, model.layout, batches).values()
+        held = row_patterns(self.batch, model.layout, batches)
         most = max(map(max if kind == "train" else sum, held))
         if kind == "generate":
             return self._texts.rows_decoded(model.settings.generate_tokens, most)
         return self._texts.rows_within(model.settings.micro_batch_tokens, most)
 
-    def _bytes(self, model: PlacedModel, shape: ModelShape, state: State, kind: OperatorKind, rows: int) -> int:
+    def _bytes(self, model: PlacedModel, shape: ModelShape, state: State, kind: Kind, rows: int) -> int:
         """What a call takes at the most besides what rests."""
         if kind == "combine":
             return 0
@@ -215,7 +224,13 @@ class Chooser:
         return Texts(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
 
 
-def _matters(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:
+@lru_cache(maxsize=1024)
+def _layout(size: int, tp: int) -> Layout:
+    """On the first devices."""
+    return Layout(tuple(range(size)), tp)
+
+
+def _matters(kind: Kind, settings: ModelSpec) -> tuple[object, ...]:
     """Of the settings that options of one mesh differ by, those that a call of ``kind`` depends on."""
     if kind == "generate":
         return (settings.generate_tokens,)

@@ -12,20 +12,20 @@ from math import gcd
 
 from flexrlhf.engines.catalogue import check_engine
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.choices import Chooser, Member, Place
+from flexrlhf.guideline.advice.choices import CallKind, Chooser, Member, Place
 from flexrlhf.guideline.costs.calls import CostModel, Links
 from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
 from flexrlhf.guideline.search.problem import End, Meshes, Option, Part, Pool, Problem, Rows, Shape, Sync, Task
 from flexrlhf.guideline.simulation.pricing import UNKNOWN, CallMaker, TextLengths, rows_bytes, synced_weights
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.graph import Graph, Kind, Operator
+from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ROLLOUT, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape
 from flexrlhf.plan import model_shapes, resolve_models, roles_of
@@ -121,11 +121,20 @@ class Space:
     def mini_batches(self, task: schedule.Task) -> range:
         return self.batch.mini_batches if task.chunk is None else self.batch.chunk(task.chunk)
 
+    @property
+    def sleeper(self) -> str | None:
+        """The rollout engine beside the trained copy, which goes to host memory behind its call and comes back for the
+        weights."""
+        beside = [name for name in self.names if name.endswith(ROLLOUT)] if not self.has_shadows else []
+        return beside[0] if beside and self.spec.rollout.sleep else None
+
     @cached_property
     def members(self) -> tuple[Member, ...]:
-        calls: dict[str, list[tuple[Kind, range]]] = {name: [] for name in self.names}
+        calls: dict[str, list[tuple[CallKind, range]]] = {name: [] for name in self.names}
         for task, _ in self.steps:
             calls[self.model_of(task.operator).name].append((task.operator.kind, self.mini_batches(task)))
+        if self.sleeper is not None:
+            calls[self.sleeper] += [("switch", self.batch.mini_batches)] * 2
         return tuple(
             Member(
                 name,
@@ -205,12 +214,16 @@ class Space:
             model = self.model_of(task.operator).name
             reads = tuple(name_of(writer) for writer in (*self._writers(task), *self._apart(task)))
             yield Task(name_of(task), model, reads, lag)
+            if model == self.sleeper:
+                yield Task("offload", model)
             if last.get(model) is task:
                 syncs = [self._sync(task, follower) for follower in self.sketch.followers if follower.role == model]
                 if lagging or not self.has_shadows:
                     end += syncs
                 else:
                     yield from syncs
+        if self.sleeper is not None:
+            yield Task("reload", self.sleeper)
         order = [follower.name for follower in self.sketch.followers]
         yield from sorted(end, key=lambda sync: order.index(sync.to))
 

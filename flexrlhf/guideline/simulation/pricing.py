@@ -295,6 +295,12 @@ def _replica_rows(
     }
 
 
+@lru_cache(maxsize=1024)
+def row_patterns(batch: BatchShape, layout: Layout, mini_batches: range) -> tuple[tuple[int, ...], ...]:
+    """What replicas have of ``mini_batches``, each once: ten thousand of them differ by roundings alone."""
+    return tuple(dict.fromkeys(replica_rows(batch, layout, mini_batches).values()))
+
+
 def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Operator, reader: Operator, mini_batches: range) -> int:
     """Of all rows of the columns that ``reader`` reads of what ``writer`` writes, padded."""
     num_rows = batch.samples_per_prompt * sum(len(batch.prompts(m)) for m in mini_batches)
