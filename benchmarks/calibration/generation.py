@@ -65,8 +65,8 @@ FITTED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 """Engines that share constants, and which."""
 MOST_CACHE = 0.92
 """No kernel reads memory faster, as a share of what vendors state."""
-CONSTANTS = sum(len(fields) for _, fields in FITTED) + 3
-"""Fitted ones: those, ``FP8_GAIN``, the host factor of PCIe 4 and DeepSpeed-Chat's launches."""
+BESIDE = ("FP8_GAIN", "host factor of PCIe 4", "launch_seconds of deepspeed")
+"""What is fitted besides."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,11 @@ def _constant_mfu(cases: Sequence[Case]) -> float:
     seconds = [(case.flops / (case.mesh.size * case.mesh.device.tflops * 1e12), case.measured) for case in cases]
     fractions = [peak / measured for peak, measured in seconds]
     return min(fractions, key=lambda share: mean(abs(peak / share / measured - 1) for peak, measured in seconds))
+
+
+def fitted() -> tuple[str, ...]:
+    """Names of every constant that the fit sets."""
+    return (*(f"{field} of {', '.join(names)}" for names, fields in FITTED for field in fields), *BESIDE)
 
 
 def read_cases(directory: Path, gain: float = FP8_GAIN) -> tuple[list[Case], list[str]]:

@@ -50,12 +50,18 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """``measured``, ``predicted``: whether it fits."""
+    """``measured``, ``predicted``: whether it fits. ``what``: of a published cell; else what follows from one, such as
+    that half of the least number of devices does not do."""
 
     row: str
     what: str
     measured: bool
     predicted: bool
+
+    @property
+    def is_cell(self) -> bool:
+        """Whether somebody tried just this."""
+        return self.what in ("trains", "step", "generates") or self.what.endswith("k tokens")
 
     @property
     def is_right(self) -> bool:

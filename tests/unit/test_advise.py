@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -186,6 +187,31 @@ def test_a_mixed_cluster_keeps_models_on_one_class() -> None:
     best = found.best.plan
     for model in best.placement.models:
         assert len({best.cluster.devices[rank].device_class for rank in model.ranks}) == 1
+
+
+def with_older_devices(number: int) -> Advice:
+    """Four nodes of A100s, for 33B models, with ``number`` nodes of V100s beside them."""
+    newer = {"count": 4, "devices": 8, "class": "A100-80G"}
+    older = {"count": number, "devices": 8, "class": "V100-32G", "network_gb_s": 12.5}
+    nodes = (newer, older) if number else (newer,)
+    request = Request(dict.fromkeys(ROLES, "llama-33b"), nodes, 256, 256, 512, rollout="transformers")
+    return advise(request.spec(), AnalyticCosts(), on_paper=False)
+
+
+def test_older_devices_beside_newer_ones_help_a_little() -> None:
+    """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays."""
+    found = [with_older_devices(number) for number in (0, 1)]
+    apart = [next(a.seconds for a in each.answers if a.candidate.name == "with shadows") for each in found]
+    assert 1.02 < apart[0] / apart[1] < 1.5
+    assert found[1].best.seconds <= found[0].best.seconds * 1.01
+
+
+def test_a_config_that_nobody_has_seen_is_advised_on(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 3328, "intermediate_size": 9216, "num_hidden_layers": 37, "num_attention_heads": 26}
+    config = {"model_type": "qwen3", **sizes, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 99991}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("--model", tmp_path, "--gpus", 16, "--gpu-type", "H20-96G", "--prompts", 128)
+    assert result.exit_code == 0, result.output
 
 
 # --- the command

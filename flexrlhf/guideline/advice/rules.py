@@ -73,7 +73,7 @@ def facts_of(space: Space) -> Facts:
         # float32 gradients, master weights and two moments (HybridFlow, section 8.1)
         states[role] = weights[role] + 16.0 * trained * (role in space.roles.trained)
     per_node = space.pool.per_node
-    return Facts(len(space.pool.nodes), space.pool.num_devices, min(memory), min(memory) * per_node, weights, states)
+    return Facts(space.cluster.num_nodes, space.pool.num_devices, min(memory), min(memory) * per_node, weights, states)
 
 
 def sum_elements(space: Space, role: str) -> int:
