@@ -68,7 +68,7 @@ COSTS = MeasuredCosts(MEASURED)
 
 def call(kind: Any, rows: int, **changes: Any) -> Call:
     engine = "transformers" if kind == "generate" else "torch"
-    return replace(Call(kind, MODEL, engine, rows, PROMPT, (10.0,), WIDTH, item=4), **changes)
+    return replace(Call(kind, MODEL, engine, rows, PROMPT, (10.0,), WIDTH, micro_rows=rows, item=4), **changes)
 
 
 def seconds(asked: Call, mesh: Mesh = MESH, costs: MeasuredCosts = COSTS) -> float:
@@ -78,6 +78,17 @@ def seconds(asked: Call, mesh: Mesh = MESH, costs: MeasuredCosts = COSTS) -> flo
 @pytest.mark.parametrize("rows", [1, 8, 12, 32, 100])
 def test_a_forward_of_the_measured_shape_follows_its_line(rows: int) -> None:
     assert seconds(call("forward", rows)) == pytest.approx(1.0 + 0.1 * rows + 0.001)
+
+
+def test_every_pass_is_launched() -> None:
+    assert seconds(call("forward", 32, micro_rows=8)) == pytest.approx(4 * (1.0 + 0.1 * 8) + 0.001)
+    whole, cut = (seconds(call("train", 32, micro_rows=rows)) for rows in (32, 8))
+    assert cut - whole == pytest.approx(3 * 3 * COSTS.measured.models[0].forward[0].seconds, rel=0.5)
+
+
+def test_recomputing_costs_a_forward() -> None:
+    more = seconds(call("train", 32, recompute="full")) - seconds(call("train", 32))
+    assert more == pytest.approx(1.0 + 0.1 * 32)
 
 
 def test_narrower_rows_take_less_time() -> None:

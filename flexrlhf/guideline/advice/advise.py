@@ -20,6 +20,7 @@ from flexrlhf.guideline.advice.proposals import (
     Vector,
     device_bytes,
     in_chunks,
+    polished,
     seconds_of,
     settle,
     spec_of,
@@ -41,6 +42,7 @@ from flexrlhf.plan import Plan, make_plan
 from flexrlhf.spec import Spec
 from flexrlhf.spec_file import dump_spec
 from flexrlhf.strategies import colocated, disaggregated, interleaving
+from flexrlhf.wording import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
 NOTHING_FITS = "no settings that it allows fit into memory"
@@ -190,7 +192,8 @@ def _spaces(plain: Space) -> Iterator[tuple[str, Space]]:
 def _found(space: Space, label: str, result: Result) -> Candidate:
     if not result.is_feasible or result.seconds >= FORBIDDEN:
         return Candidate("search", label, space, None)
-    _, cut, assignment = in_chunks(space, [plan.assignment for plan in result.best[:CHUNKED]])
+    best = [polished(space, result.best[0].assignment), *(plan.assignment for plan in result.best[1:CHUNKED])]
+    _, cut, assignment = in_chunks(space, best)
     return Candidate("search", label, cut, assignment)
 
 
@@ -243,7 +246,7 @@ def judge(candidate: Candidate) -> Answer | Refused:
         return Refused(candidate, str(error))
     peak, share = _fullest(whole.plan)
     if share > 1:
-        return Refused(candidate, f"needs {peak / 1e9:.0f} GB on a device, {share:.0%} of its memory")
+        return Refused(candidate, f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory")
     return Answer(candidate, whole.simulation.seconds, peak, share, whole)
 
 
@@ -324,7 +327,7 @@ def write_advised(answer: Answer, path: Path) -> None:
     """The YAML of ``answer``, with what it is from in a comment. Raises UserError where it cannot be written."""
     seconds, candidate = answer.seconds, answer.candidate
     head = [
-        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s a step as simulated, {answer.peak / 1e9:.0f} GB",
+        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s a step as simulated, {bytes_text(int(answer.peak))}",
         "# models come with sizes alone (init): give the path of their weights instead, and of the data",
     ]
     models = candidate.spec.models

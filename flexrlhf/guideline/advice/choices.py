@@ -29,7 +29,7 @@ T = TypeVar("T")
 CallKind = Kind | Literal["switch"]
 """What a placed model does on its devices: an operator, or on the way to its host's memory and back."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
-PASS_ROWS = (1, 4, 16)
+PASS_ROWS = (1, 4, 16, 64)
 """Rows of a micro-batch that are tried."""
 DECODE_SHARES = (1, 4, 16)
 """All rows decoded together, a fourth of them, a sixteenth."""

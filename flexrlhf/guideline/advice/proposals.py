@@ -97,6 +97,25 @@ def settle(space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed 
     return None
 
 
+def polished(space: Space, assignment: Assignment) -> Assignment:
+    """The same meshes with the quickest settings of each model that fit: a search is content with those that are hidden
+    behind another model's, such as recomputing what need not be."""
+    problem = space.problem()
+    chosen = list(assignment)
+    for index, choice in enumerate(chosen):
+        part = next(part for part in problem.parts if part.name == choice.part)
+        options = part.options(problem.shape_of(choice.start, choice.size))
+        for option in sorted(options, key=lambda option: sum(option.seconds)):
+            tried = [*chosen[:index], replace(choice, option=option), *chosen[index + 1 :]]
+            if option == choice.option:
+                break
+            fits = _fullest(problem, tried) is None
+            if fits and evaluate(problem, tuple(tried)) <= evaluate(problem, tuple(chosen)):
+                chosen = tried
+                break
+    return tuple(chosen)
+
+
 def seconds_of(space: Space, assignment: Assignment) -> float:
     return evaluate(space.problem(), assignment)
 

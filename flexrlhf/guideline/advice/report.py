@@ -9,7 +9,7 @@ from flexrlhf.guideline.advice.advise import Advice, Answer, Searched
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.spec import PlacementMap
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.wording import ranks_text
+from flexrlhf.wording import bytes_text, ranks_text
 
 SHOWN = 3
 """Models of a plan whose reason for its time is told."""
@@ -76,7 +76,7 @@ def _ranking(advice: Advice) -> Iterator[str]:
     for answer in advice.answers:
         mark = ">" if answer is best else ""
         seconds, samples = f"{answer.seconds:.2f}", f"{answer.samples_per_second:.2f}"
-        memory = f"{answer.peak / 1e9:.1f} GB {answer.share:>4.0%}"
+        memory = bytes_text(int(answer.peak)) + (f" {answer.share:>4.0%}" if answer.share else "")
         method, name, strategy = answer.candidate.method, answer.candidate.name, answer.candidate.strategy
         yield _row(mark, method, name, strategy, vector_text(answer), seconds, samples, memory)
 

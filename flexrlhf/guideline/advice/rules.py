@@ -12,11 +12,12 @@ from fractions import Fraction
 
 from flexrlhf.guideline.advice.choices import Member
 from flexrlhf.guideline.advice.proposals import Vector, in_chunks, settle, vector_ranks
-from flexrlhf.guideline.advice.space import USABLE, Space
+from flexrlhf.guideline.advice.space import UNLIMITED, USABLE, Space
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.placement.shapes import DTYPE_BYTES
 from flexrlhf.spec import ModelSpec
+from flexrlhf.wording import bytes_text
 
 FEW_NODES = 2
 LEAST_SHADOW, MOST_SHADOW = Fraction(3, 10), Fraction(1, 2)
@@ -106,8 +107,8 @@ def _fits_a_node(space: Space, facts: Facts) -> Rule | None:
     for role in ("ref", "reward"):
         is_frozen = role in facts.weights and role not in space.roles.trained
         if is_frozen and facts.weights[role] <= INFERENCE_SHARE * facts.smallest_node:
-            size, node = facts.weights[role] / 1e9, facts.smallest_node / 1e9
-            reason = f"{role} ({size:.0f} GB) fits one node ({node:.0f} GB) of {facts.nodes}"
+            room = f" ({bytes_text(int(facts.smallest_node))})" if facts.smallest_device < UNLIMITED else ""
+            reason = f"{role} ({bytes_text(int(facts.weights[role]))}) fits one node{room} of {facts.nodes}"
             return Rule("interleave what fits a node", "FlexRLHF, guideline", reason)
     return None
 

@@ -169,9 +169,10 @@ class MeasuredCosts:
         return Ratio(call.model.layers / mesh.pp / times.model.layers, flops, more)
 
     def _forward(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
-        rows = call.rows * call.width / times.width
+        passes = max(1, -(-call.rows // call.micro_rows))
+        rows = call.rows / passes * call.width / times.width
         ratio = self._ratio(call, mesh, times)
-        return {"compute": ratio.seconds(Curve(times.forward), rows, self.measured.memory_bytes_s)}
+        return {"compute": passes * ratio.seconds(Curve(times.forward), rows, self.measured.memory_bytes_s)}
 
     def _generate(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
         ratio, bytes_s = self._ratio(call, mesh, times), self.measured.memory_bytes_s
@@ -191,7 +192,11 @@ class MeasuredCosts:
         written = OPTIMIZER_BYTES / call.item * call.model.trained_parameters / call.model.parameters
         update = ratio.seconds(Curve(times.train[dp]), rows, self.measured.memory_bytes_s, written)
         gradients = call.updates * self._reduce(call, mesh, times, dp)
-        return {"compute": call.updates * update, "gradients": gradients}
+        passes = max(1, -(-call.rows // (call.updates * call.micro_rows)))
+        # measured were updates of one pass: each further one is launched, forwards and twice as much backwards
+        launched = 3 * Curve(times.forward).fixed * ratio.layers if times.forward else 0.0
+        again = self._forward(call, mesh, times)["compute"] if call.recompute == "full" and times.forward else 0.0
+        return {"compute": call.updates * (update + (passes - 1) * launched) + again, "gradients": gradients}
 
     def _reduce(self, call: Call, mesh: Mesh, times: ModelTimes, dp: int) -> float:
         """The sum of gradients over replicas beyond what the measured steps hold of it; shared out over all parts."""
