@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
+from benchmarks.calibration.command import command
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_rows
 from flexrlhf.guideline.costs.kernels import FIGURES, KernelFigures, elements_seconds, matmul_seconds
@@ -145,26 +146,5 @@ def _errors(cases: list[Case], values: Mapping[str, float]) -> list[float]:
     return [abs(case.seconds(figures, devices[case.device.name]) / case.measured - 1) for case in cases]
 
 
-def _report(directory: Path) -> None:
-    errors = defaultdict(list)
-    for each in predictions(directory):
-        errors[each.group].append((each.error, each.row))
-    for group, found in errors.items():
-        numbers = [error for error, _ in found]
-        print(f"{group}: {len(found)} rows, {mean(numbers):.1%}, median {median(numbers):.1%}, worst {max(found)}")
-    print(f"{len(fitted())} constants; left out: {read_cases(directory)[1]}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Timings of kernels beside their predictions.")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--fit", action="store_true", help="search constants instead, and print them")
-    arguments = parser.parse_args()
-    if not arguments.fit:
-        return _report(arguments.directory)
-    for name, value in fit(read_cases(arguments.directory)[0]).items():
-        print(f"{name}: {value:.4g}")
-
-
 if __name__ == "__main__":
-    main()
+    command(sys.modules[__name__])

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections import defaultdict
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, TypeVar
 
+from benchmarks.calibration.command import command
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
 from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Recompute
@@ -354,27 +354,5 @@ def _saved(row: Row, call: Call) -> float:
     return 0.0 if call.model.adapters or not row["call"].startswith("rl") else 2.0 * call.model.parameters
 
 
-def _report(directory: Path) -> None:
-    errors = defaultdict(list)
-    for each in predictions(directory):
-        errors[each.group].append((each.error, each.row))
-        errors["all"].append((each.error, each.row))
-    for group, found in errors.items():
-        numbers = [error for error, _ in found]
-        print(f"{group}: {len(found)} rows, {mean(numbers):.1%}, median {median(numbers):.1%}, worst {max(found)}")
-    print(f"{len(fitted())} constants; left out: {read_cases(directory)[1] or 'nothing'}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Training rows beside their predictions.")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--fit", action="store_true", help="search constants instead, and print them")
-    arguments = parser.parse_args()
-    if not arguments.fit:
-        return _report(arguments.directory)
-    for (names, field), value in fit(read_cases(arguments.directory)[0]).items():
-        print(f"{field} of {', '.join(names)}: {value:.3g}")
-
-
 if __name__ == "__main__":
-    main()
+    command(sys.modules[__name__], lambda knob: f"{knob[1]} of {', '.join(knob[0])}")
