@@ -30,7 +30,7 @@ PURE_FILES = [
     *(f"operators/{name}.py" for name in ("graph", "columns", "registry", "ppo", "sft", "reward")),
     *(
         str(file.relative_to(PACKAGE))
-        for folder in ("placement", "strategies")
+        for folder in ("placement", "strategies", "guideline/costs", "guideline/simulation", "guideline/systems")
         for file in (PACKAGE / folder).glob("*.py")
     ),
 ]
@@ -81,6 +81,14 @@ def test_planning_imports_nothing_heavy(tmp_path: Path) -> None:
     results, loaded = python(PLAN, commands, tmp_path)
     assert [code for code, _ in json.loads(results)] == [0] * len(commands), results
     assert not HEAVY & set(json.loads(loaded))
+
+
+def test_advice_loads_arrays_and_nothing_heavier(tmp_path: Path) -> None:
+    (tmp_path / "nodes.yaml").write_text("[{count: 1, devices: 4, class: A100-80G}]")
+    asked = ["advise", "--model", "qwen2.5-0.5b", "--cluster", "nodes.yaml", "--prompts", "32", "-o", "a.yaml"]
+    results, loaded = python(PLAN, [asked, ["simulate", "a.yaml"], ["advise", "--help"]], tmp_path)
+    assert [code for code, _ in json.loads(results)] == [0] * 3, results
+    assert HEAVY & set(json.loads(loaded)) == {"numpy"}
 
 
 @pytest.mark.parametrize("command", [("--help",), ("plan", "--help"), ("run", "--help")])
