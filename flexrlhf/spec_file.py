@@ -113,9 +113,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {override}: the value is not YAML: {explain(error)}") from None
 
 
-def dump_spec(spec: Spec) -> str:
-    """The resolved YAML: loading it gives the same spec."""
-    raw = spec.model_dump(mode="json", by_alias=True)
+def dump_spec(spec: Spec, short: bool = False) -> str:
+    """The resolved YAML: loading it gives the same spec. ``short``: without what is the default anyway."""
+    raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
+    raw["algorithm"] = {"name": spec.algorithm.name, **raw["algorithm"]}
     if isinstance(spec.placement, PlacementMap):
         raw["placement"] = {**raw["placement"].pop("models"), **raw["placement"]}
     return write_yaml(raw)

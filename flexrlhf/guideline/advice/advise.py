@@ -333,6 +333,6 @@ def write_advised(answer: Answer, path: Path) -> None:
     models = candidate.spec.models
     has_sizes = any((model := models.of(role)) is not None and model.init is not None for role in ROLES)
     try:
-        path.write_text("\n".join([*head[: 1 + has_sizes], dump_spec(candidate.spec)]))
+        path.write_text("\n".join([*head[: 1 + has_sizes], dump_spec(candidate.spec, short=True)]))
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None

@@ -19,7 +19,7 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.memory import Compute, Sizing, Texts
 from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
-from flexrlhf.placement.rollout import rollout_settings
+from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.placement.shapes import ModelShape
 from flexrlhf.placement.states import State
 from flexrlhf.spec import ModelSpec, Spec, SyncSpec
@@ -33,6 +33,8 @@ PASS_ROWS = (1, 4, 16, 64)
 """Rows of a micro-batch that are tried."""
 DECODE_SHARES = (1, 4, 16)
 """All rows decoded together, a fourth of them, a sixteenth."""
+CACHE_SHARES = (1, 2, 4, 8, 16)
+"""The same of what a rollout engine's cache has room for, which is there all the time."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,19 @@ class Chooser:
         self, member: Member, base: ModelSpec, layout: Layout, split: Mapping[str, int]
     ) -> Iterator[ModelSpec]:
         if member.is_rollout:
-            rollout = self.spec.rollout.model_copy(update={"tp": split["tp"]})
-            yield rollout_settings(base, layout, self.spec.model_copy(update={"rollout": rollout}))
+            yield from self._rollouts(base, layout, split["tp"])
             return
         plain = base.of_shadow if member.is_shadow else base
         for change in self._changes(member, base, layout):
             yield plain.model_copy(update={**split, **change})
+
+    def _rollouts(self, base: ModelSpec, layout: Layout, tp: int) -> Iterator[ModelSpec]:
+        """With room for the keys and values of more or fewer rows."""
+        most = max(map(sum, row_patterns(self.batch, layout, self.batch.mini_batches)))
+        room = sorted({padded_row(self.spec) * max(1, most // share) for share in CACHE_SHARES})
+        for tokens in room if self.spec.rollout.kv_tokens is None else [self.spec.rollout.kv_tokens]:
+            rollout = self.spec.rollout.model_copy(update={"tp": tp, "kv_tokens": tokens})
+            yield rollout_settings(base, layout, self.spec.model_copy(update={"rollout": rollout}))
 
     def _changes(self, member: Member, base: ModelSpec, layout: Layout) -> Iterator[dict[str, object]]:
         """Rows of passes and of decoding, and whether activations are computed again."""
@@ -166,7 +175,7 @@ class Chooser:
     def _option(self, member: Member, place: Place, model: PlacedModel) -> Option | None:
         shape, settings = self.shapes[member.role], model.settings
         mesh = Mesh(place.device, place.links, model.layout.dp, model.layout.tp, 1, place.per_node, model.settings.zero)
-        common = member.role, member.trained, place, model.layout.tp, settings.zero, model.rollout is not None
+        common = member.role, member.trained, place, model.layout.tp, settings.zero, _kept_tokens(model)
         state = self.once(("state", common), lambda: self._state(model, shape))
         assert isinstance(state, State), "shapes are known"
         seconds, most = [], 0
@@ -222,6 +231,11 @@ class Chooser:
     def _texts(self) -> Texts:
         data = self.spec.data
         return Texts(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
+
+
+def _kept_tokens(model: PlacedModel) -> int | None:
+    """Of a rollout engine, whose cache is there all the time."""
+    return None if model.rollout is None else model.settings.generate_tokens
 
 
 @lru_cache(maxsize=1024)

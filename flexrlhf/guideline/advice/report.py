@@ -111,7 +111,7 @@ def _settings(answer: Answer) -> Iterator[str]:
 def _settings_line(model: PlacedModel, answer: Answer) -> str:
     settings, layout = model.settings, model.layout
     width = answer.plan.lengths.prompt + answer.plan.lengths.response
-    rows = str(max(1, settings.micro_batch_tokens // width))
+    rows = "-" if model.rollout is not None else str(max(1, settings.micro_batch_tokens // width))
     decoded = str(settings.generate_tokens // width) if _generates(model, answer) else "-"
     again = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
     split = (str(number) for number in (layout.dp, layout.tp, settings.zero))
