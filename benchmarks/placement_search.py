@@ -151,7 +151,7 @@ def sync_seconds(model: Transformer) -> LinkSeconds:
             senders = -(-source.shape.size // PER_NODE)
             receivers = -(-to.shape.size // PER_NODE)
             traffic = Traffic(shard, max(size * receivers // senders // 8, shard * to.shape.per_node), 4)
-        return AnalyticCosts().sync(traffic, 0, model.layers * 9 // pp, LINKS).seconds
+        return AnalyticCosts().sync(traffic, Traffic(0, 0), model.layers * 9 // pp, LINKS).seconds
 
     return seconds
 

@@ -12,8 +12,9 @@ import typer
 
 from flexrlhf.engines.catalogue import check_device
 from flexrlhf.errors import UserError
-from flexrlhf.machines import Machines, equal_nodes, with_device
+from flexrlhf.machines import Machines, equal_nodes, under_torchrun, with_device
 from flexrlhf.memory_report import measured_memory
+from flexrlhf.named_files import check_output
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan import Plan, make_plans
 from flexrlhf.remedies import check_fits
@@ -45,7 +46,7 @@ def plan(
 ) -> None:
     """Print who sits where, who runs when, what moves, and how many bytes. Starts nothing."""
     with _user_errors():
-        plans = make_plans(_specs(configs, placement_ratio, devices, set_))
+        plans = _plans(_specs(configs, placement_ratio, devices, set_))
         for made in plans:
             typer.echo(format_plan(made) + "\n")
         _check_memory(plans, force)
@@ -61,6 +62,9 @@ def simulate_(
         str | None,
         typer.Option(help="length of answers: a number, a JSON list, or metrics.jsonl of a run; default: the longest"),
     ] = None,
+    mean_response: Annotated[
+        float | None, typer.Option(min=1, help="their mean instead, with lengths spread about it, as in `advise`")
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")] = None,
     against: Annotated[Path | None, typer.Option(help="timeline.json of a run, to compare with")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the timeline, a Chrome trace")] = None,
@@ -73,15 +77,18 @@ def simulate_(
     from flexrlhf.guideline.simulation.simulate import simulate, write_timeline
 
     with _user_errors():
-        plans = make_plans(_specs(configs, placement_ratio, devices, set_))
+        if output is not None:
+            check_output(output, "--output", "trace.json")
+        measured = read_run(against) if against is not None else None
+        plans = _plans(_specs(configs, placement_ratio, devices, set_))
         if len(plans) > 1 and (against or output):
             raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
         for made in plans:
             source = choose_costs(made, profile)
-            simulation = simulate(made, source.costs, read_lengths(response_tokens, made))
+            simulation = simulate(made, source.costs, read_lengths(response_tokens, made, mean_response))
             typer.echo(format_simulation(simulation, source.name) + "\n")
-            if against is not None:
-                typer.echo(format_comparison(compare(simulation, read_run(against)), against) + "\n")
+            if measured is not None:
+                typer.echo(format_comparison(compare(simulation, measured), against) + "\n")
             if output is not None:
                 write_timeline(simulation, output, steps)
 
@@ -89,21 +96,23 @@ def simulate_(
 @app.command(name="advise")
 def advise_(
     config: Annotated[Path | None, typer.Argument(help="YAML whose models, batch and cluster are asked about")] = None,
-    model: Annotated[str, typer.Option(help="of all roles: a name, a model directory or a config.json")] = "llama-7b",
+    model: Annotated[
+        str | None, typer.Option(help="of all roles: a name, a model directory or a config.json; default: llama-7b")
+    ] = None,
     critic: Annotated[str | None, typer.Option(help="default: as --reward, else --model")] = None,
     ref: Annotated[str | None, typer.Option(help="default: as --model")] = None,
     reward: Annotated[str | None, typer.Option(help="default: as --critic, else --model")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="devices, eight in a node")] = 8,
-    gpu_type: Annotated[str, typer.Option(help="their class")] = "A100-80G",
+    gpus: Annotated[int | None, typer.Option(min=1, help="devices, eight in a node; default: 8")] = None,
+    gpu_type: Annotated[str | None, typer.Option(help="their class; default: A100-80G")] = None,
     cluster: Annotated[Path | None, typer.Option(help="YAML with a list of nodes, instead of --gpus")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
-    response_tokens: Annotated[int, typer.Option(min=1, help="the most of an answer")] = 1024,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="the most of a prompt; default: 1024")] = None,
+    response_tokens: Annotated[int | None, typer.Option(min=1, help="the most of an answer; default: 1024")] = None,
     mean_response: Annotated[float | None, typer.Option(min=1, help="tokens of an answer; default: the most")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="in a step")] = 512,
-    samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
-    mini_batches: Annotated[int, typer.Option(min=1, help="optimizer steps of a step")] = 8,
-    engine: Annotated[str, typer.Option(help="that trains: torch or deepspeed")] = "torch",
-    rollout: Annotated[str, typer.Option(help="what generates: transformers or vllm")] = "vllm",
+    prompts: Annotated[int | None, typer.Option(min=1, help="in a step; default: 512")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="answers to each prompt; default: 1")] = None,
+    mini_batches: Annotated[int | None, typer.Option(min=1, help="optimizer steps of a step; default: 8")] = None,
+    engine: Annotated[str | None, typer.Option(help="that trains: torch or deepspeed; default: torch")] = None,
+    rollout: Annotated[str | None, typer.Option(help="what generates: transformers or vllm; default: vllm")] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="rank of adapters; default: all weights are trained")] = None,
     set_: Sets = None,
     profile: Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")] = None,
@@ -113,28 +122,30 @@ def advise_(
     """Say which placement to use, how fast it will be and why, with what else was thought of. Starts nothing."""
     from flexrlhf.guideline.advice.advise import advise, write_advised
     from flexrlhf.guideline.advice.report import format_advice
-    from flexrlhf.guideline.advice.request import Request, equal_nodes, read_nodes
+    from flexrlhf.guideline.advice.request import Options
     from flexrlhf.guideline.simulation.inputs import costs_for, texts_for
 
+    options = Options(
+        model,
+        critic,
+        ref,
+        reward,
+        gpus,
+        gpu_type,
+        cluster,
+        prompt_tokens,
+        response_tokens,
+        prompts,
+        samples,
+        mini_batches,
+        engine,
+        rollout,
+        lora,
+    )
     with _user_errors():
-        if config is not None:
-            spec = load_spec(config, tuple(set_ or ()))
-        else:
-            roles = {"actor": model, "critic": critic or reward or model, "ref": ref or model}
-            nodes = read_nodes(cluster) if cluster is not None else equal_nodes(gpus, gpu_type)
-            request = Request(
-                {**roles, "reward": reward or critic or model},
-                nodes,
-                prompt_tokens,
-                response_tokens,
-                prompts,
-                samples,
-                mini_batches,
-                engine,
-                rollout,
-                lora,
-            )
-            spec = request.spec(tuple(set_ or ()))
+        if output is not None:
+            check_output(output, "--output", "advised.yaml")
+        spec = options.spec(config, tuple(set_ or ()))
         source = costs_for(spec, profile)
         advice = advise(spec, source.costs, texts_for(spec, mean_response), seconds)
         typer.echo(format_advice(advice, source.name))
@@ -155,7 +166,7 @@ def profile_(
 ) -> None:
     """Measure on this machine what `simulate` and `advise` compute times from. Takes a minute, trains nothing."""
     with _user_errors():
-        plans = make_plans(_specs(configs, None, devices, set_))
+        plans = _plans(_specs(configs, None, devices, set_))
         _measure(plans, seconds, output, quick_start=not configs)
 
 
@@ -177,7 +188,10 @@ def run(
     with _user_errors():
         machines = Machines(nnodes, node_rank, rdzv_endpoint)
         machines.check()
-        plans = make_plans(_specs(configs, placement_ratio, devices, set_, nnodes))
+        specs = _specs(configs, placement_ratio, devices, set_, nnodes)
+        if nnodes > 1 or under_torchrun():
+            _check_placed(specs)
+        plans = _plans(specs)
         _check_memory(plans, force)
         num_local = machines.num_ranks(plans[0].cluster)
         if dry_run:
@@ -203,7 +217,7 @@ def _specs(
     sets: Sequence[str] | None,
     nnodes: int = 1,
 ) -> list[Spec]:
-    """Load every config with the overrides of the command line."""
+    """Load every config with the overrides of the command line; ``placement: auto`` is still open."""
     from flexrlhf.quickstart import config_paths
 
     overrides = tuple(sets or ())
@@ -220,7 +234,21 @@ def _specs(
     if placement_ratio is not None and not any(f"placement={placement_ratio}" in extra for extra in own):
         # no run has so many models: let the first say which vectors it takes
         own[0] += (f"placement={placement_ratio}",)
-    return [_placed(load_spec(path, all_)) for path, all_ in zip(paths, map(add, settings, own), strict=True)]
+    return [load_spec(path, all_) for path, all_ in zip(paths, map(add, settings, own), strict=True)]
+
+
+def _check_placed(specs: Sequence[Spec]) -> None:
+    """Raise UserError where every process would look for a placement by itself, and find one when it does."""
+    for spec in specs:
+        if spec.placement == "auto":
+            raise UserError(
+                f"placement: auto of {spec.name} is chosen by each process anew, and there are several here; write it "
+                f"once with `flexrlhf advise CONFIG -o FILE` and run that file"
+            )
+
+
+def _plans(specs: Sequence[Spec]) -> list[Plan]:
+    return make_plans([_placed(spec) for spec in specs])
 
 
 def _placed(spec: Spec) -> Spec:
@@ -276,7 +304,7 @@ def _execute(plans: Sequence[Plan], machines: Machines, num_local: int, quick_st
     from flexrlhf import launch
     from flexrlhf.worker import work
 
-    is_worker = launch.under_torchrun()
+    is_worker = under_torchrun()
     num_local = launch.num_local_ranks(plans[0]) if is_worker else num_local
     device = launch.settle_device(plans[0].spec.cluster.device, num_local)
     for made in plans:

@@ -35,11 +35,6 @@ class Interrupted(RuntimeError):
     """The run was stopped by a signal."""
 
 
-def under_torchrun() -> bool:
-    """Whether a launcher started this process as one of several ranks."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
-
-
 def num_local_ranks(plan: Plan) -> int:
     """Ranks on this machine under torchrun, which must have started as many in all as the plan has."""
     size = int(os.environ["WORLD_SIZE"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -39,6 +40,11 @@ class Machines:
         if cluster.num_nodes != self.nnodes:
             raise UserError(f"--nnodes {self.nnodes}: cluster.nodes has {cluster.num_nodes}; they must agree")
         return len(cluster.ranks_on_node(self.node_rank))
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher started this process as one of several ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 def equal_nodes(devices: int, nnodes: int) -> str:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def bytes_text(size: int | None) -> str:
     """Decimal units, as links and device memory are sold."""
     if size is None:
         return "? B"
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
+    if size >= 999.5e12:
+        return f"{size / 1e12:.0f} TB"
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # three digits of what is just below a unit are one of that unit
+        if size >= 0.9995 * factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size} B"
+
+
+def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Lines of cells, as wide as the widest of their column. ``sides``: ``<`` or ``>`` for each column."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

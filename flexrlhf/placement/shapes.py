@@ -56,6 +56,10 @@ class ModelShape:
         """What training changes, and so what is synced and saved."""
         return tuple((name, shape) for name, shape in self.parameters if name in self.adapters or not self.adapters)
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.parameters)
+
     @property
     def num_parameters(self) -> int:
         return count_elements(self.parameters)

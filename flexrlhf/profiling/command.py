@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,23 +10,12 @@ from tempfile import TemporaryDirectory
 
 from flexrlhf import launch
 from flexrlhf.engines.catalogue import check_device, check_packages
-from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.measurements import Measurements, read_measurements, write_measurements
 from flexrlhf.machines import Machines
+from flexrlhf.named_files import check_output
 from flexrlhf.plan import Plan, make_plan
 from flexrlhf.profiling.subjects import rehearsed, subjects, text_sample
 from flexrlhf.spec_file import dump_spec
-
-
-def check_output(path: Path) -> None:
-    """Raise UserError where nothing could be written after all the measuring."""
-    if path.is_dir():
-        raise UserError(f"-o {path}: a directory; give a file, such as {path / 'profile.json'}")
-    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if path.absolute() != nearest.absolute() and not nearest.is_dir():
-        raise UserError(f"-o {path}: {nearest} is a file, not a directory")
-    if not os.access(nearest, os.W_OK):
-        raise UserError(f"-o {path}: no permission to write in {nearest}")
 
 
 def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path: Path) -> Measurements:
@@ -36,7 +24,7 @@ def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path
     ``earlier``: plans of the same command that write models which ``plans`` start from. ``seconds``: for which the
     calls of each model are repeated. Raises UserError, launch.RankFailure or launch.Interrupted; no process is left.
     """
-    check_output(path)
+    check_output(path, "-o", "profile.json", makes_directories=True)
     ranks = len(plans[0].cluster.ranks_on_node(0))
     device = launch.settle_device(plans[0].spec.cluster.device, ranks)
     made = [make_plan(rehearsed(plan, earlier, ranks, device)) for plan in plans]

@@ -17,9 +17,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
+from flexrlhf.named_files import check_output
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan import make_plans
-from flexrlhf.profiling.command import check_output
 from flexrlhf.profiling.subjects import RowCounts, row_counts, text_sample
 from flexrlhf.quickstart import config_paths, prepare_corpus
 from flexrlhf.spec_file import load_spec
@@ -110,7 +110,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pat
     out, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 2 and "-o .: a directory; give a file" in out and "measuring" not in out, out
     with pytest.raises(UserError, match="is a file, not a directory"):
-        check_output(tmp_path / "file" / "costs.json")
+        check_output(tmp_path / "file" / "costs.json", "-o", "profile.json", makes_directories=True)
 
 
 def test_an_interrupt_leaves_no_file_and_no_process(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,12 @@ from small_runs import PPO, TINY
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
+from flexrlhf.guideline.simulation.compare import Comparison, Pair
+from flexrlhf.guideline.simulation.report import format_comparison
+from flexrlhf.wording import bytes_text
 
 Invoke = Callable[..., Result]
+A100 = ("--set", "cluster={nodes: [{devices: 2, class: A100-80G}]}", "--placement-ratio", "[1,1,0.5,0.5]")
 COMMANDS = [("plan",), ("run", "--dry-run"), ("run",)]
 
 
@@ -306,3 +311,55 @@ def test_a_model_with_experts_on_disk_is_refused_by_name(invoke: Invoke, tmp_pat
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
     message = refused(invoke("plan", "a.yaml", "--set", "models.reward={path: model}"))
     assert all(word in message for word in ("models.", "mixtral", "num_local_experts"))
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"), [((), {"TORCHELASTIC_RUN_ID": "1"}), (("--nnodes", "2", "--rdzv-endpoint", "a:1"), {})]
+)
+def test_a_placement_is_not_chosen_by_several_processes(
+    words: tuple[str, ...], environment: dict[str, str], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    auto = ("run", "a.yaml", "--devices", "2", "--set", "placement=auto", "--dry-run", *words)
+    sentence = refused(invoke(*auto))
+    assert sentence.startswith("placement: auto of test is chosen by each process anew")
+    assert "`flexrlhf advise CONFIG -o FILE`" in sentence
+
+
+def test_bytes_go_up_to_terabytes() -> None:
+    sizes = (999.4e9, 999.6e9, 6.66e13, 1.5e15)
+    assert [bytes_text(int(size)) for size in sizes] == ["999 GB", "1 TB", "66.6 TB", "1500 TB"]
+
+
+@pytest.mark.parametrize("error", [-1e-6, 0.0, 1e-6])
+def test_no_error_is_a_negative_zero(error: float) -> None:
+    step = Pair(1.0, 1.0 + error)
+    assert ", error +0.0%" in format_comparison(Comparison((), step, range(1), Counter(), Counter()), "a run")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-o", "nodir/trace.json"), "--output nodir/trace.json: cannot be written"),
+        (("-o", "."), "--output .: a directory; give a file, such as trace.json"),
+        (("--against", "nope"), "--against nope: no such file"),
+        (("--response-tokens", "metrics.jsonl"), 'expected numbers of tokens in it, found ["x"]'),
+        (
+            ("--mean-response", "9"),
+            "--mean-response 9: longer than answers may be; data.max_response_tokens of test is 8",
+        ),
+        (("--mean-response", "2", "--response-tokens", "2"), "--mean-response 2: --response-tokens 2 says it, too"),
+    ],
+)
+def test_what_a_simulation_is_told_is_checked_first(
+    words: tuple[str, ...], said: str, invoke: Invoke, tmp_path: Path
+) -> None:
+    lines = ({"response_length": 2.0}, {"response_length": "x"})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert said in refused(invoke("simulate", "a.yaml", *A100, *words))
+
+
+def test_a_simulation_takes_a_mean(invoke: Invoke) -> None:
+    result = invoke("simulate", "a.yaml", *A100, "--mean-response", "3")
+    assert "and 3 of the answer" in result.stdout, result.output

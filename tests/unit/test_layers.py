@@ -79,6 +79,7 @@ LAYERS = (
     ),
     Layer("guideline"),
     Layer("machines", "placement spec errors"),
+    Layer("named_files", "errors"),
     Layer("timeline", "strategies.instructions"),
     Layer("remedies", "plan strategies engines.catalogue placement spec errors wording"),
     Layer("memory_report", "remedies plan placement wording"),
@@ -91,7 +92,8 @@ LAYERS = (
     Layer("quickstart", lazily="corpus"),
     Layer(
         "cli",
-        "report memory_report remedies run_directory machines engines.catalogue plan operators spec_file spec errors",
+        "report memory_report remedies run_directory machines named_files engines.catalogue plan operators "
+        "spec_file spec errors",
         lazily="worker launch run_data quickstart guideline profiling",
     ),
     # what the ranks load
@@ -140,8 +142,8 @@ LAYERS = (
     ),
     Layer(
         "profiling",
-        "profiling launch residents operators engines.catalogue comm guideline.costs machines plan placement "
-        "spec_file spec yaml12 errors",
+        "profiling launch residents operators engines.catalogue comm guideline.costs machines named_files plan "
+        "placement spec_file spec yaml12 errors",
         torch=True,
     ),
 )

@@ -67,8 +67,7 @@ COSTS = MeasuredCosts(MEASURED)
 
 
 def call(kind: Any, rows: int, **changes: Any) -> Call:
-    engine = "transformers" if kind == "generate" else "torch"
-    return replace(Call(kind, MODEL, engine, rows, PROMPT, (10.0,), WIDTH, micro_rows=rows, item=4), **changes)
+    return replace(Call(kind, MODEL, "torch", rows, PROMPT, (10.0,), WIDTH, micro_rows=rows, item=4), **changes)
 
 
 def seconds(asked: Call, mesh: Mesh = MESH, costs: MeasuredCosts = COSTS) -> float:
@@ -171,7 +170,7 @@ def test_what_was_not_measured_is_analytic() -> None:
 
 def test_what_travels_follows_its_line() -> None:
     assert COSTS.move("all_gather", Traffic(100, 0, 2), LINKS).seconds == pytest.approx(0.2 + 0.1)
-    assert COSTS.sync(Traffic(1000, 0, 1), 0, 5, LINKS).seconds == pytest.approx(0.1 + 0.05 + 0.001)
+    assert COSTS.sync(Traffic(1000, 0, 1), Traffic(0, 0), 5, LINKS).seconds == pytest.approx(0.1 + 0.05 + 0.001)
     assert COSTS.save(10**9).seconds == pytest.approx(1.5)
     assert COSTS.switch(10**9, DEVICE).seconds == pytest.approx(1.0)
     assert COSTS.combine(16, 32).seconds == pytest.approx(0.26 + 0.002)

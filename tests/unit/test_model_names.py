@@ -54,6 +54,43 @@ def test_an_unknown_name_gets_the_nearest() -> None:
         find_model("lama-33b")
 
 
+def test_an_unknown_name_is_told_under_its_option() -> None:
+    with pytest.raises(UserError, match="^--critic lama-33b: "):
+        find_model("lama-33b", "--critic")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0; expected a whole number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"intermediate_size": 1.5}, "intermediate_size is 1.5"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is true"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers in it, such as 32 of llama-7b"),
+        ({"hidden_size": None, "hiden_size": 64}, r"no hidden_size in it \(did you mean 'hiden_size'"),
+    ],
+)
+def test_a_size_that_is_missing_or_wrong_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**MODELS["qwen3-8b"], **changes}))
+    with pytest.raises(UserError, match=said):
+        find_model(str(file))
+
+
+def test_a_config_without_sizes_is_not_taken_for_another_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="no hidden_size in it, such as 4096 of llama-7b"):
+        find_model(str(tmp_path))
+
+
+def test_a_config_may_leave_out_what_follows_from_the_others(tmp_path: Path) -> None:
+    config = {key: value for key, value in MODELS["llama-7b"].items() if key != "num_key_value_heads"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_model(str(tmp_path)) == config
+
+
 def test_a_config_of_any_size_is_taken(tmp_path: Path) -> None:
     config = {**MODELS["qwen3-8b"], "num_hidden_layers": 17}
     (tmp_path / "config.json").write_text(json.dumps(config))

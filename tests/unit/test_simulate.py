@@ -57,7 +57,7 @@ class Fixed:
         self.traffic.append(traffic)
         return Cost({primitive: self.moved})
 
-    def sync(self, traffic: Traffic, gathered: int, num_tensors: int, links: Links) -> Cost:
+    def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
         self.traffic.append(traffic)
         return Cost({"send": self.synced})
 
@@ -281,7 +281,7 @@ def test_a_call_is_that_of_the_fullest_replica() -> None:
     )  # fmt: skip
     found = {name: questions[0] for name, questions in asked(plan).items()}
     call, mesh = found["generate"]
-    assert (call.rows, call.engine, call.prompt, call.responses, call.item) == (6, "transformers", 4, (8,), 2)
+    assert (call.rows, call.engine, call.prompt, call.responses, call.item) == (6, "torch", 4, (8,), 2)
     assert (mesh.dp, mesh.tp, mesh.per_node, mesh.zero) == (4, 1, 4, 0)
     call, _ = found["train_actor"]
     assert (call.rows, call.updates, call.width, call.recompute, call.engine) == (12, 2, 12, "full", "torch")

@@ -14,8 +14,10 @@ from time import perf_counter
 from typing import Literal
 
 from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.choices import Member
 from flexrlhf.guideline.advice.per_call import PPO_CALLS, PerCall
 from flexrlhf.guideline.advice.proposals import (
+    TOO_LARGE,
     Allowed,
     Vector,
     device_bytes,
@@ -28,7 +30,7 @@ from flexrlhf.guideline.advice.proposals import (
 )
 from flexrlhf.guideline.advice.request import ROLES
 from flexrlhf.guideline.advice.rules import Rule, Ruling, guideline
-from flexrlhf.guideline.advice.space import FORBIDDEN, USABLE, Space, make_space, with_schedule
+from flexrlhf.guideline.advice.space import USABLE, Space, is_allowed, make_space, with_schedule
 from flexrlhf.guideline.costs.calls import CostModel, Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch import search
@@ -39,13 +41,12 @@ from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.systems.steps import usual_steps
 from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
 from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import Spec
+from flexrlhf.spec import ModelSpec, Spec
 from flexrlhf.spec_file import dump_spec
 from flexrlhf.strategies import colocated, disaggregated, interleaving
 from flexrlhf.wording import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
-NOTHING_FITS = "no settings that it allows fit into memory"
 PLANNED = 256
 """Devices up to which all that is thought of is planned and simulated as a whole."""
 CHUNKED = 3
@@ -56,12 +57,13 @@ GAP = 0.01
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement that was thought of. ``assignment``: in ``space``; None where no settings that it allows fit."""
+    """A placement that was thought of. ``assignment``: in ``space``; None where nothing does, for ``reason``."""
 
     method: Method
     name: str
     space: Space
     assignment: Assignment | None
+    reason: str = ""
 
     @cached_property
     def spec(self) -> Spec:
@@ -147,8 +149,9 @@ class Advice:
 
     @property
     def best(self) -> Answer:
-        """What to use: the fastest that does not train one batch behind. Raises UserError when nothing fits."""
-        found = next((answer for answer in self.answers if not answer.lag), None)
+        """What to use: the fastest that trains no further behind than it must. Raises UserError when nothing fits."""
+        least = min((answer.lag for answer in self.answers), default=0)
+        found = next((answer for answer in self.answers if answer.lag == least), None)
         if found is None:
             reasons = "; ".join(dict.fromkeys(f"{item.candidate.name}: {item.reason}" for item in self.refused[:3]))
             raise UserError(f"no placement of these models fits the devices ({reasons}); use more or larger devices")
@@ -160,8 +163,8 @@ def advise(
 ) -> Advice:
     """``spec``: its placement and what it does not say of models are open. ``seconds_limit``: of all searches."""
     began = perf_counter()
-    plain = with_schedule(make_space(spec.model_copy(update={"placement": None}), costs, lengths), 1, 0)
-    spaces = list(_spaces(plain))
+    asked = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
+    plain, spaces = with_schedule(asked, asked.spec.schedule.num_chunks, 0), list(_spaces(asked))
     shadowed = [space for _, space in spaces if space.has_shadows]
     ruling = guideline(plain, shadowed[0] if shadowed else None)
     # most searches end long before; the first ones may need most of the time
@@ -169,7 +172,9 @@ def advise(
         Searched(label, search(space.problem(), _left(began, seconds_limit), GAP)) for label, space in spaces
     )
     found = [_found(space, label, item.result) for (label, space), item in zip(spaces, searches, strict=True)]
-    answers, refused = _judged([_ruled(ruling), *found, *usual(plain)])
+    # a lag that is asked for leaves nothing without shadows
+    others = [] if asked.spec.schedule.lag else [_ruled(ruling), *usual(plain)]
+    answers, refused = _judged([_as_asked(candidate, asked) for candidate in (*found, *others)])
     paper = _paper(plain, _left(began, seconds_limit)) if on_paper else None
     field = _field(plain) if on_paper else {}
     return Advice(answers, refused, ruling.rules, searches, paper, field, perf_counter() - began)
@@ -180,25 +185,37 @@ def _left(began: float, seconds_limit: float) -> float:
     return max(1.0, (seconds_limit - (perf_counter() - began)) / 2)
 
 
-def _spaces(plain: Space) -> Iterator[tuple[str, Space]]:
-    """The spaces that are searched."""
-    yield "without shadows", plain
-    if plain.graph.can_shadow and plain.pool.num_devices > 1:
-        shadowed = replace(plain, has_shadows=True)
-        yield "with shadows", shadowed
-        yield "with shadows, lag 1", with_schedule(shadowed, 1, 1)
+def _spaces(asked: Space) -> Iterator[tuple[str, Space]]:
+    """The spaces that are searched: with the lag that the YAML says, else without and with one."""
+    schedule, said = asked.spec.schedule, "lag" in asked.said
+    if not (said and schedule.lag):
+        yield "without shadows", with_schedule(asked, schedule.num_chunks, 0)
+    if asked.graph.can_shadow and asked.pool.num_devices > 1:
+        shadowed = replace(asked, has_shadows=True)
+        for lag, label in ((0, "with shadows"), (1, "with shadows, lag 1")):
+            if not said or lag == schedule.lag:
+                yield label, with_schedule(shadowed, schedule.num_chunks, lag)
 
 
 def _found(space: Space, label: str, result: Result) -> Candidate:
-    if not result.is_feasible or result.seconds >= FORBIDDEN:
-        return Candidate("search", label, space, None)
+    if not result.is_feasible or not is_allowed(result.seconds):
+        reason = TOO_LARGE if result.pruned_by_memory else "no placement of this kind is possible"
+        return Candidate("search", label, space, None, reason)
     best = [polished(space, result.best[0].assignment), *(plan.assignment for plan in result.best[1:CHUNKED])]
     _, cut, assignment = in_chunks(space, best)
     return Candidate("search", label, cut, assignment)
 
 
+def _as_asked(candidate: Candidate, asked: Space) -> Candidate:
+    """Without what the YAML's strategy rules out."""
+    wanted = asked.spec.schedule.strategy
+    if wanted in (None, candidate.strategy) or candidate.assignment is None:
+        return candidate
+    return replace(candidate, assignment=None, reason=f"is {candidate.strategy}; schedule.strategy says {wanted}")
+
+
 def _ruled(ruling: Ruling) -> Candidate:
-    return Candidate("guideline", ruling.strategy, ruling.space, ruling.assignment)
+    return Candidate("guideline", ruling.strategy, ruling.space, ruling.assignment, TOO_LARGE)
 
 
 def usual(space: Space) -> Iterator[Candidate]:
@@ -206,40 +223,52 @@ def usual(space: Space) -> Iterator[Candidate]:
     the symmetric heuristic of ReaL's comparison."""
     roles, one = space.roles.all, Fraction(1)
     everywhere = (one,) * len(roles)
-    yield _settled(space, "co-located ZeRO-3", everywhere, lambda member, model: model.zero == 3 and model.tp == 1)
+    yield _settled(space, "co-located ZeRO-3", everywhere, _is_zero3)
     yield _settled(space, "standalone", (one / len(roles),) * len(roles))
     if len(roles) == 4:
         yield _settled(space, "split", (one / 2,) * len(roles))
     widest = min(8, space.pool.per_node)
-    yield _settled(space, f"symmetric, tp {widest}", everywhere, lambda member, model: model.tp == widest)
+    yield _settled(space, f"symmetric, tp {widest}", everywhere, lambda member, settings: settings.tp == widest)
+
+
+def _is_zero3(member: Member, settings: ModelSpec) -> bool:
+    """Weights of a rollout engine are whole."""
+    return member.is_rollout or (settings.zero == 3 and settings.tp == 1)
 
 
 def _settled(space: Space, name: str, vector: Vector, allowed: Allowed | None = None) -> Candidate:
     ranks = vector_ranks(space, vector)
-    return Candidate("usual", name, space, None if ranks is None else settle(space, ranks, allowed))
+    if ranks is None:
+        return Candidate("usual", name, space, None, "these shares are no whole devices, or of several classes")
+    found = settle(space, ranks, allowed)
+    return Candidate("usual", name, space, *((None, found) if isinstance(found, str) else (found, "")))
 
 
 def _judged(candidates: Sequence[Candidate]) -> tuple[tuple[Answer, ...], tuple[Refused, ...]]:
-    """Those that do, fastest first, and the others. On large clusters only what would be taken is planned whole."""
+    """Those that do, fastest first, and the others. What would be taken is planned whole, and on small clusters all but
+    the usual placements, which are there to be compared with."""
     is_small = candidates[0].space.pool.num_devices <= PLANNED
-    judged = [judge(candidate) if is_small else estimate(candidate) for candidate in candidates]
+    judged = [judge(item) if is_small and item.method != "usual" else estimate(item) for item in candidates]
     answers = sorted((item for item in judged if isinstance(item, Answer)), key=lambda answer: answer.seconds)
     refused = [item for item in judged if isinstance(item, Refused)]
-    for answer in [] if is_small else list(answers):
-        if not answer.lag:
+    least = min((answer.lag for answer in answers), default=0)
+    for answer in list(answers):
+        if answer.lag == least and answer.known is None:
             checked = judge(answer.candidate)
             if isinstance(checked, Answer):
                 answers[answers.index(answer)] = checked
                 break
             answers.remove(answer)
             refused.append(checked)
+        elif answer.lag == least:
+            break
     return tuple(answers), tuple(refused)
 
 
 def judge(candidate: Candidate) -> Answer | Refused:
     """Plan and simulate a candidate, as ``run`` would."""
     if candidate.assignment is None:
-        return Refused(candidate, NOTHING_FITS)
+        return Refused(candidate, candidate.reason)
     try:
         whole = whole_of(candidate)
     except UserError as error:
@@ -259,7 +288,7 @@ def whole_of(candidate: Candidate) -> Whole:
 def estimate(candidate: Candidate) -> Answer | Refused:
     """As ``judge``, by what the search knows of a candidate."""
     if candidate.assignment is None:
-        return Refused(candidate, NOTHING_FITS)
+        return Refused(candidate, candidate.reason)
     pool, chosen = candidate.space.pool, candidate.assignment
     used = {at: device_bytes(chosen, at) for at in {choice.start for choice in chosen}}
     memory = {at: pool.memory[pool.kinds_of(at, 1)[0]] / USABLE for at in used}

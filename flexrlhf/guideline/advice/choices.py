@@ -6,7 +6,7 @@ Bytes are those that ``placement.memory`` counts for a plan, so what the search 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, TypeVar
 
@@ -22,18 +22,18 @@ from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.placement.shapes import ModelShape
 from flexrlhf.placement.states import State
-from flexrlhf.spec import ModelSpec, Spec, SyncSpec
+from flexrlhf.spec import ModelSpec, RolloutSpec, Section, ShadowSpec, Spec, SyncSpec
 
 T = TypeVar("T")
 
 CallKind = Kind | Literal["switch"]
 """What a placed model does on its devices: an operator, or on the way to its host's memory and back."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
-PASS_ROWS = (1, 4, 16, 64)
-"""Rows of a micro-batch that are tried."""
-DECODE_SHARES = (1, 4, 16)
-"""All rows decoded together, a fourth of them, a sixteenth."""
-CACHE_SHARES = (1, 2, 4, 8, 16)
+PASS_TOKENS = (0, 8192, 32768)
+"""Padded tokens of a micro-batch that are tried; at least one prompt's."""
+DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64)
+"""All rows decoded together, half of them, a fourth ..."""
+CACHE_SHARES = (1, 2, 4, 8, 16, 32)
 """The same of what a rollout engine's cache has room for, which is there all the time."""
 
 
@@ -107,10 +107,17 @@ class Chooser:
         assert base is not None, f"{member.role} is resolved"
         for zero, tp in self._splits(member, place, base):
             layout = _layout(place.size, tp)
-            if layout.dp <= self.batch.num_prompts:
-                for settings in self._settings(member, base, layout, {"zero": zero, "tp": tp}):
-                    rollout = self.spec.rollout.model_copy(update={"tp": tp}) if member.is_rollout else None
-                    yield PlacedModel(member.name, member.role, layout, member.trained, settings, rollout)
+            if layout.dp > self.batch.num_prompts:
+                continue
+            if member.is_rollout:
+                rollout = self.spec.rollout.model_copy(update={"tp": tp})
+                for settings in self._rollouts(base, layout, rollout):
+                    yield PlacedModel(member.name, member.role, layout, False, settings, rollout)
+            else:
+                plain = (base.of_shadow if member.is_shadow else base).model_copy(update={"zero": zero, "tp": tp})
+                yield from self._matched(
+                    member, place, PlacedModel(member.name, member.role, layout, member.trained, plain)
+                )
 
     def _splits(self, member: Member, place: Place, base: ModelSpec) -> Iterator[tuple[int, int]]:
         serves = SERVES["vllm" if member.is_rollout else base.engine]
@@ -120,77 +127,121 @@ class Chooser:
                     yield zero, tp
 
     def _tensor_parallel(self, member: Member, place: Place, base: ModelSpec, can: bool) -> Iterator[int]:
-        if "tp" in base.model_fields_set and not member.is_shadow:
-            yield base.tp
-            return
-        sizes = self.shapes[member.role].sizes
-        for tp in TENSOR_PARALLEL if can and base.lora is None and sizes is not None else (1,):
+        """Sizes that the place and the heads let be; of those that the YAML says, where it says one."""
+        sizes, said = self.shapes[member.role].sizes, self._said(member, base, "tp")
+        tried = TENSOR_PARALLEL if can and base.lora is None and sizes is not None else (1,)
+        for tp in tried if said is None else (said,):
             whole = sizes is None or not (sizes.heads % tp or sizes.kv_heads % tp or sizes.ffn % tp)
             if whole and place.size % tp == 0 and tp <= place.per_node:
                 yield tp
 
     def _stages(self, member: Member, base: ModelSpec, stages: Sequence[int]) -> tuple[int, ...]:
-        if "zero" in base.model_fields_set and not member.is_shadow:
-            return (base.zero,)
+        said = self._said(member, base, "zero")
+        if said is not None:
+            return (said,)
         if not member.trained:
             return tuple(stage for stage in stages if stage in (0, 3))
         # DeepSpeed keeps no float32 gradients at stage 0 in 16 bits
         least = 1 if base.engine == "deepspeed" and base.dtype != "float32" else 0
         return tuple(stage for stage in stages if stage >= least)
 
-    def _settings(
-        self, member: Member, base: ModelSpec, layout: Layout, split: Mapping[str, int]
-    ) -> Iterator[ModelSpec]:
-        if member.is_rollout:
-            yield from self._rollouts(base, layout, split["tp"])
-            return
-        plain = base.of_shadow if member.is_shadow else base
-        for change in self._changes(member, base, layout):
-            yield plain.model_copy(update={**split, **change})
+    def _said(self, member: Member, base: ModelSpec, setting: str) -> int | None:
+        """What the YAML says of a setting of this copy; None: it is open."""
+        section: Section | None = base
+        if member.is_shadow:
+            section = self.spec.rollout if member.is_rollout else base.shadow
+        if section is None or setting not in section.model_fields_set:
+            return None
+        value: int | None = getattr(section, setting)
+        return value
 
-    def _rollouts(self, base: ModelSpec, layout: Layout, tp: int) -> Iterator[ModelSpec]:
+    def _rollouts(self, base: ModelSpec, layout: Layout, rollout: RolloutSpec) -> Iterator[ModelSpec]:
         """With room for the keys and values of more or fewer rows."""
-        most = max(map(sum, row_patterns(self.batch, layout, self.batch.mini_batches)))
-        room = sorted({padded_row(self.spec) * max(1, most // share) for share in CACHE_SHARES})
-        for tokens in room if self.spec.rollout.kv_tokens is None else [self.spec.rollout.kv_tokens]:
-            rollout = self.spec.rollout.model_copy(update={"tp": tp, "kv_tokens": tokens})
-            yield rollout_settings(base, layout, self.spec.model_copy(update={"rollout": rollout}))
+        room = [padded_row(self.spec) * rows for rows in self._shared(layout, CACHE_SHARES)]
+        for tokens in room if rollout.kv_tokens is None else [rollout.kv_tokens]:
+            kept = rollout.model_copy(update={"kv_tokens": tokens})
+            yield rollout_settings(base, layout, self.spec.model_copy(update={"rollout": kept}))
 
-    def _changes(self, member: Member, base: ModelSpec, layout: Layout) -> Iterator[dict[str, object]]:
-        """Rows of passes and of decoding, and whether activations are computed again."""
-        texts = self.spec.data
-        width = texts.max_prompt_tokens + texts.max_response_tokens
+    def _shared(self, layout: Layout, shares: Sequence[int]) -> list[int]:
+        """Rows of a replica, and parts of them."""
         most = max(map(sum, row_patterns(self.batch, layout, self.batch.mini_batches)))
-        passes = [n for n in PASS_ROWS if n <= max(most, 1)]
-        decoded = sorted({max(1, most // n) for n in DECODE_SHARES}) if "generate" in member.kinds else [0]
-        for rows in passes:
-            for together in decoded:
-                for again in (False, True) if member.trained else (False,):
-                    change: dict[str, object] = {"micro_batch_tokens": rows * width * self.batch.samples_per_prompt}
-                    change |= {"generate_tokens": together * width} if together else {}
-                    if again:
-                        change["activation_checkpointing"] = True
-                    yield {key: value for key, value in change.items() if key not in base.model_fields_set}
+        return sorted({max(1, most // share) for share in shares})
+
+    def _matched(self, member: Member, place: Place, plain: PlacedModel) -> Iterator[PlacedModel]:
+        """``plain`` with as many rows in passes and in decoding as go into the same bytes.
+
+        What is left beside the states each call has alone: one that needs less than another is slower for nothing.
+        """
+        passes = [_with(plain, change) for change in self._passes(member, plain)]
+        decodes = [_with(plain, change) for change in self._decodes(member, plain)]
+        if len(decodes) < 2:
+            yield from (_with(model, change) for model in passes for change in self._decodes(member, plain))
+            return
+        passed = {model: self._besides(member, place, model, {"forward", "train"}) for model in passes}
+        decoded = {model: self._besides(member, place, model, {"generate"}) for model in decodes}
+        known = set[tuple[PlacedModel, PlacedModel]]()
+        for room in sorted({size for _, size in (*passed.values(), *decoded.values())}):
+            pair = _quickest(passed, room), _quickest(decoded, room)
+            if pair[0] is not None and pair[1] is not None and (pair[0], pair[1]) not in known:
+                known.add((pair[0], pair[1]))
+                yield _with(pair[0], {"generate_tokens": pair[1].settings.generate_tokens})
+
+    def _passes(self, member: Member, model: PlacedModel) -> Iterator[dict[str, object]]:
+        """Rows of a pass, and whether activations are computed again."""
+        texts, fixed = self.spec.data, self._fixed(member)
+        row = (texts.max_prompt_tokens + texts.max_response_tokens) * self.batch.samples_per_prompt
+        most = max(self._shared(model.layout, (1,)))
+        rows = sorted({min(max(1, tokens // row), most) for tokens in PASS_TOKENS})
+        tried = [row * number for number in rows] if "micro_batch_tokens" not in fixed else [0]
+        for tokens in tried:
+            change: dict[str, object] = {"micro_batch_tokens": tokens} if tokens else {}
+            yield change
+            if member.trained and "activation_checkpointing" not in fixed:
+                yield {**change, "activation_checkpointing": True}
+
+    def _decodes(self, member: Member, model: PlacedModel) -> list[dict[str, object]]:
+        """Rows decoded together."""
+        if "generate" not in member.kinds or "generate_tokens" in self._fixed(member):
+            return [{}]
+        width = self.spec.data.max_prompt_tokens + self.spec.data.max_response_tokens
+        return [{"generate_tokens": width * rows} for rows in self._shared(model.layout, DECODE_SHARES)]
+
+    def _fixed(self, member: Member) -> set[str]:
+        """Settings that the YAML says of this copy."""
+        base = self.spec.models.of(member.role)
+        assert base is not None, f"{member.role} is resolved"
+        section = (base.shadow or ShadowSpec()) if member.is_shadow else base
+        return {name for name in section.model_fields_set if getattr(section, name) is not None}
+
+    def _besides(self, member: Member, place: Place, model: PlacedModel, kinds: set[str]) -> tuple[float, int]:
+        """Seconds of all calls of ``kinds``, and the most bytes of one besides what rests."""
+        found = [(seconds, size) for kind, seconds, size in self._calls(member, place, model) if kind in kinds]
+        return sum(seconds for seconds, _ in found), max((size for _, size in found), default=0)
 
     def _option(self, member: Member, place: Place, model: PlacedModel) -> Option | None:
-        shape, settings = self.shapes[member.role], model.settings
-        mesh = Mesh(place.device, place.links, model.layout.dp, model.layout.tp, 1, place.per_node, model.settings.zero)
-        common = member.role, member.trained, place, model.layout.tp, settings.zero, _kept_tokens(model)
-        state = self.once(("state", common), lambda: self._state(model, shape))
-        assert isinstance(state, State), "shapes are known"
-        seconds, most = [], 0
+        state, calls = self._state(model, self._common(model, place)), list(self._calls(member, place, model))
+        seconds, most = tuple(seconds for _, seconds, _ in calls), max(size for _, _, size in calls)
+        side = self.once(("side", self._common(model, place)), lambda: side_of(model, place.per_node))
+        if member.sleeps:
+            return Option(seconds, 0, state.resting + most, side, model.settings)
+        return Option(seconds, state.resting, most, side, model.settings)
+
+    def _common(self, model: PlacedModel, place: Place) -> object:
+        """What states follow from."""
+        where = place.size, place.per_node, place.device.name
+        return model.role, model.trained, where, model.layout.tp, model.settings.zero, _kept_tokens(model)
+
+    def _calls(self, member: Member, place: Place, model: PlacedModel) -> Iterator[tuple[CallKind, float, int]]:
+        """Kind, seconds and bytes besides what rests, of each call."""
+        common, layout, zero = self._common(model, place), model.layout, model.settings.zero
+        mesh = Mesh(place.device, place.links, layout.dp, layout.tp, 1, place.per_node, zero)
         for kind, batches in member.calls:
             if kind == "switch":
-                seconds.append(self.costs.switch(state.parked, place.device).seconds)
+                yield kind, self.costs.switch(self._state(model, common).parked, place.device).seconds, 0
                 continue
-            rows, key = self._most_rows(model, kind, batches), (common, kind, _matters(kind, settings))
-            timed = partial(self._seconds, model, shape, mesh, kind, batches)
-            seconds.append(self.once(("seconds", key, batches), timed))
-            most = max(most, self.once(("bytes", key, rows), partial(self._bytes, model, shape, state, kind, rows)))
-        side = self.once(("side", common), lambda: side_of(model, place.per_node))
-        if member.sleeps:
-            return Option(tuple(seconds), 0, state.resting + most, side, settings)
-        return Option(tuple(seconds), state.resting, most, side, settings)
+            rows, key = self._most_rows(model, kind, batches), (common, kind, _matters(kind, model.settings))
+            seconds = self.once(("seconds", key, batches), partial(self._seconds, model, mesh, kind, batches))
+            yield kind, seconds, self.once(("bytes", key, rows), partial(self._bytes, model, common, kind, rows))
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """What ``make`` gave the first time: settings share most of what they cost."""
@@ -199,15 +250,17 @@ class Chooser:
         found: T = self._parts[key]
         return found
 
-    def _seconds(self, model: PlacedModel, shape: ModelShape, mesh: Mesh, kind: Kind, batches: range) -> float:
+    def _seconds(self, model: PlacedModel, mesh: Mesh, kind: Kind, batches: range) -> float:
         rows = row_patterns(self.batch, model.layout, batches)
         if kind == "combine":
             return self.costs.combine(max(map(sum, rows)), self.maker.lengths.width).seconds
-        call = self.maker.call(kind, model, shape, [each for each in rows if any(each)])
+        call = self.maker.call(kind, model, self.shapes[model.role], [each for each in rows if any(each)])
         return self.costs.call(call, mesh).seconds
 
-    def _state(self, model: PlacedModel, shape: ModelShape) -> State | None:
-        return self._sizing(model, shape).state(model, 0)
+    def _state(self, model: PlacedModel, common: object) -> State:
+        state = self.once(("state", common), lambda: self._sizing(model).state(model, 0))
+        assert isinstance(state, State), "shapes are known"
+        return state
 
     def _most_rows(self, model: PlacedModel, kind: Kind, batches: range) -> int:
         """Of one pass or of those decoded together, where settings let in no more."""
@@ -217,20 +270,31 @@ class Chooser:
             return self._texts.rows_decoded(model.settings.generate_tokens, most)
         return self._texts.rows_within(model.settings.micro_batch_tokens, most)
 
-    def _bytes(self, model: PlacedModel, shape: ModelShape, state: State, kind: Kind, rows: int) -> int:
+    def _bytes(self, model: PlacedModel, common: object, kind: Kind, rows: int) -> int:
         """What a call takes at the most besides what rests."""
         if kind == "combine":
             return 0
-        phases = self._sizing(model, shape).phases(Compute(kind, model.name, rows), 0)
+        state, phases = self._state(model, common), self._sizing(model).phases(Compute(kind, model.name, rows), 0)
         return max(phase.besides + (state.training - state.resting) * phase.trains for phase in phases)
 
-    def _sizing(self, model: PlacedModel, shape: ModelShape) -> Sizing:
-        return Sizing(Placement((model,), len(model.ranks)), {model.role: shape}, self._texts, SyncSpec())
+    def _sizing(self, model: PlacedModel) -> Sizing:
+        shapes = {model.role: self.shapes[model.role]}
+        return Sizing(Placement((model,), len(model.ranks)), shapes, self._texts, SyncSpec())
 
     @cached_property
     def _texts(self) -> Texts:
         data = self.spec.data
         return Texts(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
+
+
+def _with(model: PlacedModel, change: Mapping[str, object]) -> PlacedModel:
+    return replace(model, settings=model.settings.model_copy(update=dict(change))) if change else model
+
+
+def _quickest(found: Mapping[PlacedModel, tuple[float, int]], room: int) -> PlacedModel | None:
+    """Of those whose bytes go into ``room``."""
+    fitting = [model for model, (_, size) in found.items() if size <= room]
+    return min(fitting, key=lambda model: found[model][0], default=None)
 
 
 def _kept_tokens(model: PlacedModel) -> int | None:

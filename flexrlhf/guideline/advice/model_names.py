@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.placement.shapes import LLAMA_LIKE
 
 Config = dict[str, Any]
@@ -22,6 +22,8 @@ _KEYS = (
     "num_key_value_heads",
     "vocab_size",
 )
+_OPTIONAL = ("num_key_value_heads", "head_dim")
+"""Follow from the others where a config has none."""
 
 
 def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: bool = False) -> Config:
@@ -98,4 +100,18 @@ def _read_config(path: Path, option: str) -> Config:
             f"{option} {path}: sizes of {config['model_type']!r} are not known before it is loaded; "
             f"known families: {', '.join(LLAMA_LIKE)}"
         )
+    for key in dict.fromkeys((*_KEYS, *_OPTIONAL)):
+        _check_size(config, key, f"{option} {path}")
     return config
+
+
+def _check_size(config: Config, key: str, where: str) -> None:
+    """Sizes that a config leaves out would be those of another model."""
+    value = config.get(key)
+    if value is None and key in _OPTIONAL:
+        return
+    if value is None:
+        others = [other for other in config if other not in _KEYS]
+        raise UserError(f"{where}: no {key} in it{nearest(key, others)}, such as {MODELS['llama-7b'][key]} of llama-7b")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{where}: {key} is {shown(value)}; expected a whole number above 0")

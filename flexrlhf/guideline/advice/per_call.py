@@ -97,7 +97,7 @@ class PerCall:
         mesh = Mesh(device, links, dp, tp, pp, shape.per_node, zero)
         asked = self._question(call, -(-self.rows // dp), rows)
         resting, active = self._bytes(asked, mesh, rows)
-        side = Side(shape.size, shape.per_node, dp, tp * pp, is_cut=tp * pp > 1)
+        side = Side(shape.size, shape.per_node, dp, tp * pp, cut=tp * pp)
         return Option((self.costs.call(asked, mesh).seconds,), resting, active, side, (dp, tp, pp, rows))
 
     def _question(self, call: OneCall, rows: int, together: int) -> Call:

@@ -17,6 +17,7 @@ from flexrlhf.placement.ratios import place
 from flexrlhf.spec import ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
 
 Vector = tuple[Fraction, ...]
+TOO_LARGE = "no settings that it allows fit into memory"
 SWAPS = 100
 """Changes of settings that are tried to make models fit."""
 
@@ -77,14 +78,15 @@ def vector_ranks(space: Space, vector: Vector) -> dict[str, tuple[int, ...]] | N
 Allowed = Callable[[Member, ModelSpec], bool]
 
 
-def settle(space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed | None = None) -> Assignment | None:
+def settle(space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed | None = None) -> Assignment | str:
     """Settings for models on ``ranks``, each a run of devices: the fastest, then smaller ones where memory does
-    not do. ``allowed``: which settings are asked for. None where nothing fits.
+    not do. ``allowed``: which settings are asked for. A text says why there are none.
     """
     problem = space.problem()
     pools = [_choices(problem, member, _ranks_of(member, ranks), allowed) for member in space.members]
-    if not all(pools):
-        return None
+    for member, pool in zip(space.members, pools, strict=True):
+        if not pool:
+            return f"{member.name} has no setting of this kind there (heads, type, engine or what the YAML says)"
     chosen = [min(pool, key=lambda choice: sum(choice.option.seconds)) for pool in pools]
     for _ in range(SWAPS):
         device = _fullest(problem, chosen)
@@ -92,9 +94,9 @@ def settle(space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed 
             return tuple(chosen)
         swap = _cheapest_swap(chosen, pools, device)
         if swap is None:
-            return None
+            return TOO_LARGE
         chosen[swap[0]] = swap[1]
-    return None
+    return TOO_LARGE
 
 
 def polished(space: Space, assignment: Assignment) -> Assignment:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
+from flexrlhf.errors import either
 from flexrlhf.guideline.advice.advise import Advice, Answer, Searched
+from flexrlhf.guideline.advice.choices import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
+from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.spec import PlacementMap
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.wording import bytes_text, ranks_text
+from flexrlhf.wording import bytes_text, ranks_text, table
 
 SHOWN = 3
 """Models of a plan whose reason for its time is told."""
@@ -35,24 +38,32 @@ def format_advice(advice: Advice, source: str) -> str:
 def _head(advice: Advice, source: str) -> str:
     plan = advice.best.plan
     classes = ", ".join(f"{len(plan.cluster.ranks_on(name))} {name}" for name in plan.cluster.classes)
+    nodes = f"{plan.cluster.num_nodes} node{'s' if plan.cluster.num_nodes > 1 else ''}"
     rows, lengths = plan.batch, plan.lengths
     return (
-        f"{plan.spec.algorithm.name} on {classes} in {plan.cluster.num_nodes} nodes: {rows.num_prompts} prompts x "
-        f"{rows.samples_per_prompt} a step, {lengths.prompt} + {lengths.response} tokens at the most; "
-        f"seconds from {source}; answered in {advice.seconds:.1f} s"
+        f"{plan.spec.algorithm.name} on {classes} in {nodes}: {rows.num_prompts} prompts x "
+        f"{rows.samples_per_prompt} a step, {lengths.prompt} + {lengths.response} tokens at the most"
+        f"{_mean(advice)}; seconds from {source}; answered in {advice.seconds:.1f} s"
     )
 
 
-def _titled(title: str, lines: list[str] | Iterator[str]) -> str:
+def _mean(advice: Advice) -> str:
+    """Where answers are shorter than they may be."""
+    mean = advice.best.candidate.space.lengths.mean_response
+    return f", answers of {mean:.4g} tokens in the mean" if mean < advice.best.plan.lengths.response else ""
+
+
+def _titled(title: str, lines: Iterable[str]) -> str:
     listed = [f"  {line}".rstrip() for line in lines]
     return "\n".join([title, *listed]) if listed else ""
 
 
-def _field(advice: Advice) -> Iterator[str]:
-    rows = advice.best.plan.batch.num_rows
+def _field(advice: Advice) -> list[str]:
+    rows, lines = advice.best.plan.batch.num_rows, []
     for name, seconds in advice.field.items():
-        told = "does not fit" if seconds is None else f"{seconds:>8.2f} s/step {rows / seconds:>10.2f} samples/s"
-        yield f"{name:<32} {told}"
+        told = ("does not fit", "") if seconds is None else (f"{seconds:.2f} s/step", f"{rows / seconds:.2f} samples/s")
+        lines.append((name, *told))
+    return table(lines, "<>>")
 
 
 def _refused(advice: Advice) -> Iterator[str]:
@@ -70,20 +81,16 @@ def _told(advice: Advice) -> list[Answer]:
     return [best, *(a for a in advice.answers if a.candidate.method == "guideline" and a is not best)]
 
 
-def _ranking(advice: Advice) -> Iterator[str]:
-    yield _row("", "method", "placement", "strategy", "ratio vector", "s/step", "samples/s", "memory")
+def _ranking(advice: Advice) -> list[str]:
+    rows = [("", "method", "placement", "strategy", "ratio vector", "s/step", "samples/s", "memory", "")]
     best = advice.best
     for answer in advice.answers:
         mark = ">" if answer is best else ""
         seconds, samples = f"{answer.seconds:.2f}", f"{answer.samples_per_second:.2f}"
-        memory = bytes_text(int(answer.peak)) + (f" {answer.share:>4.0%}" if answer.share else "")
+        memory, share = bytes_text(int(answer.peak)), f"{answer.share:.0%}" if answer.share else ""
         method, name, strategy = answer.candidate.method, answer.candidate.name, answer.candidate.strategy
-        yield _row(mark, method, name, strategy, vector_text(answer), seconds, samples, memory)
-
-
-def _row(*cells: str) -> str:
-    widths = ("<2", "<10", "<26", "<14", "<34", ">8", ">10", ">13")
-    return " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+        rows.append((mark, method, name, strategy, vector_text(answer), seconds, samples, memory, share))
+    return table(rows, "<<<<<>>>>")
 
 
 def vector_text(answer: Answer) -> str:
@@ -100,32 +107,26 @@ def _vector(ratios: Sequence[Fraction]) -> str:
     return "[" + ",".join(f"{float(ratio):.4g}" for ratio in ratios) + "]"
 
 
-def _settings(answer: Answer) -> Iterator[str]:
-    yield _line("model", "ranks", "dp", "tp", "zero", "rows of a pass", "decoded", "recompute")
-    for model in answer.plan.placement.models:
-        yield _settings_line(model, answer)
+def _settings(answer: Answer) -> list[str]:
+    head = ("model", "ranks", "dp", "tp", "zero", "rows of a pass", "decoded", "recompute")
+    rows = [head, *(_settings_of(model, answer) for model in answer.plan.placement.models)]
     schedule = answer.plan.spec.schedule
-    yield f"chunks {schedule.num_chunks}, lag {schedule.lag}"
+    return [*table(rows, "<<>>>>><"), f"chunks {schedule.num_chunks}, lag {schedule.lag}"]
 
 
-def _settings_line(model: PlacedModel, answer: Answer) -> str:
+def _settings_of(model: PlacedModel, answer: Answer) -> tuple[str, ...]:
     settings, layout = model.settings, model.layout
     width = answer.plan.lengths.prompt + answer.plan.lengths.response
     rows = "-" if model.rollout is not None else str(max(1, settings.micro_batch_tokens // width))
     decoded = str(settings.generate_tokens // width) if _generates(model, answer) else "-"
     again = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
     split = (str(number) for number in (layout.dp, layout.tp, settings.zero))
-    return _line(model.name, ranks_text(model.ranks), *split, rows, decoded, again)
+    return (model.name, ranks_text(model.ranks), *split, rows, decoded, again)
 
 
 def _generates(model: PlacedModel, answer: Answer) -> bool:
     runs = (each for each in answer.plan.schedule.instructions if isinstance(each, Run))
     return any(run.operator.kind == "generate" and run.model == model.name for run in runs)
-
-
-def _line(*cells: str) -> str:
-    widths = ("<14", "<12", ">4", ">3", ">5", ">15", ">8", "<10")
-    return " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
@@ -151,26 +152,31 @@ def _rules(advice: Advice) -> Iterator[str]:
 
 
 def _searches(advice: Advice) -> Iterator[str]:
-    yield (
-        f"{'space':<30} {'plans':>9} {'evaluated':>10} {'pruned: memory':>15} {'bound':>10} {'seconds':>8} "
-        f"{'best s/step':>12} {'gap':>7}"
-    )
-    for item in advice.searches:
-        yield _searched(item)
+    searched = [*advice.searches, *([] if advice.on_paper is None else [advice.on_paper])]
+    head = ("space", "plans", "evaluated", "pruned: memory", "bound", "seconds", "best s/step", "gap")
+    yield from table([head, *map(_searched, searched)], "<>>>>>>>")
     if advice.on_paper is not None:
-        yield _searched(advice.on_paper)
-        yield "  (with pipeline stages and a mesh for each call: what ReaL searches; no engine here runs it as a whole)"
+        yield (
+            f"  {advice.on_paper.label}: with pipeline stages, what ReaL searches; no engine here runs it as a whole"
+        )
     meshes = next((item.result.meshes for item in advice.searches if item.result.meshes), "")
     if meshes:
         yield f"  meshes: {meshes}"
+    yield f"  settings tried: passes of one prompt, or of at most {either(PASS_TOKENS[1:])} tokens;"
+    yield f"    {_parts(DECODE_SHARES)} of the rows decoded together;"
+    yield f"    a rollout engine's cache with room for {_parts(CACHE_SHARES)} of its rows"
+    yield "  plans: all that the space states, also what memory or rules forbid"
     yield "  gap: by how much of its time any plan of the space may at most be faster"
 
 
-def _searched(item: Searched) -> str:
+def _parts(shares: Sequence[int]) -> str:
+    return either("all" if share == 1 else f"1/{share}" for share in shares)
+
+
+def _searched(item: Searched) -> tuple[str, ...]:
     result = item.result
-    best = f"{result.seconds:.2f}" if result.is_feasible else "none fits"
-    gap = f"{result.gap:.2%}" if result.is_feasible else "-"
-    return (
-        f"{item.label:<30} {result.space:>9.1e} {result.evaluated:>10} {result.pruned_by_memory:>15} "
-        f"{result.pruned_by_bound:>10} {result.wall_seconds:>8.2f} {best:>12} {gap:>7}"
-    )
+    is_plan = result.is_feasible and is_allowed(result.seconds)
+    best = f"{result.seconds:.2f}" if is_plan else "none" if result.is_feasible else "none fits"
+    gap = f"{result.gap:.2%}" if is_plan else "-"
+    counts = (f"{result.space:.1e}", str(result.evaluated), str(result.pruned_by_memory), str(result.pruned_by_bound))
+    return (item.label, *counts, f"{result.wall_seconds:.2f}", best, gap)

@@ -1,9 +1,12 @@
-"""What a user asks ``advise``: models, devices, lengths and batch, as a Spec whose placement is still open."""
+"""What a user asks ``advise``: models, devices, lengths and batch, as a Spec whose placement is still open.
+
+All that is taken where a user says nothing stands here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.guideline.advice.model_names import Config, find_model
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.spec import NodeSpec, Spec
-from flexrlhf.spec_file import apply_override, parse_spec
+from flexrlhf.spec_file import apply_override, load_spec, parse_spec
 from flexrlhf.yaml12 import explain, read_yaml
 
 ROLES = ("actor", "critic", "ref", "reward")
 GPUS_PER_NODE = 8
+MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Request:
     samples: int = 1
     mini_batches: int = 8
     engine: str = "torch"
-    rollout: str = "transformers"
+    rollout: str = "vllm"
     lora: int | None = None
 
     def spec(self, overrides: tuple[str, ...] = ()) -> Spec:
@@ -49,7 +53,9 @@ class Request:
                 "samples_per_prompt": self.samples,
                 "num_mini_batches": self.mini_batches,
             },
-            "models": {role: self._model(role, find_model(name)) for role, name in self.models.items()},
+            "models": {
+                role: self._model(role, find_model(name, f"models.{role}")) for role, name in self.models.items()
+            },
             "data": {
                 "path": "prompts.jsonl",
                 "max_prompt_tokens": self.prompt_tokens,
@@ -70,6 +76,87 @@ class Request:
         if self.lora is not None and role in ("actor", "critic"):
             model["lora"] = {"rank": self.lora, "alpha": 2 * self.lora}
         return model
+
+
+SETTINGS = {
+    "model": "models.actor.path=DIRECTORY",
+    "critic": "models.critic.path=DIRECTORY",
+    "ref": "models.ref.path=DIRECTORY",
+    "reward": "models.reward.path=DIRECTORY",
+    "gpus": "cluster.nodes=[{count: 1, devices: 8, class: A100-80G}]",
+    "gpu_type": "cluster.nodes=[{count: 1, devices: 8, class: A100-80G}]",
+    "cluster": "cluster.nodes=[{count: 1, devices: 8, class: A100-80G}]",
+    "prompt_tokens": "data.max_prompt_tokens=N",
+    "response_tokens": "data.max_response_tokens=N",
+    "prompts": "algorithm.prompts_per_step=N",
+    "samples": "algorithm.samples_per_prompt=N",
+    "mini_batches": "algorithm.num_mini_batches=N",
+    "engine": "models.actor.engine=NAME",
+    "rollout": "rollout.engine=NAME",
+    "lora": "models.actor.lora={rank: N}",
+}
+"""Option → what says the same of a config, behind ``--set``."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says, under the names of its options; None where it says nothing."""
+
+    model: str | None = None
+    critic: str | None = None
+    ref: str | None = None
+    reward: str | None = None
+    gpus: int | None = None
+    gpu_type: str | None = None
+    cluster: Path | None = None
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    prompts: int | None = None
+    samples: int | None = None
+    mini_batches: int | None = None
+    engine: str | None = None
+    rollout: str | None = None
+    lora: int | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def spec(self, config: Path | None, overrides: tuple[str, ...] = ()) -> Spec:
+        """That of ``config`` where there is one. Raises UserError where something is given that ``config`` says."""
+        if config is None:
+            return self.request().spec(overrides)
+        if self.given:
+            name, value = next(iter(self.given.items()))
+            raise UserError(f"{_option(name)} {value}: {config} says it already; use --set {SETTINGS[name]} instead")
+        return load_spec(config, overrides)
+
+    def request(self) -> Request:
+        """Raises UserError for unknown models, unknown classes, and devices that are said twice."""
+        for name in ("model", "critic", "ref", "reward"):
+            if name in self.given:
+                find_model(self.given[name], _option(name))
+        actor = self.model or MODEL
+        models = {
+            "actor": actor,
+            "critic": self.critic or self.reward or actor,
+            "ref": self.ref or actor,
+            "reward": self.reward or self.critic or actor,
+        }
+        said = {name: value for name, value in self.given.items() if name in Request.__dataclass_fields__}
+        return Request(models, self._nodes(), **said)
+
+    def _nodes(self) -> tuple[Mapping[str, Any], ...]:
+        if self.cluster is None:
+            return equal_nodes(self.gpus or GPUS, self.gpu_type or GPU_TYPE)
+        for name in ("gpus", "gpu_type"):
+            if name in self.given:
+                raise UserError(f"{_option(name)} {self.given[name]}: --cluster {self.cluster} says it; leave one out")
+        return read_nodes(self.cluster)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def equal_nodes(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from flexrlhf.guideline.advice.choices import Member
-from flexrlhf.guideline.advice.proposals import Vector, in_chunks, settle, vector_ranks
+from flexrlhf.guideline.advice.proposals import Allowed, Vector, in_chunks, settle, vector_ranks
 from flexrlhf.guideline.advice.space import UNLIMITED, USABLE, Space
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
@@ -93,7 +93,9 @@ def _size(shape: tuple[int, ...]) -> int:
 def guideline(plain: Space, shadowed: Space | None) -> Ruling:
     """``plain``: the space without shadows, ``shadowed``: the one with them, where the algorithm has shadows."""
     facts = facts_of(plain)
-    if shadowed is not None and facts.nodes > FEW_NODES:
+    if len(plain.devices) > 1:
+        found = _by_class(plain)
+    elif shadowed is not None and facts.nodes > FEW_NODES:
         found = _disaggregated(shadowed, facts)
     elif (rule := _fits_a_node(plain, facts)) is not None and plain.pool.num_devices > 1:
         found = _interleaved(plain, rule)
@@ -113,11 +115,25 @@ def _fits_a_node(space: Space, facts: Facts) -> Rule | None:
     return None
 
 
+def _by_class(space: Space) -> Ruling:
+    """What trains and generates on the fastest class, what only infers on the largest of the others."""
+    fastest = max(space.devices, key=lambda name: space.devices[name].tflops)
+    others = {name: space.cluster.ranks_on(name) for name in space.devices if name != fastest}
+    older = max(others, key=lambda name: len(others[name]))
+    homes = {True: space.cluster.ranks_on(fastest), False: others[older]}
+    ranks = {role: homes[role in space.roles.trained] for role in space.roles.all}
+    reason = f"what trains on {len(homes[True])} {fastest}, what only infers on {len(homes[False])} {older}"
+    rules = (Rule("older devices infer", "FlexRLHF, mixed clusters", reason), _batch_rule())
+    whole = all(mine[-1] - mine[0] + 1 == len(mine) for mine in homes.values())
+    assignment = _settled(space, ranks, _one_node_replicas) or _settled(space, ranks) if whole else None
+    return Ruling("interleaving", space, (), rules, assignment)
+
+
 def _interleaved(space: Space, rule: Rule) -> Ruling:
     half = Fraction(1, 2)
     vector = tuple(half if role in ("ref", "reward") else Fraction(1) for role in space.roles.all)
     ranks = vector_ranks(space, vector)
-    assignment = None if ranks is None else settle(space, ranks, _one_node_replicas)
+    assignment = None if ranks is None else _settled(space, ranks, _one_node_replicas)
     if assignment is None:
         return _colocated(space, facts_of(space))
     return Ruling("interleaving", space, vector, (rule, _batch_rule()), assignment)
@@ -128,12 +144,17 @@ def _colocated(space: Space, facts: Facts) -> Ruling:
     ranks = vector_ranks(space, vector)
     reason = f"{facts.devices} devices, of whose memory states take {facts.static_share:.0%} when sharded over all"
     rules = (Rule("co-locate where devices are scarce", "FlexRLHF, guideline", reason), _batch_rule())
-    assignment = None if ranks is None else settle(space, ranks, _one_node_replicas)
+    assignment = None if ranks is None else _settled(space, ranks, _one_node_replicas)
     return Ruling("co-located", space, vector, rules, assignment or _anyhow(space, ranks))
 
 
+def _settled(space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed | None = None) -> Assignment | None:
+    found = settle(space, ranks, allowed)
+    return None if isinstance(found, str) else found
+
+
 def _anyhow(space: Space, ranks: Mapping[str, tuple[int, ...]] | None) -> Assignment | None:
-    return None if ranks is None else settle(space, ranks)
+    return None if ranks is None else _settled(space, ranks)
 
 
 def _disaggregated(space: Space, facts: Facts) -> Ruling:
@@ -142,7 +163,7 @@ def _disaggregated(space: Space, facts: Facts) -> Ruling:
     problem = space.problem()
     for vector in _shadow_vectors(space):
         ranks = vector_ranks(space, vector)
-        assignment = None if ranks is None else settle(space, ranks, _one_node_replicas)
+        assignment = None if ranks is None else _settled(space, ranks, _one_node_replicas)
         if assignment is not None:
             found.append((evaluate(problem, assignment), vector, assignment))
     rules = [Rule("disaggregate beyond two nodes", "FlexRLHF, guideline", f"{facts.nodes} nodes")]

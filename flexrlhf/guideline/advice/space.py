@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 
-from flexrlhf.engines.catalogue import check_engine
-from flexrlhf.errors import UserError
+from flexrlhf.engines.catalogue import ALL_KINDS, SERVES, check_engine
+from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.choices import CallKind, Chooser, Member, Place
 from flexrlhf.guideline.costs.calls import CostModel, Links
 from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
@@ -34,7 +34,7 @@ from flexrlhf.strategies import schedule
 from flexrlhf.strategies.schedule import make_tasks
 
 FORBIDDEN = 1e9
-"""Seconds of what a placement must not do."""
+"""Seconds of what a placement must not do; with a lag they may be spread over some steps."""
 CHUNKS = (1, 2, 4, 8)
 UNLIMITED = 1e15
 """Bytes of a device that nobody says the size of."""
@@ -42,9 +42,17 @@ USABLE = 0.95
 """Share of a device's memory that a plan may take: FlexRLHF's guideline; the rest is for fragments and the driver."""
 
 
+def is_allowed(seconds: float) -> bool:
+    """Whether a plan of so many seconds a step does nothing that is forbidden."""
+    return seconds < FORBIDDEN / 10
+
+
 @dataclass(frozen=True)
 class Space:
-    """Placements of ``spec`` with or without shadows, for one number of chunks and one lag (those of the spec)."""
+    """Placements of ``spec`` with or without shadows, for one number of chunks and one lag (those of the spec).
+
+    ``said``: settings of the schedule that the YAML says.
+    """
 
     spec: Spec
     graph: Graph
@@ -55,6 +63,7 @@ class Space:
     lengths: TextLengths
     chooser: Chooser
     has_shadows: bool = False
+    said: frozenset[str] = frozenset()
 
     @cached_property
     def batch(self) -> BatchShape:
@@ -307,12 +316,14 @@ class Space:
 
 
 def with_schedule(space: Space, num_chunks: int, lag: int) -> Space:
-    schedule = space.spec.schedule.model_copy(update={"num_chunks": num_chunks, "lag": lag, "strategy": None})
+    schedule = space.spec.schedule.model_copy(update={"num_chunks": num_chunks, "lag": lag})
     return replace(space, spec=space.spec.model_copy(update={"schedule": schedule}))
 
 
 def chunk_counts(space: Space) -> tuple[int, ...]:
     """Those that are tried: they pay only where inference and training are apart."""
+    if "num_chunks" in space.said:
+        return (space.spec.schedule.num_chunks,)
     mini_batches = space.spec.algorithm.num_mini_batches
     return tuple(number for number in CHUNKS if mini_batches % number == 0) if space.has_shadows else (1,)
 
@@ -337,7 +348,10 @@ def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> Spa
     shapes = model_shapes(spec, graph, {})
     _check_models(spec, shapes, graph.roles)
     chooser = Chooser(spec, shapes, batch, costs, CallMaker(batch, longest, texts, algorithm.epochs))
-    return Space(spec, graph, roles_of(graph, spec), shapes, make_cluster(spec.cluster), costs, texts, chooser)
+    said = frozenset(spec.schedule.model_fields_set)
+    return Space(
+        spec, graph, roles_of(graph, spec), shapes, make_cluster(spec.cluster), costs, texts, chooser, said=said
+    )
 
 
 def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str]) -> None:
@@ -345,6 +359,12 @@ def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
         check_engine(f"models.{role}.engine", settings.engine)
+        if SERVES[settings.engine].kinds != ALL_KINDS:
+            whole = [name for name, serves in SERVES.items() if serves.kinds == ALL_KINDS]
+            raise UserError(
+                f"models.{role}.engine: {settings.engine} only generates; use {either(whole)} here, and "
+                f"rollout.engine: {settings.engine} to generate with it"
+            )
         if role not in shapes or shapes[role].sizes is None:
             raise UserError(
                 f"models.{role}: seconds follow from the sizes of a model, and this family's config does not tell "

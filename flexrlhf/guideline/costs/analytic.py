@@ -30,7 +30,7 @@ class AnalyticCosts:
     def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
         return move_cost(primitive, traffic, links)
 
-    def sync(self, traffic: Traffic, gathered: int, num_tensors: int, links: Links) -> Cost:
+    def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
         return sync_cost(traffic, gathered, num_tensors, links)
 
     def switch(self, size: int, device: DeviceClass) -> Cost:

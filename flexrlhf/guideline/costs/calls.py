@@ -125,8 +125,8 @@ class CostModel(Protocol):
     def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
         """Columns between ranks."""
 
-    def sync(self, traffic: Traffic, gathered: int, num_tensors: int, links: Links) -> Cost:
-        """Weights from a trained copy to one that follows it. ``gathered``: bytes that source ranks put together first;
+    def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
+        """Weights from a trained copy to one that follows it. ``gathered``: what source ranks put together first;
         ``num_tensors``: weight tensors, each of which costs a start."""
 
     def switch(self, size: int, device: DeviceClass) -> Cost:

@@ -21,7 +21,7 @@ Relation = Literal["same", "overlapping", "disjoint"]
 class Side:
     """How one placed model lies: ``size`` devices, ``per_node`` in a node, ``dp`` replicas of ``tp`` ranks, ZeRO stage.
 
-    ``is_cut``: no rank has a tensor whole, so that ranks put shards together before weights leave.
+    ``cut``: ranks that put their shards of a tensor together before weights leave; 1: each has it whole.
     """
 
     size: int
@@ -29,7 +29,13 @@ class Side:
     dp: int
     tp: int = 1
     zero: int = 0
-    is_cut: bool = False
+    cut: int = 1
+
+    def gathered(self, whole: int) -> Traffic:
+        """What putting ``whole`` bytes of weights together takes: every rank receives what the others have."""
+        if self.cut == 1:
+            return Traffic(0, 0, 0)
+        return Traffic(whole, whole if self.cut > self.per_node else 0)
 
 
 def relation_of(first: Collection[int], second: Collection[int]) -> Relation:
@@ -92,7 +98,7 @@ class Between:
         traffic = sync_traffic(
             weights.part, weights.num_buckets, self.source, self.destination, self.relation, self.several_nodes
         )
-        return costs.sync(traffic, weights.whole if self.source.is_cut else 0, weights.num_tensors, self.links)
+        return costs.sync(traffic, self.source.gathered(weights.whole), weights.num_tensors, self.links)
 
 
 @dataclass(frozen=True)

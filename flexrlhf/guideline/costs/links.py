@@ -84,6 +84,6 @@ def move_cost(primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
     return Cost({} if primitive == "none" else {primitive: travel_seconds(traffic, links)})
 
 
-def sync_cost(traffic: Traffic, gathered: int, num_tensors: int, links: Links) -> Cost:
-    gather = WITHIN.message(gathered, links.device_gb_s)
+def sync_cost(traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
+    gather = max(WITHIN.message(gathered.within, links.device_gb_s), ACROSS.message(gathered.across, links.node_gb_s))
     return Cost({"gather": gather, "send": travel_seconds(traffic, links), "launch": num_tensors * 20e-6})

@@ -139,11 +139,12 @@ class MeasuredCosts:
             return AnalyticCosts().move(primitive, traffic, links)
         return Cost({primitive: line.seconds(traffic.within + traffic.across, traffic.messages)})
 
-    def sync(self, traffic: Traffic, gathered: int, num_tensors: int, links: Links) -> Cost:
+    def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
         line = self.measured.sync
         if line is None:
             return AnalyticCosts().sync(traffic, gathered, num_tensors, links)
-        gather = self.measured.reduce.seconds(gathered) if gathered and self.measured.reduce else 0.0
+        reduce = self.measured.reduce
+        gather = reduce.seconds(gathered.within) if gathered.within and reduce else 0.0
         return Cost({"gather": gather, "send": line.seconds(traffic.within + traffic.across, num_tensors)})
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
@@ -218,10 +219,10 @@ class MeasuredCosts:
 
 
 def _did(times: ModelTimes, call: Call) -> bool:
-    """All engines that own a transformers model generate by transformers, in the same way."""
+    """All engines that own a transformers model generate by our own decoding, under the name of one."""
     match call.kind:
         case "generate":
-            return bool(times.step) and call.engine in ("transformers", times.engine)
+            return bool(times.step) and call.engine in ("torch", times.engine)
         case "forward":
             return bool(times.forward) and times.engine == call.engine
         case "train":

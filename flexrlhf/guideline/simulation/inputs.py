@@ -57,12 +57,20 @@ def costs_for(spec: Spec, profile: Path | None) -> Source:
 
 def texts_for(spec: Spec, mean_response: float | None) -> TextLengths:
     """Prompts as long as they may be, answers of ``mean_response`` tokens: as exponentially distributed lengths of that
-    mean are, cut at the longest. Without it as in the data, where they are there already; else the longest."""
+    mean are, cut at the longest. Without it as in the data, where they are there already; else the longest.
+
+    Raises UserError for a mean that no answers can have.
+    """
     longest = spec.data.max_response_tokens
     if mean_response is None and Path(spec.data.path).is_file():
         return texts_in_data(make_plan(spec.model_copy(update={"placement": None})))
-    if mean_response is None or mean_response >= longest:
+    if mean_response is None or mean_response == longest:
         return TextLengths(spec.data.max_prompt_tokens, (longest,))
+    if not mean_response < longest:
+        raise UserError(
+            f"--mean-response {mean_response:g}: longer than answers may be; data.max_response_tokens of {spec.name} "
+            f"is {longest}"
+        )
     return TextLengths(spec.data.max_prompt_tokens, cut_exponential(mean_response, longest))
 
 
@@ -84,11 +92,18 @@ def cut_exponential(mean: float, longest: float, number: int = 64) -> tuple[floa
     return tuple(min(longest, max(1.0, low * q)) for q in quantiles)
 
 
-def read_lengths(text: str | None, plan: Plan) -> TextLengths:
-    """Answers of ``text``: a number of tokens, a JSON list of them, or the metrics of a run.
+def read_lengths(text: str | None, plan: Plan, mean_response: float | None = None) -> TextLengths:
+    """Answers of ``text``: a number of tokens, a JSON list of them, or the metrics of a run. With ``mean_response``
+    those of ``texts_for``, as ``advise`` takes them.
 
-    Without ``text`` as long as those in the data of the plan, where it has some, else all as long as they may be.
+    Without both as long as those in the data of the plan, where it has some, else all as long as they may be.
     """
+    if mean_response is not None:
+        if text is not None:
+            raise UserError(
+                f"--mean-response {mean_response:g}: --response-tokens {text} says it, too; give one of them"
+            )
+        return texts_for(plan.spec, mean_response)
     if text is None:
         return texts_in_data(plan)
     responses = tuple(_numbers(text))
@@ -119,10 +134,11 @@ def _numbers(text: str) -> Sequence[float]:
 
 
 def _metrics(path: Path) -> list[Any]:
-    """The mean over the steps of a run: rows' own lengths are not recorded."""
+    """The mean over the steps of a run: rows' own lengths are not recorded. Where there are some, what is no number."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     means = [row["response_length"] for row in rows if isinstance(row, dict) and "response_length" in row]
-    return [sum(means) / len(means)] if means else []
+    wrong = [mean for mean in means if not _is_number(mean)]
+    return wrong or ([sum(means) / len(means)] if means else [])
 
 
 def _is_number(value: object) -> bool:

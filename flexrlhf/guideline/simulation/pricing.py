@@ -32,6 +32,8 @@ from flexrlhf.plan import Plan, bucket_bytes
 from flexrlhf.spec import Spec
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 
+OWN_DECODING = "torch"
+"""The decode profile of ``engines/decoding.py``, by which all but rollout engines generate."""
 UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s=1, host_gb_s=10, node_gb_s=1)
 """About a CPU: stands for a class without figures, beside a cost model that was measured on the device itself."""
 
@@ -261,15 +263,15 @@ class Pricer:
 
 def side_of(model: PlacedModel, per_node: int) -> Side:
     """How ``model`` lies, as what is exchanged with it sees it."""
-    is_cut = any(len(ranks) > 1 for ranks in model.gather_sets)
-    return Side(len(model.ranks), per_node, model.layout.dp, model.layout.tp, model.settings.zero, is_cut)
+    cut = max(map(len, model.gather_sets))
+    return Side(len(model.ranks), per_node, model.layout.dp, model.layout.tp, model.settings.zero, cut)
 
 
 def engine_of(model: PlacedModel, kind: str) -> str:
-    """The name of what computes: every engine but a rollout engine generates by transformers."""
+    """The name of what computes."""
     if model.rollout is not None:
         return model.rollout.engine
-    return "transformers" if kind == "generate" else model.engine
+    return OWN_DECODING if kind == "generate" else model.engine
 
 
 def replica_ranks(layout: Layout) -> list[tuple[int, ...]]:
@@ -321,11 +323,11 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> W
 
 
 def transformer_of_shape(shape: ModelShape, role: str, is_adapted: bool) -> Transformer:
-    sizes, names = shape.sizes, {name for name, _ in shape.parameters}
+    sizes = shape.sizes
     assert isinstance(sizes, Sizes), "shapes without sizes are refused"
     adapters = count_elements(shape.trained) if is_adapted and shape.adapters else 0
     head = HEAD_OF_ROLE[role]
-    return transformer_of(sizes, head, tied=head == "causal" and "lm_head.weight" not in names, adapters=adapters)
+    return transformer_of(sizes, head, tied=head == "causal" and "lm_head.weight" not in shape.names, adapters=adapters)
 
 
 def _speed(device: DeviceClass) -> float:

@@ -198,7 +198,10 @@ def _percent(share: float) -> str:
 
 
 def _error(error: float | None, lead: str = "") -> str:
-    return ("" if lead else "-") if error is None else f"{lead}{100 * error:+.1f}%"
+    if error is None:
+        return "" if lead else "-"
+    # adding 0 makes a rounded -0.0 positive
+    return f"{lead}{round(100 * error, 1) + 0.0:+.1f}%"
 
 
 def _cut(text: str, width: int) -> str:

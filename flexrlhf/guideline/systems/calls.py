@@ -149,4 +149,4 @@ def _exchange_seconds(task: Task, placement: Placement, share: float, costs: Cos
     apart = not set(placement.where.get(ROLLOUT, placement.where[ACTOR])) & set(placement.where[ACTOR])
     across = 2 * model.parameters if apart and task.devices > task.per_node else 0
     traffic = Traffic(part, across)
-    return costs.sync(traffic, part, model.layers * 7 + 3, task.links).seconds
+    return costs.sync(traffic, Traffic(part, 0), model.layers * 7 + 3, task.links).seconds

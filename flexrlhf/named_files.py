@@ -1,0 +1,25 @@
+"""Files that a command will write, checked before it prints or computes anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flexrlhf.errors import UserError
+
+
+def check_output(path: Path, option: str, such_as: str, makes_directories: bool = False) -> None:
+    """Raise UserError where ``path`` could not be written in the end.
+
+    ``such_as``: a name for a file in a directory that was given. ``makes_directories``: whether those that are missing
+    will be made.
+    """
+    if path.is_dir():
+        raise UserError(f"{option} {path}: a directory; give a file, such as {path / such_as}")
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not path.exists() and not nearest.is_dir():
+        raise UserError(f"{option} {path}: {nearest} is a file, not a directory")
+    if not makes_directories and not path.parent.is_dir():
+        raise UserError(f"{option} {path}: cannot be written (No such file or directory: {path.parent})")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"{option} {path}: no permission to write {'in ' * nearest.is_dir()}{nearest}")
