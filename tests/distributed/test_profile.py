@@ -89,7 +89,7 @@ def test_the_cost_model_answers_from_the_file(profiled: tuple[str, Path], measur
     assert costs.call(forward, mesh).seconds > measured.models[0].forward[0].seconds
     train = Call("train", model, "torch", 16, 8, (8.0,), 16, updates=2, item=4)
     assert costs.call(train, mesh).seconds > costs.call(forward, mesh).seconds
-    assert costs.sync(Traffic(4 * model.parameters, 0, 1), 0, 20, LINKS).seconds > 0
+    assert costs.sync(Traffic(4 * model.parameters, 0, 1), Traffic(0, 0), 20, LINKS).seconds > 0
 
 
 def test_progress_and_a_table_are_printed(profiled: tuple[str, Path]) -> None:
