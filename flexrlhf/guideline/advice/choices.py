@@ -39,13 +39,11 @@ CACHE_SHARES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Member:
-    """A placed model before it has a place. ``is_apart``: on other devices than the copy that it follows. ``calls``:
-    its operators' kinds and mini-batches, in schedule order."""
+    """A placed model before it has a place. ``calls``: its operators' kinds and mini-batches, in schedule order."""
 
     name: str
     role: str
     trained: bool
-    is_apart: bool
     calls: tuple[tuple[CallKind, range], ...]
 
     @property

@@ -15,7 +15,7 @@ from flexrlhf.guideline.advice.proposals import Allowed, Vector, in_chunks, sett
 from flexrlhf.guideline.advice.space import UNLIMITED, USABLE, Space
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
-from flexrlhf.placement.shapes import DTYPE_BYTES
+from flexrlhf.placement.shapes import DTYPE_BYTES, count_elements
 from flexrlhf.spec import ModelSpec
 from flexrlhf.wording import bytes_text
 
@@ -69,25 +69,12 @@ def facts_of(space: Space) -> Facts:
     for role in space.roles.all:
         settings, shape = space.spec.models.of(role), space.shapes[role]
         assert settings is not None, f"{role} is resolved"
-        item, trained = DTYPE_BYTES[settings.dtype], sum_elements(space, role)
+        item, trained = DTYPE_BYTES[settings.dtype], count_elements(shape.trained)
         weights[role] = float(item * shape.num_parameters)
         # float32 gradients, master weights and two moments (HybridFlow, section 8.1)
         states[role] = weights[role] + 16.0 * trained * (role in space.roles.trained)
     per_node = space.pool.per_node
     return Facts(space.cluster.num_nodes, space.pool.num_devices, min(memory), min(memory) * per_node, weights, states)
-
-
-def sum_elements(space: Space, role: str) -> int:
-    """Parameters of ``role`` that training changes."""
-    shape = space.shapes[role]
-    return sum(_size(each) for _, each in shape.trained)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count
 
 
 def guideline(plain: Space, shadowed: Space | None) -> Ruling:

@@ -149,7 +149,6 @@ class Space:
                 name,
                 name.partition(".")[0],
                 name in self.roles.trained,
-                self.has_shadows and name not in self.roles.all,
                 tuple(calls[name]),
             )
             for name in self.names
