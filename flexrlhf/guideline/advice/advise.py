@@ -47,8 +47,6 @@ from flexrlhf.strategies import colocated, disaggregated, interleaving
 from flexrlhf.wording import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
-PLANNED = 256
-"""Devices up to which all that is thought of is planned and simulated as a whole."""
 CHUNKED = 3
 """Plans of a search that are tried in chunks, too."""
 GAP = 0.01
@@ -245,23 +243,20 @@ def _settled(space: Space, name: str, vector: Vector, allowed: Allowed | None = 
 
 
 def _judged(candidates: Sequence[Candidate]) -> tuple[tuple[Answer, ...], tuple[Refused, ...]]:
-    """Those that do, fastest first, and the others. What would be taken is planned whole, and on small clusters all but
-    the usual placements, which are there to be compared with."""
-    is_small = candidates[0].space.pool.num_devices <= PLANNED
-    judged = [judge(item) if is_small and item.method != "usual" else estimate(item) for item in candidates]
+    """Those that do, fastest first, and the others. Planned whole is what is told in full: what would be taken, and what
+    the guideline says."""
+    judged = [judge(item) if item.method == "guideline" else estimate(item) for item in candidates]
     answers = sorted((item for item in judged if isinstance(item, Answer)), key=lambda answer: answer.seconds)
     refused = [item for item in judged if isinstance(item, Refused)]
     least = min((answer.lag for answer in answers), default=0)
     for answer in list(answers):
-        if answer.lag == least and answer.known is None:
-            checked = judge(answer.candidate)
+        if answer.lag == least:
+            checked = answer if answer.known is not None else judge(answer.candidate)
             if isinstance(checked, Answer):
                 answers[answers.index(answer)] = checked
                 break
             answers.remove(answer)
             refused.append(checked)
-        elif answer.lag == least:
-            break
     return tuple(answers), tuple(refused)
 
 
