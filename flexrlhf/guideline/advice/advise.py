@@ -243,8 +243,10 @@ def _settled(space: Space, name: str, vector: Vector, allowed: Allowed | None = 
 
 
 def _judged(candidates: Sequence[Candidate]) -> tuple[tuple[Answer, ...], tuple[Refused, ...]]:
-    """Those that do, fastest first, and the others. Planned whole is what is told in full: what would be taken, and what
-    the guideline says."""
+    """Those that do, fastest first, and the others.
+
+    Planned whole is what is told in full: what would be taken, and what the guideline says.
+    """
     judged = [judge(item) if item.method == "guideline" else estimate(item) for item in candidates]
     answers = sorted((item for item in judged if isinstance(item, Answer)), key=lambda answer: answer.seconds)
     refused = [item for item in judged if isinstance(item, Refused)]
