@@ -17,7 +17,7 @@ from functools import cache
 from time import perf_counter
 
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.calls import Call, Kind, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Kind, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch import search
 from flexrlhf.guideline.search.evaluate import overlaps_of, play

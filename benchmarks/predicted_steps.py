@@ -16,13 +16,13 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.data.quickstart import config_paths
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
 from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan import make_plan
-from flexrlhf.quickstart import config_paths
-from flexrlhf.spec import Spec
-from flexrlhf.spec_file import load_spec
+from flexrlhf.plan.plan import make_plan
 
 PLACEMENTS = {
     "co-located": "[1,1,1,1]",

@@ -22,17 +22,17 @@ from flexrlhf.comm.reduce import Replicas
 from flexrlhf.comm.sync import Destination, Source, Syncer
 from flexrlhf.comm.weights import Gather
 from flexrlhf.comm.world import World, open_world
+from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Engine, Sampling, Wanted
-from flexrlhf.engines.registry import make_engine
+from flexrlhf.engines.factory import make_engine
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.reshard import WeightTransfer, trained_parts
 from flexrlhf.placement.rollout import kv_cache_bytes
-from flexrlhf.placement.shapes import model_shape
-from flexrlhf.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
+from flexrlhf.weights.reshard import WeightTransfer, trained_parts
+from flexrlhf.weights.shapes import model_shape
 
 VOCABULARY, LENGTHS, ROWS = 4096, Lengths(prompt=64, response=256), 64
 MODEL = {

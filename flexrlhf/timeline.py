@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.strategies.instructions import Instruction
-
 
 @dataclass
 class Span:
@@ -49,10 +47,9 @@ class Timeline:
         self._keep_steps = keep_steps
 
     @contextmanager
-    def span(self, instruction: Instruction, step: int) -> Iterator[Span]:
-        kind = type(instruction).__name__.lower()
-        chunk = getattr(instruction, "chunk", None)
-        span = Span(self.rank, kind, instruction.label, step, chunk, time.time())
+    def span(self, kind: str, label: str, step: int, chunk: int | None) -> Iterator[Span]:
+        """Record the time that the body takes as a span; the body may add to it what it finds."""
+        span = Span(self.rank, kind, label, step, chunk, time.time())
         yield span
         span.end = time.time()
         self.spans.append(span)

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
-from flexrlhf.guideline.costs.calls import Call, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh
 from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.transformer import Transformer

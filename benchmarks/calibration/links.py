@@ -15,7 +15,7 @@ from statistics import median
 from benchmarks.calibration.command import command
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, read_rows
-from flexrlhf.guideline.costs.calls import Links, Traffic
+from flexrlhf.guideline.costs.cost_model import Links, Traffic
 from flexrlhf.guideline.costs.links import ACROSS, WITHIN, LinkFigures, all_reduce_seconds, travel_seconds
 from flexrlhf.placement.devices import DEVICE_CLASSES
 

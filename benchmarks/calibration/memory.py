@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.calibration.problems import Known, LeftOut, Problem, model_named, number, problem_of
 from benchmarks.calibration.rlhf import COSTS
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
-from flexrlhf.guideline.costs.calls import Call, Links
+from flexrlhf.guideline.costs.cost_model import Call, Links
 from flexrlhf.guideline.costs.footprint import (
     CONTEXT_BYTES,
     LOGIT_BYTES,
@@ -26,8 +26,8 @@ from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.systems.meshes import mesh_of
 from flexrlhf.guideline.systems.steps import best_step
 from flexrlhf.guideline.systems.tasks import ACTOR, Task
+from flexrlhf.memory.states import PerParameter
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.states import PerParameter
 
 FLOAT_SHARDS = PerParameter(weights=4, gradients=4, optimizer=8)
 """FSDP2: the float32 shards are their own master weights."""

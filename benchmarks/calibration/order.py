@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.calibration.problems import Known, LeftOut
 from benchmarks.calibration.rlhf import COSTS, predict, rows_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
-from flexrlhf.guideline.costs.calls import Links
+from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.systems.profiles import SYSTEMS
 from flexrlhf.guideline.systems.steps import best_step

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.calibration.rows import Row, device_of
-from flexrlhf.guideline.costs.calls import Links
+from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.systems.profiles import SYSTEMS, System
 from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task

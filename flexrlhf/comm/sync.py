@@ -19,12 +19,12 @@ from flexrlhf.comm.buffers import Spare
 from flexrlhf.comm.checksum import checksum_of
 from flexrlhf.comm.weights import Gather, Weights, cut
 from flexrlhf.comm.world import Wait, posted
+from flexrlhf.config.spec import LoraSpec, SyncSpec
 from flexrlhf.errors import RunStopped
-from flexrlhf.placement.lora import gathered_names, merged_from
-from flexrlhf.placement.reshard import Parts, bucket_names, part_elements
-from flexrlhf.placement.shards import Part
-from flexrlhf.spec import LoraSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
+from flexrlhf.weights.lora import gathered_names, merged_from
+from flexrlhf.weights.reshard import Parts, bucket_names, part_elements
+from flexrlhf.weights.shards import Part
 
 
 class ChecksumError(RunStopped):

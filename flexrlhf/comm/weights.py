@@ -1,6 +1,6 @@
 """Weights between shards and whole tensors: gather a bucket's shards once, cut the part that a rank holds.
 
-``Part`` (placement/shards.py) says what lies where; engines hand over their local tensors and know nothing of this.
+``Part`` (weights/shards.py) says what lies where; engines hand over their local tensors and know nothing of this.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.world import Wait, posted
-from flexrlhf.placement.reshard import Parts, part_elements
-from flexrlhf.placement.shards import Part
+from flexrlhf.weights.reshard import Parts, part_elements
+from flexrlhf.weights.shards import Part
 
 Weights = Mapping[str, Tensor]
 

@@ -19,9 +19,9 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.value_head import add_value_head
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.spec import Head, LoraSpec, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CLASSES: dict[Head, Any] = {

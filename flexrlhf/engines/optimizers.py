@@ -11,8 +11,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from flexrlhf.config.spec import OptimizerSpec
 from flexrlhf.engines.base import Moments, moments
-from flexrlhf.spec import OptimizerSpec
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 

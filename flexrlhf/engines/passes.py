@@ -17,13 +17,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from flexrlhf.comm.reduce import Replicas
+from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.models import base_weights_alone
 from flexrlhf.operators.columns import Column, Lengths, Quantity
-from flexrlhf.spec import Head, ModelSpec
 
 
 @dataclass

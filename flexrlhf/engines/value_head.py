@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from flexrlhf.placement.shapes import SCALAR_HEAD
+from flexrlhf.weights.shapes import SCALAR_HEAD
 
 
 @dataclass

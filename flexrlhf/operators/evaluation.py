@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.spec import Spec
 
 GENERATE = Operator(
     "generate",

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.data import Needs
+from flexrlhf.config.spec import Head
+from flexrlhf.data.examples import Needs
 from flexrlhf.operators.columns import Quantity, column_of
-from flexrlhf.spec import Head
 
 CallKind = Literal["generate", "forward", "train"]
 Kind = CallKind | Literal["score", "combine"]
@@ -18,12 +18,12 @@ Kind = CallKind | Literal["score", "combine"]
 class Operator:
     """One model call, or what is done beside a model: combine (mathematics), score (a function or service is asked).
 
-    ``function`` names the mathematics of a combine, the loss of a train (operators/functions.py), or the section of the
-    YAML with the sources of a score. ``quantities``: what the loss of a train reads of the model. ``beside``: a loss on
-    further texts in the same optimizer step, whose columns have its name behind a dot. ``is_greedy``: it generates the
+    ``function`` names the mathematics of a combine, the loss of a train (objectives/functions.py), or the section of
+    the YAML with the sources of a score. ``quantities``: what the loss of a train reads of the model. ``beside``: a loss
+    on further texts in the same optimizer step, whose columns have its name behind a dot. ``is_greedy``: it generates the
     likeliest tokens. ``suffix``: its columns may have it behind their names, and whoever computes sees them without.
     ``is_controlled``: numbers that it uses follow from those of the step before
-    (operators/controllers.py). ``first_step``: it does not run before.
+    (objectives/controllers.py). ``first_step``: it does not run before.
     ``either_copy``: it may run on the trained copy, beside the inference copy, while both hold the same weights.
     ``barrier``: needs every row of the step at once, so chunks end here (and for all that reads what it writes).
     ``adapters`` False: the base weights alone compute it, without the low-rank adapters that are trained.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexrlhf.algorithms import PolicySpec
+from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.operators.columns import TEXT, Quantity, qualified
 from flexrlhf.operators.evaluation import DIVERSITY, GENERATE, HELD_OUT_SCORES
 from flexrlhf.operators.graph import Graph, Operator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.algorithms import RaftSpec
+from flexrlhf.config.algorithms import RaftSpec
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.policy import advantages, drawn, policy_graph, reference, train_actor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.operators.ac_share import ac_share
 from flexrlhf.operators.dpo import dpo
 from flexrlhf.operators.graph import Graph, share_weights
@@ -17,7 +18,6 @@ from flexrlhf.operators.reward import reward
 from flexrlhf.operators.safe_rlhf import safe_rlhf
 from flexrlhf.operators.sft import sft
 from flexrlhf.operators.sources import with_sources
-from flexrlhf.spec import Spec
 
 GRAPHS: dict[str, Callable[[Any], Graph]] = {
     "ppo": ppo,

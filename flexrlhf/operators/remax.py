@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexrlhf.algorithms import RemaxSpec
+from flexrlhf.config.algorithms import RemaxSpec
 from flexrlhf.operators.columns import TEXT, qualified
 from flexrlhf.operators.evaluation import GENERATE
 from flexrlhf.operators.graph import Graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.algorithms import RewardSpec
+from flexrlhf.config.algorithms import RewardSpec
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 

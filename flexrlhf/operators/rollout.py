@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from flexrlhf.algorithms import ImportanceSpec, SampledSpec
+from flexrlhf.config.algorithms import ImportanceSpec, SampledSpec
+from flexrlhf.config.spec import ParitySpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.spec import ParitySpec, Spec
 
 LEAST_TEMPERATURE = 0.01
 """Of vLLM, which silently takes it for anything smaller but 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.algorithms import SafeRlhfSpec
+from flexrlhf.config.algorithms import SafeRlhfSpec
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.policy import advantages, drawn, policy_graph, reference, train_actor, train_critic

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.algorithms import SftSpec
+from flexrlhf.config.algorithms import SftSpec
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.evaluation import DIVERSITY, GENERATE, beside_answers
 from flexrlhf.operators.graph import Graph, Operator

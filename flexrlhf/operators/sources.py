@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flexrlhf.config.reward_sources import ModelSource, Sources
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.reward_sources import ModelSource, Sources
-from flexrlhf.spec import Spec
 
 SECTIONS = ("reward", "cost")
 CALLED = "called"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
-from flexrlhf.spec import ClusterSpec
 
 
 @dataclass(frozen=True)

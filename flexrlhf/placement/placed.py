@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
+from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec
 from flexrlhf.placement.layout import Layout
-from flexrlhf.spec import Head, ModelSpec, RolloutSpec, ShadowSpec
 
 SHADOW = ".shadow"
 ROLLOUT = ".rollout"

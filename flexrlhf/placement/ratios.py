@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations
 
+from flexrlhf.config.spec import PLACEMENT_SETTINGS, Head, ModelSpec, PlacementEntry, PlacementMap, Spec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.packing import Packing, Request, pack
 from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
-from flexrlhf.spec import PLACEMENT_SETTINGS, Head, ModelSpec, PlacementEntry, PlacementMap, Spec
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
-"""A rollout engine on paper: the settings of its copy of the weights, and the keys and values that it keeps."""
+"""Settings of a rollout engine's copy of the weights, and the tokens that its cache has room for."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.activations import Blocks
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.spec import ModelSpec, Spec
 
 KV_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's cache: what its attention takes on CPUs and on GPUs."""
@@ -65,11 +62,3 @@ def _most_rows(layout: Layout, spec: Spec) -> int:
 @lru_cache(maxsize=1024)
 def _most_prompts(batch: BatchShape, layout: Layout) -> int:
     return max(1, *(len(batch.held(layout, ranks[0], batch.mini_batches)) for ranks in layout.tp_sets))
-
-
-def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
-    """Keys and values of ``generate_tokens`` tokens on each rank of ``model``; vLLM never hands out its first block."""
-    assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
-    blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
-    per_token = Blocks(shape.sizes, DTYPE_BYTES[model.settings.dtype], model.settings.tp, False).kv_bytes_per_token()
-    return blocks * KV_BLOCK_TOKENS * per_token

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flexrlhf import launch
-from flexrlhf.engines.catalogue import check_device, check_packages
+from flexrlhf.config.output_path import check_output
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.engines.capabilities import check_device, check_packages
+from flexrlhf.execution import launch
 from flexrlhf.guideline.costs.measurements import Measurements, read_measurements, write_measurements
-from flexrlhf.machines import Machines
-from flexrlhf.named_files import check_output
-from flexrlhf.plan import Plan, make_plan
+from flexrlhf.placement.hosts import Machines
+from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.profiling.subjects import rehearsed, subjects, text_sample
-from flexrlhf.spec_file import dump_spec
 
 
 def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path: Path) -> Measurements:

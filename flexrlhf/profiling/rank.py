@@ -20,13 +20,17 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.comm.world import Groups, Wait, Whereabouts, World, deadline, open_world
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.execution.loading import load_resident
+from flexrlhf.execution.run_operator import Resident
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
-from flexrlhf.operators.run import Resident
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.profiling.calls import (
+from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.profiling.model_calls import (
     Bench,
     measure_alone,
     measure_calls,
@@ -44,10 +48,6 @@ from flexrlhf.profiling.traffic import (
     measure_switch,
     measure_sync,
 )
-from flexrlhf.residents import load_resident
-from flexrlhf.spec import Spec
-from flexrlhf.spec_file import parse_spec
-from flexrlhf.yaml12 import read_yaml
 
 PIECE = 0.2
 """Of the time that one model's calls are repeated for: for anything else that is measured."""
@@ -208,7 +208,7 @@ class Session:
 
 @record
 def main(request_file: str, path: str) -> None:
-    # as in worker.py
+    # as in execution/worker.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     request = json.loads(Path(request_file).read_text())
     runs = request["runs"]

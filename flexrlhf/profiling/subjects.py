@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.answer_lengths import answer_lengths, prompt_lengths
+from flexrlhf.config.spec import ClusterSpec, DebugSpec, ModelSpec, RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.shapes import DTYPE_BYTES, LANGUAGE_HEAD, count_elements, read_config
-from flexrlhf.plan import Plan
-from flexrlhf.spec import ClusterSpec, DebugSpec, ModelSpec, RolloutSpec, ScheduleSpec, Spec, SyncSpec
+from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+from flexrlhf.plan.plan import Plan
+from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, count_elements, read_config
 
 LEFT_OUT = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys of a saved config that say nothing about its shape."""

@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.checkpoint import save_model
 from flexrlhf.comm.move import Mover, Wire
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import Destination, Source, Syncer
 from flexrlhf.comm.weights import Gather
+from flexrlhf.execution.checkpoint import save_model
+from flexrlhf.execution.run_operator import Resident
 from flexrlhf.guideline.costs.measurements import Line, Moving
-from flexrlhf.operators.run import Resident
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.reshard import WeightTransfer
 from flexrlhf.placement.routes import Transfer
-from flexrlhf.placement.shards import whole
-from flexrlhf.plan import bucket_bytes
-from flexrlhf.profiling.calls import Bench
+from flexrlhf.plan.plan import bucket_bytes
+from flexrlhf.profiling.model_calls import Bench
 from flexrlhf.profiling.stopwatch import Work
 from flexrlhf.strategies.instructions import Move, Sync
+from flexrlhf.weights.reshard import WeightTransfer
+from flexrlhf.weights.shards import whole
 
 COLUMN = "logprobs"
 SUMMED = (2, 2**16, 2**20)

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
 from flexrlhf.errors import UserError, nearest, shown
-from flexrlhf.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
 
 FORM = "path/to/file.py:name or module:name"
 OWN_COLUMNS = ("num_tokens",)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from flexrlhf.reward_sources import FunctionSource
+from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.rewards.base import Answer, Entry, batches_of
-from flexrlhf.rewards.calls import call, load
 from flexrlhf.rewards.limits import Deadline
-from flexrlhf.rewards.told import Told
+from flexrlhf.rewards.warn_once import Told
+from flexrlhf.rewards.worker_calls import call, load
 from flexrlhf.rewards.workers import Workers
 
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import partial
 
-from flexrlhf.reward_sources import RuleSource
+from flexrlhf.config.reward_sources import RuleSource
 from flexrlhf.rewards.base import Answer, Entry, Problem, batches_of
-from flexrlhf.rewards.calls import match
 from flexrlhf.rewards.limits import Deadline
-from flexrlhf.rewards.told import Told
+from flexrlhf.rewards.warn_once import Told
+from flexrlhf.rewards.worker_calls import match
 from flexrlhf.rewards.workers import Workers
 
 PATTERN_SECONDS = 10.0

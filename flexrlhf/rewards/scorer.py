@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from flexrlhf.reward_sources import FunctionSource, RuleSource, ServiceSource
+from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSource
 from flexrlhf.rewards.base import Answer, Entry, Scores
 from flexrlhf.rewards.functions import Function
 from flexrlhf.rewards.limits import Asked, Deadline
 from flexrlhf.rewards.rules import make_rule
 from flexrlhf.rewards.services import Service
-from flexrlhf.rewards.told import Told
+from flexrlhf.rewards.warn_once import Told
 
 Called = FunctionSource | ServiceSource | RuleSource
 

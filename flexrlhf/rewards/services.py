@@ -35,11 +35,11 @@ from typing import Any
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from flexrlhf.reward_sources import ServiceSource
+from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.rewards.base import Answer, Batch, Entry, Problem, Reply, batches_of, nothing
 from flexrlhf.rewards.limits import Deadline, Patience
 from flexrlhf.rewards.replies import BadReply, read_reply
-from flexrlhf.rewards.told import Told
+from flexrlhf.rewards.warn_once import Told
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0

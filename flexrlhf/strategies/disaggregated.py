@@ -7,10 +7,10 @@ end joins the two sides, so the next batch is generated while the last one train
 
 from __future__ import annotations
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
-from flexrlhf.spec import Spec
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.strategies.schedule import Builder, by_wave, closing, make_tasks, with_syncs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flexrlhf.placement.held_out import HeldOutShape
+from flexrlhf.strategies.evaluation_batches import HeldOutShape
 from flexrlhf.strategies.instructions import Eval, Move, Run
 
 

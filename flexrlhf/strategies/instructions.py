@@ -10,16 +10,23 @@ from dataclasses import dataclass
 
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.reshard import WeightTransfer
 from flexrlhf.placement.routes import Primitive, Transfer
+from flexrlhf.weights.reshard import WeightTransfer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """What all instructions have. ``ranks``: those that do it; all others walk past."""
+    """Fields of every instruction. ``ranks``: those that execute it; all others walk past. ``chunk``: None where it
+    works on whole steps."""
 
     ranks: tuple[int, ...]
     lag: int = 0
+    chunk: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The instruction's type in lower case: ``run``, ``move``, ``sync``, ..."""
+        return type(self).__name__.lower()
 
     def due(self, step: int, steps: int) -> bool:
         return 0 <= step < steps
@@ -46,7 +53,6 @@ class Run(Instruction):
     operator: Operator
     model: str
     mini_batches: range
-    chunk: int | None = None
 
     @property
     def is_statistic(self) -> bool:
@@ -71,7 +77,6 @@ class Move(Instruction):
     destinations: tuple[str, ...]
     primitive: Primitive
     transfers: tuple[Transfer, ...]
-    chunk: int | None = None
 
     @property
     def edge(self) -> str:

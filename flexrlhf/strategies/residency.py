@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from flexrlhf.memory.budget import Phase, Sizing
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.memory import Phase, Sizing
 from flexrlhf.placement.placed import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.workload import first_alike, works_of

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.held_out import held_out_batch
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.reshard import gathering_sets, pair_ranks
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
-from flexrlhf.spec import Spec
+from flexrlhf.strategies.evaluation_batches import held_out_batch
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Run, Save, Sync
+from flexrlhf.weights.reshard import gathering_sets, pair_ranks
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from flexrlhf.memory.budget import Compute, Saving, Work
+from flexrlhf.memory.transfers import WeightSync
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.copies import WeightSync
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.memory import Compute, Saving, Work
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
 

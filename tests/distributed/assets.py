@@ -13,7 +13,7 @@ from algorithm_settings import SCORES
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
-from flexrlhf.corpus import build_tokenizer
+from flexrlhf.data.quickstart.corpus import build_tokenizer
 
 Raw = dict[str, Any]
 WORDS = [first + second for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u")]

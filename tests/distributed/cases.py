@@ -13,8 +13,8 @@ import algorithm_settings
 from algorithm_settings import ALGORITHMS, COMPLETIONS, DEFAULTS, FAST
 from assets import PROMPT_TOKENS, RESPONSE_TOKENS, SIZES, write_assets
 
-from flexrlhf.spec import Spec
-from flexrlhf.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
 
 Raw = dict[str, Any]
 ROLES = {

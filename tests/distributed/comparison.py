@@ -17,8 +17,8 @@ from reference_supervised import Supervised
 from reference_terms import Metric
 from torch import Tensor
 
-from flexrlhf.algorithms import AcShareSpec, PolicySpec, SampledSpec
-from flexrlhf.spec import Spec
+from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, SampledSpec
+from flexrlhf.config.spec import Spec
 
 RELATIVE = 1e-5
 EXACT = ("tokens", "response_mask", "finished", "policy_version", "loss_mask")

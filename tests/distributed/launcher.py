@@ -20,11 +20,11 @@ from cases import Assets, Case
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flexrlhf.launch import RankFailure, launch
-from flexrlhf.machines import Machines
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.report import format_plan
-from flexrlhf.run_directory import prepare_directory
+from flexrlhf.execution.launch import RankFailure, launch
+from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.placement.hosts import Machines
+from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.plan_text import format_plan
 
 
 @dataclass(frozen=True)

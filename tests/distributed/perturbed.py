@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 
 from flexrlhf.comm.world import World, open_world
-from flexrlhf.memory_meter import MemoryMeter
-from flexrlhf.plan import make_plan
-from flexrlhf.report import format_plan
-from flexrlhf.run_data import load_run_data
-from flexrlhf.run_directory import prepare_directory
-from flexrlhf.spec import Spec
-from flexrlhf.spec_file import parse_spec
-from flexrlhf.trainer import Trainer
-from flexrlhf.yaml12 import read_yaml
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.execution.memory_meter import MemoryMeter
+from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.trainer import Trainer
+from flexrlhf.plan.inputs import load_run_data
+from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.plan_text import format_plan
 
 
 def run(spec: Spec, world: World, name: str, amount: float) -> None:
-    """As flexrlhf/worker.py does it, but for the weight."""
+    """As flexrlhf/execution/worker.py does it, but for the weight."""
     plan = make_plan(spec)
     prepare_directory(plan, format_plan(plan))
     trainer = Trainer(plan, world, load_run_data(plan), spec.directory, MemoryMeter(world.device))

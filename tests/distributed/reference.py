@@ -23,9 +23,9 @@ from reference_terms import Metric, Terms
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from flexrlhf.algorithms import AcShareSpec, PolicySpec, RemaxSpec, SafeRlhfSpec
-from flexrlhf.data import Example, step_indices
-from flexrlhf.spec import Spec
+from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, RemaxSpec, SafeRlhfSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.data.examples import Example, step_indices
 
 CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost_critic")}
 """Models of their own that are trained beside the actor, by algorithm."""

@@ -9,7 +9,7 @@ from reference_answers import Answer
 from reference_experience import Controls, mean_and_deviation, on_tokens, penalties, rewards_of
 from reference_terms import Terms
 
-from flexrlhf.algorithms import (
+from flexrlhf.config.algorithms import (
     GroupSpec,
     PolicySpec,
     PpoSpec,

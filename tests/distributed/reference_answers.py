@@ -10,8 +10,8 @@ from reference_models import Weights
 from reference_terms import Metric
 from torch import Tensor
 
-from flexrlhf.data import Example, load_examples
-from flexrlhf.spec import Spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.data.examples import Example, load_examples
 
 NEEDS = {"sft": "responses", "reward": "pairs", "dpo": "pairs"}
 """Of a row of the data; all other algorithms draw their answers."""

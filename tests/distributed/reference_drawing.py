@@ -12,9 +12,9 @@ from reference_models import Policy
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.algorithms import SampledSpec
+from flexrlhf.config.algorithms import SampledSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.spec import Spec
 
 TIE = 1e-4
 """Two perturbed logits nearer than this are a tie: rounding may decide either way."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from reference_answers import Answer
 from reference_terms import Terms
 
-from flexrlhf.algorithms import KlSpec, PolicySpec, SafeRlhfSpec, TruncationPenalty
-from flexrlhf.spec import Spec
+from flexrlhf.config.algorithms import KlSpec, PolicySpec, SafeRlhfSpec, TruncationPenalty
+from flexrlhf.config.spec import Spec
 
 
 @dataclass

@@ -10,9 +10,9 @@ from reference_models import Policy, Scorer
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.algorithms import AcShareSpec, ImportanceSpec, KlSpec, PolicySpec, PpoSpec
-from flexrlhf.data import Example
-from flexrlhf.spec import Spec
+from flexrlhf.config.algorithms import AcShareSpec, ImportanceSpec, KlSpec, PolicySpec, PpoSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.data.examples import Example
 
 
 def aggregate(losses: list[Tensor], how: str, longest: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.spec import LoraSpec, ModelSpec, OptimizerSpec, Spec
+from flexrlhf.config.spec import LoraSpec, ModelSpec, OptimizerSpec, Spec
 
 Weights = dict[str, Tensor]
 

@@ -13,8 +13,8 @@ import torch
 from reference_answers import SECTIONS, Answer
 from reference_models import Scorer
 
-from flexrlhf.reward_sources import FunctionSource, ModelSource, RuleSource
-from flexrlhf.spec import Spec
+from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource
+from flexrlhf.config.spec import Spec
 
 Said = float | list[float] | None
 """Of an answer: its score, one for each of its tokens, or nothing."""

@@ -14,9 +14,9 @@ from reference_terms import Terms
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from flexrlhf.algorithms import DpoSpec, SftSpec
-from flexrlhf.data import Example, step_indices
-from flexrlhf.spec import Spec
+from flexrlhf.config.algorithms import DpoSpec, SftSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.data.examples import Example, step_indices
 
 
 class Supervised:

@@ -17,12 +17,12 @@ from cases import Assets, make_assets
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flexrlhf.launch import launch
-from flexrlhf.machines import Machines
-from flexrlhf.plan import make_plan
-from flexrlhf.run_directory import prepare_directory, read_lines
-from flexrlhf.spec import Spec
-from flexrlhf.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.execution.launch import launch
+from flexrlhf.execution.run_directory import prepare_directory, read_lines
+from flexrlhf.placement.hosts import Machines
+from flexrlhf.plan.plan import make_plan
 
 Raw = dict[str, Any]
 STEPS, BEST_STEP = 3, 1

@@ -13,7 +13,7 @@ import yaml
 from cases import Case, make_assets
 from commands import children, children_of, is_alive, name_of, read_until, start
 
-from flexrlhf.spec_file import dump_spec
+from flexrlhf.config.spec_file import dump_spec
 
 LAST_RANK = 1
 

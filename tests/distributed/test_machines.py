@@ -14,8 +14,8 @@ from commands import PROGRAM, start
 from comparison import deviations
 from launcher import Outcome
 
-from flexrlhf.plan import make_plan
-from flexrlhf.spec_file import dump_spec
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.plan.plan import make_plan
 
 CASE = Case("two", "halves", 2)
 SECONDS = 90

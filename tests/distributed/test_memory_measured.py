@@ -10,12 +10,12 @@ import pytest
 from cases import Case
 from launcher import Launches, Outcome
 
-from flexrlhf.launch import launch
-from flexrlhf.machines import Machines
-from flexrlhf.plan import make_plan
-from flexrlhf.report import format_plan
-from flexrlhf.run_directory import prepare_directory
-from flexrlhf.spec_file import parse_spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.execution.launch import launch
+from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.placement.hosts import Machines
+from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.plan_text import format_plan
 
 pytestmark = pytest.mark.timeout(900)
 INIT = {

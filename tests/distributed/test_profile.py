@@ -12,17 +12,17 @@ import yaml
 from cases import SIZES
 from commands import children, is_alive, read_until, start
 
-from flexrlhf.answer_lengths import answer_lengths, prompt_lengths
+from flexrlhf.config.output_path import check_output
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.data.quickstart import config_paths, prepare_corpus
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
-from flexrlhf.named_files import check_output
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan import make_plans
+from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+from flexrlhf.plan.plan import make_plans
 from flexrlhf.profiling.subjects import RowCounts, row_counts, text_sample
-from flexrlhf.quickstart import config_paths, prepare_corpus
-from flexrlhf.spec_file import load_spec
 
 SECONDS = 60
 DEVICE, LINKS = DeviceClass("any", 1, 1, 1, 1, 1, 1), Links(1, 1)

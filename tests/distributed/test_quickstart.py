@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import start
 
-from flexrlhf.quickstart import config_paths
+from flexrlhf.data.quickstart import config_paths
 
 KL_BOUND = 8.0
 """Nats per answer. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""

@@ -14,8 +14,8 @@ from reference_models import distance, learning_rate
 from reference_supervised import Supervised
 from torch import Tensor
 
-from flexrlhf.algorithms import KlSpec, LagrangeSpec
-from flexrlhf.spec import OptimizerSpec, Spec
+from flexrlhf.config.algorithms import KlSpec, LagrangeSpec
+from flexrlhf.config.spec import OptimizerSpec, Spec
 
 FOUR = Case("four", "co-located", 1)
 

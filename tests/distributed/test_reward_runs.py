@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from toys import SCORES, SHAPE, WORDS
 
-from flexrlhf.corpus import build_tokenizer
+from flexrlhf.data.quickstart.corpus import build_tokenizer
 
 Raw = dict[str, Any]
 RANKS, PROMPTS, SAMPLES = 2, 4, 4

@@ -21,7 +21,7 @@ from comparison import reference_of
 from launcher import Launches, Outcome
 from safetensors.torch import load_file
 
-from flexrlhf.spec_file import dump_spec
+from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.strategies.instructions import Sync
 
 pytestmark = pytest.mark.timeout(3600)

@@ -8,7 +8,7 @@ import pytest
 from cases import Case, make_assets
 from commands import children, read_until, start
 
-from flexrlhf.spec_file import dump_spec
+from flexrlhf.config.spec_file import dump_spec
 
 NUM_RUNS = 5
 

@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.corpus import build_tokenizer
+from flexrlhf.data.quickstart.corpus import build_tokenizer
 
 Raw = dict[str, Any]
 SCORES = Path(__file__).with_name("toy_scores.py")

@@ -28,10 +28,10 @@ from symbolic import (
     written,
 )
 
-from flexrlhf.placement.held_out import held_out_shape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
-from flexrlhf.plan import Group, Plan
+from flexrlhf.plan.plan import Group, Plan
+from flexrlhf.strategies.evaluation_batches import held_out_shape
 from flexrlhf.strategies.held_out import walk_held_out
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
@@ -124,7 +124,7 @@ class Rank:
         """The body of the thread: never raises."""
         try:
             for position, step, instruction in stream:
-                self._at = f"step {step}, {type(instruction).__name__.lower()} {instruction.label} (#{position})"
+                self._at = f"step {step}, {instruction.kind} {instruction.label} (#{position})"
                 self._do(position, step, instruction)
             for rows in self._rows.values():
                 rows.land()

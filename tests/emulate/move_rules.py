@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import chain, product
 
-from flexrlhf.plan import Plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Move, Run
 from flexrlhf.strategies.schedule import Schedule
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from residency_rules import least_and_most
 
+from flexrlhf.config.spec import PlacementMap
+from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import PlacementMap
-from flexrlhf.spec_file import parse_spec
+from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.strategies.instructions import Eval, Move, Offload, Run, Save, Sync
 
 Raw = dict[str, Any]

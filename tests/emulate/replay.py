@@ -46,7 +46,7 @@ class Deadlock:
             return f"rank {rank} has finished"
         position, step, instruction = stuck
         absent = [r for r in instruction.ranks if (self.next_item(r) or (None,))[0] != position]
-        kind = type(instruction).__name__.lower()
+        kind = instruction.kind
         return f"rank {rank} stands at step {step}, {kind} {instruction.label} (#{position}) without rank {absent}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.plan import Plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.residency import Memory
 from flexrlhf.strategies.schedule import walk
@@ -42,7 +42,7 @@ def check_residency(plan: Plan) -> None:
                 assert instruction.model not in here, f"rank {rank}: {instruction.model} is on the device already"
                 here.add(instruction.model)
             used = models_used(plan, rank, instruction)
-            where = f"rank {rank}, step {step}: {type(instruction).__name__.lower()} {instruction.label}"
+            where = f"rank {rank}, step {step}: {instruction.kind} {instruction.label}"
             assert used <= here, f"{where} without {sorted(used - here)}"
             if used and capacity is not None:
                 held = sum(states[name] for name in here) + needed[id(instruction)]

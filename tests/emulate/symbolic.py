@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from flexrlhf.config.spec import PlacementMap, Spec
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.rollout import with_rollout
-from flexrlhf.spec import PlacementMap, Spec
 
 Value = int
 Cell = tuple[int, str, int]

@@ -18,12 +18,12 @@ from replay import Item, find_deadlock
 from residency_rules import check_residency, check_sleep, least_and_most
 from symbolic import Cell, Reference, inference_version, is_compared, num_held_out, reference
 
+from flexrlhf.config.spec import ClusterSpec
+from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.placement.groups import Group
-from flexrlhf.placement.held_out import held_out_shape
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import ClusterSpec
-from flexrlhf.spec_file import parse_spec
+from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.strategies.evaluation_batches import held_out_shape
 from flexrlhf.strategies.held_out import walk_held_out
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk

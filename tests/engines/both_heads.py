@@ -9,9 +9,9 @@ from typing import Any
 from small_models import LENGTHS, TINY, likelihood, mini_batch, squared_values
 from torch import Tensor
 
+from flexrlhf.config.spec import LoraSpec, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Sampling, Totals, moments
 from flexrlhf.operators.columns import column_of
-from flexrlhf.spec import LoraSpec, OptimizerSpec
 
 COLUMNS_OF_BOTH = [column_of("logprobs"), column_of("values")]
 INIT = {**TINY, "intermediate_size": 32}

@@ -16,16 +16,16 @@ from torch import Tensor
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.comm.weights import Gather
 from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Engine, Wanted
-from flexrlhf.engines.registry import make_engine
+from flexrlhf.engines.factory import make_engine
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.lora import with_adapters
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.reshard import trained_parts
-from flexrlhf.placement.shapes import model_shape
-from flexrlhf.placement.shards import parts_on
-from flexrlhf.spec import ModelSpec
+from flexrlhf.weights.lora import with_adapters
+from flexrlhf.weights.reshard import trained_parts
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.shards import parts_on
 
 SECONDS = 100.0
 BOTH = (0, 1)

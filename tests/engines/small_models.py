@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import Replicas
+from flexrlhf.config.spec import Head, LoraSpec, ModelSpec, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, Wanted
-from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.spec import Head, LoraSpec, ModelSpec, OptimizerSpec
 
 TINY = {
     "model_type": "llama",

@@ -11,10 +11,10 @@ from small_models import SEED, TINY, engine_of, likelihood, mini_batch, placed, 
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from flexrlhf.checkpoint import save_adapters
 from flexrlhf.engines.base import Loss
 from flexrlhf.engines.models import load_model
-from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.engines.torch.engine import TorchEngine
+from flexrlhf.execution.checkpoint import save_adapters
 from flexrlhf.operators.columns import COLUMNS
 
 peft = pytest.importorskip("peft")

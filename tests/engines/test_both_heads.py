@@ -30,17 +30,17 @@ from small_models import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.checkpoint import save_adapters, save_model
+from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.models import load_model
-from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.engines.value_head import HeadsOutput, saved_value_head
+from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.lora import with_adapters
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.shapes import LLAMA_LIKE, model_shape
-from flexrlhf.spec import Head, LoraSpec, ModelSpec
+from flexrlhf.weights.lora import with_adapters
+from flexrlhf.weights.shapes import LLAMA_LIKE, model_shape
 
 peft = pytest.importorskip("peft")
 

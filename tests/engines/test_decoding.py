@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from flexrlhf.comm.reduce import Replicas
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding, completes_stop
@@ -22,7 +23,6 @@ from flexrlhf.engines.head import LanguageHead, use_language_head
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.spec import ModelSpec
 
 LENGTHS, NUM_ROWS, VOCABULARY = Lengths(prompt=7, response=12), 20, 32
 ENDS = (1, 2, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexrlhf.engines.parking import Parking, storage_bytes
+from flexrlhf.engines.host_offload import Parking, storage_bytes
 
 
 def test_memory_is_counted_once_however_many_tensors_lie_in_it() -> None:

@@ -13,15 +13,15 @@ from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import Replicas
+from flexrlhf.config.spec import Head, LoraSpec, ModelSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Sampling, Wanted
-from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.engines.torch.engine import TorchEngine
+from flexrlhf.memory.budget import Compute, Phase, Sizing, Texts
 from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.lora import with_adapters
-from flexrlhf.placement.memory import Compute, Phase, Sizing, Texts
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.shapes import ModelShape, model_shape
-from flexrlhf.spec import Head, LoraSpec, ModelSpec, SyncSpec
+from flexrlhf.weights.lora import with_adapters
+from flexrlhf.weights.shapes import ModelShape, model_shape
 
 LENGTHS, ROWS, VOCABULARY = Lengths(24, 40), 8, 2000
 INIT = {

@@ -39,14 +39,14 @@ from vllm_models import (  # noqa: E402
     wanted,
 )
 
-from flexrlhf.checkpoint import save_model  # noqa: E402
 from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
 from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
-from flexrlhf.engines.vllm import VllmEngine  # noqa: E402
-from flexrlhf.engines.vllm_child import RolloutProcessError  # noqa: E402
-from flexrlhf.placement.shapes import model_shape  # noqa: E402
-from flexrlhf.placement.shards import parts_on  # noqa: E402
+from flexrlhf.engines.vllm.child import RolloutProcessError  # noqa: E402
+from flexrlhf.engines.vllm.engine import VllmEngine  # noqa: E402
+from flexrlhf.execution.checkpoint import save_model  # noqa: E402
+from flexrlhf.weights.shapes import model_shape  # noqa: E402
+from flexrlhf.weights.shards import parts_on  # noqa: E402
 
 Columns = dict[str, Tensor]
 RESPONSE = LENGTHS.response

@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexrlhf.comm.reduce import Replicas
+from flexrlhf.config.spec import ModelSpec, RolloutSpec
 from flexrlhf.engines.base import Batch, Sampling, Wanted
 from flexrlhf.engines.models import load_model
+from flexrlhf.memory.kv_cache import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import kv_cache_bytes
-from flexrlhf.placement.shapes import model_shape
-from flexrlhf.spec import ModelSpec, RolloutSpec
+from flexrlhf.weights.shapes import model_shape
 
 LLAMA = {
     "model_type": "llama",

@@ -51,9 +51,9 @@ def generate(world: World, tp: Replicas) -> tuple[list[dict[str, Tensor]], bool]
     from vllm_models import CUT, other_weights, placed, prompts, sampling, wanted
 
     from flexrlhf.comm.weights import cut
-    from flexrlhf.engines.vllm import VllmEngine
-    from flexrlhf.placement.shapes import model_shape
-    from flexrlhf.placement.shards import parts_on
+    from flexrlhf.engines.vllm.engine import VllmEngine
+    from flexrlhf.weights.shapes import model_shape
+    from flexrlhf.weights.shards import parts_on
 
     model = placed(CUT, ranks=(2, 3), kv_tokens=256)
     engine = VllmEngine(wanted(model, tp, dist.PrefixStore("rollout", world.store)))
@@ -75,7 +75,7 @@ def be_killed() -> None:
     """Print the process of a child engine while it decodes, and end without a word."""
     from vllm_models import placed, prompts, sampling, wanted
 
-    from flexrlhf.engines.vllm import VllmEngine
+    from flexrlhf.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(wanted(placed(process="child")))
     engine.generate(prompts(1), sampling(), [prompts(64, first=1)])

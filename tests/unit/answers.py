@@ -6,11 +6,11 @@ import torch
 from replicas import Alone, batch_of
 from torch import Tensor
 
-from flexrlhf.algorithms import PolicySpec
+from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.engines.base import Batch
-from flexrlhf.operators.context import Context, Reducer
-from flexrlhf.operators.controllers import first_state
-from flexrlhf.operators.experience import experience, kl_penalty
+from flexrlhf.objectives.context import Context, Reducer
+from flexrlhf.objectives.controllers import first_state
+from flexrlhf.objectives.reward_shaping import experience, kl_penalty
 
 
 def answered(mask: Tensor, scores: list[float], finished: list[int] | None = None, **columns: Tensor) -> Batch:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+from flexrlhf.config.spec import Head, ModelSpec, Spec
+from flexrlhf.config.spec_file import apply_override, parse_spec
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import Head, ModelSpec, Spec
-from flexrlhf.spec_file import apply_override, parse_spec
+from flexrlhf.plan.plan import Plan, make_plan
 
 TINY = {
     "model_type": "llama",

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.head import token_logprobs
 from flexrlhf.engines.sampling import draw
-from flexrlhf.placement.activations import NOISE_BYTES, Blocks
-from flexrlhf.placement.shapes import Sizes, model_shape
-from flexrlhf.spec import ModelSpec
+from flexrlhf.memory.activations import NOISE_BYTES, Blocks
+from flexrlhf.weights.shapes import Sizes, model_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAMPLING = Sampling(seed=0, step=0, temperature=1.0, eos_token_ids=(10**6,), pad_token_id=0)
@@ -205,7 +205,7 @@ def decoding(config: dict[str, Any], dtype: str, rows: int, prompt: int, respons
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_peak_of_chunked_log_probs(dtype: str, train: bool) -> None:
-    """Without the gradient of the head's own weight, which is a new gradient (placement/transients.py)."""
+    """Without the gradient of the head's own weight, which is a new gradient (memory/transients.py)."""
     tokens, hidden, vocabulary, chunk = 256, 32, 4096, 2**18
     blocks = Blocks(Sizes("llama", 1, hidden, 1, 1, 1, 1, vocabulary), DTYPES[dtype].itemsize)
     states = torch.randn(tokens, hidden, dtype=DTYPES[dtype], requires_grad=train)

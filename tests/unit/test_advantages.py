@@ -12,13 +12,13 @@ from answers import answered, context_of, ragged
 from replicas import Alone, Port, mask_of, on_replicas
 from torch import Tensor
 
-from flexrlhf.algorithms import PpoSpec, RaftSpec
+from flexrlhf.config.algorithms import PpoSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, add_moments
-from flexrlhf.operators.advantages import gae, ppo_advantages, whiten
-from flexrlhf.operators.context import Columns, Context
-from flexrlhf.operators.controllers import first_state
-from flexrlhf.operators.functions import COMBINES
-from flexrlhf.operators.group_advantages import best_of_group
+from flexrlhf.objectives.advantages import gae, ppo_advantages, whiten
+from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.controllers import first_state
+from flexrlhf.objectives.functions import COMBINES
+from flexrlhf.objectives.group_advantages import best_of_group
 
 
 def floats(tensor: Tensor) -> Any:

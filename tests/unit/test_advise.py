@@ -14,10 +14,13 @@ import typer
 from typer.testing import CliRunner, Result
 
 from flexrlhf.cli import app
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.advice_text import format_advice
 from flexrlhf.guideline.advice.advise import Advice, Answer, Searched, advise
 from flexrlhf.guideline.advice.proposals import spec_of
-from flexrlhf.guideline.advice.report import format_advice
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
     GPUS,
@@ -34,15 +37,12 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Problem
 from flexrlhf.guideline.simulation.inputs import read_lengths, texts_for
-from flexrlhf.guideline.simulation.report import seconds_text
 from flexrlhf.guideline.simulation.simulate import evaluate as simulated_seconds
-from flexrlhf.plan import make_plan
-from flexrlhf.remedies import check_fits
-from flexrlhf.spec import Spec
-from flexrlhf.spec_file import apply_override, dump_spec, load_spec, parse_spec
+from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload
-from flexrlhf.wording import table
-from flexrlhf.yaml12 import read_yaml, write_yaml
+from flexrlhf.text import table
 
 ROLES = ("actor", "critic", "ref", "reward")
 SCHEDULES = ((False, 1, 0), (True, 1, 0), (True, 2, 0), (True, 4, 0), (True, 1, 1))

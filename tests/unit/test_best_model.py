@@ -11,9 +11,9 @@ import torch.distributed as dist
 from small_runs import plan_of
 
 from flexrlhf.comm.world import DeadlineError, World
+from flexrlhf.execution.recorder import Recorder
 from flexrlhf.metrics import Triple
-from flexrlhf.plan import Plan
-from flexrlhf.recorder import Recorder
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
 
 Publish = Callable[[int, float], None]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.guideline.simulation.compare import Comparison, Pair
-from flexrlhf.guideline.simulation.report import format_comparison
-from flexrlhf.wording import bytes_text
+from flexrlhf.guideline.simulation.simulation_text import format_comparison
+from flexrlhf.text import bytes_text
 
 Invoke = Callable[..., Result]
 A100 = ("--set", "cluster={nodes: [{devices: 2, class: A100-80G}]}", "--placement-ratio", "[1,1,0.5,0.5]")

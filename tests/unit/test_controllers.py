@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from replicas import mask_of
 from small_runs import plan_of
 
-from flexrlhf.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
-from flexrlhf.controls import make_controls
+from flexrlhf.config.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
+from flexrlhf.execution.controller_states import make_controls
 from flexrlhf.metrics import Triple
-from flexrlhf.operators.controllers import State, first_state, next_state
-from flexrlhf.operators.experience import experience
+from flexrlhf.objectives.controllers import State, first_state, next_state
+from flexrlhf.objectives.reward_shaping import experience
 from flexrlhf.strategies.instructions import Run
 
 

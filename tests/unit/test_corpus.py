@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flexrlhf.corpus import (
+from flexrlhf.data.examples import load_examples, read_rows
+from flexrlhf.data.quickstart.corpus import (
     BAD_ANSWERS,
     KIND_CLOSERS,
     KIND_OPENERS,
@@ -30,7 +31,6 @@ from flexrlhf.corpus import (
     write_corpus,
     wrong_thing_answer,
 )
-from flexrlhf.data import load_examples, read_rows
 
 Answer = Callable[[random.Random, Question], str]
 SIZES = {"sft": 1500, "pairs": 1200, "prompts": 512, "sft_held_out": 64, "pairs_held_out": 200, "prompts_held_out": 64}

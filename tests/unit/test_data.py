@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flexrlhf.data import (
+from flexrlhf.data.examples import (
     ALPACA_TEMPLATES,
     Example,
     Needs,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.engines.deepspeed_config import OWNED, check_deepspeed_config, clips_itself, deepspeed_config
+from flexrlhf.config.spec import ModelSpec, OptimizerSpec
+from flexrlhf.engines.deepspeed.config import OWNED, check_deepspeed_config, clips_itself, deepspeed_config
 from flexrlhf.errors import UserError
-from flexrlhf.spec import ModelSpec, OptimizerSpec
 
 Raw = dict[str, Any]
 

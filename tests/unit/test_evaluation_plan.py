@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from small_runs import TINY, plan_of
 
-from flexrlhf.algorithms import ALGORITHMS
+from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.pricing import Pricer, longest_texts
@@ -16,15 +17,14 @@ from flexrlhf.metrics import METRICS, is_better
 from flexrlhf.operators.evaluation import TOLD, metrics_told
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.groups import Group
-from flexrlhf.placement.held_out import HeldOutShape, held_out_shape
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.report import schedule_table
-from flexrlhf.spec_file import parse_spec
+from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.plan_text import schedule_table
+from flexrlhf.strategies.evaluation_batches import HeldOutShape, held_out_shape
 from flexrlhf.strategies.held_out import walk_held_out
 from flexrlhf.strategies.instructions import Eval, Move, Run, Save
 from flexrlhf.strategies.residency import models_of
-from flexrlhf.wording import rank_marks
+from flexrlhf.text import rank_marks
 
 HELD_OUT = "eval={path: held_out.jsonl, every: 2}"
 SIX = [0.5] * 6
@@ -40,7 +40,7 @@ def evaluation_of(plan: Plan) -> Eval:
 
 def shown(plan: Plan) -> list[str]:
     return [
-        f"{rank_marks(x.ranks, plan.placement.num_ranks)}  {type(x).__name__.lower()}  {x.label}"
+        f"{rank_marks(x.ranks, plan.placement.num_ranks)}  {x.kind}  {x.label}"
         + (f"  {x.primitive}" if isinstance(x, Move) else "")
         for x in evaluation_of(plan).instructions
     ]

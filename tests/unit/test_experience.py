@@ -13,16 +13,16 @@ from pydantic import TypeAdapter
 from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from torch import Tensor
 
-from flexrlhf.algorithms import KlSpec, PpoSpec
+from flexrlhf.config.algorithms import KlSpec, PpoSpec
+from flexrlhf.config.reward_sources import Sources
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple
-from flexrlhf.operators.advantages import ppo_advantages
-from flexrlhf.operators.context import Columns, Context
-from flexrlhf.operators.controllers import first_state, next_state
-from flexrlhf.operators.experience import experience, last_positions
-from flexrlhf.operators.weighted import weighted_scores
-from flexrlhf.reward_sources import Sources
+from flexrlhf.objectives.advantages import ppo_advantages
+from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.controllers import first_state, next_state
+from flexrlhf.objectives.reward_shaping import experience, last_positions
+from flexrlhf.objectives.weighted_scores import weighted_scores
 
 
 def advantages_of(spec: PpoSpec, batch: Batch, **state: float) -> tuple[Columns, Moments]:

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from flexrlhf.guideline.costs.batching import EVEN_PIECES, TAIL_PIECES, phases_of, pieces_of
-from flexrlhf.guideline.costs.calls import Call, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh
 from flexrlhf.guideline.costs.decoders import DECODERS, host_factor
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.transformer import Transformer

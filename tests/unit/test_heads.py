@@ -8,23 +8,23 @@ from typing import Any, Literal
 import pytest
 from small_runs import TINY, placed_model, plan_of, spec_of
 
-from flexrlhf.engines.catalogue import check_models
+from flexrlhf.config.spec import ClusterSpec, Head, LoraSpec, ModelSpec, RolloutSpec, SyncSpec
+from flexrlhf.engines.capabilities import check_models
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.pricing import synced_weights, transformer_of_shape
+from flexrlhf.memory.budget import Compute, Sizing, Texts
+from flexrlhf.memory.transfers import WeightSync, sync_parts
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.evaluation import GENERATE
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.placement.copies import WeightSync, sync_parts
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.lora import gathered_names, shape_of, with_adapters
-from flexrlhf.placement.memory import Compute, Sizing, Texts
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
-from flexrlhf.placement.reshard import WeightTransfer, gather_bytes, sync_bytes, trained_parts
-from flexrlhf.placement.shapes import SCALAR_HEAD, ModelShape, Sizes, model_shape
-from flexrlhf.placement.shards import parts_on
-from flexrlhf.spec import ClusterSpec, Head, LoraSpec, ModelSpec, RolloutSpec, SyncSpec
+from flexrlhf.weights.lora import gathered_names, shape_of, with_adapters
+from flexrlhf.weights.reshard import WeightTransfer, gather_bytes, sync_bytes, trained_parts
+from flexrlhf.weights.shapes import SCALAR_HEAD, ModelShape, Sizes, model_shape
+from flexrlhf.weights.shards import parts_on
 
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
 VALUES = Operator("values", "forward", "actor", TEXT, ("values",))

@@ -8,8 +8,8 @@ from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from torch import Tensor
 
 from flexrlhf.engines.base import Moments, add_moments
-from flexrlhf.operators.context import Context
-from flexrlhf.operators.held_out import diversity, likelihood, pair_accuracy
+from flexrlhf.objectives.context import Context
+from flexrlhf.objectives.evaluation_metrics import diversity, likelihood, pair_accuracy
 
 
 def tokens_of(*rows: list[int], prompt: int = 1) -> Tensor:

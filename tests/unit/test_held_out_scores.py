@@ -8,11 +8,11 @@ import pytest
 import torch
 from replicas import Alone, batch_of
 
+from flexrlhf.config.spec import EvalSpec
 from flexrlhf.engines.base import Batch, add_moments
 from flexrlhf.metrics import evaluate
-from flexrlhf.operators.context import Context
-from flexrlhf.operators.held_out import held_out_scores, pass_at
-from flexrlhf.spec import EvalSpec
+from flexrlhf.objectives.context import Context
+from flexrlhf.objectives.evaluation_metrics import held_out_scores, pass_at
 
 NAN = float("nan")
 

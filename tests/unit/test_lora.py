@@ -9,8 +9,10 @@ import torch
 from small_runs import HEADS, TINY, placed_model, plan_of
 from transformers import PreTrainedModel
 
+from flexrlhf.config.spec import LoraSpec, ModelSpec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.lora import (
+from flexrlhf.strategies.instructions import Sync
+from flexrlhf.weights.lora import (
     gathered_names,
     lora_candidates,
     merged_from,
@@ -18,10 +20,8 @@ from flexrlhf.placement.lora import (
     with_adapters,
     with_adapters_merged,
 )
-from flexrlhf.placement.reshard import trained_parts
-from flexrlhf.placement.shapes import ModelShape, count_elements, model_shape
-from flexrlhf.spec import LoraSpec, ModelSpec
-from flexrlhf.strategies.instructions import Sync
+from flexrlhf.weights.reshard import trained_parts
+from flexrlhf.weights.shapes import ModelShape, count_elements, model_shape
 
 SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES = [SMALL, SMALL | {"model_type": "qwen2"}, SMALL | {"attention_bias": True, "mlp_bias": True}]

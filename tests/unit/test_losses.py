@@ -12,7 +12,7 @@ from answers import ragged
 from replicas import batch_of, mask_of
 from torch import Tensor
 
-from flexrlhf.algorithms import (
+from flexrlhf.config.algorithms import (
     AcShareSpec,
     DpoSpec,
     ImportanceSpec,
@@ -25,8 +25,8 @@ from flexrlhf.algorithms import (
 )
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
-from flexrlhf.operators.functions import LOSSES
-from flexrlhf.operators.losses import aggregate, importance_weights, kl_estimate
+from flexrlhf.objectives.functions import LOSSES
+from flexrlhf.objectives.losses import aggregate, importance_weights, kl_estimate
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 

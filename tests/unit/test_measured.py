@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import Curve, MeasuredCosts, load_costs, slowdown, together
 from flexrlhf.guideline.costs.measurements import (
     Line,

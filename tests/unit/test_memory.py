@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 from small_runs import placed_model, plan_of
 
-from flexrlhf.engines.deepspeed_config import deepspeed_config
-from flexrlhf.placement.activations import Blocks
-from flexrlhf.placement.copies import NUM_BUCKETS, WeightSync, saving_parts, sync_parts
-from flexrlhf.placement.lora import with_adapters
-from flexrlhf.placement.memory import Compute, RankMemory, Saving, Sizing, Texts, rank_memory
-from flexrlhf.placement.placed import Placement
-from flexrlhf.placement.reshard import pair_ranks
-from flexrlhf.placement.shapes import ModelShape, Sizes, model_shape
-from flexrlhf.placement.states import (
+from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
+from flexrlhf.engines.deepspeed.config import deepspeed_config
+from flexrlhf.memory.activations import Blocks
+from flexrlhf.memory.budget import Compute, RankMemory, Saving, Sizing, Texts, rank_memory
+from flexrlhf.memory.states import (
     DEEPSPEED_ELEMENTS,
     PerParameter,
     State,
@@ -29,13 +25,17 @@ from flexrlhf.placement.states import (
     sliced_elements,
     zero_split,
 )
-from flexrlhf.placement.transients import gathered_bytes, new_gradient_bytes, trained_units, update_bytes
-from flexrlhf.plan import Plan
-from flexrlhf.spec import LoraSpec, ModelSpec, SyncSpec
+from flexrlhf.memory.transfers import NUM_BUCKETS, WeightSync, saving_parts, sync_parts
+from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, trained_units, update_bytes
+from flexrlhf.placement.placed import Placement
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
 from flexrlhf.strategies.residency import Memory
 from flexrlhf.strategies.workload import workload, works_of
-from flexrlhf.wording import bytes_text
+from flexrlhf.text import bytes_text
+from flexrlhf.weights.lora import with_adapters
+from flexrlhf.weights.reshard import pair_ranks
+from flexrlhf.weights.shapes import ModelShape, Sizes, model_shape
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published"
 """Measurements collected from papers and repositories; not part of the project, so the rows that matter stand here."""

@@ -10,10 +10,10 @@ import pytest
 from answers import answered, context_of
 from replicas import mask_of
 
-from flexrlhf.algorithms import AcShareSpec, DpoSpec, ImportanceSpec, PpoSpec, PtxSpec, RewardSpec, SftSpec
+from flexrlhf.config.algorithms import AcShareSpec, DpoSpec, ImportanceSpec, PpoSpec, PtxSpec, RewardSpec, SftSpec
 from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
-from flexrlhf.operators.functions import COMBINES, LOSSES
-from flexrlhf.report import format_summary
+from flexrlhf.objectives.functions import COMBINES, LOSSES
+from flexrlhf.plan.plan_text import format_summary
 
 SPECS = {
     "likelihood_loss": SftSpec(),

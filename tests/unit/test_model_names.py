@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_names import MODELS, find_model
-from flexrlhf.placement.shapes import model_shape
-from flexrlhf.spec import ModelSpec
+from flexrlhf.weights.shapes import model_shape
 
 BILLIONS = {
     "llama-7b": 6.738,

@@ -11,13 +11,13 @@ from replicas import Alone, Port, mask_of, on_replicas
 from small_runs import spec_of
 from torch import Tensor
 
+from flexrlhf.config.spec import ParitySpec, RolloutSpec
 from flexrlhf.engines.base import Batch, Moments
-from flexrlhf.operators.context import Context
-from flexrlhf.operators.functions import COMBINES
-from flexrlhf.operators.parity import Difference, ParityError, naming_tokens
+from flexrlhf.objectives.context import Context
+from flexrlhf.objectives.functions import COMBINES
+from flexrlhf.objectives.parity import Difference, ParityError, naming_tokens
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.plan import resolve_models
-from flexrlhf.spec import ParitySpec, RolloutSpec
+from flexrlhf.plan.plan import resolve_models
 
 MASK = mask_of("1110", "1000", "0000", "1111")
 TRAINER = -torch.tensor([[1.0, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])

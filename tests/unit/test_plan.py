@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from small_runs import TINY, placed_model, plan_of, spec_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.reshard import WeightTransfer, make_buckets, pair_ranks, sync_bytes
-from flexrlhf.placement.shapes import ModelShape, llama_like_shapes, model_shape
-from flexrlhf.placement.states import model_state
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import Head, ModelSpec
+from flexrlhf.memory.states import model_state
+from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.strategies.instructions import Move, Sync
+from flexrlhf.weights.reshard import WeightTransfer, make_buckets, pair_ranks, sync_bytes
+from flexrlhf.weights.shapes import ModelShape, llama_like_shapes, model_shape
 
 LLAMA_2_7B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
 LLAMA_3_8B = LLAMA_2_7B | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}

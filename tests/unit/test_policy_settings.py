@@ -8,12 +8,12 @@ import pytest
 from pydantic import TypeAdapter
 from small_runs import PPO, spec_of
 
-from flexrlhf.algorithms import KlSpec, PpoSpec, PtxSpec, TruncationPenalty
+from flexrlhf.config.algorithms import KlSpec, PpoSpec, PtxSpec, TruncationPenalty
+from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource, Sources
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.ppo import ppo
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource, Sources
 
 
 def refused(override: str) -> str:

@@ -13,15 +13,15 @@ import torch
 from answers import answered, context_of, rewards_of
 from pydantic import ValidationError
 
-from flexrlhf.algorithms import GrpoSpec, GspoSpec, PpoSpec, ReinforceSpec, RlooSpec
+from flexrlhf.config.algorithms import GrpoSpec, GspoSpec, PpoSpec, ReinforceSpec, RlooSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import Batch, Outputs, Totals
-from flexrlhf.operators.advantages import ppo_advantages
-from flexrlhf.operators.group_advantages import group_advantages
-from flexrlhf.operators.losses import policy_loss, value_loss
-from flexrlhf.operators.returns import reinforce_advantages
-from flexrlhf.spec import Spec
-from flexrlhf.spec_file import dump_spec, parse_spec
-from flexrlhf.yaml12 import read_yaml
+from flexrlhf.objectives.advantages import ppo_advantages
+from flexrlhf.objectives.group_advantages import group_advantages
+from flexrlhf.objectives.losses import policy_loss, value_loss
+from flexrlhf.objectives.returns import reinforce_advantages
 
 ENGINES = ("verl", "openrlhf", "trl", "deepspeed-chat")
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from small_runs import plan_of, spec_of
 
+from flexrlhf.config.spec import ClusterSpec, Head
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.packing import Request, pack
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
-from flexrlhf.spec import ClusterSpec, Head
 
 Ranks = tuple[int, ...]
 FOUR = ("actor", "critic", "ref", "reward")

@@ -9,9 +9,9 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.plan import Plan
-from flexrlhf.remedies import Remedy, check_fits, remedies, tightest_rank
-from flexrlhf.report import format_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.suggestions import Remedy, check_fits, remedies, tightest_rank
 
 ACTOR = (
     "{model_type: llama, hidden_size: 2048, intermediate_size: 5504, num_hidden_layers: 16, num_attention_heads: 16}"

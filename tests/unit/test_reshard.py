@@ -8,7 +8,9 @@ import pytest
 from small_runs import placed_model, plan_of
 
 from flexrlhf.placement.groups import Group
-from flexrlhf.placement.reshard import (
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Save, Sync
+from flexrlhf.weights.reshard import (
     WeightTransfer,
     bucket_names,
     gather_bytes,
@@ -18,10 +20,8 @@ from flexrlhf.placement.reshard import (
     sync_bytes,
     trained_parts,
 )
-from flexrlhf.placement.shapes import ModelShape
-from flexrlhf.placement.shards import parts_on
-from flexrlhf.plan import Plan
-from flexrlhf.strategies.instructions import Save, Sync
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shards import parts_on
 
 SHAPE = ModelShape((("norm.weight", (5,)), ("q_proj.weight", (4, 3))))
 """5 numbers that tensor parallelism leaves whole, and 4 rows of 3 that it cuts."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.plan import Plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload, Reload
 from flexrlhf.strategies.residency import Memory, models_of
 from flexrlhf.strategies.schedule import walk

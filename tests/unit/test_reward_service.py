@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from reward_server import Reply, Request, RewardServer, lengths, rewards
 
-from flexrlhf.reward_sources import ServiceSource
+from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.rewards.base import Answer, Entry, Problem
 from flexrlhf.rewards.limits import Deadline
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.services import Service
-from flexrlhf.rewards.told import Told
+from flexrlhf.rewards.warn_once import Told
 
 Behaviour = Callable[[Request], Reply]
 

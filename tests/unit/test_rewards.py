@@ -18,17 +18,17 @@ import torch
 from replicas import batch_of, mask_of
 from small_runs import TINY, plan_of, spec_of
 
-from flexrlhf.data import Example
+from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSource
+from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
+from flexrlhf.execution.scoring import make_scoring
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.scoring import make_scoring
-from flexrlhf.reward_sources import FunctionSource, RuleSource, ServiceSource
+from flexrlhf.plan.inputs import check_runs
 from flexrlhf.rewards import workers
 from flexrlhf.rewards.base import Answer, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.run_data import check_runs
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 Score = Callable[..., Scores]
@@ -236,7 +236,7 @@ def test_loading_may_take_longer_than_a_call_and_is_not_waited_for_twice(
 def test_a_worker_that_hangs_ends_when_its_rank_is_killed(name: str, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = (
-        "from flexrlhf.reward_sources import FunctionSource\n"
+        "from flexrlhf.config.reward_sources import FunctionSource\n"
         "from flexrlhf.rewards.base import Answer\n"
         "from flexrlhf.rewards.scorer import Scorer\n"
         f"source = FunctionSource(function={f'{FILE}:{name}'!r}, timeout_seconds=1000)\n"

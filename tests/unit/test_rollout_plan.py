@@ -14,8 +14,8 @@ from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
-from flexrlhf.plan import Plan
-from flexrlhf.report import format_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from flexrlhf.comm.reduce import Replicas
 from flexrlhf.engines.base import Batch, Sampling, Wanted
 from flexrlhf.engines.sampling import draw, gumbel_noise
-from flexrlhf.engines.torch import TorchEngine
+from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS, Lengths
 
 LENGTHS = Lengths(prompt=5, response=6)

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of
 
-from flexrlhf import quickstart
+from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.data import quickstart
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.plan import Plan, make_plan, make_plans
-from flexrlhf.report import format_plan, schedule_table
-from flexrlhf.spec import ModelSpec, Spec
-from flexrlhf.spec_file import load_spec
+from flexrlhf.plan.plan import Plan, make_plan, make_plans
+from flexrlhf.plan.plan_text import format_plan, schedule_table
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk
-from flexrlhf.wording import rank_marks, span_of
+from flexrlhf.text import rank_marks, span_of
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -53,7 +53,7 @@ def shown(plan: Plan) -> list[str]:
             rank_marks(x.ranks, plan.placement.num_ranks),
             f"  {x.primitive}" if isinstance(x, Move) else "",
         )
-        lines.append(f"{marks}  {type(x).__name__.lower()}  {x.label}{primitive}")
+        lines.append(f"{marks}  {x.kind}  {x.label}{primitive}")
     return lines
 
 

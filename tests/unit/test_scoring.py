@@ -14,13 +14,13 @@ from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from small_runs import spec_of
 from torch import Tensor
 
-from flexrlhf.data import Example
+from flexrlhf.data.examples import Example
 from flexrlhf.engines.base import Batch, Moments
-from flexrlhf.operators.context import Columns
-from flexrlhf.operators.experience import last_positions
+from flexrlhf.execution.scoring import Scoring, make_scoring
+from flexrlhf.objectives.context import Columns
+from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.scoring import Scoring, make_scoring
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 WORDS = {1: "yes", 2: "no", 3: "#### 7", 4: "#### 8", 9: ""}

@@ -11,10 +11,10 @@ import pytest
 import torch
 from small_runs import TINY, placed_model
 
+from flexrlhf.config.spec import ModelSpec, RolloutSpec
 from flexrlhf.placement.placed import PlacedModel, Split
-from flexrlhf.placement.shapes import ModelShape, model_shape
-from flexrlhf.placement.shards import Part, parts_on, tensor_parallel_dim, whole
-from flexrlhf.spec import ModelSpec, RolloutSpec
+from flexrlhf.weights.shapes import ModelShape, model_shape
+from flexrlhf.weights.shards import Part, parts_on, tensor_parallel_dim, whole
 
 LAYOUTS = [
     ("torch", 0, 1),

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.algorithms import PpoSpec
+from flexrlhf.config.algorithms import PpoSpec
+from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import share_weights
 from flexrlhf.operators.ppo import ppo
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.report import schedule_table
-from flexrlhf.spec_file import dump_spec, parse_spec
+from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.plan_text import schedule_table
 from flexrlhf.strategies.instructions import Move, Run
-from flexrlhf.yaml12 import read_yaml
 
 SHARED = ("models.actor.lora={rank: 2}", "models.ref.share=actor")
 THREE = ("actor", "critic", "reward")

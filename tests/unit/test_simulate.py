@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.calls import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_texts
-from flexrlhf.guideline.simulation.report import format_comparison, format_simulation
 from flexrlhf.guideline.simulation.simulate import Simulation, evaluate, flows_of, simulate, write_timeline
+from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 from flexrlhf.guideline.simulation.walk import Node, steady_seconds, walk_nodes
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
-from flexrlhf.plan import Plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.timeline import Span
@@ -214,7 +214,7 @@ def keys(spans: list[Span]) -> Counter[tuple[int, str, str, int, int | None]]:
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_the_spans_are_those_of_the_trainers_loop(plan: Plan, steps: int) -> None:
     expected = Counter(
-        (rank, type(x).__name__.lower(), x.label, step, getattr(x, "chunk", None))
+        (rank, x.kind, x.label, step, x.chunk)
         for rank in range(plan.placement.num_ranks)
         for _, step, x in walk(plan.schedule, rank, steps)
     )

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from small_runs import TINY, plan_of, spec_of
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT, column_of
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.sources import with_sources
-from flexrlhf.spec import Spec
 
 ANSWERED = (*TEXT, "response_mask", "finished")
 MODELS = f"models.reward_style={{init: {TINY}}}"

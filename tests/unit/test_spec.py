@@ -10,12 +10,12 @@ import pytest
 import yaml
 from small_runs import PPO, spec_of
 
-from flexrlhf.algorithms import ALGORITHMS, PpoSpec
+from flexrlhf.config.algorithms import ALGORITHMS, PpoSpec
+from flexrlhf.config.spec import ModelSpec, PlacementEntry, PlacementMap
+from flexrlhf.config.spec_file import check_scopes, dump_spec, load_spec, parse_spec, parse_vector
+from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.registry import GRAPHS
-from flexrlhf.spec import ModelSpec, PlacementEntry, PlacementMap
-from flexrlhf.spec_file import check_scopes, dump_spec, load_spec, parse_spec, parse_vector
-from flexrlhf.yaml12 import read_yaml, write_yaml
 
 SIX = ("actor.shadow", "critic.shadow", "actor", "critic", "ref", "reward")
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from flexrlhf.comm.checksum import checksum, checksum_of
 from flexrlhf.comm.sync import ChecksumError, Destination, Load, Source, Syncer
 from flexrlhf.comm.weights import Gather, cut
-from flexrlhf.placement.lora import shape_of
+from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
+from flexrlhf.execution.loading import adapters_to_merge
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.reshard import gathering_sets, pair_ranks, sync_bytes, trained_parts
-from flexrlhf.placement.shapes import ModelShape, model_shape
-from flexrlhf.placement.shards import parts_on
-from flexrlhf.residents import adapters_to_merge
-from flexrlhf.spec import LoraSpec, ModelSpec, SyncSpec
 from flexrlhf.strategies.instructions import Sync
+from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.reshard import gathering_sets, pair_ranks, sync_bytes, trained_parts
+from flexrlhf.weights.shapes import ModelShape, model_shape
+from flexrlhf.weights.shards import parts_on
 
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.calls import Call, Cost, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.footprint import (
     MIXED,
     capacity_bytes,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.strategies.instructions import Move, Save
+from flexrlhf.strategies.instructions import Move
 from flexrlhf.timeline import Span, Timeline, load_spans, write_trace
 
 CHUNKS = ("algorithm.num_mini_batches=2", "schedule.num_chunks=2")
@@ -18,7 +18,7 @@ def test_a_span_has_the_instruction_its_step_and_its_chunk() -> None:
     plan = plan_of([1, 1, 0.5, 0.5], 2, *CHUNKS)
     timeline = Timeline(rank=1, keep_steps=100)
     for instruction in plan.schedule.instructions[:2]:
-        with timeline.span(instruction, step=3) as span:
+        with timeline.span(instruction.kind, instruction.label, 3, instruction.chunk) as span:
             if isinstance(instruction, Move):
                 span.bytes_sent = 7
     run, move = timeline.spans
@@ -29,7 +29,7 @@ def test_a_span_has_the_instruction_its_step_and_its_chunk() -> None:
 
 def test_an_instruction_that_fails_leaves_no_span() -> None:
     timeline = Timeline(rank=0, keep_steps=100)
-    with pytest.raises(RuntimeError), timeline.span(Save(ranks=(0,), model="actor"), 0):
+    with pytest.raises(RuntimeError), timeline.span("save", "actor", 0, None):
         raise RuntimeError
     assert not timeline.spans
 
@@ -62,6 +62,6 @@ def test_no_span_gives_an_empty_trace(tmp_path: Path) -> None:
 def test_a_long_run_keeps_the_spans_of_its_last_steps() -> None:
     timeline = Timeline(rank=0, keep_steps=2)
     for step in range(5):
-        with timeline.span(Save(ranks=(0,), model="actor"), step):
+        with timeline.span("save", "actor", step, None):
             pass
     assert [span.step for span in timeline.spans] == [3, 4]

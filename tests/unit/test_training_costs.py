@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexrlhf.guideline.costs.calls import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.engines import PROFILES
 from flexrlhf.guideline.costs.kernels import attention_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds

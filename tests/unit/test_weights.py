@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexrlhf.comm.weights import Gather, cut, fill, flat
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.reshard import trained_parts
-from flexrlhf.placement.shapes import ModelShape, model_shape
-from flexrlhf.placement.shards import Part, parts_on, whole
-from flexrlhf.spec import ModelSpec
+from flexrlhf.weights.reshard import trained_parts
+from flexrlhf.weights.shapes import ModelShape, model_shape
+from flexrlhf.weights.shards import Part, parts_on, whole
 
 SETTINGS = [
     {},

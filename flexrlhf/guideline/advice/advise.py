@@ -13,6 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
+from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.choices import Member
 from flexrlhf.guideline.advice.per_call import PerCall
@@ -30,7 +32,7 @@ from flexrlhf.guideline.advice.proposals import (
 )
 from flexrlhf.guideline.advice.rules import Rule, Ruling, guideline
 from flexrlhf.guideline.advice.space import USABLE, Space, is_allowed, make_space, with_schedule
-from flexrlhf.guideline.costs.calls import CostModel, Links
+from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch import search
 from flexrlhf.guideline.search.found import Result
@@ -39,11 +41,9 @@ from flexrlhf.guideline.simulation.pricing import TextLengths, transformer_of_sh
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.systems.steps import usual_steps
 from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import ModelSpec, Spec
-from flexrlhf.spec_file import dump_spec
+from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.strategies import colocated, disaggregated, interleaving
-from flexrlhf.wording import bytes_text
+from flexrlhf.text import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
 CHUNKED = 3

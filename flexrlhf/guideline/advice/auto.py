@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flexrlhf.config.spec import Spec
+from flexrlhf.guideline.advice.advice_text import vector_text
 from flexrlhf.guideline.advice.advise import advise
-from flexrlhf.guideline.advice.report import vector_text
 from flexrlhf.guideline.simulation.inputs import costs_for, texts_for
-from flexrlhf.spec import Spec
 
 SEARCH_SECONDS = 60.0
 

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, TypeVar
 
-from flexrlhf.engines.catalogue import SERVES
-from flexrlhf.guideline.costs.calls import CostModel, Links, Mesh
+from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
+from flexrlhf.config.strict_model import Section
+from flexrlhf.engines.capabilities import SERVES
+from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
-from flexrlhf.guideline.simulation.asking import cost_beside
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
+from flexrlhf.guideline.simulation.scoring_time import cost_beside
+from flexrlhf.memory.budget import Compute, Sizing, Texts
+from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import Kind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.memory import Compute, Sizing, Texts
 from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
-from flexrlhf.placement.shapes import ModelShape
-from flexrlhf.placement.states import State
-from flexrlhf.section import Section
-from flexrlhf.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
+from flexrlhf.weights.shapes import ModelShape
 
 T = TypeVar("T")
 

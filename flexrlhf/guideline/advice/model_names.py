@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.errors import UserError, nearest, shown
-from flexrlhf.placement.shapes import LLAMA_LIKE
+from flexrlhf.weights.shapes import LLAMA_LIKE
 
 Config = dict[str, Any]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from flexrlhf.config.spec import ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.choices import Member
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
@@ -13,7 +14,6 @@ from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, Problem
 from flexrlhf.placement.placed import ROLLOUT, SHADOW
 from flexrlhf.placement.ratios import place
-from flexrlhf.spec import ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
 
 Vector = tuple[Fraction, ...]
 TOO_LARGE = "no settings that it allows fit into memory"

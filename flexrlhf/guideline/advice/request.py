@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
+from flexrlhf.config.spec import NodeSpec, Spec
+from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
+from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.guideline.advice.model_names import Config, find_model
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.devices import DEVICE_CLASSES
-from flexrlhf.spec import NodeSpec, Spec
-from flexrlhf.spec_file import apply_override, load_spec, parse_spec
-from flexrlhf.yaml12 import explain, read_yaml
 
 ROLES = ("actor", "critic", "ref", "reward")
 GPUS_PER_NODE = 8

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.guideline.advice.choices import Member
 from flexrlhf.guideline.advice.proposals import Allowed, Vector, in_chunks, settle, vector_ranks
 from flexrlhf.guideline.advice.space import UNLIMITED, USABLE, Space
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
-from flexrlhf.placement.shapes import DTYPE_BYTES, count_elements
-from flexrlhf.spec import ModelSpec
-from flexrlhf.wording import bytes_text
+from flexrlhf.text import bytes_text
+from flexrlhf.weights.shapes import DTYPE_BYTES, count_elements
 
 FEW_NODES = 2
 LEAST_SHADOW, MOST_SHADOW = Fraction(3, 10), Fraction(1, 2)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 
-from flexrlhf.engines.catalogue import ALL_KINDS, SERVES, check_engine
+from flexrlhf.config.spec import Head, ModelSpec, Spec
+from flexrlhf.engines.capabilities import ALL_KINDS, SERVES, check_engine
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.choices import Chooser, Member, Place, Work
-from flexrlhf.guideline.costs.calls import CostModel, Links
+from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
 from flexrlhf.guideline.search.problem import End, Meshes, Option, Part, Pool, Problem, Rows, Shape, Sync, Task
 from flexrlhf.guideline.simulation.pricing import (
@@ -35,11 +36,10 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ROLLOUT, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
-from flexrlhf.placement.shapes import LLAMA_LIKE, ModelShape
-from flexrlhf.plan import model_shapes, resolve_models, roles_of, spread
-from flexrlhf.spec import Head, ModelSpec, Spec
+from flexrlhf.plan.plan import model_shapes, resolve_models, roles_of, spread
 from flexrlhf.strategies import schedule
 from flexrlhf.strategies.schedule import make_tasks
+from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
 
 FORBIDDEN = 1e9
 """Seconds of what a placement must not do; with a lag they may be spread over some steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexrlhf.guideline.costs.calls import Call, Cost, Kind, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Kind, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import move_cost, sync_cost
 from flexrlhf.guideline.costs.training import forward_cost, train_cost

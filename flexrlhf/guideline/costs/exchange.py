@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from flexrlhf.guideline.costs.calls import Cost, CostModel, Links, Traffic
+from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
 from flexrlhf.placement.routes import Primitive
 
 Relation = Literal["same", "overlapping", "disjoint"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexrlhf.guideline.costs.calls import Call, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Mesh
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.placement.activations import Blocks
+from flexrlhf.memory.activations import Blocks
+from flexrlhf.memory.states import PerParameter, zero_split
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.shapes import Sizes
-from flexrlhf.placement.states import PerParameter, zero_split
+from flexrlhf.weights.shapes import Sizes
 
 MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
 """16-bit weights and gradients, float32 master weights and two moments (ZeRO, sec. 3.1)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexrlhf.guideline.costs.batching import Phase, phases_of
-from flexrlhf.guideline.costs.calls import Call, Cost, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile, host_factor
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.links import all_reduce_seconds, shared_gather_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from flexrlhf.guideline.costs.calls import Cost, Links, Traffic
+from flexrlhf.guideline.costs.cost_model import Cost, Links, Traffic
 from flexrlhf.placement.routes import Primitive
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.calls import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measurements import Line, Measurements, ModelTimes, Point, read_measurements
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from flexrlhf.guideline.costs.calls import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
 from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexrlhf.placement.shapes import Sizes
+from flexrlhf.weights.shapes import Sizes
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.calls import CostModel
+from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.simulation.pricing import TextLengths, check_figures
 from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.plan import Plan, make_plan
-from flexrlhf.spec import Spec
+from flexrlhf.plan.plan import Plan, make_plan
 
 PROFILE = "profile.json"
 """In the directory of the runs: what ``flexrlhf profile`` leaves."""
@@ -76,7 +76,7 @@ def texts_for(spec: Spec, mean_response: float | None) -> TextLengths:
 
 def texts_in_data(plan: Plan) -> TextLengths:
     """Prompts as long as the longest in the data, since passes are padded to it; a sample of its answers."""
-    from flexrlhf.answer_lengths import answer_lengths, prompt_lengths
+    from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
 
     return TextLengths(max(prompt_lengths(plan)), answer_lengths(plan))
 

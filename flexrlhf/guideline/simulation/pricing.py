@@ -13,25 +13,25 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import ceil
 
+from flexrlhf.config.spec import Head, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.calls import Call, Cost, CostModel, Kind, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Kind, Links, Mesh
 from flexrlhf.guideline.costs.exchange import Between, Side, Weights, relation_of
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
-from flexrlhf.guideline.simulation.asking import cost_beside
+from flexrlhf.guideline.simulation.scoring_time import cost_beside
+from flexrlhf.memory.budget import Texts
+from flexrlhf.memory.states import held_elements, item_bytes
+from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.copies import saved_bytes
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.lora import gathered_names, is_merged, shape_of
-from flexrlhf.placement.memory import Texts
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.shapes import LANGUAGE_HEAD, ModelShape, Sizes, count_elements
-from flexrlhf.placement.states import held_elements, item_bytes
-from flexrlhf.plan import Plan, bucket_bytes
-from flexrlhf.spec import Head, Spec
+from flexrlhf.plan.plan import Plan, bucket_bytes
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.weights.lora import gathered_names, is_merged, shape_of
+from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Sizes, count_elements
 
 OWN_DECODING = "torch"
 """The decode profile of ``engines/decoding.py``, by which all but rollout engines generate."""

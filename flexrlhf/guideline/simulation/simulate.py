@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.calls import Cost, CostModel
+from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_texts, synced_weights
 from flexrlhf.guideline.simulation.traffic import Flow, NodeBytes, bytes_by_node, gather_flows, move_flows, sync_flows
 from flexrlhf.guideline.simulation.walk import Node, Visit, Walked, steady_seconds, walk_nodes
 from flexrlhf.operators.graph import Operator
-from flexrlhf.plan import Plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.timeline import Span, write_trace
 
@@ -266,7 +266,7 @@ def _sent(plan: Plan, instruction: Instruction) -> Mapping[int, int]:
 def _span(instruction: Instruction, visit: Visit, rank: int, sent: int) -> Span:
     """As the trainer records it: from when a rank comes to an instruction, so with waiting for other ranks; a Run from
     when its columns are there. A Move is under way by itself at once."""
-    kind, chunk = type(instruction).__name__.lower(), getattr(instruction, "chunk", None)
+    kind, chunk = instruction.kind, instruction.chunk
     start, end, came = visit.came, visit.end, visit.came
     if isinstance(instruction, Run):
         start = max(came, visit.ready)

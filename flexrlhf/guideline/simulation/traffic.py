@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flexrlhf.guideline.costs.exchange import Weights
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.plan import Plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
 
 

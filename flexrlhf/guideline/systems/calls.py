@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flexrlhf.guideline.costs.calls import Call, Cost, CostModel, Kind, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Kind, Mesh, Traffic
 from flexrlhf.guideline.costs.decoders import host_factor
 from flexrlhf.guideline.costs.links import gather_seconds
 from flexrlhf.guideline.costs.transformer import Transformer

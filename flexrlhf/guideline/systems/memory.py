@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from flexrlhf.guideline.costs.calls import Call, Kind
+from flexrlhf.guideline.costs.cost_model import Call, Kind
 from flexrlhf.guideline.costs.footprint import (
     HOST_BYTES,
     capacity_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from flexrlhf.guideline.costs.calls import Mesh
+from flexrlhf.guideline.costs.cost_model import Mesh
 from flexrlhf.guideline.costs.footprint import FLOAT_GRADIENTS, MIXED, capacity_bytes, frozen_bytes, trained_bytes
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.systems.profiles import Layout, System

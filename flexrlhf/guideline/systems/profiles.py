@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flexrlhf.guideline.costs.calls import Recompute
+from flexrlhf.guideline.costs.cost_model import Recompute
 
 Gathers = Literal["every step", "at once", "tensor parallel", "own copy", "reshard"]
 """How weights come to generation: ZeRO-3 gathers them for every token, or once for all; DeepSpeed's hybrid engine cuts

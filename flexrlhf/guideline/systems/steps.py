@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.calls import CostModel, Mesh
+from flexrlhf.guideline.costs.cost_model import CostModel, Mesh
 from flexrlhf.guideline.costs.footprint import capacity_bytes, frozen_bytes
 from flexrlhf.guideline.simulation.walk import Node, steady_seconds, walk_nodes
 from flexrlhf.guideline.systems.calls import Work, transition_seconds, work_seconds, works_of

@@ -1,0 +1,5 @@
+"""``python -m flexrlhf.cli``."""
+
+from flexrlhf.cli import main
+
+main()

@@ -1,0 +1,199 @@
+"""From YAML files and command-line overrides to a Spec, and back. Every problem is one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.reward_sources import KINDS
+from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.strict_model import Section
+from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml
+from flexrlhf.errors import UserError, either, nearest, shown
+
+_CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in Section.__subclasses__()}
+_INTERNAL = re.compile(r"(literal|tuple)\[|(function|constrained)-|\[key\]$")
+_LISTS: dict[int | str, str] = {"nodes": "[{devices: 8}]", "targets": "[q_proj, v_proj]"}
+# by the first word of pydantic's error types
+_EXPECTED = {
+    "bool": "true or false",
+    "dict": "a mapping",
+    "finite": "a finite number",
+    "float": "a number",
+    "int": "a whole number",
+    "model": "a mapping",
+    "string": "a text",
+}
+
+
+def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
+    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError in one sentence."""
+    raw = _read_mapping(Path(path))
+    for override in overrides:
+        scope, setting = split_scope(override)
+        if scope in (None, raw.get("name")):
+            apply_override(raw, setting)
+    return parse_spec(raw, str(path))
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise UserError(f"config {path}: a directory; give a YAML file")
+    if not path.is_file():
+        found = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise UserError(f"config {path}: no such file{nearest(str(path), found)}")
+    try:
+        raw = read_yaml(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path}: not YAML: {explain(error)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config {path}: not a text file; give a YAML file") from None
+    if not isinstance(raw, dict):
+        found_kind = "a list" if isinstance(raw, list) else "nothing" if raw is None else "a single value"
+        raise UserError(f"config {path}: expected a mapping at the top, found {found_kind}")
+    return raw
+
+
+def split_scope(override: str) -> tuple[str | None, str]:
+    """``NAME:key=value`` is for the run of that name alone."""
+    key, equals, value = override.partition("=")
+    scope, colon, name = key.rpartition(":")
+    return (scope if colon else None), name + equals + value
+
+
+def check_scopes(overrides: tuple[str, ...], specs: list[Spec]) -> None:
+    """Raise UserError for an override that is for a run which the command does not have."""
+    names = [spec.name for spec in specs]
+    for override in overrides:
+        scope, _ = split_scope(override)
+        if scope is not None and scope not in names:
+            raise UserError(
+                f"--set {override}: no run is named {scope!r}{nearest(scope, names)}; there are {', '.join(names)}"
+            )
+
+
+def parse_vector(text: str) -> list[Any]:
+    """Read ``[1,1,0.5,0.5]``; its numbers are checked with the spec."""
+    try:
+        vector = read_yaml(text)
+    except yaml.YAMLError:
+        vector = None
+    if not isinstance(vector, list):
+        raise UserError(f"--placement-ratio {text}: expected a vector such as [1,1,0.5,0.5]")
+    return vector
+
+
+def parse_spec(raw: dict[str, Any], origin: str = "config") -> Spec:
+    """Validate a mapping. The first problem is reported as one UserError sentence."""
+    try:
+        return Spec.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_first_problem(error)}") from None
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set ``a.b.c=value`` in a nested mapping; the value is read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override}: expected key=value")
+    *parents, last = key.split(".")
+    node = raw
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"--set {override}: {parent} is {shown(child)}, not a mapping")
+        node = child
+    try:
+        node[last] = read_yaml(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override}: the value is not YAML: {explain(error)}") from None
+
+
+def dump_spec(spec: Spec, short: bool = False) -> str:
+    """The resolved YAML: loading it gives the same spec. ``short``: without what is the default anyway."""
+    raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
+    raw["models"] = {role: model for role, model in raw["models"].items() if model is not None}
+    if getattr(spec.algorithm, "like", None) is not None:
+        # a default that stands against the preset must stand in the file
+        raw["algorithm"] = spec.algorithm.model_dump(mode="json", by_alias=True)
+    raw["algorithm"] = {"name": spec.algorithm.name, **raw["algorithm"]}
+    if isinstance(spec.placement, PlacementMap):
+        raw["placement"] = {**raw["placement"].pop("models"), **raw["placement"]}
+    return write_yaml(raw)
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One sentence for the problem that lies deepest: the dotted key, what is wrong, what was found."""
+    problems = error.errors(include_url=False)
+    problem = max(
+        problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"]), item["type"] == "value_error")
+    )
+    where, kind = _dotted(problem["loc"]), problem["type"]
+    if kind == "union_tag_invalid":
+        name = problem["input"]["name"]
+        known = ", ".join(ALGORITHMS)
+        return f"{where}.name: unknown algorithm {shown(name)}{nearest(str(name), ALGORITHMS)}; known: {known}"
+    if kind == "union_tag_not_found":
+        return f"{where}.name: missing; known: {', '.join(ALGORITHMS)}"
+    shows_value = kind not in {"value_error", "missing"}
+    message = _plain(problem) + (f", found {shown(problem['input'])}" if shows_value else "")
+    return f"{where}: {message}" if where else message
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """The key as a user wrote it: without the names that pydantic adds for a member of a union."""
+    parts = list(loc)
+    if parts[:1] == ["algorithm"]:
+        parts[1:2] = [part for part in parts[1:2] if part not in ALGORITHMS]
+    if parts[:3] == ["placement", "PlacementMap", "models"]:
+        del parts[2]
+    if parts[:1] in (["reward"], ["cost"]):
+        parts[2:3] = [part for part in parts[2:3] if part not in KINDS]
+    return ".".join(str(part) for part in parts if part not in _CLASS_NAMES and not _INTERNAL.match(str(part)))
+
+
+def _plain(problem: ErrorDetails) -> str:
+    """What was expected, in the words of a YAML file."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "missing":
+        return "missing"
+    if kind == "literal_error":
+        return _choices(context, problem["input"])
+    if kind == "model_attributes_type":
+        name = problem["input"] if problem["input"] in ALGORITHMS else ALGORITHMS[0]
+        return f"expected a mapping such as {{name: {name}}}"
+    if kind == "source_kind":
+        return _source_kinds(problem["input"])
+    if kind == "too_short" and problem["loc"] in (("reward",), ("cost",)):
+        return f"expected at least one source: {either(KINDS)}"
+    if kind == "string_pattern_mismatch":
+        return f"expected a text that matches {context['pattern']}"
+    if kind in {"tuple_type", "list_type"}:
+        return f"expected a list such as {_LISTS.get(problem['loc'][-1], '[0, 1]')}"
+    if kind == "model_type" and isinstance(problem["input"], bool):
+        return "expected a mapping ({} for what is usual, null for none)"
+    if expected := _EXPECTED.get(kind.partition("_")[0]):
+        return f"expected {expected}"
+    return problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def _source_kinds(found: object) -> str:
+    keys = [str(key) for key in found] if isinstance(found, dict) else []
+    several = [kind for kind in KINDS if kind in keys]
+    hint = "" if several else next(filter(None, (nearest(key, KINDS) for key in keys)), "")
+    return f"expected a mapping with {'one of ' if several else ''}{either(KINDS)}{hint}"
+
+
+def _choices(context: Mapping[str, Any], found: object) -> str:
+    choices: str = context["expected"]
+    several = "one of " if "," in choices else ""
+    # three letters are close to too much: gpu would get cpu
+    hint = nearest(str(found), re.findall("'([^']+)'", choices)) if len(str(found)) > 3 else ""
+    return f"expected {several}{choices}{hint}"

@@ -1,0 +1,1 @@
+"""Rows of a data file as prompts, demonstrations and preference pairs."""

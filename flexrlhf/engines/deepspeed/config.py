@@ -1,0 +1,137 @@
+"""The DeepSpeed configuration of one placed model: ours from the YAML, the user's further settings beside it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexrlhf.config.spec import ModelSpec
+from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.memory.states import DEEPSPEED_ELEMENTS
+
+OWNED = {
+    "train_batch_size": "algorithm.prompts_per_step",
+    "train_micro_batch_size_per_gpu": "micro_batch_tokens",
+    "gradient_accumulation_steps": "micro_batch_tokens",
+    "managed_gradient_accumulation": "micro_batch_tokens",
+    "gradient_clipping": "optimizer.max_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "optimizer.schedule",
+    "bf16.enabled": "dtype",
+    "fp16.enabled": "dtype",
+    "fp16.auto_cast": "dtype",
+    "torch_autocast": "dtype",
+    "bfloat16": "dtype",
+    "amp": "dtype",
+    "zero_optimization.stage": "zero",
+    "zero_optimization.offload_optimizer": "offload_optimizer",
+    "zero_optimization.offload_param": "offload_parameters",
+    "zero_optimization.cpu_offload": "offload_optimizer",
+    "zero_optimization.cpu_offload_param": "offload_parameters",
+    "zero_optimization.stage3_param_persistence_threshold": "zero",
+    "zero_optimization.param_persistence_threshold": "zero",
+    "zero_optimization.compute_grad_norm": "optimizer.max_grad_norm",
+    "bf16.check_grad_overflow": "dtype",
+    "zero_allow_untested_optimizer": "optimizer.name",
+    "zero_force_ds_cpu_optimizer": "offload_optimizer",
+    "data_types": "dtype",
+    "communication_data_type": "dtype",
+    "tensor_parallel": "tp",
+    "sequence_parallel_size": "cp",
+    "activation_checkpointing": "activation_checkpointing",
+}
+"""What a YAML says in its own words: DeepSpeed key → our key of the model, or of the run."""
+
+_FURTHER = """
+aio bf16 checkpoint comms_logger compile compression_training csv_monitor curriculum_learning data_efficiency
+dataloader_drop_last disable_allgather disable_python_gc dump_state eigenvalue elasticity flops_profiler fp16
+gradient_allreduce_op gradient_predivide_factor log_level memory_breakdown monitor_config prescale_gradients
+progressive_layer_drop sparse_gradients steps_per_print tensorboard timers wall_clock_breakdown wandb
+zero_optimization
+"""
+_FURTHER_ZERO = """
+allgather_bucket_size allgather_partitions contiguous_gradients cpu_offload_use_pin_memory elastic_checkpoint
+enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+log_trace_cache_warnings memory_efficient_linear overlap_comm override_module_apply parameter_alignment
+pipeline_loading_checkpoint reduce_bucket_size reduce_scatter round_robin_gradients
+save_muon_momentum_buffer_in_memory stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
+stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance
+stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_prefetch_bucket_size
+stage3_use_all_reduce_for_fetch_params sub_group_size use_multi_rank_bucket_allreduce zenflow
+zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+"""
+FURTHER, FURTHER_ZERO = frozenset(_FURTHER.split()), frozenset(_FURTHER_ZERO.split())
+"""What DeepSpeed 0.19.8 reads besides, at the top and under ``zero_optimization``. Other top-level keys it ignores."""
+
+
+def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
+    """Raise UserError for a setting that the YAML already makes, or that DeepSpeed does not have.
+
+    ``key``: the model, for the message.
+    """
+    for name, owner in OWNED.items():
+        section, _, entry = name.partition(".")
+        value = config.get(section)
+        if entry and section in config and not isinstance(value, Mapping):
+            raise UserError(f"{key}.config.{section}: expected a mapping, found {shown(value)}")
+        if (entry and isinstance(value, Mapping) and entry in value) or (not entry and section in config):
+            ours = owner if owner.startswith("algorithm.") else f"{key}.{owner}"
+            raise UserError(f"{key}.config.{name}: conflicts with {ours}, which says it here; remove it from config")
+
+    _check_known(f"{key}.config", config, FURTHER)
+    zero = config.get("zero_optimization", {})
+    _check_known(f"{key}.config.zero_optimization", zero, FURTHER_ZERO)
+    for name in DEEPSPEED_ELEMENTS:
+        # 5e8 is a float in YAML
+        if name in zero and (isinstance(zero[name], bool | str) or int(zero[name]) != zero[name] or zero[name] < 1):
+            raise UserError(
+                f"{key}.config.zero_optimization.{name}: expected a whole number of elements, found {shown(zero[name])}"
+            )
+
+
+def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) -> None:
+    for name in section:
+        if name not in known:
+            raise UserError(f"{where}: DeepSpeed has no setting {name!r}{nearest(name, known)}")
+
+
+def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` is given. Micro-batches are ours, so DeepSpeed counts one per call."""
+    # without an optimizer there is nothing for stages 1 and 2 to shard, and DeepSpeed refuses them
+    stage = settings.zero if trained or settings.zero == 3 else 0
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
+    zero["reduce_bucket_size"] = DEEPSPEED_ELEMENTS["reduce_bucket_size"]
+    if settings.offload_optimizer and trained:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if settings.offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0 if clips_itself(settings) else settings.optimizer.max_grad_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+    if settings.dtype == "bfloat16":
+        ours["bf16"] = {"enabled": True}
+    if settings.dtype == "float16":
+        ours["fp16"] = {"enabled": True}
+    if settings.dtype != "float32" and trained:
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        ours["communication_data_type"] = "fp32"
+    return _merged(ours, settings.config)
+
+
+def clips_itself(settings: ModelSpec) -> bool:
+    """Whether the engine clips: stage 0 in float32 is a bare optimizer, whose gradient norm DeepSpeed does not tell."""
+    return settings.zero == 0 and settings.dtype == "float32"
+
+
+def _merged(ours: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(ours)
+    for key, value in further.items():
+        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = _merged(out[key], value) if both else value
+    return out

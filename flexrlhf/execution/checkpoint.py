@@ -1,0 +1,96 @@
+"""Write a model as a Hugging Face directory, or its adapters as peft's, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.weights.lora import ADAPTER
+from flexrlhf.weights.shapes import SCALAR_HEAD
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+BEST = "best.json"
+"""In a directory with the best model so far: the step, the metric and its value."""
+
+
+def save_model(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    config: Any,
+    tokenizer: str | None,
+    best: Mapping[str, Any] | None = None,
+) -> None:
+    """A directory with config, weights and the tokenizer's files. ``best``: what a best model was chosen by."""
+    with _replacing(directory, tokenizer, best) as fresh:
+        config.save_pretrained(fresh)
+        save_file(dict(weights), fresh / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_adapters(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    model: ModelSpec,
+    tokenizer: str | None,
+    head: Head = "scalar",
+    best: Mapping[str, Any] | None = None,
+) -> None:
+    """A directory that ``peft.PeftModel.from_pretrained(base, directory)`` reads; a scalar head goes with it.
+
+    ``head`` "both": it is in the files alone, since peft reads them for a causal model, which has no place for it.
+    """
+    from peft import LoraConfig
+
+    assert model.lora is not None, "a model without adapters has none to save"
+    targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in weights if ".lora_" in name})
+    own = ["score"] if SCALAR_HEAD in weights and head != "both" else None
+    config = LoraConfig(
+        r=model.lora.rank,
+        lora_alpha=model.lora.alpha,
+        target_modules=targets,
+        modules_to_save=own,
+        base_model_name_or_path=model.path,
+        task_type="SEQ_CLS" if own else "CAUSAL_LM",
+        inference_mode=True,
+    )
+    tensors = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
+    with _replacing(directory, tokenizer, best) as fresh:
+        config.save_pretrained(fresh)
+        save_file(tensors, fresh / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def _replacing(directory: Path, tokenizer: str | None, best: Mapping[str, Any] | None) -> Iterator[Path]:
+    """A directory to fill with the tokenizer's files in it, which then takes the place of ``directory``."""
+    fresh = directory.with_name(directory.name + ".writing")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    yield fresh
+    for name in TOKENIZER_FILES:
+        if tokenizer is not None and (Path(tokenizer) / name).is_file():
+            shutil.copy(Path(tokenizer) / name, fresh / name)
+    if best is not None:
+        (fresh / BEST).write_text(json.dumps(best) + "\n")
+    old = directory.with_name(directory.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    fresh.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

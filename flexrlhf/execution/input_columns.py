@@ -1,0 +1,46 @@
+"""Columns that come from the data set: padded tensors of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexrlhf.data.examples import Example
+from flexrlhf.operators.columns import Lengths
+
+
+def input_columns(
+    examples: Sequence[Example], rows: Sequence[int], samples_per_prompt: int, lengths: Lengths, pad_token_id: int
+) -> dict[str, Tensor]:
+    """Columns of ``rows``: example row // samples_per_prompt, and of its responses the one numbered by the remainder.
+
+    Prompts are left-padded to P, responses right-padded to R. Examples without responses give the prompt columns alone.
+    """
+    chosen = [(examples[row // samples_per_prompt], row % samples_per_prompt) for row in rows]
+    prompts = torch.full((len(rows), lengths.prompt), pad_token_id, dtype=torch.int32)
+    prompt_mask = torch.zeros_like(prompts, dtype=torch.uint8)
+    for i, (example, _) in enumerate(chosen):
+        prompts[i, -len(example.prompt) :] = torch.tensor(example.prompt, dtype=torch.int32)
+        prompt_mask[i, -len(example.prompt) :] = 1
+    columns = {"prompts": prompts, "prompt_mask": prompt_mask}
+    if examples and examples[0].responses:
+        columns |= _with_responses(columns, [(e.responses[s], e.finished[s]) for e, s in chosen], lengths, pad_token_id)
+    return columns
+
+
+def _with_responses(
+    prompts: dict[str, Tensor], responses: list[tuple[tuple[int, ...], bool]], lengths: Lengths, pad_token_id: int
+) -> dict[str, Tensor]:
+    answers = torch.full((len(responses), lengths.response), pad_token_id, dtype=torch.int32)
+    mask = torch.zeros_like(answers, dtype=torch.uint8)
+    for i, (tokens, _) in enumerate(responses):
+        answers[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        mask[i, : len(tokens)] = 1
+    return {
+        "tokens": torch.cat([prompts["prompts"], answers], 1),
+        "attention_mask": torch.cat([prompts["prompt_mask"], mask], 1),
+        "response_mask": mask,
+        "finished": torch.tensor([done for _, done in responses], dtype=torch.uint8),
+    }

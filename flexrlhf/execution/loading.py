@@ -1,0 +1,111 @@
+"""Placed models on this rank: make their engines, and say how their weights become whole or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.sync import Destination, Source
+from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.world import Groups, Wait, World
+from flexrlhf.config.spec import LoraSpec
+from flexrlhf.engines.base import Wanted
+from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.models import DTYPES
+from flexrlhf.errors import UserError
+from flexrlhf.execution.run_operator import Resident
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.plan import Plan, bucket_bytes
+from flexrlhf.strategies.instructions import Sync
+from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.reshard import bucket_names, trained_parts
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shards import parts_on
+
+
+def load_resident(plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait) -> Resident:
+    """Make the engine of ``model`` and check that it holds what the plan says."""
+    layout, rank = model.layout, world.rank
+    members = layout.dp_set(rank)
+    tp_set = next(ranks for ranks in layout.tp_sets if rank in ranks)
+    replicas = Replicas(groups.get(f"compute {model.name}", members), members, wait)
+    tp = Replicas(groups.get(f"tp {model.name}", tp_set), tp_set, wait)
+    engine = make_engine(
+        Wanted(
+            placed=model,
+            lengths=plan.lengths,
+            temperature=plan.temperature,
+            seed=plan.spec.seed,
+            num_updates=plan.num_updates(model.role) if model.trained else 0,
+            replicas=replicas,
+            tp=tp,
+            alone=groups.alone(rank),
+            device=world.device,
+            kv_bytes=plan.sizing.kv_bytes(model),
+            store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{tp_set[0]}", world.store),
+            timeout_seconds=plan.spec.timeout_seconds,
+        )
+    )
+    return Resident(model, engine, replicas, tp, _shape(plan, model, engine.weights(), rank))
+
+
+def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:
+    """The planned shape; of an architecture that only loading can tell, the shape of what was loaded."""
+    planned = plan.shapes.get(model.role)
+    if planned is None or {name for name, _ in shape_of(model, planned).parameters} != set(weights):
+        if model.split != "whole" or model.layout.tp > 1 or model.settings.lora is not None:
+            raise UserError(
+                f"models.{model.role}: its parameters are not named as in its files, so it cannot be cut; "
+                f"save it again with transformers, or use zero 0, tp 1 and no lora"
+            )
+        return ModelShape(tuple((name, tuple(weights[name].shape)) for name in sorted(weights)))
+    for name, part in parts_on(model, planned, rank).items():
+        held = weights[name].numel()
+        assert held == part.num_elements, f"{model.name}: {name} has {held} numbers here, planned {part.num_elements}"
+    return planned
+
+
+def source_of(
+    resident: Resident,
+    sets: Sequence[tuple[int, ...]],
+    rank: int,
+    groups: Groups,
+    wait: Wait,
+    merge: LoraSpec | None = None,
+) -> Source:
+    """The trained weights of ``resident``; of ``sets`` that gather, the one with this rank makes them whole.
+
+    ``merge``: adapters that the destination wants merged, for which their base weights are gathered too.
+    """
+    ranks = next((members for members in sets if rank in members), (rank,))
+    parts_of = trained_parts if merge is None else parts_on
+    parts = tuple(parts_of(resident.model, resident.shape, member) for member in ranks)
+    group = groups.get(f"gather {resident.model.name}", ranks)
+    weights = resident.engine.weights()
+    return Source({name: weights[name] for name in parts[0]}, Gather(group, ranks, parts, wait), merge)
+
+
+def adapters_to_merge(source: PlacedModel, destination: PlacedModel) -> LoraSpec | None:
+    """The source's adapters where the destination holds them inside the weights that they change."""
+    return source.settings.lora if destination.rollout is not None else None
+
+
+def destination_of(model: PlacedModel, shape: ModelShape, sync: Sync) -> Destination:
+    """What each rank of ``model``, which follows another copy, holds."""
+    parts = {rank: trained_parts(model, shape, rank) for rank in sorted({t.destination for t in sync.transfers})}
+    return Destination(DTYPES[model.settings.dtype], parts)
+
+
+def whole_weights(plan: Plan, source: Source, keep: bool) -> dict[str, Tensor]:
+    """All trained weights, whole, in host memory where ``keep``; gathered bucket by bucket, by all ranks that share."""
+    parts = source.gather.parts[0]
+    dtype = next(iter(source.weights.values())).dtype
+    tensors: dict[str, Tensor] = {}
+    for names in bucket_names(parts, dtype.itemsize, bucket_bytes(plan.spec)):
+        bucket = source.gather.whole(source.weights, names, dtype)
+        if keep:
+            tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
+    return tensors

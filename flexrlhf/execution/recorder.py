@@ -1,0 +1,151 @@
+"""From the ranks' statistics to metrics.jsonl, timeline.json and the progress lines.
+
+Statistics and spans travel through the job's key-value store, so that reporting needs no collective: the first rank of
+a placed model publishes, rank 0 collects what has arrived and never waits for another rank while it trains.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from flexrlhf.comm.world import World
+from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Eval, Run, Save
+from flexrlhf.timeline import Span, Timeline, load_spans, write_trace
+
+
+class Recorder:
+    """Publishes for this rank; on rank 0 also collects and writes."""
+
+    def __init__(self, plan: Plan, world: World, directory: Path) -> None:
+        self._plan = plan
+        self._world = world
+        self._store = dist.PrefixStore(f"record/{plan.spec.name}", world.store)
+        self._directory = directory
+        self._next_step = 0
+        self._last_time = time.time()
+        chosen = [each for each in plan.schedule.instructions if isinstance(each, Save) and each.best is not None]
+        self._num_readers = sum(len(save.ranks) for save in chosen)
+        self._best: dict[str, float] = {}
+        if world.rank == 0:
+            (directory / "metrics.jsonl").write_text("")
+
+    def publish(
+        self,
+        step: int,
+        position: int,
+        statistics: Mapping[str, Triple],
+        labels: Mapping[str, str],
+        inner: int | None = None,
+    ) -> None:
+        """Hand in the statistics of the instruction at ``position`` of the walk, and words for the row of metrics.
+
+        ``inner``: of the instruction at that place in the list of an evaluation.
+        """
+        key, report = self._key(step, position, inner), json.dumps({"statistics": statistics, "labels": labels})
+        self._store.set(key, report)
+        if inner is not None and self._num_readers:
+            self._store.set(f"best/{key}", report)
+
+    def improved(self, save: Save, step: int) -> float | None:
+        """The metric of ``save`` in the evaluation of ``step``, if that is better than all before; else None.
+
+        Every rank of every such Save asks once, and all are told the same: waits for whoever has evaluated.
+        """
+        assert save.best is not None
+        value = self._read_evaluation(step).get(save.best)
+        if value is None or not is_better(save.best, value, self._best.get(save.model)):
+            return None
+        self._best[save.model] = value
+        return value
+
+    def _read_evaluation(self, step: int) -> dict[str, float]:
+        keys = {f"best/{key}": who for key, who in self._reports(step, Eval).items()}
+        self._wait(keys, f"the evaluation of step {step}")
+        total: dict[str, Triple] = {}
+        for key in keys:
+            add(total, json.loads(self._store.get(key))["statistics"])
+        # whoever reads last clears up: the row of metrics may have been written long before
+        if self._store.add(f"best/{step}/read", 1) == self._num_readers:
+            for key in (*keys, f"best/{step}/read"):
+                self._store.delete_key(key)
+        return evaluate(total)
+
+    def _key(self, step: int, position: int, inner: int | None) -> str:
+        index = position % len(self._plan.schedule.instructions)
+        return f"{step}/{index}" if inner is None else f"{step}/{index}.{inner}"
+
+    def _reports(self, step: int, *kinds: type[Run | Eval]) -> dict[str, str]:
+        """The keys that make up a step, or those of ``kinds`` of instructions, and who publishes each."""
+        found: dict[str, str] = {}
+        for index, instruction in enumerate(self._plan.schedule.instructions):
+            if not isinstance(instruction, kinds or (Run, Eval)) or not instruction.due(step, self._plan.spec.steps):
+                continue
+            if isinstance(instruction, Run):
+                found[self._key(step, index, None)] = _publisher(instruction)
+                continue
+            for inner, each in enumerate(instruction.instructions):
+                if isinstance(each, Run):
+                    found[self._key(step, index, inner)] = _publisher(each)
+        return found
+
+    def collect(self) -> None:
+        """Write the metrics of all steps that have arrived in full; do not wait."""
+        while self._next_step < self._plan.spec.steps and self._store.check(list(self._reports(self._next_step))):
+            self._write_step()
+
+    def finish(self, timeline: Timeline, held: Mapping[str, Mapping[str, int]], peak: int) -> None:
+        """Hand in this rank's spans and the bytes that it held; rank 0 waits for all and writes the rest."""
+        self._store.set(f"timeline/{self._world.rank}", timeline.dump())
+        self._store.set(f"held/{self._world.rank}", json.dumps({"models": held, "peak": peak}))
+        if self._world.rank != 0:
+            return
+        while self._next_step < self._plan.spec.steps:
+            self._wait(self._reports(self._next_step), f"the metrics of step {self._next_step}")
+            self._write_step()
+        self._write_timeline()
+
+    def _wait(self, keys: dict[str, str], what: str) -> None:
+        self._world.wait_for(self._store, keys, what, self._plan.spec.timeout_seconds)
+
+    def _write_step(self) -> None:
+        total: dict[str, Triple] = {}
+        labels: dict[str, str] = {}
+        for key in self._reports(self._next_step):
+            report = json.loads(self._store.get(key))
+            add(total, report["statistics"])
+            labels |= report["labels"]
+            self._store.delete_key(key)
+        now = time.time()
+        row = {"step": self._next_step, "seconds": now - self._last_time, **evaluate(total)}
+        with (self._directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**row, **labels}) + "\n")
+        spec = self._plan.spec
+        print(progress_line(spec.name, self._next_step, spec.steps, row, row["seconds"]), flush=True)
+        self._next_step, self._last_time = self._next_step + 1, now
+
+    def _write_timeline(self) -> None:
+        spans: list[Span] = []
+        held, peaks = {}, {}
+        for rank in range(self._plan.placement.num_ranks):
+            self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "held")}, "the end of the run")
+            spans += load_spans(self._store.get(f"timeline/{rank}").decode())
+            found = json.loads(self._store.get(f"held/{rank}"))
+            held[rank], peaks[rank] = found["models"], found["peak"]
+        facts = {
+            "device": self._world.device.type,
+            "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
+            "held_bytes": held,
+            "peak_bytes": peaks,
+        }
+        write_trace(self._directory / "timeline.json", spans, facts)
+
+
+def _publisher(run: Run) -> str:
+    return f"rank {run.ranks[0]} ({run.label})"

@@ -1,0 +1,60 @@
+"""One rank: join the job, then do the runs of the command one after another.
+
+Started by ``launch`` through torch's elastic agent, or by torchrun. Every rank plans for itself; the plan is a pure
+function of the spec.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from flexrlhf.comm.world import open_world
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.execution.memory_meter import MemoryMeter
+from flexrlhf.execution.trainer import Trainer
+from flexrlhf.plan.inputs import load_run_data
+from flexrlhf.plan.plan import make_plan
+
+
+def work(specs: Sequence[Spec]) -> None:
+    """Run ``specs`` in order on this rank. All runs of a command share the job's ranks."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
+        meter = MemoryMeter(world.device)
+        for spec in specs:
+            plan = make_plan(spec)
+            trainer = Trainer(plan, world, load_run_data(plan), spec.directory, meter)
+            trainer.run()
+            trainer.close()
+            # the next run may read what a rank of this one has just written
+            world.meet(f"the end of {spec.name}", spec.timeout_seconds)
+
+
+@record
+def main(specs_file: str) -> None:
+    # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.excepthook = _show
+    # FSDP2 and DeepSpeed use names of torch that it has renamed: nothing that a user could mend
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    work([parse_spec(read_yaml(text)) for text in json.loads(Path(specs_file).read_text())])
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The launcher prints these as one sentence; a traceback would bury it."""
+    if not issubclass(kind, UserError | RunStopped):
+        sys.__excepthook__(kind, error, trace)

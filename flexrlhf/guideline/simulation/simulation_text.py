@@ -1,0 +1,208 @@
+"""A simulation as a person reads it: plain text, fixed width."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple
+
+from flexrlhf.guideline.costs.cost_model import Cost
+from flexrlhf.guideline.simulation.compare import Comparison, Key, Line
+from flexrlhf.guideline.simulation.simulate import Priced, Shares, Simulation, flows_of
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Move, Run, Sync
+from flexrlhf.text import bytes_text, rank_marks, ranks_text, span_of
+
+LABEL_WIDTH, RANKS_WIDTH = 52, 24
+NUM_KEYS = 5
+
+
+def format_simulation(simulation: Simulation, source: str) -> str:
+    """``source``: where the seconds are from."""
+    plan = simulation.plan
+    sections = [
+        _head(simulation, source),
+        _titled("instructions of one step (left: the ranks that an instruction names)", _instructions(simulation)),
+        _titled("devices, share of the step", _devices(simulation)),
+        _titled("placed models, share of the step that they run", _models(simulation)),
+        _titled("bytes of one step between devices (moves and syncs)", _links(simulation)),
+    ]
+    if simulation.rare:
+        sections.append(_titled("not in every step, and not in the seconds above", _rare(simulation, plan)))
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _titled(title: str, lines: Iterable[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)]
+
+
+def _head(simulation: Simulation, source: str) -> list[str]:
+    plan, lengths = simulation.plan, simulation.lengths
+    ranks = plan.placement.num_ranks
+    return [
+        f"{plan.spec.name}: {plan.spec.algorithm.name}, {plan.strategy} on {ranks} devices "
+        f"({', '.join(plan.cluster.classes)}), by {source}",
+        f"  {seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
+        f"{lengths.prompt:g} prompt tokens and {lengths.mean_response:g} of the answer",
+        f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
+        f"they wait (the bubble)",
+    ]
+
+
+def _instructions(simulation: Simulation) -> Iterator[str]:
+    """One line for each kind and label; chunks together. Moves go on beside what follows them."""
+    groups: dict[tuple[str, str], list[Priced]] = defaultdict(list)
+    for item in simulation.regular:
+        groups[item.instruction.kind, item.instruction.label].append(item)
+    num_ranks = simulation.plan.placement.num_ranks
+    width = min(LABEL_WIDTH, max((len(label) for _, label in groups), default=0))
+    margin = len(rank_marks((), num_ranks))
+    yield f"{'':<{margin + 10 + width}} {'in all':>9}  of it, by the largest part"
+    for (kind, label), items in groups.items():
+        marks = rank_marks(items[0].instruction.ranks, num_ranks)
+        total = Cost(_sum(item.cost for item in items))
+        notes = "  ".join(note for note in _notes(simulation.plan, items, total) if note)
+        yield f"{marks}  {kind:<7} {_cut(label, width):<{width}} {seconds_text(total.seconds):>9}  {notes}".rstrip()
+
+
+def _notes(plan: Plan, items: list[Priced], total: Cost) -> list[str]:
+    """The part that takes longest, bytes, period, chunks: whatever there is to say."""
+    first = items[0].instruction
+    if isinstance(first, Move | Sync):
+        what = first.primitive if isinstance(first, Move) else _largest(total)
+        size = bytes_text(sum(flow.size for item in items for flow in flows_of(plan, item.instruction)))
+    else:
+        what, size = _largest(total), ""
+    every = items[0].every
+    return [what, size, "" if every == 1 else f"every {every} steps", f"{len(items)} chunks" if len(items) > 1 else ""]
+
+
+def _sum(costs: Iterable[Cost]) -> dict[str, float]:
+    parts: Counter[str] = Counter()
+    for cost in costs:
+        parts.update(cost.parts)
+    return dict(parts)
+
+
+def _largest(cost: Cost) -> str:
+    """The part that takes longest, where there are several with its share."""
+    busy = [name for name, seconds in cost.parts.items() if seconds]
+    if not busy:
+        return ""
+    return cost.largest if len(busy) == 1 else f"{cost.largest} {_percent(cost.parts[cost.largest] / cost.seconds)}"
+
+
+def _devices(simulation: Simulation) -> list[str]:
+    """A line for ranks with the same models and shares, with the highest of their peaks."""
+    plan = simulation.plan
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for ranks, shares in zip(simulation.blocks, simulation.shares, strict=True):
+        models = ", ".join(model.name for model in plan.placement.on_rank(ranks[0]))
+        groups[models, _shares(shares)].extend(ranks)
+    names = [_cut(ranks_text(tuple(sorted(ranks))), RANKS_WIDTH) for ranks in groups.values()]
+    width = max(map(len, names), default=0)
+    lines = [f"{'':<{width}}  running  exchanging  waiting  memory at most"]
+    for name, ((models, cells), members) in zip(names, groups.items(), strict=True):
+        lines.append(f"{name:<{width}}  {cells}  {_memory(plan, members):<18} {models}")
+    return lines + [f"{ranks_text(idle)}  idle" for idle in [plan.placement.idle_ranks] if idle]
+
+
+def _shares(shares: Shares) -> str:
+    return f"{_percent(shares.running):>7}  {_percent(shares.exchanging):>10}  {_percent(shares.waiting):>7}"
+
+
+def _memory(plan: Plan, ranks: Iterable[int]) -> str:
+    """The highest peak among ``ranks``, and what that device has."""
+    highest = max(ranks, key=lambda rank: plan.memories[rank].peak_bytes)
+    size = plan.cluster.memory_bytes(highest)
+    return bytes_text(plan.memories[highest].peak_bytes) + ("" if size is None else f" of {bytes_text(size)}")
+
+
+def _models(simulation: Simulation) -> Iterator[str]:
+    for model in simulation.plan.placement.models:
+        share = simulation.model_shares[model.name]
+        seconds = seconds_text(share * simulation.seconds)
+        yield f"{model.name:<15} {_percent(share):>5}  {seconds:>9}  on {ranks_text(model.ranks)}"
+
+
+def _links(simulation: Simulation) -> Iterator[str]:
+    """A line for nodes of which there is the same to say."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    many = simulation.plan.cluster.num_nodes > 1
+    for node, found in simulation.node_bytes.items():
+        within, sent, received = (bytes_text(int(size)) for size in astuple(found))
+        outwards = f", {sent} to other nodes, {received} from them" if many else ""
+        groups[f"{within} inside it{outwards}"].append(node)
+    for text, nodes in groups.items():
+        yield f"{'node' if len(nodes) == 1 else 'each of nodes'} {span_of(tuple(nodes))}: {text}"
+
+
+def _rare(simulation: Simulation, plan: Plan) -> Iterator[str]:
+    for item in simulation.rare:
+        kind = item.instruction.kind
+        when = "after the last step" if item.every >= plan.spec.steps else f"every {item.every} steps"
+        if isinstance(item.instruction, Run) and item.every >= plan.spec.steps:
+            when = "at the first step"
+        if kind == "eval":
+            when += f", if {plan.batch.num_prompts} prompts are held out"
+        yield f"{kind:<7} {item.instruction.label:<34} {seconds_text(item.cost.seconds):>9}  {when}"
+
+
+def format_comparison(comparison: Comparison, path: object) -> str:
+    """A table of medians, then what only one side has."""
+    steps, step = comparison.steps, comparison.step
+    width = min(LABEL_WIDTH, max((len(line.label) for line in comparison.lines), default=0))
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
+    lines = [
+        f"against {path}: {which}",
+        f"  a step: measured {seconds_text(step.measured)}, predicted {seconds_text(step.predicted)}"
+        f"{_error(step.error, ', error ')}",
+        f"  {'medians':<{width + 8}}  measured predicted   error     waited predicted  spans",
+        *(f"  {_compared(line, width)}" for line in comparison.lines),
+        *_only("only predicted", comparison.missing),
+        *_only("only measured", comparison.extra),
+    ]
+    return "\n".join(lines)
+
+
+def _compared(line: Line, width: int) -> str:
+    seconds, waited = line.seconds, line.waited
+    cells = f"{seconds_text(seconds.measured):>9} {seconds_text(seconds.predicted):>9} {_error(seconds.error):>7}"
+    waits = f"{seconds_text(waited.measured):>9} {seconds_text(waited.predicted):>9}"
+    if line.kind != "run":
+        waits = f"{'-':>9} {'-':>9}"
+    return f"{line.kind:<7} {_cut(line.label, width):<{width}} {cells}  {waits} {line.count:>6}"
+
+
+def _only(title: str, keys: Counter[Key]) -> Iterator[str]:
+    if not keys:
+        return
+    yield f"  {title}: {keys.total()} spans"
+    for rank, kind, label, step, chunk in list(keys)[:NUM_KEYS]:
+        yield f"    rank {rank}, step {step}: {kind} {label}{'' if chunk is None else f', chunk {chunk}'}"
+    if len(keys) > NUM_KEYS:
+        yield "    ..."
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits, in the unit that suits."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+    if seconds >= 1e-3:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{1e6 * seconds:.3g} us" if seconds else "0 s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * max(share, 0.0):.0f}%"
+
+
+def _error(error: float | None, lead: str = "") -> str:
+    if error is None:
+        return "" if lead else "-"
+    # adding 0 makes a rounded -0.0 positive
+    return f"{lead}{round(100 * error, 1) + 0.0:+.1f}%"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

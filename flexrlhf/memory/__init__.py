@@ -1,0 +1,1 @@
+"""Bytes per rank and phase, computed before a run starts."""

@@ -1,0 +1,121 @@
+"""Bytes of activations, logits and key-value caches of Llama-like models, as transformers computes them with sdpa.
+
+Korthikanti et al. (2022) count s*b*h*(34 + 5*a*s/h) bytes for each layer of a GPT in 16 bits. Here the same count is
+made for gated MLPs, grouped queries and RMSNorm, whose inner part is float32; sdpa does not store the 5*a*s/h. Per
+layer and token, with h hidden, f inner features, a heads, A = a * head_dim, K the same of key-value heads, w tokens in
+a row and b bytes per number, autograd keeps
+
+    two norms           2 * ((4 + 2b) * h + 4)    float32 input and its root, normalised, output
+    attention           4b * A + 4a + b * w       q, repeated k and v, output; log-sum-exp; the mask as numbers
+    gated MLP           4b * f                    gate, its activation, up, product
+    Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
+
+tests/unit/test_memory.py compares this with what autograd really keeps, and the rest with peaks of the allocator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexrlhf.weights.shapes import Sizes
+
+CACHE = "KV cache"
+NOISE_BYTES = 41
+"""For each row and word of the vocabulary while one token is drawn: float32 and float64 logits, hash and noise."""
+
+
+def larger(**parts: int) -> dict[str, int]:
+    """The largest of parts that never exist at the same time."""
+    name = max(parts, key=lambda name: parts[name])
+    return {name: parts[name]}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The layers of one model on one tensor-parallel rank. ``item``: bytes of a number; ``adapters``: low-rank ones."""
+
+    sizes: Sizes
+    item: int
+    tp: int = 1
+    adapters: bool = False
+
+    @property
+    def _query(self) -> int:
+        return self.sizes.heads * self.sizes.head_dim
+
+    @property
+    def _key(self) -> int:
+        return self.sizes.kv_heads * self.sizes.head_dim
+
+    def saved_by_layer(self, width: int) -> int:
+        """Bytes per token of a row of ``width`` tokens that autograd keeps of one layer."""
+        sizes, item, tp = self.sizes, self.item, self.tp
+        norms = 2 * ((4 + 2 * item) * sizes.hidden + 4)
+        attention = (4 * item * self._query + 4 * sizes.heads) // tp + item * width
+        heads = ((4 + item) * (self._query + self._key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
+        return norms + attention + 4 * item * sizes.ffn // tp + (heads if sizes.family == "qwen3" else 0)
+
+    def saved_beside_layers(self) -> int:
+        """Bytes per token: token ids, rotary angles, the last norm."""
+        return 8 + 2 * self.item * self.sizes.head_dim + (4 + self.item) * self.sizes.hidden + 4
+
+    def forward_bytes(self, rows: int, width: int) -> int:
+        """The most that exists at a time without gradients: inside one layer, at its MLP or at its attention.
+
+        An adapter's output is added to what it stands beside.
+        """
+        sizes, item, tp = self.sizes, self.item, self.tp
+        mlp = item * ((3 + self.adapters) * sizes.ffn // tp + 4 * sizes.hidden)
+        attention = item * ((4 * self._query + 2 * self._key) // tp + 4 * sizes.hidden + width) + 4 * sizes.heads // tp
+        return rows * width * (max(mlp, attention) + 2 * item * sizes.head_dim + width)
+
+    def train_bytes(self, rows: int, width: int, recompute: bool) -> int:
+        """What is kept for the backward pass and what that needs besides, without the head.
+
+        With ``recompute`` the input of every layer is kept, and all of the one layer at work.
+        """
+        sizes, item = self.sizes, self.item
+        layer = self.saved_by_layer(width)
+        layers = sizes.layers * item * sizes.hidden + layer if recompute else sizes.layers * layer
+        return rows * width * (layers + self.saved_beside_layers() + self._backward(width, recompute))
+
+    def _backward(self, width: int, recompute: bool) -> int:
+        """Bytes per token beside what is kept: gradients of the widest activations.
+
+        In 16 bits the last norm computes its own in float32, before any layer is computed again.
+        """
+        widest = self.item * max(self.sizes.ffn, self._query) // self.tp
+        if recompute:
+            return 2 * widest + self.item * width
+        return 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
+
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.sizes.layers * self._key * self.item // self.tp
+
+    def decode_bytes(self, rows: int, prompt: int, response: int) -> dict[str, int]:
+        """While ``rows`` are decoded together: at the first pass over prompts, in the last layers, or when drawing."""
+        cache = rows * self.kv_bytes_per_token()
+        prefill = self.forward_bytes(rows, prompt) - cache * response
+        activations = max(prefill, self._attention_over_cache(rows, prompt + response))
+        logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
+        return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}
+
+    def _attention_over_cache(self, rows: int, length: int) -> int:
+        """One token in one layer: its keys and values repeated for all heads; without groups, a copy of the keys."""
+        repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
+        return rows * length * self.item * repeated // self.tp + self.forward_bytes(rows, 1)
+
+    def head_bytes(self, tokens: int, chunk_bytes: int, train: bool) -> int:
+        """Log-probs of ``tokens`` in chunks of float32 logits, two of which exist; hidden states and their gradient.
+
+        A chunk has at least one row of the vocabulary.
+        """
+        rows = 4 * self.sizes.vocabulary // self.tp
+        chunk = min(max(chunk_bytes, rows), tokens * rows)
+        hidden = (4 + 2 * self.item if train else self.item) * self.sizes.hidden
+        return 2 * chunk + tokens * hidden
+
+    def value_bytes(self, tokens: int) -> int:
+        """Training of a scalar head beside the language head: values, and its gradient for the hidden states."""
+        return tokens * (self.item * self.sizes.hidden + 8)

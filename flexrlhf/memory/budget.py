@@ -1,0 +1,272 @@
+"""Bytes on a rank while a run lasts, known before it: states of the placed models, and what their work takes besides.
+
+``Sizing`` answers for one piece of work; ``rank_memory`` puts a rank's work together and names the peak. Not counted:
+the context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from flexrlhf.config.spec import SyncSpec
+from flexrlhf.memory.activations import CACHE, Blocks, larger
+from flexrlhf.memory.states import State, item_bytes, model_state
+from flexrlhf.memory.transfers import WeightSync, saved_bytes, saving_parts, sync_parts
+from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, count_elements
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A model call. ``rows``: the most of one call on this rank; None: as many as its settings let in.
+
+    ``samples``: of a prompt, which stay together; None: as a step has.
+    """
+
+    kind: Literal["generate", "forward", "train"]
+    model: str
+    rows: int | None
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """``ranks`` make the model whole; the first of them keeps all of it in host memory."""
+
+    model: str
+    ranks: tuple[int, ...]
+
+
+Work = Compute | WeightSync | Saving
+Kind = Literal["generate", "forward", "train", "update", "sync", "save"]
+Parts = Mapping[str, int | None]
+"""Name → bytes; None where only loading the model can tell."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a rank needs while one kind of work on one model lasts.
+
+    ``parts``: besides the states. ``states``: bytes of the models on the device, with the gradients of the one that
+    trains. ``host``: bytes in host memory.
+    """
+
+    kind: Kind
+    model: str
+    parts: Parts
+    states: int = 0
+    host: int = 0
+
+    @property
+    def besides(self) -> int:
+        """All known parts."""
+        return sum(size or 0 for size in self.parts.values())
+
+    @property
+    def total(self) -> int:
+        return self.states + self.besides
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model's gradients exist meanwhile."""
+        return self.kind in ("train", "update")
+
+    @property
+    def label(self) -> str:
+        words = {"sync": "to", "save": "of"}
+        return f"{self.kind} {words.get(self.kind, 'on')} {self.model}"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Padded tokens of a row, and how many rows of one prompt stay together."""
+
+    prompt: int
+    response: int
+    samples_per_prompt: int = 1
+
+    @property
+    def width(self) -> int:
+        return self.prompt + self.response
+
+    def rows_within(self, budget: int, rows: int | None) -> int:
+        """Rows of a micro-batch of ``budget`` tokens, at least one prompt's, of ``rows`` that there are."""
+        group = self.samples_per_prompt
+        fitting = max(1, budget // (self.width * group)) * group
+        return fitting if rows is None else min(fitting, rows)
+
+    def rows_decoded(self, budget: int, rows: int | None) -> int:
+        """Rows decoded together."""
+        fitting = max(1, budget // self.width)
+        return fitting if rows is None else min(fitting, rows)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What bytes follow from. ``shapes``: by role; a role is absent when only loading the model can tell."""
+
+    placement: Placement
+    shapes: Mapping[str, ModelShape]
+    texts: Texts
+    sync: SyncSpec
+
+    def state(self, model: PlacedModel, rank: int) -> State | None:
+        """What ``model`` holds on ``rank``; None before an unknown architecture is loaded."""
+        shape = self.shapes.get(model.role)
+        if (model.name, rank) not in self._states:
+            self._states[model.name, rank] = None if shape is None else model_state(model, shape, rank)
+        return self._states[model.name, rank]
+
+    def kv_bytes(self, model: PlacedModel) -> int:
+        """Keys and values that a rollout engine keeps on each of its ranks; other engines make theirs for a call."""
+        state = self.state(model, model.ranks[0])
+        return 0 if state is None else state.cache
+
+    def phases(self, work: Work, rank: int) -> tuple[Phase, ...]:
+        """What ``work`` takes on ``rank`` besides the states. Training ends in the optimizer step, its own phase."""
+        if (work, rank) not in self._phases:
+            self._phases[work, rank] = self._phases_of(work, rank)
+        return self._phases[work, rank]
+
+    @cached_property
+    def _states(self) -> dict[tuple[str, int], State | None]:
+        """Those that have been asked for: a schedule asks again and again."""
+        return {}
+
+    @cached_property
+    def _phases(self) -> dict[tuple[Work, int], tuple[Phase, ...]]:
+        return {}
+
+    def _phases_of(self, work: Work, rank: int) -> tuple[Phase, ...]:
+        match work:
+            case Compute():
+                return self._compute(work, self.placement[work.model], rank)
+            case WeightSync():
+                source, destination = self.placement[work.source], self.placement[work.destination]
+                parts: Parts = {"buckets": None}
+                if source.role in self.shapes:
+                    parts = sync_parts(work, source, destination, self.shapes[source.role], self.sync, rank)
+                return (Phase("sync", destination.name, parts),)
+            case Saving():
+                return (self._save(work, self.placement[work.model], rank),)
+
+    def loading_bytes(self, rank: int) -> int:
+        """Host memory while models are loaded, one by one: each whole and in float32, before it is cut."""
+        shapes = [self.shapes.get(model.role) for model in self.placement.on_rank(rank)]
+        return max((4 * count_elements(shape.parameters) for shape in shapes if shape is not None), default=0)
+
+    def _compute(self, work: Compute, model: PlacedModel, rank: int) -> tuple[Phase, ...]:
+        shape = self.shapes.get(model.role)
+        if shape is None:
+            return (Phase(work.kind, work.model, {"activations": None}),)
+        parts = dict(self._pass_parts(work, model, shape))
+        parts["gathered"] = gathered_bytes(model, shape, rank, beside=sum(size or 0 for size in parts.values()))
+        if work.kind != "train":
+            return (Phase(work.kind, work.model, parts),)
+        parts["new gradients"] = new_gradient_bytes(model, shape, rank)
+        update = {"working space": update_bytes(model, shape, rank)}
+        return Phase("train", work.model, parts), Phase("update", work.model, update)
+
+    def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape) -> Parts:
+        """Activations, logits and caches."""
+        if shape.sizes is None:
+            return {"activations": None}
+        settings, texts = model.settings, self.texts
+        texts = replace(texts, samples_per_prompt=work.samples or texts.samples_per_prompt)
+        blocks = Blocks(shape.sizes, item_bytes(model), settings.tp, settings.lora is not None)
+        if work.kind == "generate":
+            rows = texts.rows_decoded(settings.generate_tokens, work.rows)
+            parts = blocks.decode_bytes(rows, texts.prompt, texts.response)
+            # a rollout engine's cache is there all the time
+            return {name: size for name, size in parts.items() if model.rollout is None or name != CACHE}
+        rows, train = texts.rows_within(settings.micro_batch_tokens, work.rows), work.kind == "train"
+        logits = 0
+        if model.head != "scalar":
+            # a head that may do more than multiply gives all logits at once
+            chunk = int(settings.logits_mb * 1e6) if shape.sizes.family in LLAMA_LIKE else sys.maxsize
+            logits = blocks.head_bytes(rows * texts.response, chunk, train)
+        if not train:
+            return larger(activations=blocks.forward_bytes(rows, texts.width), logits=logits)
+        if model.head == "both":
+            logits += blocks.value_bytes(rows * texts.width)
+        activations = blocks.train_bytes(rows, texts.width, settings.activation_checkpointing)
+        return {"activations": activations, "logits": logits} if logits else {"activations": activations}
+
+    def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:
+        shape = self.shapes.get(model.role)
+        if shape is None:
+            return Phase("save", work.model, {"gathered": None})
+        host = saved_bytes(model, shape) if rank == work.ranks[0] else 0
+        return Phase("save", work.model, saving_parts(model, shape, work.ranks, self.sync), host=host)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The plan of one rank's memory. ``states``: by model; ``phases``: the largest of each kind and model.
+
+    ``loading``: bytes of host memory while models are loaded.
+    """
+
+    rank: int
+    states: Mapping[str, State | None]
+    phases: tuple[Phase, ...]
+    loading: int
+
+    @property
+    def peak(self) -> Phase | None:
+        """The phase that needs most; None on a rank without work."""
+        return max(self.phases, key=lambda phase: phase.total, default=None)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is needed on the device, as far as it is known."""
+        resting = sum(state.resting for state in self.states.values() if state is not None)
+        return resting if self.peak is None else self.peak.total
+
+    @property
+    def process_bytes(self) -> int:
+        """The most that is needed by a rank on CPU, whose device memory is host memory."""
+        return max((phase.total + phase.host for phase in self.phases), default=self.peak_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that is needed in host memory."""
+        offloaded = sum(state.host for state in self.states.values() if state is not None)
+        return max(self.loading + offloaded, *(phase.host for phase in self.phases), 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every number is known."""
+        parts = [size for phase in self.phases for size in phase.parts.values()]
+        return None not in self.states.values() and None not in parts
+
+
+def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[str]]]) -> RankMemory:
+    """``work``: what ``rank`` does, in order, each with the models that lie in host memory meanwhile."""
+    states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
+    largest: dict[tuple[str, str], Phase] = {}
+    for item, away in dict.fromkeys(work):
+        for bare in sizing.phases(item, rank):
+            phase = _beside_states(bare, states, away)
+            known = largest.setdefault((phase.kind, phase.model), phase)
+            if phase.total > known.total:
+                largest[phase.kind, phase.model] = phase
+    return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank))
+
+
+def _beside_states(phase: Phase, states: Mapping[str, State | None], away: frozenset[str]) -> Phase:
+    device = host = 0
+    for name, state in states.items():
+        if state is None:
+            continue
+        host += state.host + (state.parked if name in away else 0)
+        if name in away:
+            device += state.resting - state.freed
+        else:
+            device += state.training if phase.trains and name == phase.model else state.resting
+    return replace(phase, states=device, host=phase.host + host)

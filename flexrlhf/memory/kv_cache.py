@@ -1,0 +1,16 @@
+"""Bytes of the keys and values that a rollout engine stores."""
+
+from __future__ import annotations
+
+from flexrlhf.memory.activations import Blocks
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.rollout import KV_BLOCK_TOKENS
+from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
+
+
+def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
+    """Keys and values of ``generate_tokens`` tokens on each rank of ``model``; vLLM never hands out its first block."""
+    assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
+    blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
+    per_token = Blocks(shape.sizes, DTYPE_BYTES[model.settings.dtype], model.settings.tp, False).kv_bytes_per_token()
+    return blocks * KV_BLOCK_TOKENS * per_token

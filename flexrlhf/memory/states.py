@@ -1,0 +1,222 @@
+"""Bytes of weights, gradients and optimizer state that a placed model holds on a rank, by engine and ZeRO stage.
+
+What DeepSpeed 0.19.8 holds was counted on its live tensors. It differs from the ZeRO paper: from stage 1 on it keeps
+float32 master weights even of a float32 model, and at stage 3 it keeps its gradients between steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from flexrlhf.config.spec import ModelSpec, OptimizerSpec
+from flexrlhf.memory.kv_cache import kv_cache_bytes
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
+from flexrlhf.weights.shards import parts_on
+
+DEEPSPEED_ELEMENTS = {
+    "reduce_bucket_size": 50_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "sub_group_size": 1_000_000_000,
+}
+"""Settings under ``zero_optimization`` that cost memory, in elements: as our configuration leaves them."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Over how many ranks each part of a model's state is split."""
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+
+
+def zero_split(stage: int, num_ranks: int) -> Split:
+    """ZeRO (Rajbhandari et al. 2020, sec. 5): stage 1 splits the optimizer's state, 2 gradients too, 3 weights too."""
+    weights, gradients, optimizer = (num_ranks if stage >= first else 1 for first in (3, 2, 1))
+    return Split(weights, gradients, optimizer)
+
+
+@dataclass(frozen=True)
+class PerParameter:
+    """Bytes per parameter before any split. ``optimizer``: its state and float32 master weights (K of the paper)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def on_rank(self, num_parameters: float, split: Split) -> float:
+        """Bytes on each rank (figure 1 and table 1 of the paper)."""
+        parts = (self.weights / split.weights, self.gradients / split.gradients, self.optimizer / split.optimizer)
+        return num_parameters * sum(parts)
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one placed model on one rank.
+
+    ``gradients``: while it trains, and always where ``keeps_gradients``. ``buffers``: what its library keeps besides.
+    ``cache``: keys and values, lost when it is offloaded. ``host``: in host memory, by the settings that offload.
+    ``stays``: nothing of it can be offloaded.
+    """
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    host: int = 0
+    cache: int = 0
+    keeps_gradients: bool = False
+    stays: bool = False
+
+    @property
+    def resting(self) -> int:
+        """On the device between instructions."""
+        kept = self.gradients * self.keeps_gradients
+        return self.weights + self.optimizer + self.buffers + self.cache + kept
+
+    @property
+    def freed(self) -> int:
+        """Of ``resting``, what offloading frees; buffers of a library stay."""
+        return 0 if self.stays else self.resting - self.buffers
+
+    @property
+    def parked(self) -> int:
+        """Of ``freed``, what offloading puts into host memory."""
+        return 0 if self.stays else self.freed - self.cache
+
+    @property
+    def training(self) -> int:
+        """On the device while the model trains."""
+        return self.weights + self.optimizer + self.buffers + self.gradients
+
+
+def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
+    """What ``model`` holds on ``rank``, one of its ranks."""
+    shape = shape_of(model, shape)
+    if model.rollout is not None:
+        # a process of its own decodes on while others work
+        stays = model.rollout.process == "child"
+        return replace(_frozen_state(model, shape, rank), cache=kv_cache_bytes(model, shape), stays=stays)
+    if not model.trained:
+        return _frozen_state(model, shape, rank)
+    return _deepspeed_state(model, shape) if model.engine == "deepspeed" else _torch_state(model, shape, rank)
+
+
+def bytes_per_parameter(model: PlacedModel) -> PerParameter:
+    """Of the trained parameters: weights as the passes read them, float32 gradients, moments and master weights."""
+    item, moments = item_bytes(model), _moment_bytes(model.settings.optimizer)
+    if model.engine != "deepspeed" and model.split != "whole":
+        return PerParameter(4, 4, moments)  # the float32 shards of FSDP2 are their own master weights
+    has_master = item < 4 or (model.engine == "deepspeed" and model.settings.zero >= 1)
+    return PerParameter(item, 4, moments + 4 * has_master)
+
+
+def _moment_bytes(optimizer: OptimizerSpec) -> int:
+    """What the update rule remembers of one parameter, in float32: two moments, a momentum or nothing."""
+    if optimizer.name == "sgd":
+        return 4 if optimizer.momentum else 0
+    return 8
+
+
+def _frozen_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
+    if model.engine == "deepspeed" and model.settings.zero == 3:
+        weights = item_bytes(model) * _zero3_elements(shape.parameters, model.layout.dp)
+    else:
+        weights = item_bytes(model) * held_elements(model, shape.parameters, rank)
+    return State(0, host=weights) if model.settings.offload_parameters else State(weights)
+
+
+def _torch_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
+    """Parts are the slices of tensor parallelism and the shards of FSDP2, so there is nothing more to split."""
+    per = bytes_per_parameter(model)
+    trained = held_elements(model, shape.trained, rank)
+    frozen = held_elements(model, shape.parameters, rank) - trained
+    return State(per.weights * trained + item_bytes(model) * frozen, per.gradients * trained, per.optimizer * trained)
+
+
+def _deepspeed_state(model: PlacedModel, shape: ModelShape) -> State:
+    settings, stage = model.settings, model.settings.zero
+    per, split = bytes_per_parameter(model), zero_split(stage, model.layout.dp)
+    state = State(
+        weights=per.weights * _deepspeed_elements(shape.parameters, stage, split.weights),
+        gradients=per.gradients * _deepspeed_elements(shape.trained, stage, split.gradients),
+        optimizer=per.optimizer * _deepspeed_elements(shape.trained, stage, split.optimizer),
+        # its reduce bucket is made once at stage 3, and for every backward pass at stages 1 and 2
+        buffers=4 * deepspeed_elements(settings, "reduce_bucket_size") if stage == 3 else 0,
+        keeps_gradients=stage == 3 or is_bf16_optimizer(settings),
+    )
+    if settings.offload_optimizer and stage >= 1:
+        state = _optimizer_on_host(state, model, shape)
+    if settings.offload_parameters and stage == 3:
+        state = replace(state, weights=0, host=state.host + state.weights)
+    return state
+
+
+def is_bf16_optimizer(settings: ModelSpec) -> bool:
+    """DeepSpeed has a class of its own for this case; it keeps float32 gradients of the whole model."""
+    return settings.zero == 1 and settings.dtype == "bfloat16" and not settings.offload_optimizer
+
+
+def _optimizer_on_host(state: State, model: PlacedModel, shape: ModelShape) -> State:
+    """Moments and master weights go to host memory, with copies of gradients and weights for the way there and back.
+
+    Stage 1 keeps whole gradients on the device; stage 2 in 16 bits keeps its partition there.
+    """
+    stage, item = model.settings.zero, item_bytes(model)
+    partition = _deepspeed_elements(shape.trained, stage, model.layout.dp)
+    if stage == 3:
+        return replace(state, gradients=0, optimizer=0, host=state.optimizer + 2 * 4 * partition)
+    largest = item * max((math.prod(size) for _, size in shape.trained), default=0)
+    host = state.optimizer + (4 + item) * partition + largest
+    if stage == 2 and item == 4:
+        return replace(state, gradients=0, optimizer=0, buffers=largest, host=host + 4 * partition)
+    return replace(state, optimizer=0, buffers=largest, host=host)
+
+
+def _deepspeed_elements(parameters: Parameters, stage: int, num_ranks: int) -> int:
+    """A rank's part: stage 3 cuts every tensor, the others one flat vector of all, aligned to 2 elements a rank."""
+    if num_ranks == 1:
+        return count_elements(parameters)
+    if stage == 3:
+        return _zero3_elements(parameters, num_ranks)
+    return 2 * -(-count_elements(parameters) // (2 * num_ranks))
+
+
+def _zero3_elements(parameters: Parameters, num_ranks: int) -> int:
+    """Every rank stores as much of a tensor as any, the last one with padding."""
+    return sum(-(-math.prod(size) // num_ranks) for _, size in parameters)
+
+
+def deepspeed_elements(settings: ModelSpec, name: str) -> int:
+    """A size of DeepSpeed's, in elements: the user's, else ours."""
+    return int(settings.config.get("zero_optimization", {}).get(name, DEEPSPEED_ELEMENTS[name]))
+
+
+def item_bytes(model: PlacedModel) -> int:
+    return DTYPE_BYTES[model.settings.dtype]
+
+
+def held_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:
+    """Elements of ``parameters`` on ``rank``: its tensor-parallel slices, and of those its shards."""
+    return sum(
+        count * parts_on(model, ModelShape((kind,)), rank)[kind[0]].num_elements
+        for kind, count in _kinds(parameters).items()
+    )
+
+
+def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:
+    """Elements of ``parameters`` that ``rank`` computes with once its shards are gathered."""
+    gathered = replace(model, settings=model.settings.model_copy(update={"zero": 0}))
+    return held_elements(gathered, parameters, rank)
+
+
+@lru_cache(maxsize=256)
+def _kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
+    """How many parameters are cut alike: layers repeat, and a cut depends on the shape and the last two names."""
+    return Counter((".".join(name.split(".")[-2:]), size) for name, size in parameters)

@@ -1,0 +1,167 @@
+"""Bytes that sharding and updating take besides the state, while a pass or an optimizer step lasts.
+
+FSDP2 gathers the embeddings and the head as one unit and each layer as another; ZeRO-3 gathers tensor by tensor, ahead
+of their use. The factors were counted on the live tensors of torch 2.13 and DeepSpeed 0.19.8, and are upper bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexrlhf.memory.states import deepspeed_elements, is_bf16_optimizer, item_bytes, sliced_elements
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Parameters
+
+UNREDUCED_BYTES = 12
+"""Per element of a unit while its gradients are scattered: as computed, as summands in float32, and the sums."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Elements that a rank computes with: of all weights, those outside layers, the largest layer, the largest tensor.
+
+    ``head``: those of the language head.
+    """
+
+    total: int
+    root: int
+    layer: int
+    largest: int
+    head: int
+
+
+def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
+    return _units(model, shape.parameters, rank)
+
+
+def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
+    return _units(model, shape.trained, rank)
+
+
+def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
+    """They depend on little of a model, and plans ask for those of many that differ in other things."""
+    layout = Layout(tuple(range(model.layout.tp)), model.layout.tp)
+    bare = PlacedModel("", model.role, layout, trained=False, rollout=model.rollout, head=model.head)
+    return _units_of(bare, parameters, model.layout.tp_index(rank))
+
+
+@lru_cache(maxsize=256)
+def _units_of(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
+    root, layer = _root_and_layer(parameters)
+    head = _head(parameters) if model.head != "scalar" else ()
+    total, outside, largest_layer, head_elements = (
+        sliced_elements(model, part, rank) for part in (parameters, root, layer, head)
+    )
+    largest = max((sliced_elements(model, (item,), rank) for item in {*_largest(root), *_largest(layer)}), default=0)
+    return Units(total, outside, largest_layer, largest, head_elements)
+
+
+def _largest(parameters: Parameters) -> Parameters:
+    return tuple(sorted(parameters, key=lambda item: math.prod(item[1]))[-1:])
+
+
+def _head(parameters: Parameters) -> Parameters:
+    """The language head; tied weights are those of the embedding."""
+    found = dict(parameters)
+    name = LANGUAGE_HEAD if LANGUAGE_HEAD in found else "model.embed_tokens.weight"
+    return ((name, found[name]),) if name in found else ()
+
+
+@lru_cache(maxsize=256)
+def _root_and_layer(parameters: Parameters) -> tuple[Parameters, Parameters]:
+    """Parameters outside layers, and those of the largest layer. A layer is what has a number in its name."""
+    layers: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for name, size in parameters:
+        words = name.split(".")
+        number = next((index for index, word in enumerate(words) if word.isdigit()), None)
+        layers["" if number is None else ".".join(words[: number + 1])].append((name, size))
+    root = tuple(layers.pop("", ()))
+    sizes = {name: sum(math.prod(size) for _, size in members) for name, members in layers.items()}
+    return root, tuple(layers[max(sizes, key=lambda name: sizes[name])]) if sizes else ()
+
+
+def gathered_bytes(model: PlacedModel, shape: ModelShape, rank: int, beside: int = 0) -> int:
+    """Weights of other ranks that a pass holds at a time; 0 where every rank has its own.
+
+    ``beside``: bytes of activations, which do not exist yet while the first unit arrives.
+    """
+    if model.split == "whole":
+        return 0
+    units, item = all_units(model, shape, rank), item_bytes(model)
+    if model.engine == "deepspeed":
+        return item * _zero3_gathered(model, units)
+    # a unit arrives in one buffer and is copied out of it; float32 shards are sent as a 16-bit copy
+    cast = model.layout.dp if model.trained and item < 4 else 0
+    at_first = 2 * units.root + 2 * units.layer + (units.root // cast if cast else 0)
+    later = units.root + 3 * units.layer if model.settings.zero == 3 else units.total + 2 * units.layer
+    return max(item * (later + (units.layer // cast if cast else 0)), item * at_first - beside)
+
+
+def _zero3_gathered(model: PlacedModel, units: Units) -> int:
+    """Elements. What comes back within the reuse distance stays: at the turn from forward to backward half of that."""
+    ahead = min(units.total, deepspeed_elements(model.settings, "stage3_prefetch_bucket_size"))
+    reused = deepspeed_elements(model.settings, "stage3_max_reuse_distance") // 2 if model.trained else 0
+    # what is fetched ahead arrives in one buffer and is copied out of it
+    return min(units.total, reused + ahead + 2 * units.largest) + ahead
+
+
+def new_gradient_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
+    """Gradients of a micro-batch before they are added to those of the mini-batch."""
+    trained = trained_units(model, shape, rank)
+    item = item_bytes(model)
+    # the head sums its gradient in float32 and casts it; other tensors' are computed in their type, and then cast
+    cast = 4 + (item if item < 4 else 0)
+    if model.engine == "deepspeed":
+        return _deepspeed_gradients(model, trained)
+    if model.split == "whole":
+        return cast * trained.largest
+    return max(cast * trained.head, item * trained.head + UNREDUCED_BYTES * trained.layer)
+
+
+def _deepspeed_gradients(model: PlacedModel, trained: Units) -> int:
+    settings, item = model.settings, item_bytes(model)
+    bucket = deepspeed_elements(settings, "reduce_bucket_size")
+    # a tensor larger than the bucket goes by itself
+    filled = min(trained.total, max(bucket, trained.largest))
+    single = (4 + (item if item < 4 else 0)) * trained.largest
+    if settings.zero == 0:
+        return single
+    if is_bf16_optimizer(settings):
+        return item * trained.total + 4 * trained.largest
+    if settings.zero == 1:
+        return 4 * bucket + single
+    if settings.zero == 2:
+        # in float32 a second copy of the partition joins the first one; in 16 bits the bucket is cast to be summed
+        partition = 4 * -(-trained.total // model.layout.dp)
+        return item * bucket + (4 * filled + partition if item == 4 else 6 * filled)
+    # the bucket itself is kept (State.buffers): its gradients in the order of the ranks, and the sums
+    return 8 * filled + single
+
+
+def update_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
+    """The end of a mini-batch: the last gradients are summed over the replicas, then the optimizer steps.
+
+    On CUDA torch updates all tensors at once, with a float32 number more for each; DTensors one after the other.
+    """
+    trained = trained_units(model, shape, rank)
+    if model.engine == "deepspeed":
+        return _deepspeed_update(model, trained)
+    if model.split != "whole":
+        return max(UNREDUCED_BYTES * trained.root, 8 * trained.largest // model.layout.dp)
+    summed = 4 * trained.largest if model.layout.dp > 1 else 0
+    return max(summed, 8 * trained.largest if model.layout.tp > 1 else 4 * trained.total)
+
+
+def _deepspeed_update(model: PlacedModel, trained: Units) -> int:
+    settings = model.settings
+    part = -(-trained.total // model.layout.dp) if settings.zero else trained.total
+    if settings.offload_optimizer and settings.zero:
+        return 0
+    if settings.zero == 3:
+        # the gradients of one group of parameters as a vector, and the optimizer's numbers for it
+        return 8 * min(part, deepspeed_elements(settings, "sub_group_size"))
+    return 4 * part

@@ -1,0 +1,52 @@
+"""The mathematics of a graph by name: losses of train operators, and what combines compute. An algorithm adds here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.engines.base import Batch, Loss, Moments
+from flexrlhf.objectives.advantages import ppo_advantages
+from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.evaluation_metrics import diversity, held_out_scores, likelihood, pair_accuracy
+from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
+from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, ptx_loss, shared_loss, value_loss
+from flexrlhf.objectives.parity import parity
+from flexrlhf.objectives.preferences import preference_accuracy, preference_loss
+from flexrlhf.objectives.returns import reinforce_advantages, remax_advantages
+from flexrlhf.objectives.safety import safe_advantages
+from flexrlhf.objectives.weighted_scores import weighted_scores
+
+LOSSES: dict[str, Callable[[Any], Loss]] = {
+    "likelihood_loss": likelihood_loss,
+    "pair_loss": pair_loss,
+    "policy_loss": policy_loss,
+    "preference_loss": preference_loss,
+    "ptx": ptx_loss,
+    "shared_loss": shared_loss,
+    "value_loss": value_loss,
+}
+Combine = Callable[[Any, Batch, Context], tuple[Columns, Moments]]
+COMBINES: dict[str, Combine] = {
+    "ppo_advantages": ppo_advantages,
+    "group_advantages": group_advantages,
+    "best_of_group": best_of_group,
+    "reinforce_advantages": reinforce_advantages,
+    "remax_advantages": remax_advantages,
+    "safe_advantages": safe_advantages,
+    "likelihood": likelihood,
+    "pair_accuracy": pair_accuracy,
+    "preference_accuracy": preference_accuracy,
+    "diversity": diversity,
+    "held_out_scores": held_out_scores,
+    "parity": parity,
+    "reward": weighted_scores,
+    "cost": weighted_scores,
+}
+
+
+def settings_of(function: str, spec: Spec) -> Any:
+    """The section of the YAML that a function reads: the algorithm's, but for a few."""
+    others = {"parity": spec.rollout, "reward": spec.reward, "cost": spec.cost, "held_out_scores": spec.eval}
+    return others.get(function, spec.algorithm)

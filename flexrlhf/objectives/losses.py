@@ -1,0 +1,207 @@
+"""Losses of train operators. Tensors in, tensors out; nothing knows a rank.
+
+Shapes: n rows, R response positions. ``batch.mask`` (n, R) is 1 on response tokens that count; it may have gaps. Parts
+of a mini-batch give contributions that add up to the loss, whatever the split: ``Totals`` count the whole of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexrlhf.config.algorithms import (
+    AcShareSpec,
+    ImportanceSpec,
+    KlSpec,
+    LossAggregation,
+    PolicySpec,
+    PpoSpec,
+    RewardSpec,
+    SftSpec,
+)
+from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
+
+LOG_RATIO_CLAMP = 20.0
+"""Keeps exp() finite; far beyond what any sane policy update reaches."""
+
+
+def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Totals) -> Tensor:
+    """This part's contribution to the loss of a mini-batch; the names are those of verl's ``loss_agg_mode``."""
+    weights = mask.to(per_token.dtype)
+    match how:
+        case "token-mean":
+            return (per_token * weights).sum() / max(totals.tokens, 1)
+        case "token-sum":
+            return (per_token * weights).sum()
+        case "seq-mean-token-sum":
+            return (per_token * weights).sum() / max(totals.sequences, 1)
+        case "seq-mean-token-sum-norm":
+            return (per_token * weights).sum() / max(totals.sequences, 1) / mask.shape[1]
+        case "seq-mean-token-mean":
+            lengths = weights.sum(1).clamp(min=1)
+            return ((per_token * weights).sum(1) / lengths).sum() / max(totals.sequences, 1)
+
+
+def likelihood_loss(spec: SftSpec) -> Loss:
+    """Negative log-likelihood of the answers."""
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        loss = aggregate(-outputs.quantity, batch.mask, spec.loss_aggregation, totals)
+        return loss, {"nll": moments(-outputs.quantity, batch.mask)}
+
+    return Loss("logprobs", function, ("nll",))
+
+
+def ptx_loss(spec: PolicySpec) -> Loss:
+    """The coefficient times the negative log-likelihood of pretraining texts, mean over tokens (Ouyang et al. 2022)."""
+    assert spec.ptx is not None, "the graph mixes texts in only where they are given"
+    coefficient = spec.ptx.coefficient
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        loss = coefficient * aggregate(-outputs.quantity, batch.mask, "token-mean", totals)
+        return loss, {"ptx_nll": moments(-outputs.quantity, batch.mask)}
+
+    return Loss("logprobs", function, ("ptx_nll",), temperature=1.0)
+
+
+def pair_loss(_: RewardSpec) -> Loss:
+    """-log sigmoid(chosen - rejected), mean over pairs (Ouyang et al. 2022, eq. 1)."""
+
+    def function(outputs: Outputs, _: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        chosen, rejected = pairs_of(outputs.quantity)
+        losses = -torch.nn.functional.logsigmoid(chosen - rejected)
+        statistics = {"pair_loss": moments(losses), "pair_correct": moments((chosen > rejected).float())}
+        return losses.sum() / totals.prompts, statistics
+
+    return Loss("scores", function, ("pair_loss", "pair_correct"))
+
+
+def pairs_of(numbers: Tensor) -> tuple[Tensor, ...]:
+    """``numbers`` (n,) of the chosen and of the rejected answers: samples 0 and 1 of every prompt."""
+    return numbers.view(len(numbers) // 2, 2).unbind(1)
+
+
+def policy_loss(spec: PolicySpec) -> Loss:
+    """Clipped surrogate (Schulman et al. 2017, eq. 7), with the bonus and the penalty that the settings ask for."""
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        mask, how = batch.mask, spec.loss_aggregation
+        losses, statistics = clipped_surrogate(spec, outputs, batch)
+        loss = aggregate(losses, mask, how, totals)
+        assert outputs.entropy is not None
+        if spec.entropy_coefficient:
+            loss = loss - spec.entropy_coefficient * aggregate(outputs.entropy, mask, how, totals)
+        if spec.kl is not None and spec.kl.place == "loss":
+            penalty = kl_estimate(spec.kl, outputs.quantity - batch["ref_logprobs"])
+            loss = loss + spec.kl.coefficient * aggregate(penalty, mask, how, totals)
+        return loss, statistics
+
+    statistics: tuple[str, ...] = ("policy_loss", "ratio_clipped", "update_kl", "entropy")
+    if spec.importance is not None:
+        statistics += ("importance_weight", "importance_clipped")
+    return Loss("logprobs", function, statistics, "gradient" if spec.entropy_coefficient else "value")
+
+
+def clipped_surrogate(spec: PolicySpec, outputs: Outputs, batch: Batch) -> tuple[Tensor, Moments]:
+    """Losses (n, R) of the tokens: the larger of plain and clipped, with weights where another policy drew them.
+
+    ``dual_clip`` c bounds the loss by -c * advantage where that is negative (Ye et al. 2020, eq. 5). ``ratio``
+    "sequence": that of the whole answer, to the power 1 / its length (GSPO, Zheng et al. 2025, eq. 7).
+    """
+    mask, advantages = batch.mask, batch["advantages"]
+    log_ratio = (outputs.quantity - batch["logprobs"]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    used = log_ratio
+    if spec.ratio == "sequence":
+        weights = mask.to(log_ratio.dtype)
+        used = ((log_ratio * weights).sum(1) / weights.sum(1).clamp(min=1))[:, None].expand_as(log_ratio)
+    ratio = used.exp()
+    clipped = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+    plain, bounded = -advantages * ratio, -advantages * clipped
+    losses = torch.maximum(plain, bounded)
+    if spec.dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * spec.dual_clip), losses)
+    weights, importance = importance_weights(spec.importance, batch)
+    losses = losses * weights
+    assert outputs.entropy is not None
+    statistics = {
+        "policy_loss": moments(losses, mask),
+        "ratio_clipped": moments((bounded > plain).float(), mask),
+        "update_kl": moments(log_ratio.exp() - 1 - log_ratio, mask),
+        "entropy": moments(outputs.entropy, mask),
+    }
+    return losses, statistics | importance
+
+
+def kl_estimate(spec: KlSpec, log_ratio: Tensor) -> Tensor:
+    """Estimates of KL(policy || ref) of drawn tokens from log policy - log ref (Schulman 2020)."""
+    limit = LOG_RATIO_CLAMP if spec.clamp is None else spec.clamp
+    bounded = log_ratio.clamp(-limit, limit)
+    match spec.estimator:
+        case "k1":
+            return log_ratio if spec.clamp is None else bounded
+        case "k2":
+            return (log_ratio if spec.clamp is None else bounded) ** 2 / 2
+        case "k3":
+            return (-bounded).exp() - 1 + bounded
+
+
+def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tensor, Moments]:
+    """Weights (n, R) of the tokens' losses: min(pi_old / pi_rollout, cap), of each token or of the whole answer.
+
+    Token level: truncated importance sampling (Ionides 2008) as AReaL and verl apply it beside PPO's own ratio.
+    """
+    mask = batch.mask.float()
+    if spec is None:
+        return torch.ones_like(mask), {}
+    log_ratio = (batch["logprobs"] - batch["rollout_logprobs"]) * mask
+    counted = mask
+    if spec.level == "sequence":
+        log_ratio, counted = log_ratio.sum(1, keepdim=True), mask.amax(1, keepdim=True)
+    full = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    weights = full.clamp(max=spec.cap)
+    statistics = {
+        "importance_weight": moments(weights, counted),
+        "importance_clipped": moments((full > spec.cap).float(), counted),
+    }
+    return weights.expand_as(mask), statistics
+
+
+def value_loss(spec: PpoSpec) -> Loss:
+    """Half of the squared error, the larger of plain and clipped (Schulman et al.'s PPO code)."""
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        losses, statistics = clipped_value_errors(spec, outputs.quantity, batch["values"], batch["returns"], batch.mask)
+        return aggregate(losses, batch.mask, spec.loss_aggregation, totals), statistics
+
+    return Loss("values", function, ("value_loss", "value_clipped"))
+
+
+def shared_loss(spec: AcShareSpec) -> Loss:
+    """The policy's loss plus ``value_coefficient`` times that of the values (Schulman et al. 2017, eq. 9)."""
+    policy = policy_loss(spec)
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        assert outputs.values is not None
+        loss, statistics = policy.function(outputs, batch, totals)
+        errors, of_values = clipped_value_errors(spec, outputs.values, batch["values"], batch["returns"], batch.mask)
+        loss = loss + spec.value_coefficient * aggregate(errors, batch.mask, spec.loss_aggregation, totals)
+        return loss, statistics | of_values
+
+    names = (*policy.statistics, "value_loss", "value_clipped")
+    return replace(policy, function=function, statistics=names, with_values=True)
+
+
+def clipped_value_errors(
+    spec: PpoSpec, new: Tensor, old: Tensor, returns: Tensor, mask: Tensor
+) -> tuple[Tensor, Moments]:
+    """Losses (n, R) of the values ``new`` (n, R+1), which were ``old`` when the answers were drawn."""
+    values, before = new[:, :-1], old[:, :-1]
+    plain = (values - returns) ** 2
+    clipped = plain
+    if spec.value_clip is not None:
+        clipped = (torch.clamp(values, before - spec.value_clip, before + spec.value_clip) - returns) ** 2
+    losses = 0.5 * torch.maximum(plain, clipped)
+    statistics = {"value_loss": moments(losses, mask), "value_clipped": moments((clipped > plain).float(), mask)}
+    return losses, statistics

@@ -1,0 +1,170 @@
+"""From the data section to examples: the tokenizer and the rows of a run. Bad ones raise UserError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.data.examples import Example, Needs, load_examples, read_rows, read_texts
+from flexrlhf.engines.capabilities import check_packages
+from flexrlhf.errors import UserError
+from flexrlhf.plan.plan import Plan
+from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.weights.shapes import read_config
+
+WEIGHT_FILES = "*.safetensors"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The examples of a run and the special tokens of its tokenizer. ``texts``: what is trained on beside answers."""
+
+    examples: list[Example]
+    held_out: list[Example]
+    texts: list[Example]
+    tokenizer: str
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+
+def tokenizer_path(plan: Plan) -> str:
+    """The directory named in ``data.tokenizer``, else that of the first model with a path."""
+    if plan.spec.data.tokenizer is not None:
+        return plan.spec.data.tokenizer
+    paths = [path for role in plan.graph.roles if (path := plan.model(role).path) is not None]
+    if not paths:
+        raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
+    return paths[0]
+
+
+def load_tokenizer(path: str) -> Any:
+    """The Hugging Face tokenizer in a directory."""
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise UserError(f"data.tokenizer {path}: no such directory")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.tokenizer {path}: no tokenizer in it ({str(error).splitlines()[0]})") from None
+
+
+def load_run_data(plan: Plan) -> RunData:
+    """Examples for training and for evaluation."""
+    path = tokenizer_path(plan)
+    tokenizer = load_tokenizer(path)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
+    found = {source.key: _examples(plan, source, tokenizer) for source in data_sources(plan)}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    examples, held_out, texts = (found.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
+    return RunData(examples, held_out, texts, path, (tokenizer.eos_token_id,), pad)
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A file of rows, and what is wanted of them. ``key``: the section of the YAML that names it."""
+
+    key: str
+    path: str
+    form: str
+    needs: Needs
+
+
+def data_sources(plan: Plan) -> list[DataSource]:
+    """The training file, the held-out one and that of further texts, where there are such."""
+    spec, needs = plan.spec, plan.graph.data
+    found = [DataSource("data", spec.data.path, spec.data.form, needs)]
+    if spec.eval is not None:
+        found.append(DataSource("eval", spec.eval.path, spec.data.form, needs))
+    if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.ptx is not None:
+        ptx = spec.algorithm.ptx
+        found.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses"))
+    return found
+
+
+def check_runs(plans: Sequence[Plan]) -> None:
+    """Look at all inputs of a command before a rank starts: a bad one is a sentence, and nothing is half-written.
+
+    What an earlier run of the command writes does not exist yet: a run that takes its tokenizer from there has its
+    texts checked here and its tokens by its ranks.
+    """
+    for index, plan in enumerate(plans):
+        check_packages(plan.placement)
+        check_sources(plan.spec.reward or (), "reward")
+        check_sources(plan.spec.cost or (), "cost")
+        _check_sources(plan, plans, index)
+        pending = {path for earlier in plans[:index] for path in earlier.outputs.values()}
+        for source in data_sources(plan):
+            read_texts(source.path, form=source.form, needs=source.needs)
+        _check_columns(plan)
+        if Path(tokenizer_path(plan)).resolve() in pending:
+            continue
+        load_run_data(plan)
+        num_tokens = len(load_tokenizer(tokenizer_path(plan)))
+        for role in plan.graph.roles:
+            if plan.model(role).path is None or Path(plan.model(role).path or "").resolve() not in pending:
+                _check_model(plan, role, num_tokens)
+
+
+def _check_columns(plan: Plan) -> None:
+    """Each data file has what the sources that score its answers read of its rows."""
+    operators = {"data": plan.graph.operators, "eval": plan.graph.evaluation}
+    sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
+    for source in data_sources(plan):
+        asked = sorted({each.function for each in operators.get(source.key, ()) if each.kind == "score"})
+        columns = dict.fromkeys(key for row in read_rows(source.path) for key in row) if asked else {}
+        for name in asked:
+            check_columns(sections[name], name, columns, source.path)
+
+
+def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
+    """Nothing that a run reads may lie where a run of the command starts afresh, but for models of an earlier one."""
+    models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
+    others: dict[str, str | None] = {f"{source.key}.path": source.path for source in data_sources(plan)}
+    others["data.tokenizer"] = plan.spec.data.tokenizer
+    pending = {path for earlier in plans[:index] for path in earlier.outputs.values()}
+    for key, source in {**models, **others}.items():
+        if source is None or Path(source).resolve() in pending:
+            continue
+        for other in plans:
+            if Path(source).resolve().is_relative_to(other.spec.directory.resolve()):
+                raise UserError(
+                    f"{key} {source}: lies in {other.spec.directory}, which run {other.spec.name!r} starts afresh; "
+                    f"give that run another name"
+                )
+
+
+def _check_model(plan: Plan, role: str, num_tokens: int) -> None:
+    """Weights are there, every token has an embedding, every position is known: else a rank would end obscurely."""
+    model = plan.model(role)
+    if model.path is not None and not any(Path(model.path).glob(WEIGHT_FILES)):
+        raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {WEIGHT_FILES})")
+    config = read_config(role, model)
+    size = config.get("vocab_size")
+    if size is not None and size < num_tokens:
+        raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of the tokenizer")
+    width, limit = plan.lengths.prompt + plan.lengths.response, config.get("max_position_embeddings")
+    if limit is not None and width > limit:
+        raise UserError(
+            f"data: {plan.lengths.prompt} prompt and {plan.lengths.response} response tokens exceed the {limit} "
+            f"positions of models.{role}; lower data.max_prompt_tokens or data.max_response_tokens"
+        )
+
+
+def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> list[Example]:
+    data = plan.spec.data
+    return load_examples(
+        source.path,
+        form=source.form,
+        needs=source.needs,
+        tokenizer=tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        max_response_tokens=data.max_response_tokens,
+        long_prompts=data.long_prompts,
+        with_columns=source.needs == "prompts"
+        and any(operator.kind == "score" for operator in (*plan.graph.operators, *plan.graph.evaluation)),
+    )

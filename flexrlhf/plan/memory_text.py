@@ -1,0 +1,133 @@
+"""Memory as a person reads it: the plan of every rank before a run, planned beside measured after it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from flexrlhf.memory.budget import Phase, RankMemory
+from flexrlhf.memory.states import State
+from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.suggestions import remedies, tightest_rank
+from flexrlhf.text import bytes_text, ranks_text
+
+NUM_MEASURED = 4
+NUM_REMEDIES = 6
+SMALLEST_DEVICE_BYTES = min(int(1e9 * device.memory_gb) for device in DEVICE_CLASSES.values())
+
+
+def planned_memory(plan: Plan) -> list[str]:
+    """For ranks with the same models and device the one that needs most; then what would free memory."""
+    alike: dict[tuple[tuple[str, ...], str, int | None], list[RankMemory]] = {}
+    for memory in plan.memories:
+        device = plan.cluster.devices[memory.rank].device_class, plan.cluster.memory_bytes(memory.rank)
+        alike.setdefault((tuple(memory.states), *device), []).append(memory)
+    lines = []
+    for (_, device_class, size), members in alike.items():
+        highest = max(members, key=lambda memory: memory.peak_bytes)
+        where = "" if size is None else f" ({device_class}, {bytes_text(size)})"
+        lines.append(f"{ranks_text(tuple(memory.rank for memory in members))}{where}: {_peak(highest)}")
+        lines += [f"  {line}" for line in _memory_table(highest)]
+    return lines + _remedies(plan)
+
+
+def _peak(memory: RankMemory) -> str:
+    if memory.peak is None:
+        return "nothing"
+    known = "at most" if memory.is_complete else "at least"
+    return f"{known} {bytes_text(memory.peak_bytes)}, for {memory.peak.label}"
+
+
+def _memory_table(memory: RankMemory) -> list[str]:
+    """A line for each model, which holds that much between its calls too, and for each phase with its parts."""
+    if not memory.states:
+        return []
+    return [
+        *_states(memory.states),
+        f"{'':<25}{'in all':>11}  of it beside the states",
+        *(line for phase in memory.phases if _is_worth_a_line(phase, memory) for line in _phase_lines(phase)),
+        f"{'host memory':<25}{bytes_text(memory.host_bytes):>11}  {_host(memory)}".rstrip(),
+    ]
+
+
+def _states(states: Mapping[str, State | None]) -> list[str]:
+    sizes = {name: asdict(state) if state else None for name, state in states.items()}
+    shown = ["weights", "gradients", "optimizer"]
+    shown += [key for key in ("cache", "buffers", "host") if any(each and each[key] for each in sizes.values())]
+    lines = [f"{'':<25}" + "".join(f"{key:>11}" for key in shown)]
+    for name, each in sizes.items():
+        texts = ["? B"] if each is None else [bytes_text(each[key]) if each[key] else "-" for key in shown]
+        lines.append(f"{name:<25}" + "".join(f"{text:>11}" for text in texts))
+    return lines
+
+
+def _is_worth_a_line(phase: Phase, memory: RankMemory) -> bool:
+    """Left out is what takes next to nothing beside the states, unless it is a model call."""
+    return phase == memory.peak or phase.kind in ("generate", "forward", "train") or _share(phase.besides, phase)
+
+
+def _phase_lines(phase: Phase) -> list[str]:
+    parts = [f"{bytes_text(size)} {name}" for name, size in phase.parts.items() if size is None or _share(size, phase)]
+    head = f"{phase.label:<25}{bytes_text(phase.total):>11}  "
+    unbroken = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts]
+    lines = textwrap.wrap(head + ", ".join(unbroken), 96, subsequent_indent=" " * len(head))
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _host(memory: RankMemory) -> str:
+    later = max((phase.host for phase in memory.phases), default=0)
+    return "while models are loaded, each whole and in float32" if memory.host_bytes > later else ""
+
+
+def _share(size: int, phase: Phase) -> bool:
+    """Whether ``size`` is at least a hundredth."""
+    return 100 * size >= phase.total > 0
+
+
+def _remedies(plan: Plan) -> list[str]:
+    """What would lower the highest peak, where it is not far below what devices hold."""
+    rank = tightest_rank(plan)
+    size = plan.cluster.memory_bytes(rank) or SMALLEST_DEVICE_BYTES
+    if 2 * plan.memories[rank].peak_bytes < size:
+        return []
+    lines = [
+        f"  {bytes_text(remedy.freed):>8}  {remedy.change}{'' if remedy.same_numbers else '  (other numbers)'}"
+        for remedy in remedies(plan, rank)[:NUM_REMEDIES]
+    ]
+    return [f"to free memory on rank {rank}:", *lines] if lines else []
+
+
+Held = Mapping[str, Mapping[str, int]]
+"""Placed model → bytes by kind."""
+
+
+def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
+    """Planned beside measured, for the ranks whose measured peak is highest.
+
+    ``facts`` of the timeline: ``held_bytes`` of each rank, counted on tensors; ``peak_bytes``, what the process (on a
+    GPU, torch) took beyond what it had before its models were loaded.
+    """
+    held, peaks = facts["held_bytes"], facts["peak_bytes"]
+    ranks = sorted(peaks, key=lambda rank: -peaks[rank])[:NUM_MEASURED]
+    lines = []
+    for rank in ranks:
+        memory = plan.memories[int(rank)]
+        planned: int | None = memory.process_bytes if facts["device"] == "cpu" else memory.peak_bytes
+        planned = planned if memory.is_complete else None
+        lines.append(f"  rank {rank}: {_held(memory, held[rank])}; {_peaks(planned, peaks[rank])}")
+    return ["  memory, planned and measured", *(f"  {line}" for line in lines)]
+
+
+def _held(memory: RankMemory, held: Held) -> str:
+    states = [state for state in memory.states.values() if state is not None]
+    planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
+    measured = sum(size for sizes in held.values() for key, size in sizes.items() if key != "host")
+    known = bytes_text(planned if len(states) == len(memory.states) else None)
+    return f"tensors of models {known} planned, {bytes_text(measured)} held"
+
+
+def _peaks(planned: int | None, measured: int) -> str:
+    return f"peak {bytes_text(planned)} planned, {bytes_text(measured)} measured"

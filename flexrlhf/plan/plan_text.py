@@ -1,0 +1,205 @@
+"""What a person reads: the plan before a run, the summary after it. Plain text, fixed width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from flexrlhf.metrics import METRICS
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.memory_text import planned_memory
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.overlap import overlapping_operators
+from flexrlhf.strategies.schedule import whole_step
+from flexrlhf.text import bytes_text, rank_marks, ranks_text
+
+
+def format_plan(plan: Plan) -> str:
+    """The whole plan: sizes, placement, memory of weights, groups, schedule with bytes."""
+    spec = plan.spec
+    head = (
+        f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices, {spec.steps} steps"
+    )
+    sections = [
+        [head],
+        _titled("batch", _batch(plan)),
+        _titled("placement", _placement(plan)),
+        _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
+        _titled("overlap", _overlap(plan)),
+        _titled("process groups", _groups(plan)),
+        _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _titled(title: str, lines: Iterable[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)]
+
+
+def _batch(plan: Plan) -> list[str]:
+    batch, epochs = plan.batch, plan.spec.algorithm.epochs
+    rows, n, m, c = batch.num_rows, batch.samples_per_prompt, batch.num_mini_batches, batch.num_chunks
+    sizes = [n * len(batch.prompts(mini_batch)) for mini_batch in batch.mini_batches]
+    chunks = [sum(sizes[mini_batch] for mini_batch in batch.chunk(index)) for index in range(c)]
+    p, r = plan.lengths.prompt, plan.lengths.response
+    return [
+        f"rows per step        {rows:>8} = {batch.num_prompts} prompts x {n} samples",
+        f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {m} mini-batches, whole prompts",
+        f"rows per chunk       {_range(chunks):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
+        f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
+        f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded",
+        *(_rows_per_replica(model, plan) for model in plan.placement.models),
+    ]
+
+
+def _range(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)}-{max(sizes)}"
+
+
+def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
+    batch = plan.batch
+    counts = [
+        len(batch.held(model.layout, ranks[0], batch.mini_batches)) * batch.samples_per_prompt
+        for ranks in model.layout.tp_sets
+    ]
+    shown = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
+    if len(set(counts)) == 1:
+        shown = str(counts[0])
+    dp = model.layout.dp
+    replicas = "its one replica" if dp == 1 else f"each of {dp} replicas"
+    return f"rows of {model.name:<13}{shown:>8} on {replicas}"
+
+
+def _placement(plan: Plan) -> list[str]:
+    lines = []
+    for model in plan.placement.models:
+        devices = {(plan.cluster.devices[r].node, plan.cluster.devices[r].device_class) for r in model.ranks}
+        where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
+        trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
+        lines.append(f"{model.name:<14}{ranks_text(model.ranks):<12} {where:<22} {_computing(model):<28} {trained}")
+    lines += [f"{role:<14}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
+    pairs = plan.placement.co_located_pairs()
+    lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
+    lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
+    return lines + [f"warning: {text}" for text in plan.placement.warnings]
+
+
+def _computing(model: PlacedModel) -> str:
+    """Engine, and of the sharding and the type what is not the default."""
+    settings, layout = model.settings, model.layout
+    shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
+    shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
+    shown += [f"zero {settings.zero}"] if settings.zero else []
+    shown += [settings.dtype] if settings.dtype != "float32" else []
+    shown += ["lora"] if settings.lora is not None else []
+    shown += ["child process"] if model.rollout is not None and model.rollout.process == "child" else []
+    return " ".join([settings.engine, *shown])
+
+
+def _shared(plan: Plan) -> dict[str, str]:
+    models = plan.spec.models
+    return {role: m.share for role in type(models).model_fields if (m := models.of(role)) and m.share is not None}
+
+
+def _overlap(plan: Plan) -> list[str]:
+    """Operators that run at the same time, and what keeps others from it."""
+    lines = overlapping_operators(plan.schedule) or ["none"]
+    whole = [name for name in plan.graph.waves if name in whole_step(plan.graph, plan.placement)]
+    if plan.batch.num_chunks > 1 and whole:
+        lines.append(f"not chunked: {', '.join(whole)}; shadows, whiten: mini_batch and epochs: 1 let them stream")
+    return lines
+
+
+def _groups(plan: Plan) -> list[str]:
+    alone = tuple(sorted(group.ranks[0] for group in plan.groups if group.alone))
+    lines = [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups if not group.alone]
+    lines += [f"{'alone, each':<24} {ranks_text(alone)}"] if alone else []
+    return lines or ["none: one rank"]
+
+
+def schedule_table(plan: Plan) -> list[str]:
+    """One line for each instruction: ranks, kind, label, and for moves and syncs the primitive and the bytes.
+
+    Behind an evaluation the instructions of its own list, for one batch of held-out rows.
+    """
+    rows = [row for i in plan.schedule.instructions for row in _rows(i, plan.batch)]
+    width = max(len(_label(i)) for i, _, _ in rows)
+    return [
+        f"{rank_marks(i.ranks, plan.placement.num_ranks)}  {indent}{i.kind:<5} "
+        f"{_label(i):<{min(width, 60) - len(indent)}}  {'  '.join(_notes(plan, i, batch))}".rstrip()
+        for i, indent, batch in rows
+    ]
+
+
+def _rows(instruction: Instruction, batch: BatchShape) -> list[tuple[Instruction, str, BatchShape]]:
+    """Of the table, each with how far it is set in, and the batch that it works on."""
+    rows: list[tuple[Instruction, str, BatchShape]] = [(instruction, "", batch)]
+    if isinstance(instruction, Eval):
+        rows += [(inner, "  ", instruction.batch) for inner in instruction.instructions]
+    return rows
+
+
+def _label(instruction: Instruction) -> str:
+    if isinstance(instruction, Move):
+        return f"{', '.join(instruction.columns)}  {instruction.edge}"
+    return instruction.label
+
+
+def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]:
+    """Primitive, bytes, period, chunk, lag: whatever the instruction has."""
+    notes: list[str] = []
+    match instruction:
+        case Move():
+            notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction, batch))]
+        case Sync():
+            way = (
+                "point_to_point"
+                if not instruction.is_local
+                else "gathered, in place"
+                if instruction.gathers
+                else "in place"
+            )
+            notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
+        case Run() if instruction.operator.every > 1:
+            notes = [_turns(instruction.operator, plan.spec.steps)]
+        case Eval() | Save():
+            notes = ["after the last step" if instruction.every >= plan.spec.steps else _period(instruction.every)]
+    chunk = instruction.chunk
+    if chunk is not None:
+        notes.append(f"chunk {chunk}")
+    if instruction.lag:
+        notes.append("of the last batch")
+    return notes
+
+
+def _turns(operator: Operator, steps: int) -> str:
+    """In which steps an operator runs that does not in all."""
+    first = [str(step) for step in dict.fromkeys((0, operator.also)) if step < steps]
+    shown = f"at step {' and '.join(first)}"
+    return shown if operator.every >= steps else f"{shown}, {_period(operator.every)}"
+
+
+def _period(every: int) -> str:
+    return "every step" if every == 1 else f"every {every} steps"
+
+
+def format_summary(
+    name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Mapping[str, str]]
+) -> str:
+    """First and last three steps of the main metrics, answers of the last evaluation, and where the files are."""
+    lines = [f"{name}: {len(rows)} steps, {sum(row['seconds'] for row in rows):.1f} s, results in {directory}"]
+    for metric in METRICS:
+        values = [row[metric.name] for row in rows if metric.name in row]
+        if values and metric.progress:
+            few = max(1, min(3, len(values) // 2))
+            first, last = _mean(values[:few]), _mean(values[-few:])
+            trend = f"{first:.4g} -> {last:.4g}" if len(values) > 1 else f"{last:.4g}"
+            lines.append(f"  {metric.name:<18}{trend:<26}{metric.definition}")
+    lines += [f"  {sample['prompt']} -> {sample['answer']}" for sample in samples]
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

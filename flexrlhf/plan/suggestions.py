@@ -1,0 +1,225 @@
+"""Which settings free how much memory where a run needs most of it, found by planning the run anew with each of them.
+
+A change is offered as the override that makes it, and only where the catalogue of engines and the devices allow it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
+from flexrlhf.engines.capabilities import check_engines, check_models
+from flexrlhf.errors import UserError
+from flexrlhf.memory.budget import Compute
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.ratios import place
+from flexrlhf.placement.rollout import padded_row
+from flexrlhf.plan.plan import Plan, roles_of
+from flexrlhf.strategies.choice import STRATEGIES
+from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.strategies.workload import workload
+from flexrlhf.text import bytes_text
+from flexrlhf.weights.lora import with_adapters
+from flexrlhf.weights.shapes import ModelShape
+
+WORTH = 0.01
+"""Share of the peak that a remedy must free to be named."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """``change``: an override as on the command line; ``freed``: bytes by which the rank's peak falls.
+
+    ``same_numbers``: the run computes what it did; else the change is one of what is trained, or how exactly.
+    """
+
+    change: str
+    freed: int
+    same_numbers: bool = True
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A setting of ``section``: sync, rollout, or of the model ``role`` (its shadow's own where ``of_shadow``)."""
+
+    key: str
+    value: Any
+    section: str = ""
+    role: str = ""
+    of_shadow: bool = False
+
+    @property
+    def setting(self) -> str:
+        section = self.section or f"models.{self.role}" + ".shadow" * self.of_shadow
+        return f"{section}.{self.key}"
+
+    @property
+    def shown(self) -> str:
+        """The value, as behind ``setting`` on the command line."""
+        return f"={{rank: {self.value.rank}}}" if isinstance(self.value, LoraSpec) else f"={str(self.value).lower()}"
+
+    @property
+    def text(self) -> str:
+        return self.setting + self.shown
+
+    def applied(self, spec: Spec) -> Spec:
+        if self.section:
+            changed_section = getattr(spec, self.section).model_copy(update={self.key: self.value})
+            return spec.model_copy(update={self.section: changed_section})
+        model = spec.models.of(self.role)
+        assert model is not None, f"{self.role} is resolved"
+        update: dict[str, Any] = {self.key: self.value}
+        if self.of_shadow:
+            update = {"shadow": (model.shadow or ShadowSpec()).model_copy(update=update)}
+        changed = model.model_copy(update=update)
+        return spec.model_copy(update={"models": spec.models.model_copy(update={self.role: changed})})
+
+
+def tightest_rank(plan: Plan) -> int:
+    """The rank that lacks most memory; where nobody says what devices hold, the one that needs most."""
+
+    def tightness(rank: int) -> tuple[bool, int]:
+        size = plan.cluster.memory_bytes(rank)
+        return size is not None, plan.memories[rank].peak_bytes - (size or 0)
+
+    return max(range(plan.placement.num_ranks), key=tightness)
+
+
+def remedies(plan: Plan, rank: int) -> list[Remedy]:
+    """What would lower the peak of ``rank``, most first: every setting at the value that frees most.
+
+    Each is tried on every model alone, and on all that can have it together: where several models need nearly as much,
+    a change of one only hands the peak to the next.
+    """
+    found = _tried(plan, rank, [(change,) for change in _candidates(plan, rank)])
+    alone = {changes[0]: freed for changes, freed in found}
+    for changes, freed in _tried(plan, rank, _together(alone)):
+        if freed > (1 + WORTH) * max(alone[change] for change in changes):
+            found.append((changes, freed))
+    best: dict[str, Remedy] = {}
+    for changes, freed in found:
+        settings = " ".join(change.setting for change in changes)
+        least = best[settings].freed if settings in best else WORTH * plan.memories[rank].peak_bytes
+        if freed > least:
+            text = " ".join(change.text for change in changes)
+            best[settings] = Remedy(text, freed, changes[0].key not in ("dtype", "lora"))
+    return sorted(best.values(), key=lambda remedy: -remedy.freed)
+
+
+Changes = tuple[_Change, ...]
+
+
+def _tried(plan: Plan, rank: int, trials: Iterable[Changes]) -> list[tuple[Changes, int]]:
+    """Those changes that are allowed, and by how much each lowers the peak of ``rank``."""
+    found = []
+    for changes in trials:
+        try:
+            after = _replanned(plan, changes).memory(rank).peak_bytes
+        except UserError:
+            continue
+        found.append((changes, plan.memories[rank].peak_bytes - after))
+    return found
+
+
+def _together(changes: Iterable[_Change]) -> list[Changes]:
+    """The same change of several models; batches are halved, whatever they are."""
+    alike: dict[str, list[_Change]] = defaultdict(list)
+    for change in changes:
+        alike[change.key + ("" if change.key.endswith("_tokens") else change.shown)].append(change)
+    return [tuple(members) for members in alike.values() if len(members) > 1]
+
+
+def check_fits(plan: Plan) -> None:
+    """Raise UserError where a rank needs more than its device holds. Devices of unknown size are not checked."""
+    rank = tightest_rank(plan)
+    memory, size = plan.memories[rank], plan.cluster.memory_bytes(rank)
+    if size is None or memory.peak_bytes <= size:
+        return
+    at = f" for {memory.peak.label}" if memory.peak is not None else ""
+    found = remedies(plan, rank)
+    best = f"{found[0].change} frees {bytes_text(found[0].freed)}" if found else "use more or larger devices"
+    raise UserError(
+        f"memory: rank {rank} needs {bytes_text(memory.peak_bytes)}{at}, and its device "
+        f"({plan.cluster.devices[rank].device_class}) holds {bytes_text(size)}; {best}"
+    )
+
+
+def _replanned(plan: Plan, changes: Changes) -> Plan:
+    """``plan`` with ``changes``. Raises UserError where engines or devices do not allow them."""
+    spec, graph = plan.spec, plan.graph
+    for change in changes:
+        spec = change.applied(spec)
+    placement = place(spec, roles_of(graph, spec), graph.can_shadow, plan.cluster)
+    check_engines(graph, placement)
+    shapes = dict(plan.shapes)
+    for change in changes:
+        if isinstance(change.value, LoraSpec):
+            shapes[change.role] = with_adapters(change.role, shapes[change.role], change.value)
+    check_models(placement, shapes, plan.cluster)
+    instructions = tuple(STRATEGIES[plan.strategy].order(graph, placement, plan.batch, spec))
+    schedule = Schedule(instructions, plan.schedule.lag)
+    changed = replace(plan, spec=spec, placement=placement, shapes=shapes, schedule=schedule, offloaded={})
+    return changed.with_residency()
+
+
+def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
+    for model in plan.placement.on_rank(rank):
+        if model.rollout is not None:
+            yield from _of_rollout(plan, model)
+            continue
+        shape = plan.shapes.get(model.role)
+        changes = {**_anywhere(model), **_smaller_batches(plan, model, rank)}
+        if not model.is_shadow:
+            changes |= _beside_training(model, shape)
+        for key, values in changes.items():
+            yield from (_Change(key, value, "", model.role, model.is_shadow) for value in values)
+    if plan.spec.sync.snapshot:
+        yield _Change("snapshot", False, "sync")
+    yield _Change("bucket_mb", plan.spec.sync.bucket_mb / 2, "sync")
+
+
+def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[_Change]:
+    """What a rollout engine may do: keep less, hold a part, wait asleep."""
+    rollout = plan.spec.rollout
+    yield _Change("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
+    yield _Change("tp", 2 * rollout.tp, "rollout")
+    if model.settings.dtype == "float32":
+        yield _Change("dtype", "bfloat16", "rollout")
+    if not rollout.sleep:
+        yield _Change("sleep", True, "rollout")
+
+
+def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
+    """What any copy may do: more sharding, fewer bits."""
+    settings = model.settings
+    return {
+        "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
+        "tp": [2 * settings.tp],
+        "dtype": ["bfloat16", "float16"] if settings.dtype == "float32" else [],
+    }
+
+
+def _beside_training(model: PlacedModel, shape: ModelShape | None) -> dict[str, list[Any]]:
+    """What is set for a role; the engines refuse what does not go with a model."""
+    settings = model.settings
+    changes: dict[str, list[Any]] = {
+        key: [] if getattr(settings, key) else [True]
+        for key in ("activation_checkpointing", "offload_optimizer", "offload_parameters")
+    }
+    if model.trained and settings.lora is None and shape is not None:
+        changes["lora"] = [LoraSpec()]
+    return changes
+
+
+def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, list[Any]]:
+    """Half of the tokens that are really computed together."""
+    settings, texts = model.settings, plan.sizing.texts
+    mine = workload(plan.schedule.for_rank(rank), plan.placement, plan.batch, rank)
+    calls = [work for work, _ in mine if isinstance(work, Compute) and work.model == model.name]
+    passes = [texts.rows_within(settings.micro_batch_tokens, call.rows) for call in calls if call.kind != "generate"]
+    decoded = [texts.rows_decoded(settings.generate_tokens, call.rows) for call in calls if call.kind == "generate"]
+    used = {"micro_batch_tokens": passes, "generate_tokens": decoded}
+    return {key: [max(rows) // 2 * texts.width] for key, rows in used.items() if rows and max(rows) > 1}

