@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.sync import Destination, Source, Syncer
 from flexrlhf.comm.weights import Gather
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
-from flexrlhf.engines.base import Batch, Engine, Sampling, Wanted
+from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
 from flexrlhf.engines.factory import make_engine
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group
@@ -60,15 +60,15 @@ def models(kv_tokens: int) -> dict[str, PlacedModel]:
 def engine_of(model: PlacedModel, world: World) -> Engine:
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    alone = Replicas(None, model.ranks, lambda work, _: work.wait())
+    alone = RankGroup(None, model.ranks, lambda work, _: work.wait())
     return make_engine(
-        Wanted(
+        EngineContext(
             placed=model,
             lengths=LENGTHS,
             temperature=1.0,
             seed=0,
             num_updates=1,
-            replicas=alone,
+            dp=alone,
             tp=alone,
             alone=None,
             device=world.device,

@@ -16,7 +16,7 @@ from flexrlhf.config.spec_file import check_scopes, load_spec, parse_vector, spl
 from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import UserError
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.placement.hosts import Machines, equal_nodes, under_torchrun, with_device
+from flexrlhf.placement.hosts import Hosts, equal_nodes, under_torchrun, with_device
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan, make_plans
 from flexrlhf.plan.plan_text import format_plan, format_summary
@@ -187,7 +187,7 @@ def run(
 ) -> None:
     """Train. Starts one process for each device of this machine; under torchrun it is one of them."""
     with _user_errors():
-        machines = Machines(nnodes, node_rank, rdzv_endpoint)
+        machines = Hosts(nnodes, node_rank, rdzv_endpoint)
         machines.check()
         specs = _specs(configs, placement_ratio, devices, set_, nnodes)
         if nnodes > 1 or under_torchrun():
@@ -300,7 +300,7 @@ def _dry_run(plans: Sequence[Plan], quick_start: bool) -> None:
     typer.echo("\n\n".join(format_plan(made) for made in plans))
 
 
-def _execute(plans: Sequence[Plan], machines: Machines, num_local: int, quick_start: bool) -> None:
+def _execute(plans: Sequence[Plan], machines: Hosts, num_local: int, quick_start: bool) -> None:
     """Check all inputs, prepare the run directories, run on all ranks, print the summary."""
     from flexrlhf.execution import launch
     from flexrlhf.execution.worker import work
@@ -333,7 +333,7 @@ def _check_inputs(plans: Sequence[Plan], quick_start: bool) -> None:
     check_runs(plans)
 
 
-def _launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
+def _launch(specs: Sequence[Spec], plan: Plan, machines: Hosts) -> None:
     """Start the ranks of this machine; a failed rank is one sentence, as is Ctrl-C."""
     from flexrlhf.execution import launch
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Spare:
+class BufferPool:
     """Memory of buffers that have landed. ``capacity``: numbers of the longest buffer that will be asked for."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from flexrlhf.comm.world import Wait, posted
 
 
 @dataclass(frozen=True)
-class Replicas:
+class RankGroup:
     """The replicas of a placed model. ``group`` None: there is one, and every result is its own."""
 
     group: dist.ProcessGroup | None

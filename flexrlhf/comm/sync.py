@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.buffers import Spare
+from flexrlhf.comm.buffers import BufferPool
 from flexrlhf.comm.checksum import checksum_of
 from flexrlhf.comm.weights import Gather, Weights, cut
 from flexrlhf.comm.world import Wait, posted
@@ -99,7 +99,7 @@ class Syncer:
         self._wait = wait
         self._flying: dict[str, deque[list[_Flight]]] = {}
         self._delivered: dict[str, Tensor] = {}
-        self._spare = Spare()
+        self._spare = BufferPool()
 
     def send(
         self, sync: Sync, source: Source, destination: Destination, group: dist.ProcessGroup | None, load: Load | None

@@ -138,7 +138,7 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-class Whereabouts:
+class RankProgress:
     """Where every rank is, in the job's store, so that whoever waits too long can name whom it waits for."""
 
     def __init__(self, world: World, run: str) -> None:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from flexrlhf.config.presets import OF_GRPO, PRESETS, Like, penalty_over, with_preset
-from flexrlhf.config.strict_model import Section
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
 
-class AlgorithmSpec(Section):
+class AlgorithmSpec(StrictModel):
     """What all algorithms have: the size of a step and of its mini-batches."""
 
     prompts_per_step: int = Field(32, ge=1)
@@ -38,7 +38,7 @@ LossAggregation = Literal[
 ]
 
 
-class TruncationPenalty(Section):
+class TruncationPenalty(StrictModel):
     penalty: float = Field(description="subtracted from the score of an answer that was cut off")
 
 
@@ -65,7 +65,7 @@ Truncation = Annotated[TruncationWord | TruncationPenalty, BeforeValidator(_trun
 StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
 
 
-class ImportanceSpec(Section):
+class ImportanceSpec(StrictModel):
     """Truncated importance sampling (Ionides 2008; Espeholt et al. 2018): the loss of what another policy drew.
 
     Weight = min(pi_old / pi_rollout, cap) of each token, or of the whole answer; pi_old: the weights that training of
@@ -107,7 +107,7 @@ class SampledSpec(AlgorithmSpec):
         return self
 
 
-class KlSpec(Section):
+class KlSpec(StrictModel):
     """The penalty for leaving the reference policy; beta = ``coefficient``.
 
     ``estimator`` of KL(policy || ref) from r = log policy - log ref of a drawn token (Schulman 2020): k1 = r,
@@ -136,7 +136,7 @@ class KlSpec(Section):
         return self
 
 
-class OverlongSpec(Section):
+class OverlongSpec(StrictModel):
     """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13): the score falls by up to ``penalty`` over the last
     ``buffer_tokens`` of the largest length of an answer."""
 
@@ -144,7 +144,7 @@ class OverlongSpec(Section):
     penalty: float = Field(1.0, gt=0)
 
 
-class PtxSpec(Section):
+class PtxSpec(StrictModel):
     """Further pretraining beside the policy's loss (Ouyang et al. 2022, section 3.5): in every optimizer step of the
     actor, ``coefficient`` times the negative log-likelihood of as many texts as it has answers, at temperature 1. Texts
     are cut to the lengths of ``data``, as answers are."""
@@ -233,7 +233,7 @@ class AcShareSpec(PpoSpec):
     freeze_actor_steps: Literal[0] = 0
 
 
-class DynamicSamplingSpec(Section):
+class DynamicSamplingSpec(StrictModel):
     """Draw ``rounds`` times as many groups as a step is to train on, and leave out those whose answers all score alike
     (DAPO, Yu et al. 2025, section 3.2). The number of rounds is fixed, so that a plan knows it: a mini-batch with more
     groups than its share trains on the first of them, one with fewer on fewer."""
@@ -358,7 +358,7 @@ class RemaxSpec(ReturnsSpec):
     whiten: Literal["batch", "none"] = "none"
 
 
-class LagrangeSpec(Section):
+class LagrangeSpec(StrictModel):
     """The multiplier lambda of the bound on the cost, by gradient ascent on its logarithm (Dai et al. 2024, eq. 12):
     log lambda += learning_rate * lambda * (mean cost of a step's answers - limit)."""
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from flexrlhf.config.strict_model import Section
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
 
-class _Source(Section):
+class _Source(StrictModel):
     """What all sources have. The score of an answer is the weighted sum over the sources."""
 
     weight: float = 1.0

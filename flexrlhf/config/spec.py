@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from flexrlhf.config.algorithms import Algorithm
 from flexrlhf.config.reward_sources import Sources
-from flexrlhf.config.strict_model import Exact, Section
+from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.errors import either, nearest, shown
 
 
@@ -25,7 +25,7 @@ def _pair(value: Any) -> Any:
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerSpec(Section):
+class OptimizerSpec(StrictModel):
     """The update rule, its learning rate over the optimizer steps, and the clipping of the global gradient norm."""
 
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="AdamW: Loshchilov & Hutter 2019")
@@ -45,7 +45,7 @@ class OptimizerSpec(Section):
         return self
 
 
-class LoraSpec(Section):
+class LoraSpec(StrictModel):
     """Low-rank adapters beside frozen weights (Hu et al. 2022), by peft: h = Wx + alpha / rank * BAx."""
 
     rank: int = Field(8, ge=1)
@@ -59,7 +59,7 @@ Head = Literal["causal", "scalar", "both"]
 """What a model ends in: the vocabulary, one number for every token, or both of them on one trunk."""
 
 
-class ShadowSpec(Section):
+class ShadowSpec(StrictModel):
     """Where a shadow computes in another way than the trained copy; what is left out is that copy's."""
 
     engine: str | None = None
@@ -70,7 +70,7 @@ class ShadowSpec(Section):
     generate_tokens: int | None = Field(None, ge=1)
 
 
-class ModelSpec(Section):
+class ModelSpec(StrictModel):
     """The weights of one role, how they are computed with and how they are trained."""
 
     path: str | None = Field(None, description="Hugging Face model directory; default: see ModelsSpec")
@@ -126,7 +126,7 @@ FURTHER_MODELS = ("reward_", "cost_")
 """How the names of reward and cost models begin that a user adds."""
 
 
-class ModelsSpec(Section):
+class ModelsSpec(StrictModel):
     """Models by role. ref defaults to the actor's path, critic to the reward's, cost_critic to the cost's.
 
     Further reward and cost models have names of their own (``reward_...``, ``cost_...``), which a source of ``reward``
@@ -152,7 +152,7 @@ class ModelsSpec(Section):
         return dict(self).get(role)
 
 
-class NodeSpec(Section):
+class NodeSpec(StrictModel):
     """``count`` equal machines."""
 
     count: int = Field(1, ge=1)
@@ -163,7 +163,7 @@ class NodeSpec(Section):
     network_gb_s: float | None = Field(None, gt=0, description="of one node to the others, GB/s in one direction")
 
 
-class ClusterSpec(Section):
+class ClusterSpec(StrictModel):
     """The devices, as one number or as nodes with a device class each."""
 
     devices: int | None = Field(None, ge=1)
@@ -179,7 +179,7 @@ class ClusterSpec(Section):
         return self
 
 
-class PlacementEntry(Section):
+class PlacementEntry(StrictModel):
     """Where one placed model sits, in the mapping form."""
 
     ratio: Exact | None = None
@@ -238,7 +238,7 @@ def _holds_entries(models: Any) -> bool:
     return isinstance(models, dict) and bool(models) and all(isinstance(e, PlacementEntry) for e in models.values())
 
 
-class ScheduleSpec(Section):
+class ScheduleSpec(StrictModel):
     """When instructions run. Changes times, never numbers (lag changes the policy version, by its stated rule)."""
 
     strategy: Literal["co-located", "interleaving", "disaggregated"] | None = Field(
@@ -248,7 +248,7 @@ class ScheduleSpec(Section):
     lag: Literal[0, 1] = 0
 
 
-class SyncSpec(Section):
+class SyncSpec(StrictModel):
     """Weights of a trained model → its shadow."""
 
     every: int = Field(1, ge=1, description="steps between two syncs")
@@ -257,7 +257,7 @@ class SyncSpec(Section):
     bucket_mb: float = Field(16.0, ge=0.001, description="of weights that travel together")
 
 
-class DataSpec(Section):
+class DataSpec(StrictModel):
     """Prompts, answers or preference pairs, and the widths that they are padded to."""
 
     path: str
@@ -268,7 +268,7 @@ class DataSpec(Section):
     long_prompts: Literal["error", "drop"] = "error"
 
 
-class EvalSpec(Section):
+class EvalSpec(StrictModel):
     """Held-out rows, looked at every ``every`` steps and after the last.
 
     pass@k: the share of prompts of which at least one of k answers is right (Chen et al. 2021).
@@ -286,7 +286,7 @@ class EvalSpec(Section):
         return self.samples_per_prompt or (1 if self.temperature == 0 else of_training)
 
 
-class ParitySpec(Section):
+class ParitySpec(StrictModel):
     """The gate between the rollout engine and the trainer: both tell the log-probs of the same sampled tokens.
 
     The run stops where the largest or the mean difference (nats) exceeds its limit; None: 1e-3 and 1e-4 in float32,
@@ -300,7 +300,7 @@ class ParitySpec(Section):
     mean_difference: float | None = Field(None, gt=0)
 
 
-class RolloutSpec(Section):
+class RolloutSpec(StrictModel):
     """What generates: transformers on the actor's own weights, or a vLLM engine with a copy of them."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
@@ -335,7 +335,7 @@ class RolloutSpec(Section):
         return self
 
 
-class SaveSpec(Section):
+class SaveSpec(StrictModel):
     """When trained models are written: to ``runs/<name>/<role>``, the best ones to ``runs/<name>/<role>-best``."""
 
     every: int | None = Field(None, ge=1, description="None: after the last step only")
@@ -344,14 +344,14 @@ class SaveSpec(Section):
     )
 
 
-class DebugSpec(Section):
+class DebugSpec(StrictModel):
     """For tests and for finding out where two runs part."""
 
     record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
     run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
 
 
-class Spec(Section):
+class Spec(StrictModel):
     """One run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="results go to runs/<name>")

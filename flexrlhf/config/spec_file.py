@@ -14,11 +14,11 @@ from pydantic_core import ErrorDetails
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.spec import PlacementMap, Spec
-from flexrlhf.config.strict_model import Section
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml
 from flexrlhf.errors import UserError, either, nearest, shown
 
-_CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in Section.__subclasses__()}
+_CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in StrictModel.__subclasses__()}
 _INTERNAL = re.compile(r"(literal|tuple)\[|(function|constrained)-|\[key\]$")
 _LISTS: dict[int | str, str] = {"nodes": "[{devices: 8}]", "targets": "[q_proj, v_proj]"}
 # by the first word of pydantic's error types

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, mo
 from flexrlhf.errors import nearest, shown
 
 
-class Section(BaseModel):
+class StrictModel(BaseModel):
     """One mapping of the YAML: frozen, with no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
 
@@ -108,7 +108,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EngineContext:
     """All that an engine is told: the placed model, and where and with whom it computes.
 
     ``replicas``: the ranks that hold the same part of the model for other rows; ``tp``: those that hold the other parts
@@ -123,8 +123,8 @@ class Wanted:
     temperature: float
     seed: int
     num_updates: int
-    replicas: Replicas
-    tp: Replicas
+    dp: RankGroup
+    tp: RankGroup
     alone: dist.ProcessGroup | None
     device: torch.device
     kv_bytes: int
@@ -133,7 +133,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUsage:
     """Bytes of tensors on this rank, counted wherever they lie. ``gradients``: at the last optimizer step.
 
     ``host``: those that lie in host memory.
@@ -186,7 +186,7 @@ class Engine(Protocol):
         """Overwrite what this rank holds of the named parameters. No collective."""
         ...
 
-    def held(self) -> Held: ...
+    def memory_usage(self) -> MemoryUsage: ...
 
     def offload(self) -> None:
         """Free the device's memory: weights and optimizer state wait in host memory."""

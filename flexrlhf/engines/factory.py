@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexrlhf.engines.base import Engine, Wanted
+from flexrlhf.engines.base import Engine, EngineContext
 
 
-def _torch(wanted: Wanted) -> Engine:
+def _torch(context: EngineContext) -> Engine:
     from flexrlhf.engines.torch.engine import TorchEngine
 
-    return TorchEngine(wanted)
+    return TorchEngine(context)
 
 
-def _deepspeed(wanted: Wanted) -> Engine:
+def _deepspeed(context: EngineContext) -> Engine:
     from flexrlhf.engines.deepspeed.engine import DeepSpeedEngine
 
-    return DeepSpeedEngine(wanted)
+    return DeepSpeedEngine(context)
 
 
-def _vllm(wanted: Wanted) -> Engine:
+def _vllm(context: EngineContext) -> Engine:
     from flexrlhf.engines.vllm.engine import VllmEngine
 
-    return VllmEngine(wanted)
+    return VllmEngine(context)
 
 
-ENGINES: dict[str, Callable[[Wanted], Engine]] = {"torch": _torch, "deepspeed": _deepspeed, "vllm": _vllm}
+ENGINES: dict[str, Callable[[EngineContext], Engine]] = {"torch": _torch, "deepspeed": _deepspeed, "vllm": _vllm}
 
 
-def make_engine(wanted: Wanted) -> Engine:
-    return ENGINES[wanted.placed.engine](wanted)
+def make_engine(context: EngineContext) -> Engine:
+    return ENGINES[context.placed.engine](context)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class _Parked:
+class _OffloadedStorage:
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage
 
@@ -24,12 +24,12 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in _storages(tensors))
 
 
-class Parking:
+class HostOffload:
     """Storages, not tensors, are put away: views and shards that share one keep sharing it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parked: list[_Parked] = []
+        self._parked: list[_OffloadedStorage] = []
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Parking:
                 continue  # in host memory anyway
             # a copy on the CPU too, where it saves nothing but runs the same way
             copy = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-            self._parked.append(_Parked(storage, copy))
+            self._parked.append(_OffloadedStorage(storage, copy))
             storage.resize_(0)
 
     def take(self) -> None:

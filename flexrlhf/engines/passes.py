@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments
 from flexrlhf.engines.decoding import Decoding
@@ -40,7 +40,7 @@ class Passes:
     settings: ModelSpec
     lengths: Lengths
     temperature: float
-    replicas: Replicas
+    dp: RankGroup
     lockstep: bool
 
     @torch.no_grad()
@@ -69,12 +69,12 @@ class Passes:
     @torch.no_grad()
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool) -> dict[str, Tensor]:
         """``columns`` (n, ...) of every row of ``batch``, by name, in one pass."""
-        wanted = {column.name: _quantity(column) for column in columns}
+        quantities = {column.name: _quantity(column) for column in columns}
         with nullcontext() if adapters else base_weights_alone(self.model):
-            pieces = [(piece, self._computed(piece, set(wanted.values()))) for piece in self._pieces(batch)]
+            pieces = [(piece, self._computed(piece, set(quantities.values()))) for piece in self._pieces(batch)]
         found = [computed for piece, computed in pieces if not piece.idle]
         if found:
-            return {name: torch.cat([each[quantity] for each in found]) for name, quantity in wanted.items()}
+            return {name: torch.cat([each[quantity] for each in found]) for name, quantity in quantities.items()}
         widths = {column.name: self.lengths.width(column) for column in columns}
         device = batch.rows.device
         return {name: torch.zeros((0,) if w is None else (0, w), device=device) for name, w in widths.items()}
@@ -116,12 +116,12 @@ class Passes:
 
     def _most(self, count: int) -> int:
         """How often this rank calls: as often as the busiest one in lockstep, else as its rows ask."""
-        return self.replicas.largest(count, self.model.device) if self.lockstep else count
+        return self.dp.largest(count, self.model.device) if self.lockstep else count
 
     def _totals(self, batch: Batch) -> Totals:
         mask = batch.mask.double()
         counts = torch.stack([mask.sum(), (mask.sum(1) > 0).double().sum(), mask.new_tensor(len(batch))])
-        tokens, sequences, rows = self.replicas.sum(counts).tolist()
+        tokens, sequences, rows = self.dp.sum(counts).tolist()
         return Totals(tokens, sequences, rows / batch.samples_per_prompt)
 
     def _computed(

@@ -52,16 +52,16 @@ class Evaluation:
         self.rows.finish()
         self._mover.close()
 
-    def held(self, run: Run) -> tuple[int, ...]:
+    def rows_of(self, run: Run) -> tuple[int, ...]:
         """Rows of this rank that ``run`` works on in the whole evaluation."""
         layout = self._plan.placement[run.model].layout
-        return self.shape.rows(self.shape.held(layout, self._world.rank, self.shape.mini_batches))
+        return self.shape.rows(self.shape.prompts_on(layout, self._world.rank, self.shape.mini_batches))
 
     def _put_inputs(self, pad_token_id: int) -> None:
         """Columns of the data set, of the rows whose runs read some."""
         names = set(self._plan.graph.inputs)
         mine = [run for run in self._instruction.runs if self._world.rank in run.ranks]
-        rows = sorted({row for run in mine if names & set(run.operator.reads) for row in self.held(run)})
+        rows = sorted({row for run in mine if names & set(run.operator.reads) for row in self.rows_of(run)})
         columns = input_columns(self._examples, rows, self.shape.samples_per_prompt, self._plan.lengths, pad_token_id)
         for name in names & set(columns):
             self.rows.put(name, rows, columns[name].to(self._world.device))

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.hosts import Machines
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
 POLL_SECONDS = 5
@@ -60,7 +60,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK") == "0"
 
 
-def launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
+def launch(specs: Sequence[Spec], plan: Plan, machines: Hosts) -> None:
     """Run the worker on every rank of this machine and wait. Raises RankFailure or Interrupted; no process is left."""
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
         file = Path(directory) / "specs.json"
@@ -68,7 +68,7 @@ def launch(specs: Sequence[Spec], plan: Plan, machines: Machines) -> None:
         start_ranks(["flexrlhf.execution.rank", str(file)], plan, machines)
 
 
-def start_ranks(module: Sequence[str], plan: Plan, machines: Machines) -> None:
+def start_ranks(module: Sequence[str], plan: Plan, machines: Hosts) -> None:
     """Run ``module``, with its arguments, on every rank of this machine and wait; as ``launch``."""
     config = _config(machines.num_ranks(plan.cluster), machines)
     _silence_agent()
@@ -104,7 +104,7 @@ def _silence_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _config(per_node: int, machines: Machines) -> LaunchConfig:
+def _config(per_node: int, machines: Hosts) -> LaunchConfig:
     several = machines.nnodes > 1
     return LaunchConfig(
         min_nodes=machines.nnodes,

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.sync import Destination, Source
 from flexrlhf.comm.weights import Gather
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.config.spec import LoraSpec
-from flexrlhf.engines.base import Wanted
+from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.factory import make_engine
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError
-from flexrlhf.execution.run_operator import Resident
+from flexrlhf.execution.run_operator import LoadedModel
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan, bucket_bytes
 from flexrlhf.strategies.instructions import Sync
@@ -26,21 +26,21 @@ from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import parts_on
 
 
-def load_resident(plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait) -> Resident:
+def load_model_on_rank(plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait) -> LoadedModel:
     """Make the engine of ``model`` and check that it holds what the plan says."""
     layout, rank = model.layout, world.rank
     members = layout.dp_set(rank)
     tp_set = next(ranks for ranks in layout.tp_sets if rank in ranks)
-    replicas = Replicas(groups.get(f"compute {model.name}", members), members, wait)
-    tp = Replicas(groups.get(f"tp {model.name}", tp_set), tp_set, wait)
+    dp = RankGroup(groups.get(f"compute {model.name}", members), members, wait)
+    tp = RankGroup(groups.get(f"tp {model.name}", tp_set), tp_set, wait)
     engine = make_engine(
-        Wanted(
+        EngineContext(
             placed=model,
             lengths=plan.lengths,
             temperature=plan.temperature,
             seed=plan.spec.seed,
             num_updates=plan.num_updates(model.role) if model.trained else 0,
-            replicas=replicas,
+            dp=dp,
             tp=tp,
             alone=groups.alone(rank),
             device=world.device,
@@ -49,7 +49,7 @@ def load_resident(plan: Plan, model: PlacedModel, world: World, groups: Groups, 
             timeout_seconds=plan.spec.timeout_seconds,
         )
     )
-    return Resident(model, engine, replicas, tp, _shape(plan, model, engine.weights(), rank))
+    return LoadedModel(model, engine, dp, tp, _shape(plan, model, engine.weights(), rank))
 
 
 def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:
@@ -69,7 +69,7 @@ def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int
 
 
 def source_of(
-    resident: Resident,
+    resident: LoadedModel,
     sets: Sequence[tuple[int, ...]],
     rank: int,
     groups: Groups,

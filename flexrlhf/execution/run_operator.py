@@ -8,13 +8,13 @@ from itertools import accumulate
 
 import torch
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.engines.base import Batch, Engine, Loss, Moments, Sampling, add_moments, moments
 from flexrlhf.execution.scoring import Scoring
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES, settings_of
 from flexrlhf.operators.columns import column_of
 from flexrlhf.operators.graph import Operator
@@ -24,13 +24,13 @@ from flexrlhf.weights.shapes import ModelShape
 
 
 @dataclass(frozen=True)
-class Resident:
+class LoadedModel:
     """A placed model on this rank. ``tp``: the ranks that hold the other parts of it for the same rows."""
 
     model: PlacedModel
     engine: Engine
-    replicas: Replicas
-    tp: Replicas
+    dp: RankGroup
+    tp: RankGroup
     shape: ModelShape
 
 
@@ -43,7 +43,7 @@ class OperatorRun:
     """
 
     operator: Operator
-    resident: Resident
+    resident: LoadedModel
     shape: BatchShape
     mini_batches: range
     rank: int
@@ -52,7 +52,7 @@ class OperatorRun:
     state: Mapping[str, float] = field(default_factory=dict)
 
     def rows_of(self, mini_batches: range) -> tuple[int, ...]:
-        return self.shape.rows(self.shape.held(self.resident.model.layout, self.rank, mini_batches))
+        return self.shape.rows(self.shape.prompts_on(self.resident.model.layout, self.rank, mini_batches))
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -65,12 +65,12 @@ class OperatorRun:
 
     def batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
         """What the operator reads of ``rows``, without its suffix."""
-        names = [name for name in self.operator.reads if name not in self.operator.beside_reads]
+        names = [name for name in self.operator.reads if name not in self.operator.extra_reads]
         return self._batch(store, names, self.operator.suffix, rows, device)
 
-    def batch_beside(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
+    def extra_batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
         """The further texts of a train operator."""
-        return self._batch(store, self.operator.beside_reads, f".{self.operator.beside}", rows, device)
+        return self._batch(store, self.operator.extra_reads, f".{self.operator.extra_loss}", rows, device)
 
     def _batch(
         self, store: RowStore, names: Sequence[str], suffix: str, rows: Sequence[int], device: torch.device
@@ -80,7 +80,7 @@ class OperatorRun:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class OperatorContext:
     """What operators need of their rank besides rows and models."""
 
     spec: Spec
@@ -90,7 +90,7 @@ class Surroundings:
 
 
 def run_operator(
-    work: OperatorRun, store: RowStore, surroundings: Surroundings, ahead: Sequence[OperatorRun] = ()
+    work: OperatorRun, store: RowStore, surroundings: OperatorContext, ahead: Sequence[OperatorRun] = ()
 ) -> Moments:
     """Execute ``work``; its columns are in ``store`` afterwards. Returns the moments of this rank's rows.
 
@@ -112,7 +112,7 @@ def run_operator(
             answers = [work.examples[row // work.shape.samples_per_prompt] for row in work.rows]
             columns, statistics = surroundings.scoring.score(operator, batch, answers, work.resident.tp)
         case "combine":
-            context = Context(work.segments(), work.resident.replicas, work.state)
+            context = CombineContext(work.segments(), work.resident.dp, work.state)
             settings = settings_of(operator.function, surroundings.spec)
             columns, statistics = COMBINES[operator.function](settings, batch, context)
     for name in operator.writes:
@@ -137,17 +137,17 @@ def _generate(work: OperatorRun, batch: Batch, sampling: Sampling, later: Sequen
     return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)}
 
 
-def _train(work: OperatorRun, store: RowStore, surroundings: Surroundings) -> Moments:
+def _train(work: OperatorRun, store: RowStore, surroundings: OperatorContext) -> Moments:
     """One optimizer step per mini-batch, in order, ``epochs`` times over."""
     operator, algorithm, device = work.operator, surroundings.spec.algorithm, surroundings.device
     loss = LOSSES[operator.function](algorithm)
-    beside = LOSSES[operator.beside](algorithm) if operator.beside else None
+    extra_loss = LOSSES[operator.extra_loss](algorithm) if operator.extra_loss else None
     statistics: Moments = {}
     for _ in range(algorithm.epochs):
         for mini_batch in work.mini_batches:
             rows = work.rows_of(range(mini_batch, mini_batch + 1))
             parts: list[tuple[Batch, Loss]] = [(work.batch(store, rows, device), loss)]
-            if beside is not None:
-                parts.append((work.batch_beside(store, rows, device), beside))
+            if extra_loss is not None:
+                parts.append((work.extra_batch(store, rows, device), extra_loss))
             add_moments(statistics, work.resident.engine.train(parts))
     return statistics

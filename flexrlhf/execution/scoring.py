@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
@@ -30,7 +30,7 @@ class Scoring:
         self._decode = decode
 
     def score(
-        self, operator: Operator, batch: Batch, examples: Sequence[Example], tp: Replicas
+        self, operator: Operator, batch: Batch, examples: Sequence[Example], tp: RankGroup
     ) -> tuple[Columns, Moments]:
         """What ``operator`` writes for the answers to ``examples``, one a row.
 

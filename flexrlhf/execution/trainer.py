@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from flexrlhf.comm.move import Mover, Wire
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import Syncer
-from flexrlhf.comm.world import Groups, Whereabouts, World, deadline
+from flexrlhf.comm.world import Groups, RankProgress, World, deadline
 from flexrlhf.config.algorithms import SampledSpec
 from flexrlhf.data.examples import Example, step_indices
 from flexrlhf.engines.base import Moments, Sampling, add_moments
@@ -25,10 +25,10 @@ from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.execution.controller_states import make_controls
 from flexrlhf.execution.evaluator import Evaluation
 from flexrlhf.execution.input_columns import input_columns
-from flexrlhf.execution.loading import adapters_to_merge, destination_of, load_resident, source_of, whole_weights
+from flexrlhf.execution.loading import adapters_to_merge, destination_of, load_model_on_rank, source_of, whole_weights
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.recorder import Recorder
-from flexrlhf.execution.run_operator import OperatorRun, Resident, Surroundings, run_operator
+from flexrlhf.execution.run_operator import LoadedModel, OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.samples import append_samples
 from flexrlhf.execution.scoring import make_scoring
 from flexrlhf.metrics import Triple, statistic_name
@@ -59,17 +59,17 @@ class Trainer:
         self._directory = directory
         self._at = ""
         self._position = 0
-        self._whereabouts = Whereabouts(world, plan.spec.name)
+        self._whereabouts = RankProgress(world, plan.spec.name)
         self._groups: Groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
         self._meter = meter
         self._decode: Callable[..., str] = load_tokenizer(data.tokenizer).decode
         self._controls = make_controls(plan)
         self._scoring = make_scoring(plan.graph, plan.spec, partial(self._decode, skip_special_tokens=True))
-        self._residents = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
+        self._models = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
         for name in plan.offloaded.get(world.rank, ()):
-            self._residents[name].engine.offload()
+            self._models[name].engine.offload()
         self._meter.forget_peak()
-        self._versions = dict.fromkeys(self._residents, 0)
+        self._versions = dict.fromkeys(self._models, 0)
         self._stores: dict[int, RowStore] = {}
         self._mover = Mover(world.rank, Wire(plan.batch, plan.lengths, world.device), self._wait)
         self._syncer = Syncer(world.rank, plan.spec.sync, bucket_bytes(plan.spec), self._wait)
@@ -87,9 +87,9 @@ class Trainer:
         self._finish()
 
     def close(self) -> None:
-        for resident in self._residents.values():
+        for resident in self._models.values():
             resident.engine.close()
-        self._residents.clear()
+        self._models.clear()
         self._scoring.close()
         # models hold groups in cycles of hooks and closures
         gc.collect()
@@ -111,12 +111,12 @@ class Trainer:
             case Save():
                 self._save(instruction, step)
             case Offload():
-                self._residents[instruction.model].engine.offload()
+                self._models[instruction.model].engine.offload()
             case Reload():
-                self._residents[instruction.model].engine.reload()
+                self._models[instruction.model].engine.reload()
 
     def _run(self, run: Run, step: int, span: Span) -> None:
-        resident = self._residents[run.model]
+        resident = self._models[run.model]
         self._count_frozen(resident.model, step)
         work = self._work(run.operator, resident, self.plan.batch, run.mini_batches)
         store = self._store(step)
@@ -137,7 +137,7 @@ class Trainer:
         if self.plan.spec.debug.record_columns and run.operator.writes:
             self._record_columns(run, step, work.rows, store)
 
-    def _work(self, operator: Operator, resident: Resident, shape: BatchShape, mini_batches: range) -> OperatorRun:
+    def _work(self, operator: Operator, resident: LoadedModel, shape: BatchShape, mini_batches: range) -> OperatorRun:
         version = self._versions[resident.model.name]
         return OperatorRun(operator, resident, shape, mini_batches, self._world.rank, version)
 
@@ -147,8 +147,8 @@ class Trainer:
             frozen = min(step, self.plan.graph.first_step(model.role))
             self._versions[model.name] = max(self._versions[model.name], frozen)
 
-    def _surroundings(self, sampling: Sampling) -> Surroundings:
-        return Surroundings(self.plan.spec, sampling, self._world.device, self._scoring)
+    def _surroundings(self, sampling: Sampling) -> OperatorContext:
+        return OperatorContext(self.plan.spec, sampling, self._world.device, self._scoring)
 
     def _move(self, move: Move, step: int) -> int:
         group = self._groups.get("move", move.ranks)
@@ -157,10 +157,10 @@ class Trainer:
 
     def _sync(self, sync: Sync, step: int) -> int:
         group = None if sync.is_local else self._groups.get(f"sync {sync.source}", sync.ranks)
-        follower, sent = self._residents.get(sync.destination), 0
+        follower, sent = self._models.get(sync.destination), 0
         load = follower.engine.load_weights if follower is not None else None
-        if sync.source in self._residents:
-            resident, destination = self._residents[sync.source], self.plan.placement[sync.destination]
+        if sync.source in self._models:
+            resident, destination = self._models[sync.source], self.plan.placement[sync.destination]
             merge = adapters_to_merge(resident.model, destination)
             source = source_of(resident, sync.gathers, self._world.rank, self._groups, self._wait, merge)
             sent = self._syncer.send(sync, source, destination_of(destination, resident.shape, sync), group, load)
@@ -187,19 +187,19 @@ class Trainer:
         for index, moments in sorted(reports.items()):
             run = instruction.instructions[index]
             assert isinstance(run, Run), "moves report nothing"
-            self._publish(step, self._residents[run.model], {run.operator.name: moments}, inner=index)
+            self._publish(step, self._models[run.model], {run.operator.name: moments}, inner=index)
             self._show_evaluated(run, step, held_out)
 
     def _evaluate_run(self, run: Run, batches: range, held_out: Evaluation) -> Moments:
         """Execute ``run`` on this rank's rows of ``batches``. Returns its statistics under the names of evaluations."""
-        work = self._work(run.operator, self._residents[run.model], held_out.shape, batches)
-        surroundings = self._surroundings(self._eval_sampling())
-        told = run_operator(replace(work, examples=self._data.held_out), held_out.rows, surroundings)
+        work = self._work(run.operator, self._models[run.model], held_out.shape, batches)
+        context = self._surroundings(self._eval_sampling())
+        told = run_operator(replace(work, examples=self._data.held_out), held_out.rows, context)
         return {f"eval_{name.removeprefix('eval_')}": value for name, value in told.items()}
 
     def _show_evaluated(self, run: Run, step: int, held_out: Evaluation) -> None:
         """Record what ``run`` has written, and some answers as text if it has generated them."""
-        rows, store, suffix = held_out.held(run), held_out.rows, run.operator.suffix
+        rows, store, suffix = held_out.rows_of(run), held_out.rows, run.operator.suffix
         if self.plan.spec.debug.record_columns and run.operator.writes:
             self._record_columns(run, step, rows, store, "held-out-")
         if run.operator.kind == "generate" and self._world.rank == run.ranks[0]:
@@ -210,7 +210,7 @@ class Trainer:
             append_samples(self._directory, step, self._versions[run.model], self._decode, *texts)
 
     def _save(self, save: Save, step: int) -> None:
-        resident, is_writer = self._residents[save.model], self._world.rank == save.ranks[0]
+        resident, is_writer = self._models[save.model], self._world.rank == save.ranks[0]
         directory, settings, best = self._directory / save.model, resident.model.settings, None
         if save.best is not None:
             value = self._recorder.improved(save, step)
@@ -227,8 +227,8 @@ class Trainer:
         else:
             save_adapters(directory, weights, settings, self._data.tokenizer, resident.model.head, best)
 
-    def _load(self, model: PlacedModel) -> Resident:
-        return load_resident(self.plan, model, self._world, self._groups, self._wait)
+    def _load(self, model: PlacedModel) -> LoadedModel:
+        return load_model_on_rank(self.plan, model, self._world, self._groups, self._wait)
 
     def _store(self, step: int) -> RowStore:
         """The rows of a step; those of steps that nothing works on any more are dropped."""
@@ -252,7 +252,7 @@ class Trainer:
         for run in self.plan.schedule.for_rank(self._world.rank):
             if isinstance(run, Run) and set(run.operator.reads) & set(self.plan.graph.inputs):
                 layout = self.plan.placement[run.model].layout
-                prompts.update(self.plan.batch.held(layout, self._world.rank, run.mini_batches))
+                prompts.update(self.plan.batch.prompts_on(layout, self._world.rank, run.mini_batches))
         return self.plan.batch.rows(tuple(sorted(prompts)))
 
     def _put_inputs(self, store: RowStore, examples: list[Example], rows: tuple[int, ...]) -> None:
@@ -297,7 +297,7 @@ class Trainer:
     def _publish(
         self,
         step: int,
-        resident: Resident,
+        resident: LoadedModel,
         reports: Mapping[str, Moments],
         labels: Mapping[str, str] | None = None,
         inner: int | None = None,
@@ -311,7 +311,7 @@ class Trainer:
             add_moments(named, {statistic_name(operator, name): value for name, value in part.items()})
         if named:
             names = sorted(named)
-            table = resident.replicas.sum(torch.stack([named[name] for name in names]))
+            table = resident.dp.sum(torch.stack([named[name] for name in names]))
             named = dict(zip(names, table, strict=True))
         statistics: dict[str, Triple] = {name: tuple(value.tolist()) for name, value in named.items()}
         if self._world.rank == resident.model.ranks[0]:
@@ -352,4 +352,4 @@ class Trainer:
 
     def _held(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by placed model, counted on the tensors."""
-        return {name: asdict(resident.engine.held()) for name, resident in self._residents.items()}
+        return {name: asdict(resident.engine.memory_usage()) for name, resident in self._models.items()}

@@ -83,7 +83,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Texts:
+class SequenceLengths:
     """Padded tokens of a row, and how many rows of one prompt stay together."""
 
     prompt: int
@@ -112,7 +112,7 @@ class Sizing:
 
     placement: Placement
     shapes: Mapping[str, ModelShape]
-    texts: Texts
+    texts: SequenceLengths
     sync: SyncSpec
 
     def state(self, model: PlacedModel, rank: int) -> State | None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flexrlhf.config.algorithms import PpoSpec
 from flexrlhf.engines.base import Batch, Moments, moments
-from flexrlhf.objectives.context import Columns, Context, Reducer
+from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 from flexrlhf.objectives.reward_shaping import experience, kl_penalty, last_positions
 
 
-def ppo_advantages(spec: PpoSpec, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def ppo_advantages(spec: PpoSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Advantages and returns of PPO; returns come before whitening."""
     found = experience(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, found.mask, context.state)
@@ -67,7 +67,7 @@ def gae(
     return advantages, (advantages + values[:, :-1]) * weights
 
 
-def whitened(spec: PpoSpec, advantages: Tensor, mask: Tensor, context: Context) -> Tensor:
+def whitened(spec: PpoSpec, advantages: Tensor, mask: Tensor, context: CombineContext) -> Tensor:
     """``advantages`` (n, R), whitened over what ``whiten`` says."""
     if spec.whiten == "none":
         return advantages

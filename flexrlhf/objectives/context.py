@@ -20,7 +20,7 @@ class Reducer(Protocol):
 
 
 @dataclass(frozen=True)
-class Context:
+class CombineContext:
     """``segments``: the rows of each mini-batch. ``state``: of the controllers, as the step before has left it."""
 
     segments: Sequence[slice]

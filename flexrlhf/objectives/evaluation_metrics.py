@@ -9,20 +9,20 @@ from torch import Tensor
 
 from flexrlhf.config.spec import EvalSpec
 from flexrlhf.engines.base import Batch, Moments, moments
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.losses import pairs_of
 
 
-def likelihood(_: Any, batch: Batch, __: Context) -> tuple[Columns, Moments]:
+def likelihood(_: Any, batch: Batch, __: CombineContext) -> tuple[Columns, Moments]:
     return {}, {"eval_nll": moments(-batch["logprobs"], batch["response_mask"])}
 
 
-def pair_accuracy(_: Any, batch: Batch, __: Context) -> tuple[Columns, Moments]:
+def pair_accuracy(_: Any, batch: Batch, __: CombineContext) -> tuple[Columns, Moments]:
     chosen, rejected = pairs_of(batch["scores"])
     return {}, {"eval_accuracy": moments((chosen > rejected).float())}
 
 
-def diversity(_: Any, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def diversity(_: Any, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """distinct-2: different bigrams / bigrams over all answers (Li et al. 2016)."""
     mask = batch["response_mask"].bool()
     answers = batch["tokens"][:, -mask.shape[1] :].long()
@@ -32,7 +32,7 @@ def diversity(_: Any, batch: Batch, context: Context) -> tuple[Columns, Moments]
     return {}, {"eval_distinct_2": moments(share), "eval_response_length": moments(mask.sum(1).float())}
 
 
-def held_out_scores(settings: EvalSpec, batch: Batch, _: Context) -> tuple[Columns, Moments]:
+def held_out_scores(settings: EvalSpec, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
     """What the answers scored, and pass@1 and pass@k over their prompts. A score that is no finite number is a wrong
     answer's, and is left out of the mean."""
     scores, samples = batch["scores"], batch.samples_per_prompt

@@ -8,7 +8,7 @@ from typing import Any
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.objectives.advantages import ppo_advantages
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.evaluation_metrics import diversity, held_out_scores, likelihood, pair_accuracy
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
 from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, ptx_loss, shared_loss, value_loss
@@ -27,7 +27,7 @@ LOSSES: dict[str, Callable[[Any], Loss]] = {
     "shared_loss": shared_loss,
     "value_loss": value_loss,
 }
-Combine = Callable[[Any, Batch, Context], tuple[Columns, Moments]]
+Combine = Callable[[Any, Batch, CombineContext], tuple[Columns, Moments]]
 COMBINES: dict[str, Combine] = {
     "ppo_advantages": ppo_advantages,
     "group_advantages": group_advantages,

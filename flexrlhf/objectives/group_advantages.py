@@ -10,14 +10,14 @@ from torch import Tensor
 
 from flexrlhf.config.algorithms import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.reward_shaping import Experience, experience, kl_penalty
 
 EPSILON = 1e-6
 """Beside a group's deviation (verl's)."""
 
 
-def group_advantages(spec: GroupSpec, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Every token has its answer's advantage: the score, less the KL penalty where it is in the reward, over the
     group's baseline; Shao et al. 2024, section 4.1.2; RLOO: Ahmadian et al. 2024, eq. 9."""
     found = experience(spec, batch, context)
@@ -39,7 +39,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: Context) -> tuple[C
     return {"loss_mask": mask, "advantages": advantages}, statistics
 
 
-def best_of_group(spec: RaftSpec, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Advantage 1 for the first of the answers of a group that score best (Dong et al. 2023, section 3); no other one
     is trained on."""
     found = experience(spec, batch, context)
@@ -77,7 +77,7 @@ def _alike(grouped: Tensor, weights: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def _taken(spec: GroupSpec, batch: Batch, found: Experience, context: Context) -> Tensor:
+def _taken(spec: GroupSpec, batch: Batch, found: Experience, context: CombineContext) -> Tensor:
     """(n,): whether the answer's group is one of those that its mini-batch trains on."""
     taken = torch.zeros_like(found.counts)
     for part in context.segments:
@@ -85,7 +85,9 @@ def _taken(spec: GroupSpec, batch: Batch, found: Experience, context: Context) -
     return taken
 
 
-def _taken_of_mini_batch(spec: GroupSpec, batch: Batch, scores: Tensor, counts: Tensor, context: Context) -> Tensor:
+def _taken_of_mini_batch(
+    spec: GroupSpec, batch: Batch, scores: Tensor, counts: Tensor, context: CombineContext
+) -> Tensor:
     """The first groups whose answers differ, as many as are the mini-batch's share of those that a step trains on.
 
     Mini-batch by mini-batch, so that none is left without rows while another has more than its share.

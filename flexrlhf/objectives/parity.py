@@ -12,7 +12,7 @@ from torch import Tensor
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 
 NUM_WORST = 3
 SCALE = 1e9
@@ -54,7 +54,7 @@ def naming_tokens(decode: Callable[[Sequence[int]], str], step: int) -> Iterator
         raise ParityError(f"step {step}: {error}; worst tokens: {worst}", error.worst) from None
 
 
-def parity(spec: RolloutSpec, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def parity(spec: RolloutSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Mean and largest difference of log-probs (nats) over the answers of the step. Raises ParityError.
 
     All replicas see the same numbers, so they stop together.

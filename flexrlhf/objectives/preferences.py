@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from flexrlhf.config.algorithms import DpoSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.losses import pairs_of
 
 
@@ -41,7 +41,7 @@ def _gap(logprobs: Tensor, batch: Batch) -> Tensor:
     return chosen - rejected
 
 
-def preference_accuracy(spec: DpoSpec, batch: Batch, _: Context) -> tuple[Columns, Moments]:
+def preference_accuracy(spec: DpoSpec, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
     """On held-out pairs."""
     gap = _gap(batch["logprobs"], batch)
     return {}, {

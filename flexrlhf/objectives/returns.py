@@ -10,12 +10,12 @@ from torch import Tensor
 from flexrlhf.config.algorithms import ReinforceSpec, RemaxSpec, ReturnsSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.advantages import gae, whiten
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.group_advantages import compared
 from flexrlhf.objectives.reward_shaping import experience, kl_penalty, on_last
 
 
-def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """REINFORCE++ (Hu 2025, section 3): the score, over the group's mean where asked for, less the KL penalty."""
     found = experience(spec, batch, context)
     baseline = torch.zeros_like(found.scores)
@@ -26,7 +26,7 @@ def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: Context) ->
     return columns, {**found.statistics, **kl, **statistics}
 
 
-def remax_advantages(spec: RemaxSpec, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Returns less the score of the greedy answer (Li et al. 2023, eq. 5), which the same rules have shaped."""
     found = experience(spec, batch, context)
     greedy = experience(spec, called(batch, "greedy"), context)
@@ -47,7 +47,7 @@ def called(batch: Batch, qualifier: str) -> Batch:
 
 
 def over_baseline(
-    spec: ReturnsSpec, rewards: Tensor, baseline: Tensor, mask: Tensor, context: Context
+    spec: ReturnsSpec, rewards: Tensor, baseline: Tensor, mask: Tensor, context: CombineContext
 ) -> tuple[Columns, Moments]:
     """Returns of ``rewards`` (n, R) less the ``baseline`` (n,) of the answer, whitened where asked for.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms import PolicySpec, TruncationPenalty
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
-from flexrlhf.objectives.context import Context, Reducer
+from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.losses import kl_estimate
 
 
@@ -34,7 +34,7 @@ class Experience:
     statistics: Moments
 
 
-def experience(spec: PolicySpec, batch: Batch, context: Context) -> Experience:
+def experience(spec: PolicySpec, batch: Batch, context: CombineContext) -> Experience:
     """What the answers of ``batch`` are worth.
 
     Raises RunStopped for scores that are no finite numbers, where ``invalid_scores`` says so.
@@ -96,7 +96,7 @@ def _ruled(spec: PolicySpec, batch: Batch, scores: Tensor, truncated: Tensor) ->
     return scores
 
 
-def _normalised(spec: PolicySpec, scores: Tensor, counts: Tensor, context: Context) -> Tensor:
+def _normalised(spec: PolicySpec, scores: Tensor, counts: Tensor, context: CombineContext) -> Tensor:
     """To mean 0 and deviation 1 of the scores of the steps before, or of all that count in this one."""
     match spec.normalise_scores:
         case "none":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from flexrlhf.config.algorithms import SafeRlhfSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.advantages import estimated, whitened
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.reward_shaping import checked, experience, kl_penalty, placed_scores
 
 
-def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: Context) -> tuple[Columns, Moments]:
+def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """(A_reward - lambda * A_cost) / (1 + lambda) (Dai et al. 2024, section 3.3), and returns for both critics.
 
     The KL penalty lowers the reward and raises the cost, so its weight in the advantage does not depend on lambda.

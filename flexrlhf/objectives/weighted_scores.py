@@ -6,12 +6,12 @@ import torch
 
 from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.reward_shaping import on_last
 from flexrlhf.operators.sources import CALLED
 
 
-def weighted_scores(sources: Sources, batch: Batch, _: Context) -> tuple[Columns, Moments]:
+def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
     """Columns ``scores`` (n,), and ``token_scores`` (n, R): a source of whole answers adds on their last tokens.
 
     What is asked from outside the models comes weighted already.

@@ -16,19 +16,29 @@ Kind = CallKind | Literal["score", "combine"]
 
 @dataclass(frozen=True)
 class Operator:
-    """One model call, or what is done beside a model: combine (mathematics), score (a function or service is asked).
+    """One step of an algorithm: a model call, or what is computed next to a model.
 
-    ``function`` names the mathematics of a combine, the loss of a train (objectives/functions.py), or the section of
-    the YAML with the sources of a score. ``quantities``: what the loss of a train reads of the model. ``beside``: a loss
-    on further texts in the same optimizer step, whose columns have its name behind a dot. ``is_greedy``: it generates the
-    likeliest tokens. ``suffix``: its columns may have it behind their names, and whoever computes sees them without.
-    ``is_controlled``: numbers that it uses follow from those of the step before
-    (objectives/controllers.py). ``first_step``: it does not run before.
-    ``either_copy``: it may run on the trained copy, beside the inference copy, while both hold the same weights.
-    ``barrier``: needs every row of the step at once, so chunks end here (and for all that reads what it writes).
-    ``adapters`` False: the base weights alone compute it, without the low-rank adapters that are trained.
-    ``every``: it runs at step 0 and each so many steps, and at step ``also``. ``on_trained``: on the copy that is
-    trained even where another one is for inference, and before that copy trains.
+    A combine is mathematics on columns; a score calls functions and services.
+
+    name:         unique in the graph.
+    kind:         generate, forward, train, score or combine.
+    role:         the role whose model computes it, or on whose ranks it runs.
+    reads:        columns that it reads.
+    writes:       columns that it writes; none for a train and for statistics.
+    function:     the mathematics of a combine, the loss of a train (objectives/functions.py), or the section of the
+                  YAML with the sources of a score.
+    quantities:   what the loss of a train reads of the model.
+    extra_loss:   name of a second loss of a train, on further texts in the same optimizer step; their columns have
+                  this name behind a dot.
+    suffix:       may stand behind the names of its columns; whoever computes sees them without it.
+    barrier:      needs every row of the step at once, so chunks end here, and for all that reads what it writes.
+    is_greedy:    a generate that takes the likeliest tokens.
+    is_controlled: uses numbers that follow from those of the step before (objectives/controllers.py).
+    either_copy:  may run on the trained copy, in parallel with the inference copy, while both store the same weights.
+    first_step:   it does not run before this step.
+    adapters:     False: computed by the base weights alone, without the low-rank adapters that are trained.
+    every, also:  it runs at step 0 and every so many steps, and at step ``also``.
+    on_trained:   runs on the copy that is trained even where another copy is for inference, before that copy trains.
     """
 
     name: str
@@ -38,7 +48,7 @@ class Operator:
     writes: tuple[str, ...] = ()
     function: str = ""
     quantities: tuple[Quantity, ...] = ("logprobs",)
-    beside: str = ""
+    extra_loss: str = ""
     suffix: str = ""
     barrier: bool = False
     is_greedy: bool = False
@@ -56,9 +66,9 @@ class Operator:
         return None if self.kind == "combine" or self.kind == "score" else self.kind
 
     @property
-    def beside_reads(self) -> tuple[str, ...]:
+    def extra_reads(self) -> tuple[str, ...]:
         """Columns of the further texts."""
-        return tuple(name for name in self.reads if self.beside and name.endswith(f".{self.beside}"))
+        return tuple(name for name in self.reads if self.extra_loss and name.endswith(f".{self.extra_loss}"))
 
 
 @dataclass(frozen=True)

@@ -103,4 +103,4 @@ def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple
 
 
 def _beside(train: Operator, texts: tuple[str, ...]) -> Operator:
-    return replace(train, reads=(*train.reads, *texts), beside=PTX)
+    return replace(train, reads=(*train.reads, *texts), extra_loss=PTX)

@@ -12,7 +12,7 @@ from flexrlhf.placement.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class Machines:
+class Hosts:
     """``nnodes`` machines of which this is number ``node_rank``; they meet at ``endpoint`` (HOST:PORT of number 0)."""
 
     nnodes: int = 1

@@ -108,7 +108,7 @@ class BatchShape:
         size = self.num_mini_batches // self.num_chunks
         return range(index * size, (index + 1) * size)
 
-    def held(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
+    def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
         """Prompts of ``mini_batches`` that ``rank`` holds, ascending."""
         replica = layout.replica(rank)
         return tuple(prompt for m in mini_batches for prompt in layout.slice(self.prompts(m), replica, turn=m))

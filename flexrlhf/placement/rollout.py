@@ -61,4 +61,4 @@ def _most_rows(layout: Layout, spec: Spec) -> int:
 
 @lru_cache(maxsize=1024)
 def _most_prompts(batch: BatchShape, layout: Layout) -> int:
-    return max(1, *(len(batch.held(layout, ranks[0], batch.mini_batches)) for ranks in layout.tp_sets))
+    return max(1, *(len(batch.prompts_on(layout, ranks[0], batch.mini_batches)) for ranks in layout.tp_sets))

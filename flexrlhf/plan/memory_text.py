@@ -11,7 +11,7 @@ from flexrlhf.memory.budget import Phase, RankMemory
 from flexrlhf.memory.states import State
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import remedies, tightest_rank
+from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
 from flexrlhf.text import bytes_text, ranks_text
 
 NUM_MEASURED = 4
@@ -95,12 +95,12 @@ def _remedies(plan: Plan) -> list[str]:
         return []
     lines = [
         f"  {bytes_text(remedy.freed):>8}  {remedy.change}{'' if remedy.same_numbers else '  (other numbers)'}"
-        for remedy in remedies(plan, rank)[:NUM_REMEDIES]
+        for remedy in memory_suggestions(plan, rank)[:NUM_REMEDIES]
     ]
     return [f"to free memory on rank {rank}:", *lines] if lines else []
 
 
-Held = Mapping[str, Mapping[str, int]]
+MemoryUsage = Mapping[str, Mapping[str, int]]
 """Placed model → bytes by kind."""
 
 
@@ -121,7 +121,7 @@ def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
     return ["  memory, planned and measured", *(f"  {line}" for line in lines)]
 
 
-def _held(memory: RankMemory, held: Held) -> str:
+def _held(memory: RankMemory, held: MemoryUsage) -> str:
     states = [state for state in memory.states.values() if state is not None]
     planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
     measured = sum(size for sizes in held.values() for key, size in sizes.items() if key != "host")

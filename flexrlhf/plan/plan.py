@@ -14,7 +14,7 @@ from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, Spec
 from flexrlhf.engines.capabilities import check_engines, check_models
 from flexrlhf.errors import UserError
-from flexrlhf.memory.budget import RankMemory, Sizing, Texts, rank_memory
+from flexrlhf.memory.budget import RankMemory, SequenceLengths, Sizing, rank_memory
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.evaluation import check_evaluation
@@ -109,7 +109,7 @@ class Plan:
     @cached_property
     def sizing(self) -> Sizing:
         """What bytes follow from."""
-        texts = Texts(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
+        texts = SequenceLengths(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
         return Sizing(self.placement, self.shapes, texts, self.spec.sync)
 
     def memory(self, rank: int) -> RankMemory:

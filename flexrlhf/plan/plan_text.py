@@ -61,7 +61,7 @@ def _range(sizes: Sequence[int]) -> str:
 def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
     batch = plan.batch
     counts = [
-        len(batch.held(model.layout, ranks[0], batch.mini_batches)) * batch.samples_per_prompt
+        len(batch.prompts_on(model.layout, ranks[0], batch.mini_batches)) * batch.samples_per_prompt
         for ranks in model.layout.tp_sets
     ]
     shown = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")

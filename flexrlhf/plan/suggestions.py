@@ -30,7 +30,7 @@ WORTH = 0.01
 
 
 @dataclass(frozen=True)
-class Remedy:
+class MemorySuggestion:
     """``change``: an override as on the command line; ``freed``: bytes by which the rank's peak falls.
 
     ``same_numbers``: the run computes what it did; else the change is one of what is trained, or how exactly.
@@ -88,7 +88,7 @@ def tightest_rank(plan: Plan) -> int:
     return max(range(plan.placement.num_ranks), key=tightness)
 
 
-def remedies(plan: Plan, rank: int) -> list[Remedy]:
+def memory_suggestions(plan: Plan, rank: int) -> list[MemorySuggestion]:
     """What would lower the peak of ``rank``, most first: every setting at the value that frees most.
 
     Each is tried on every model alone, and on all that can have it together: where several models need nearly as much,
@@ -99,13 +99,13 @@ def remedies(plan: Plan, rank: int) -> list[Remedy]:
     for changes, freed in _tried(plan, rank, _together(alone)):
         if freed > (1 + WORTH) * max(alone[change] for change in changes):
             found.append((changes, freed))
-    best: dict[str, Remedy] = {}
+    best: dict[str, MemorySuggestion] = {}
     for changes, freed in found:
         settings = " ".join(change.setting for change in changes)
         least = best[settings].freed if settings in best else WORTH * plan.memories[rank].peak_bytes
         if freed > least:
             text = " ".join(change.text for change in changes)
-            best[settings] = Remedy(text, freed, changes[0].key not in ("dtype", "lora"))
+            best[settings] = MemorySuggestion(text, freed, changes[0].key not in ("dtype", "lora"))
     return sorted(best.values(), key=lambda remedy: -remedy.freed)
 
 
@@ -139,7 +139,7 @@ def check_fits(plan: Plan) -> None:
     if size is None or memory.peak_bytes <= size:
         return
     at = f" for {memory.peak.label}" if memory.peak is not None else ""
-    found = remedies(plan, rank)
+    found = memory_suggestions(plan, rank)
     best = f"{found[0].change} frees {bytes_text(found[0].freed)}" if found else "use more or larger devices"
     raise UserError(
         f"memory: rank {rank} needs {bytes_text(memory.peak_bytes)}{at}, and its device "

@@ -13,7 +13,7 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.engines.capabilities import check_device, check_packages
 from flexrlhf.execution import launch
 from flexrlhf.guideline.costs.measurements import Measurements, read_measurements, write_measurements
-from flexrlhf.placement.hosts import Machines
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.profiling.subjects import rehearsed, subjects, text_sample
 
@@ -37,7 +37,7 @@ def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path
         samples = [asdict(text_sample(plan)) for plan in plans]
         runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(made, samples, strict=True)]
         request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
-        launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(found)], made[0], Machines())
+        launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(found)], made[0], Hosts())
         measured = read_measurements(found)
     write_measurements(path, measured)
     return measured

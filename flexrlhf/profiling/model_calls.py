@@ -11,7 +11,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
 from flexrlhf.execution.controller_states import make_controls
-from flexrlhf.execution.run_operator import OperatorRun, Resident, Surroundings, run_operator
+from flexrlhf.execution.run_operator import LoadedModel, OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.scoring import Scoring
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.operators.columns import Column, Width, column_of
@@ -37,7 +37,7 @@ class Bench:
     device: torch.device
     budget: float
 
-    def work(self, operator: Operator, resident: Resident, rows: int, sampling: Sampling | None = None) -> Work:
+    def work(self, operator: Operator, resident: LoadedModel, rows: int, sampling: Sampling | None = None) -> Work:
         """``operator`` on ``rows`` of each replica, the columns already there."""
         run, store = self._prepared(operator, resident, rows)
         drawn = sampling or self.sampling((NEVER,))
@@ -47,17 +47,17 @@ class Bench:
         """As the run draws, but answers that end with other tokens."""
         return Sampling(self.plan.spec.seed, 0, self.plan.temperature, ends, 0, **settings_of(self.plan))
 
-    def first_tokens(self, operator: Operator, resident: Resident, rows: int) -> tuple[int, ...]:
+    def first_tokens(self, operator: Operator, resident: LoadedModel, rows: int) -> tuple[int, ...]:
         """What whole answers begin with: noise is a function of the rows, so they always do."""
         run, store = self._prepared(operator, resident, rows)
         run_operator(run, store, self._surroundings(self.sampling((NEVER,))))
         return tuple(sorted(set(store.get("tokens", run.rows)[:, self.plan.lengths.prompt].tolist())))
 
-    def _surroundings(self, sampling: Sampling) -> Surroundings:
+    def _surroundings(self, sampling: Sampling) -> OperatorContext:
         """Nothing is asked from outside the models."""
-        return Surroundings(self.plan.spec, sampling, self.device, Scoring({}, lambda _: ""))
+        return OperatorContext(self.plan.spec, sampling, self.device, Scoring({}, lambda _: ""))
 
-    def _prepared(self, operator: Operator, resident: Resident, rows: int) -> tuple[OperatorRun, RowStore]:
+    def _prepared(self, operator: Operator, resident: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
         samples = self.plan.batch.samples_per_prompt
         shape = BatchShape(rows // samples * resident.model.layout.dp, samples)
         state = make_controls(self.plan).state(operator)
@@ -89,7 +89,7 @@ class Bench:
         return parts[width].to(torch.uint8).contiguous()
 
 
-def measure_calls(bench: Bench, subject: Subject, resident: Resident, counts: RowCounts) -> ModelTimes:
+def measure_calls(bench: Bench, subject: Subject, resident: LoadedModel, counts: RowCounts) -> ModelTimes:
     """Everything that the roles of a shape do, with all ranks as replicas."""
     works: dict[tuple[str, int], Work] = {}
     for kind, operator in subject.operators.items():
@@ -116,19 +116,19 @@ def measure_calls(bench: Bench, subject: Subject, resident: Resident, counts: Ro
     )
 
 
-def measure_alone(bench: Bench, subject: Subject, resident: Resident, counts: RowCounts) -> Points:
+def measure_alone(bench: Bench, subject: Subject, resident: LoadedModel, counts: RowCounts) -> Points:
     """Optimizer steps without another replica."""
     operator = subject.operators["train"]
     works = {("train", rows): bench.work(operator, resident, rows) for rows in counts.update}
     return _points(_timed(bench, works), "train")
 
 
-def measure_combine(bench: Bench, operator: Operator, resident: Resident, counts: RowCounts) -> Points:
+def measure_combine(bench: Bench, operator: Operator, resident: LoadedModel, counts: RowCounts) -> Points:
     works = {("combine", rows): bench.work(operator, resident, rows) for rows in counts.calls}
     return _points(_timed(bench, works), "combine")
 
 
-def measure_contention(bench: Bench, operator: Operator, resident: Resident, rows: int) -> dict[int, float]:
+def measure_contention(bench: Bench, operator: Operator, resident: LoadedModel, rows: int) -> dict[int, float]:
     """How much longer a forward takes with so many ranks at work as with the first one alone."""
     ranks = bench.stopwatch.everyone.ranks
     work = bench.work(operator, resident, rows)
@@ -144,7 +144,9 @@ def _doubling(most: int) -> list[int]:
     return sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
 
 
-def _generating(bench: Bench, operator: Operator, resident: Resident, counts: RowCounts) -> dict[tuple[str, int], Work]:
+def _generating(
+    bench: Bench, operator: Operator, resident: LoadedModel, counts: RowCounts
+) -> dict[tuple[str, int], Work]:
     """Whole answers, none of which ends early, and such as end with the first token."""
     works: dict[tuple[str, int], Work] = {}
     for rows in counts.decode:

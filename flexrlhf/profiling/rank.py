@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from flexrlhf.comm.reduce import Replicas
-from flexrlhf.comm.world import Groups, Wait, Whereabouts, World, deadline, open_world
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.comm.world import Groups, RankProgress, Wait, World, deadline, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.execution.loading import load_resident
-from flexrlhf.execution.run_operator import Resident
+from flexrlhf.execution.loading import load_model_on_rank
+from flexrlhf.execution.run_operator import LoadedModel
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
@@ -80,9 +80,9 @@ class Session:
         ranks = tuple(range(world.size))
         own = [Group("profile", ranks), Group("move", ranks), Group("sync", ranks)] if len(ranks) > 1 else []
         self._groups: Groups = world.make_groups([*own, *plan.groups], plan.spec.timeout_seconds)
-        self._whereabouts = Whereabouts(world, f"profile/{plan.spec.name}")
+        self._whereabouts = RankProgress(world, f"profile/{plan.spec.name}")
         self._position = 0
-        everyone = Replicas(self._groups.get("profile", ranks), ranks, self._wait)
+        everyone = RankGroup(self._groups.get("profile", ranks), ranks, self._wait)
         crowded = world.device.type == "cpu" and world.size > len(os.sched_getaffinity(0))
         stopwatch = Stopwatch(everyone, world.rank, world.device, crowded)
         self._models = Bench(plan, texts, stopwatch, world.rank, world.device, seconds)
@@ -135,7 +135,7 @@ class Session:
             save=save,
         )
 
-    def _combine(self, resident: Resident) -> Points:
+    def _combine(self, resident: LoadedModel) -> Points:
         operator = first_combine(self._plan)
         counts = row_counts(self._plan, resident.model.layout.tp)
         return () if operator is None else measure_combine(self._pieces, operator, resident, counts)
@@ -182,8 +182,8 @@ class Session:
         )
 
     @contextmanager
-    def _resident(self, model: PlacedModel) -> Iterator[Resident]:
-        resident = load_resident(self._plan, model, self._world, self._groups, self._wait)
+    def _resident(self, model: PlacedModel) -> Iterator[LoadedModel]:
+        resident = load_model_on_rank(self._plan, model, self._world, self._groups, self._wait)
         try:
             yield resident
         finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 
 Work = Callable[[], object]
 WARM_UP = 2
@@ -34,7 +34,7 @@ class Stopwatch:
     lasts from the first rank's start to the last one's end. All are on one machine, and so have one clock.
     """
 
-    everyone: Replicas
+    everyone: RankGroup
     rank: int
     device: torch.device
     crowded: bool

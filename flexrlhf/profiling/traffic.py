@@ -15,7 +15,7 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import Destination, Source, Syncer
 from flexrlhf.comm.weights import Gather
 from flexrlhf.execution.checkpoint import save_model
-from flexrlhf.execution.run_operator import Resident
+from flexrlhf.execution.run_operator import LoadedModel
 from flexrlhf.guideline.costs.measurements import Line, Moving
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.routes import Transfer
@@ -164,9 +164,9 @@ def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
     return work
 
 
-def measure_switch(bench: Bench, resident: Resident) -> Line:
+def measure_switch(bench: Bench, resident: LoadedModel) -> Line:
     """A model to host memory and back."""
-    held = resident.engine.held()
+    held = resident.engine.memory_usage()
     size = held.weights + held.optimizer
 
     def work() -> None:
@@ -177,7 +177,7 @@ def measure_switch(bench: Bench, resident: Resident) -> Line:
     return Line(start=0.0, per_byte=timed["switch"].seconds / 2 / size)
 
 
-def measure_save(bench: Bench, resident: Resident, directory: Path) -> Line:
+def measure_save(bench: Bench, resident: LoadedModel, directory: Path) -> Line:
     """Weights to a directory, by one rank."""
     source = bench.plan.spec.data.tokenizer
     works = {str(4 * size): _saving(resident, directory / str(size), torch.zeros(size), source) for size in SAVED}
@@ -186,7 +186,7 @@ def measure_save(bench: Bench, resident: Resident, directory: Path) -> Line:
     return fit([(0.0, float(name), each.seconds) for name, each in timed.items()])
 
 
-def _saving(resident: Resident, directory: Path, weights: Tensor, tokenizer: str | None) -> Work:
+def _saving(resident: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> Work:
     return lambda: save_model(directory, {"weights": weights}, resident.engine.config, tokenizer)
 
 

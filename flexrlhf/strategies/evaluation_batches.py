@@ -31,7 +31,7 @@ class HeldOutShape(BatchShape):
         start = mini_batch * self.places
         return range(start, min(start + self.places, self.num_prompts))
 
-    def held(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
+    def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
         mine = layout.slice(range(self.places), layout.replica(rank))
         return tuple(prompt for batch in mini_batches for prompt in self.at(batch, mine))
 

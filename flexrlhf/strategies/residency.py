@@ -125,7 +125,7 @@ class _Walk:
                 self.resident -= set(tired)
 
     def _victims(self, index: int, needed: Sequence[str], missing: Sequence[str], room: int) -> list[str]:
-        """Resident models to evict so that those needed fit, farthest next use first."""
+        """LoadedModel models to evict so that those needed fit, farthest next use first."""
         total = sum(self.memory.state(self.rank, name) for name in self.resident.union(missing))
         movable = (name for name in self.resident - set(needed) if self.memory.state(self.rank, name))
         idle = sorted(movable, key=lambda name: (-self._next_use(index, name), name))

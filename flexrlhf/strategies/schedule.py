@@ -117,7 +117,7 @@ class Builder:
     held: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
 
     def __post_init__(self) -> None:
-        self._prompts = lru_cache(maxsize=None)(self.shape.held)
+        self._prompts = lru_cache(maxsize=None)(self.shape.prompts_on)
 
     def emit(self, tasks: list[Task]) -> list[Instruction]:
         """By wave and chunk: the runs, then the moves of what they wrote to whoever will read it."""

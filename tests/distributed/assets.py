@@ -89,7 +89,7 @@ def _save(model: PreTrainedModel, path: str) -> None:
 
 
 def _write_data(directory: Path) -> None:
-    """Texts of unequal length; of the answers some are cut. 20 rows: three steps of 8 go round an epoch."""
+    """SequenceLengths of unequal length; of the answers some are cut. 20 rows: three steps of 8 go round an epoch."""
     for name, rows in _rows(random.Random(5), 20).items():
         _write_rows(directory / f"{name}.jsonl", rows)
     for name, rows in _rows(random.Random(6), max(HELD_OUT.values())).items():

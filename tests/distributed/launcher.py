@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexrlhf.execution.launch import RankFailure, launch
 from flexrlhf.execution.run_directory import prepare_directory
-from flexrlhf.placement.hosts import Machines
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.plan.plan_text import format_plan
 
@@ -118,7 +118,7 @@ class Launches:
     def _run(self, plans: list[Plan]) -> None:
         with patch.dict(os.environ, OMP_NUM_THREADS="1"):
             try:
-                launch([plan.spec for plan in plans], plans[0], Machines())
+                launch([plan.spec for plan in plans], plans[0], Hosts())
             except RankFailure as error:
                 self._failures.update({plan.spec.name: str(error) for plan in plans})
 

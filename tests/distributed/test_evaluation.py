@@ -21,7 +21,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory, read_lines
-from flexrlhf.placement.hosts import Machines
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import make_plan
 
 Raw = dict[str, Any]
@@ -109,7 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     for plan in plans:
         prepare_directory(plan, "")
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):
-        launch(list(specs.values()), plans[0], Machines())
+        launch(list(specs.values()), plans[0], Hosts())
     return {name: Run(spec) for name, spec in specs.items()}
 
 

@@ -13,7 +13,7 @@ from launcher import Launches, Outcome
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory
-from flexrlhf.placement.hosts import Machines
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import make_plan
 from flexrlhf.plan.plan_text import format_plan
 
@@ -37,7 +37,7 @@ def outcome_of(launches: Launches, engine: str, zero: int) -> Outcome:
         prepare_directory(plan, format_plan(plan))
         # so that freed memory leaves the resident set, as it leaves a GPU's count
         with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
-            launch([plan.spec], plan, Machines())
+            launch([plan.spec], plan, Hosts())
         _OUTCOMES[engine, zero] = Outcome(Case("memory", engine, 2), plan)
     return _OUTCOMES[engine, zero]
 

@@ -245,7 +245,7 @@ class Rank:
     def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
         """Digest of what this rank's rows of ``mini_batches`` hold in the columns that the operator reads."""
         batch, layout = self._plan.batch, self._plan.placement[run.model].layout
-        rows = batch.rows(batch.held(layout, self.number, mini_batches))
+        rows = batch.rows(batch.prompts_on(layout, self.number, mini_batches))
         moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
         self._rows[step].land(moved)
         return {row: digest(*(self._read(step, column, row) for column in run.operator.reads)) for row in rows}

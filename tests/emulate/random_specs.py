@@ -402,7 +402,7 @@ def _form(plan: Plan) -> str:
 
 def _empty_replicas(plan: Plan, placement: Placement) -> bool:
     batch = plan.batch
-    return any(not batch.held(m.layout, rank, batch.mini_batches) for m in placement.models for rank in m.ranks)
+    return any(not batch.prompts_on(m.layout, rank, batch.mini_batches) for m in placement.models for rank in m.ranks)
 
 
 def format_table(table: dict[str, Counter[str]]) -> str:

@@ -13,11 +13,11 @@ from both_heads import CASES, COLUMNS_OF_BOTH, INIT, UPDATES, parts_of, prompts,
 from small_models import LENGTHS, SEED
 from torch import Tensor
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import Gather
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import ModelSpec
-from flexrlhf.engines.base import Engine, Wanted
+from flexrlhf.engines.base import Engine, EngineContext
 from flexrlhf.engines.factory import make_engine
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
@@ -43,16 +43,16 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
     assert shape is not None
     if spec.lora is not None:
         shape = with_adapters("actor", shape, spec.lora)
-    together = Replicas(groups.get(name, BOTH), BOTH, wait)
-    alone = Replicas(None, (world.rank,), wait)
+    together = RankGroup(groups.get(name, BOTH), BOTH, wait)
+    alone = RankGroup(None, (world.rank,), wait)
     engine: Engine = make_engine(
-        Wanted(
+        EngineContext(
             placed=model,
             lengths=LENGTHS,
             temperature=1.0,
             seed=SEED,
             num_updates=UPDATES,
-            replicas=alone if spec.tp > 1 else together,
+            dp=alone if spec.tp > 1 else together,
             tp=together if spec.tp > 1 else alone,
             alone=groups.alone(world.rank),
             device=torch.device("cpu"),

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import Head, LoraSpec, ModelSpec, OptimizerSpec
-from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, Wanted
+from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import Layout
@@ -28,7 +28,7 @@ TINY = {
 }
 LENGTHS = Lengths(prompt=4, response=6)
 SEED = 3
-ONE_RANK = Replicas(None, (0,), lambda work, ranks: None)
+ONE_RANK = RankGroup(None, (0,), lambda work, ranks: None)
 HEADS: dict[str, Head] = {"critic": "scalar", "reward": "scalar"}
 """The others have a language head."""
 
@@ -50,13 +50,13 @@ def engine_of(role: str = "actor", num_updates: int = 100, head: Head | None = N
 
 def engine_for(model: PlacedModel, num_updates: int = 100) -> TorchEngine:
     return TorchEngine(
-        Wanted(
+        EngineContext(
             placed=model,
             lengths=LENGTHS,
             temperature=1.0,
             seed=SEED,
             num_updates=num_updates,
-            replicas=ONE_RANK,
+            dp=ONE_RANK,
             tp=ONE_RANK,
             alone=None,
             device=torch.device("cpu"),

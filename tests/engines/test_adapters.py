@@ -57,7 +57,7 @@ def test_only_what_is_trained_has_float32_copies_gradients_and_state() -> None:
     assert all((kind == torch.float32) == (".lora_" in name) for name, kind in kinds.items())
     trained = sum(weight.numel() for weight in engine.weights().values() if weight.dtype == torch.float32)
     total = sum(weight.numel() for weight in engine.weights().values())
-    held = engine.held()
+    held = engine.memory_usage()
     assert (held.weights, held.gradients, held.optimizer) == (2 * total, 4 * trained, (4 + 8) * trained)
 
 

@@ -14,7 +14,7 @@ from small_models import ONE_RANK, TINY
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
@@ -54,7 +54,7 @@ def model_of(kind: str = "llama", **changes: object) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, replicas: Replicas | None = None) -> Passes:
+def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, dp: RankGroup | None = None) -> Passes:
     """``replicas``: in lockstep with them."""
     return Passes(
         model=model,
@@ -64,8 +64,8 @@ def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, replicas: R
         settings=ModelSpec(init=TINY, generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response)),
         lengths=LENGTHS,
         temperature=1.0,
-        replicas=replicas or ONE_RANK,
-        lockstep=replicas is not None,
+        dp=dp or ONE_RANK,
+        lockstep=dp is not None,
     )
 
 
@@ -285,7 +285,7 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
 
 
 @dataclass(frozen=True)
-class Together(Replicas):
+class Together(RankGroup):
     """Threads that stand for ranks. ``numbers``: what each last told."""
 
     barrier: Barrier
@@ -299,7 +299,7 @@ class Together(Replicas):
         return result
 
 
-def in_lockstep(work: Sequence[Callable[[Replicas], None]]) -> None:
+def in_lockstep(work: Sequence[Callable[[RankGroup], None]]) -> None:
     barrier, numbers = Barrier(len(work)), [0] * len(work)
     ranks = [Together(None, (rank,), lambda *_: None, barrier, numbers) for rank in range(len(work))]
     threads = [Thread(target=one, args=(rank,)) for one, rank in zip(work, ranks, strict=True)]
@@ -318,10 +318,10 @@ def test_ranks_in_lockstep_call_equally_often(prompts: Batch, parts: tuple[int, 
     results: list[dict[str, Tensor]] = [{} for _ in parts]
     counts = [0] * len(parts)
 
-    def work(rank: int) -> Callable[[Replicas], None]:
-        def run(replicas: Replicas) -> None:
+    def work(rank: int) -> Callable[[RankGroup], None]:
+        def run(dp: RankGroup) -> None:
             with calls_of(models[rank]) as calls:
-                results[rank] = passes_of(models[rank], 6, replicas).generate(batches[rank], PLAIN)
+                results[rank] = passes_of(models[rank], 6, dp).generate(batches[rank], PLAIN)
             counts[rank] = len(calls)
 
         return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexrlhf.engines.host_offload import Parking, storage_bytes
+from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 
 
 def test_memory_is_counted_once_however_many_tensors_lie_in_it() -> None:
@@ -17,7 +17,7 @@ def test_memory_is_counted_once_however_many_tensors_lie_in_it() -> None:
 def test_views_come_back_over_the_same_memory() -> None:
     whole = torch.arange(10.0)
     part, other = whole[2:5], torch.ones(3, dtype=torch.float16)
-    parking = Parking(torch.device("cpu"))
+    parking = HostOffload(torch.device("cpu"))
     parking.put([part, whole, other])
     assert parking.num_bytes == 46
     assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
@@ -29,7 +29,7 @@ def test_views_come_back_over_the_same_memory() -> None:
 
 
 def test_nothing_may_be_put_away() -> None:
-    parking = Parking(torch.device("cpu"))
+    parking = HostOffload(torch.device("cpu"))
     parking.put([torch.zeros(0)])
     parking.take()
     parking.put([])

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import Head, LoraSpec, ModelSpec, SyncSpec
-from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Sampling, Wanted
+from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Sampling
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.memory.budget import Compute, Phase, Sizing, Texts
+from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing
 from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel, Placement
@@ -52,15 +52,15 @@ def placed(role: str, settings: dict[str, Any], head: Head) -> tuple[PlacedModel
 
 
 def engine_of(model: PlacedModel) -> TorchEngine:
-    alone = Replicas(None, (0,), lambda *_: None)
+    alone = RankGroup(None, (0,), lambda *_: None)
     return TorchEngine(
-        Wanted(
+        EngineContext(
             placed=model,
             lengths=LENGTHS,
             temperature=1.0,
             seed=0,
             num_updates=3,
-            replicas=alone,
+            dp=alone,
             tp=alone,
             alone=None,
             device=torch.device("cpu"),
@@ -92,7 +92,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def test_planned_and_measured_bytes(head: Head, settings: str) -> None:
     role = "critic" if head == "scalar" else "actor"
     model, shape = placed(role, SETTINGS[settings], head)
-    sizing = Sizing(Placement((model,), 1), {role: shape}, Texts(LENGTHS.prompt, LENGTHS.response), SyncSpec())
+    sizing = Sizing(
+        Placement((model,), 1), {role: shape}, SequenceLengths(LENGTHS.prompt, LENGTHS.response), SyncSpec()
+    )
     state = sizing.state(model, 0)
     assert state is not None
     engine, rows = engine_of(model), batch()
@@ -115,7 +117,7 @@ def test_planned_and_measured_bytes(head: Head, settings: str) -> None:
 
     engine.train([(rows, loss)])
     trained = peak_bytes(lambda: engine.train([(rows, loss)]))
-    held = engine.held()
+    held = engine.memory_usage()
     assert (held.weights, held.gradients, held.optimizer) == (state.weights, state.gradients, state.optimizer)
     assert 0.97 < (state.gradients + max(phase.besides for phase in planned("train"))) / trained < 1.5
     assert 0.97 < planned("forward")[0].besides / peak_bytes(lambda: engine.forward(rows, columns)) < 1.3

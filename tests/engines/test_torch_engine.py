@@ -270,7 +270,7 @@ def test_a_trained_model_keeps_float32_weights(dtype: str) -> None:
 def test_a_frozen_model_holds_16_bits_alone(dtype: str) -> None:
     engine = engine_of("ref", dtype=dtype)
     assert {weight.dtype for weight in engine.weights().values()} == {getattr(torch, dtype)}
-    held, full = engine.held(), engine_of("ref").held()
+    held, full = engine.memory_usage(), engine_of("ref").memory_usage()
     assert (held.weights, held.gradients, held.optimizer, held.host) == (full.weights // 2, 0, 0, 0)
 
 
@@ -327,9 +327,9 @@ def test_bytes_that_are_held_for_each_parameter(settings: dict[str, Any], weight
     """Gradients and optimizer state exist after the first step; master weights count with the state."""
     engine = engine_of(**settings)
     count = sum(weight.numel() for weight in engine.weights().values())
-    assert engine.held().gradients == 0
+    assert engine.memory_usage().gradients == 0
     train(engine, 1)
-    held = engine.held()
+    held = engine.memory_usage()
     assert (held.weights, held.gradients, held.optimizer) == (weights * count, 4 * count, optimizer * count)
 
 
@@ -349,9 +349,9 @@ def test_what_was_put_away_comes_back_as_it_was(dtype: str) -> None:
     before, size = snapshot(parked), sum(memory(parked).values())
     parked.offload()
     assert set(memory(parked).values()) == {0}
-    assert parked.held().host == size
+    assert parked.memory_usage().host == size
     parked.reload()
-    assert parked.held().host == 0
+    assert parked.memory_usage().host == 0
     assert equal(parked.weights(), before)
     assert equal(parked.weights(), other.weights())
     for seed in (7, 8):

@@ -31,12 +31,12 @@ from vllm_models import (  # noqa: E402
     QWEN2,
     QWEN3,
     SEED,
+    engine_context,
     flat,
     other_weights,
     placed,
     prompts,
     sampling,
-    wanted,
 )
 
 from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
@@ -55,7 +55,7 @@ PLAIN = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "min_tokens": 3}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    made = VllmEngine(wanted(placed()))
+    made = VllmEngine(engine_context(placed()))
     yield made
     made.close()
 
@@ -63,7 +63,7 @@ def engine() -> Iterator[VllmEngine]:
 @pytest.fixture(scope="module")
 def seeded() -> Iterator[VllmEngine]:
     """With vLLM's own noise."""
-    made = VllmEngine(wanted(placed(noise="engine")))
+    made = VllmEngine(engine_context(placed(noise="engine")))
     yield made
     made.close()
 
@@ -168,7 +168,7 @@ def test_answers_are_those_of_a_plain_loop(engine: VllmEngine, changes: dict[str
 def test_families(init: dict[str, Any]) -> None:
     model, batch = placed(init), prompts(4)
     own = load_model(model, SEED)
-    made = VllmEngine(wanted(model))
+    made = VllmEngine(engine_context(model))
     check(made.generate(batch, sampling()), batch, reference(own, batch, sampling()))
     held = {name: tensor.numel() for name, tensor in made.weights().items()}
     shape = model_shape("actor", model.settings)
@@ -186,7 +186,7 @@ def test_files_with_a_head_for_values_are_those_of_a_policy(tmp_path: Path) -> N
     trunk = load_model(replace(model, head="both"), SEED + 1)
     save_model(tmp_path / "trunk", {n: w.detach() for n, w in trunk.named_parameters()}, trunk.config, None)
     settings = model.settings.model_copy(update={"path": str(tmp_path / "trunk"), "init": None})
-    made = VllmEngine(wanted(replace(model, settings=settings)))
+    made = VllmEngine(engine_context(replace(model, settings=settings)))
     check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED + 1), batch, sampling()))
     assert "score.weight" not in made.weights()
     made.close()
@@ -206,7 +206,7 @@ def test_answers_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEngi
 def test_more_rows_than_the_cache_holds() -> None:
     """Some are put back and begun again, where the user allows more rows than fit at full length."""
     model, batch = placed(kv_tokens=128, config={"max_num_seqs": 8}), prompts(8)
-    made = VllmEngine(wanted(model))
+    made = VllmEngine(engine_context(model))
     check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED), batch, sampling()))
     made.close()
 
@@ -281,15 +281,15 @@ def test_weights_do_not_change_under_a_request(engine: VllmEngine) -> None:
 
 
 def test_offloaded_memory_is_free_and_comes_back(engine: VllmEngine) -> None:
-    batch, before = prompts(4), engine.held()
+    batch, before = prompts(4), engine.memory_usage()
     drawn = engine.generate(batch, sampling())
     engine.offload()
     (parameters,), (caches,) = (engine._engine.collective_rpc(which) for which in ("parameters", "caches"))
     assert {tensor.untyped_storage().nbytes() for tensor in (*parameters, *caches)} == {0}
-    away = engine.held()
+    away = engine.memory_usage()
     assert away.weights == before.weights and away.host >= before.weights and not before.host
     engine.reload()
-    assert engine.held() == before
+    assert engine.memory_usage() == before
     assert same(drawn, engine.generate(batch, sampling()))
 
 
@@ -313,10 +313,10 @@ def test_the_process_is_left_as_it_was() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.new_group([0])
     before = everything()
-    made = VllmEngine(wanted(placed()))
+    made = VllmEngine(engine_context(placed()))
     kept = everything()
     made.generate(prompts(2), sampling())
-    other = VllmEngine(wanted(placed(noise="engine")))
+    other = VllmEngine(engine_context(placed(noise="engine")))
     other.generate(prompts(2), sampling())
     made.generate(prompts(2), sampling())
     made.close()
@@ -353,7 +353,7 @@ def comes(about: Callable[[], bool], seconds: float = 20) -> bool:
 @pytest.fixture(scope="module")
 def child() -> Iterator[VllmEngine]:
     before = in_shared_memory()
-    made = VllmEngine(wanted(placed(process="child")))
+    made = VllmEngine(engine_context(placed(process="child")))
     yield made
     made.close()
     assert comes(lambda: in_shared_memory() <= before), in_shared_memory() - before

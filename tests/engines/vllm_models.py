@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec, RolloutSpec
-from flexrlhf.engines.base import Batch, Sampling, Wanted
+from flexrlhf.engines.base import Batch, EngineContext, Sampling
 from flexrlhf.engines.models import load_model
 from flexrlhf.memory.kv_cache import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
@@ -39,7 +39,7 @@ LENGTHS = Lengths(prompt=40, response=12)
 SEED = 3
 END = 1
 KV_TOKENS = 512
-ONE_RANK = Replicas(None, (0,), lambda work, ranks: None)
+ONE_RANK = RankGroup(None, (0,), lambda work, ranks: None)
 
 
 def placed(init: dict[str, Any] = LLAMA, ranks: tuple[int, ...] = (0,), **rollout: Any) -> PlacedModel:
@@ -51,16 +51,16 @@ def placed(init: dict[str, Any] = LLAMA, ranks: tuple[int, ...] = (0,), **rollou
     )
 
 
-def wanted(model: PlacedModel, tp: Replicas = ONE_RANK, store: dist.Store | None = None) -> Wanted:
+def engine_context(model: PlacedModel, tp: RankGroup = ONE_RANK, store: dist.Store | None = None) -> EngineContext:
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    return Wanted(
+    return EngineContext(
         placed=model,
         lengths=LENGTHS,
         temperature=1.0,
         seed=SEED,
         num_updates=1,
-        replicas=ONE_RANK,
+        dp=ONE_RANK,
         tp=tp,
         alone=None,
         device=torch.device("cpu"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.placement.groups import Group
 
@@ -27,7 +27,7 @@ def run_rank(directory: Path, world: World) -> None:
     if mine == (0, 1):
         add(group, 500)
     else:
-        torch.save(generate(world, Replicas(group, mine, wait)), directory / f"rank-{world.rank}.pt")
+        torch.save(generate(world, RankGroup(group, mine, wait)), directory / f"rank-{world.rank}.pt")
     # the job's groups are as they were
     add(group, 3)
     groups.close()
@@ -46,9 +46,9 @@ def add(group: dist.ProcessGroup | None, times: int) -> None:
         assert number == 2
 
 
-def generate(world: World, tp: Replicas) -> tuple[list[dict[str, Tensor]], bool]:
+def generate(world: World, tp: RankGroup) -> tuple[list[dict[str, Tensor]], bool]:
     """Answers of two steps and of other weights; whether each tensor is as large as the plan says."""
-    from vllm_models import CUT, other_weights, placed, prompts, sampling, wanted
+    from vllm_models import CUT, engine_context, other_weights, placed, prompts, sampling
 
     from flexrlhf.comm.weights import cut
     from flexrlhf.engines.vllm.engine import VllmEngine
@@ -56,7 +56,7 @@ def generate(world: World, tp: Replicas) -> tuple[list[dict[str, Tensor]], bool]
     from flexrlhf.weights.shards import parts_on
 
     model = placed(CUT, ranks=(2, 3), kv_tokens=256)
-    engine = VllmEngine(wanted(model, tp, dist.PrefixStore("rollout", world.store)))
+    engine = VllmEngine(engine_context(model, tp, dist.PrefixStore("rollout", world.store)))
     shape = model_shape("actor", model.settings)
     assert shape is not None
     parts = parts_on(model, shape, world.rank)
@@ -73,11 +73,11 @@ def generate(world: World, tp: Replicas) -> tuple[list[dict[str, Tensor]], bool]
 
 def be_killed() -> None:
     """Print the process of a child engine while it decodes, and end without a word."""
-    from vllm_models import placed, prompts, sampling, wanted
+    from vllm_models import engine_context, placed, prompts, sampling
 
     from flexrlhf.engines.vllm.engine import VllmEngine
 
-    engine = VllmEngine(wanted(placed(process="child")))
+    engine = VllmEngine(engine_context(placed(process="child")))
     engine.generate(prompts(1), sampling(), [prompts(64, first=1)])
     print(engine.child_pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.engines.base import Batch
-from flexrlhf.objectives.context import Context, Reducer
+from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.controllers import first_state
 from flexrlhf.objectives.reward_shaping import experience, kl_penalty
 
@@ -29,9 +29,9 @@ def answered(mask: Tensor, scores: list[float], finished: list[int] | None = Non
     )
 
 
-def context_of(spec: PolicySpec, batch: Batch, reducer: Reducer | None = None, **state: float) -> Context:
+def context_of(spec: PolicySpec, batch: Batch, reducer: Reducer | None = None, **state: float) -> CombineContext:
     """One mini-batch, on one replica unless there is a ``reducer``; ``state``: other than before the first step."""
-    return Context([slice(0, len(batch))], reducer or Alone(), first_state(spec) | state)
+    return CombineContext([slice(0, len(batch))], reducer or Alone(), first_state(spec) | state)
 
 
 def rewards_of(spec: PolicySpec, batch: Batch, **state: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms import PpoSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, add_moments
 from flexrlhf.objectives.advantages import gae, ppo_advantages, whiten
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.controllers import first_state
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.group_advantages import best_of_group
@@ -145,7 +145,7 @@ def test_what_is_whitened_together_is_a_setting(whitening: str) -> None:
     batch = answered(mask, noise[:, 0].tolist(), values=torch.cat([noise, noise[:, :1]], 1))
     spec = PpoSpec.model_validate({"whiten": whitening})
     segments = [slice(0, 4), slice(4, 10)]
-    context = Context(segments, Alone(), first_state(spec))
+    context = CombineContext(segments, Alone(), first_state(spec))
     found = ppo_advantages(spec, batch, context)[0]["advantages"]
     plain = ppo_advantages(spec.model_copy(update={"whiten": "none"}), batch, context)[0]["advantages"]
     parts = {"none": [], "mini_batch": segments, "batch": [slice(0, 10)]}[whitening]

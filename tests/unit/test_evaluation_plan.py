@@ -163,7 +163,7 @@ def test_its_price_is_that_of_its_operators() -> None:
 @pytest.mark.parametrize("layout", [Layout((0,)), Layout((0, 1, 2)), Layout((3, 1), tp=2), Layout(tuple(range(12)))])
 def test_every_held_out_prompt_is_held_by_one_replica(count: int, layout: Layout) -> None:
     shape = held_out_shape(count, BatchShape(8, 2))
-    found = [shape.held(layout, ranks[0], shape.mini_batches) for ranks in layout.tp_sets]
+    found = [shape.prompts_on(layout, ranks[0], shape.mini_batches) for ranks in layout.tp_sets]
     assert sorted(prompt for prompts in found for prompt in prompts) == list(range(count))
     assert all(list(prompts) == sorted(prompts) for prompts in found)
     assert shape.num_rows == 2 * count
@@ -175,7 +175,7 @@ def test_few_prompts_lie_all_over_the_replicas(places: int, dp: int) -> None:
     layout = Layout(tuple(range(dp)))
     for count in range(1, places + 1):
         shape = held_out_shape(count, BatchShape(places))
-        sizes = [len(shape.held(layout, rank, range(1))) for rank in layout.ranks]
+        sizes = [len(shape.prompts_on(layout, rank, range(1))) for rank in layout.ranks]
         assert max(sizes) <= -(-count // dp) + 1, (count, sizes)
 
 
@@ -225,7 +225,7 @@ def test_a_walk_sends_the_prompts_that_there_are() -> None:
         for _, each, batches in walk_held_out(evaluation, shape, 0)
         if isinstance(each, Move) and "scores" in each.columns
     ]
-    mine = set(shape.held(Layout((0, 1)), 0, shape.mini_batches))
+    mine = set(shape.prompts_on(Layout((0, 1)), 0, shape.mini_batches))
     assert sent == [(0, sorted(mine & set(range(8)))), (1, sorted(mine & {8, 9}))]
     assert len(mine & {8, 9}) == 1
 

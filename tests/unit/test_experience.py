@@ -19,7 +19,7 @@ from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.advantages import ppo_advantages
-from flexrlhf.objectives.context import Columns, Context
+from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.controllers import first_state, next_state
 from flexrlhf.objectives.reward_shaping import experience, last_positions
 from flexrlhf.objectives.weighted_scores import weighted_scores
@@ -388,7 +388,7 @@ def test_rewards_of_tokens_add_up_to_the_shaped_score(seed: int) -> None:
 def weighed(sources: list[dict[str, Any]], mask: Tensor, **columns: Tensor) -> tuple[list[float], list[list[float]]]:
     parsed = TypeAdapter(Sources).validate_python(sources)
     batch = batch_of(response_mask=mask, **{name.replace("__", "."): column for name, column in columns.items()})
-    found, sums = weighted_scores(parsed, batch, Context([], Alone()))
+    found, sums = weighted_scores(parsed, batch, CombineContext([], Alone()))
     assert sums == {} and set(found) == {"scores", "token_scores"}
     return found["scores"].tolist(), found["token_scores"].tolist()
 

@@ -12,7 +12,7 @@ from flexrlhf.config.spec import ClusterSpec, Head, LoraSpec, ModelSpec, Rollout
 from flexrlhf.engines.capabilities import check_models
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.pricing import synced_weights, transformer_of_shape
-from flexrlhf.memory.budget import Compute, Sizing, Texts
+from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.transfers import WeightSync, sync_parts
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.evaluation import GENERATE
@@ -191,7 +191,7 @@ def test_memory_of_the_second_head(dtype: str) -> None:
         model = replace(placed_model("actor", (0,), init=WIDE, dtype=dtype), head=head)
         shape = model_shape("actor", model.settings, head)
         assert shape is not None
-        sizing = Sizing(Placement((model,), 1), {"actor": shape}, Texts(6, 10), SyncSpec())
+        sizing = Sizing(Placement((model,), 1), {"actor": shape}, SequenceLengths(6, 10), SyncSpec())
         state = sizing.state(model, 0)
         assert state is not None
         states.append(state)

@@ -11,7 +11,7 @@ from replicas import Alone, batch_of
 from flexrlhf.config.spec import EvalSpec
 from flexrlhf.engines.base import Batch, add_moments
 from flexrlhf.metrics import evaluate
-from flexrlhf.objectives.context import Context
+from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.evaluation_metrics import held_out_scores, pass_at
 
 NAN = float("nan")
@@ -30,7 +30,7 @@ def told(settings: EvalSpec, scores: list[float], samples: int, finished: list[i
     done = finished or [1] * len(scores)
     batch = batch_of(scores=torch.tensor(scores), finished=torch.tensor(done, dtype=torch.uint8))
     batch = Batch(batch.columns, batch.rows, samples)
-    statistics = held_out_scores(settings, batch, Context([], Alone()))[1]
+    statistics = held_out_scores(settings, batch, CombineContext([], Alone()))[1]
     return evaluate({name: tuple(value.tolist()) for name, value in statistics.items()})
 
 
@@ -66,11 +66,12 @@ def test_what_replicas_tell_adds_up() -> None:
     settings, scores = EvalSpec(path="rows", pass_at=2), torch.tensor([0.0, 1.0, 2.0, NAN, 0.5, 0.0])
     batch = batch_of(scores=scores, finished=torch.ones(6, dtype=torch.uint8))
     batch = Batch(batch.columns, batch.rows, 2)
-    whole = held_out_scores(settings, batch, Context([], Alone()))[1]
+    whole = held_out_scores(settings, batch, CombineContext([], Alone()))[1]
     parts = [
-        held_out_scores(settings, batch.select(part), Context([], Alone()))[1] for part in (slice(0, 4), slice(4, 6))
+        held_out_scores(settings, batch.select(part), CombineContext([], Alone()))[1]
+        for part in (slice(0, 4), slice(4, 6))
     ]
-    empty = held_out_scores(settings, batch.select(slice(0, 0)), Context([], Alone()))[1]
+    empty = held_out_scores(settings, batch.select(slice(0, 0)), CombineContext([], Alone()))[1]
     assert empty.keys() == whole.keys()
     total = dict(empty)
     for part in parts:

@@ -29,7 +29,7 @@ def test_slices_are_disjoint_and_cover(shares: tuple[int | Fraction, ...], size:
 def test_what_does_not_divide_goes_round() -> None:
     """Two prompts in each of four mini-batches, four replicas: all have the same work in the end."""
     layout, batch = Layout((0, 1, 2, 3)), BatchShape(num_prompts=8, num_mini_batches=4)
-    assert [len(batch.held(layout, rank, batch.mini_batches)) for rank in range(4)] == [2, 2, 2, 2]
+    assert [len(batch.prompts_on(layout, rank, batch.mini_batches)) for rank in range(4)] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("shares", SHARES)
@@ -91,10 +91,10 @@ def test_every_row_has_one_replica_and_chunks_change_none(
     shares: tuple[int | Fraction, ...], mini_batches: int, chunks: int
 ) -> None:
     layout, shape = layout_of(shares), BatchShape(11, 3, mini_batches, chunks)
-    whole = {rank: shape.held(layout, rank, shape.mini_batches) for rank in layout.ranks}
+    whole = {rank: shape.prompts_on(layout, rank, shape.mini_batches) for rank in layout.ranks}
     assert sorted(prompt for held in whole.values() for prompt in held) == list(range(11))
     for rank in layout.ranks:
-        pieces = [shape.held(layout, rank, shape.chunk(chunk)) for chunk in range(chunks)]
+        pieces = [shape.prompts_on(layout, rank, shape.chunk(chunk)) for chunk in range(chunks)]
         assert tuple(prompt for piece in pieces for prompt in piece) == whole[rank]
 
 
@@ -102,7 +102,7 @@ def test_samples_of_one_prompt_never_part() -> None:
     for size, samples, mini_batches in product((5, 8), (2, 3), (1, 2)):
         layout, shape = layout_of((2, 1)), BatchShape(size, samples, mini_batches)
         owners = {
-            row: rank for rank in layout.ranks for row in shape.rows(shape.held(layout, rank, shape.mini_batches))
+            row: rank for rank in layout.ranks for row in shape.rows(shape.prompts_on(layout, rank, shape.mini_batches))
         }
         assert sorted(owners) == list(range(shape.num_rows))
         for prompt in range(size):
@@ -118,5 +118,5 @@ def test_random_layouts_split_exactly() -> None:
         mini_batches = draw.randint(1, 5)
         shape = BatchShape(draw.randint(mini_batches, 40), draw.randint(1, 3), mini_batches)
         layout = Layout(tuple(range(len(shares))), row_shares=shares)
-        held = [prompt for rank in layout.ranks for prompt in shape.held(layout, rank, shape.mini_batches)]
+        held = [prompt for rank in layout.ranks for prompt in shape.prompts_on(layout, rank, shape.mini_batches)]
         assert sorted(held) == list(range(shape.num_prompts))

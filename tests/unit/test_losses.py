@@ -542,7 +542,7 @@ def test_with_equal_policies_both_kinds_of_ratio_are_one() -> None:
 
 
 def test_pretraining_texts_weigh_by_their_tokens_however_they_are_split() -> None:
-    """Texts of 1, 3 and 0 tokens: 0.5 * (2 + 1 + 3 + 4) / 4, and half of the gradient over four tokens."""
+    """SequenceLengths of 1, 3 and 0 tokens: 0.5 * (2 + 1 + 3 + 4) / 4, and half of the gradient over four tokens."""
     logprobs = -torch.tensor([[2.0, 9.0, 9.0], [1.0, 3.0, 4.0], [9.0, 9.0, 9.0]])
     loss = LOSSES["ptx"](PpoSpec(ptx=PtxSpec(path="texts.jsonl", coefficient=0.5)))
     case = Case(loss, logprobs, batch_of(response_mask=mask_of("100", "111", "000")))

@@ -15,7 +15,7 @@ from small_runs import placed_model, plan_of
 from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
 from flexrlhf.engines.deepspeed.config import deepspeed_config
 from flexrlhf.memory.activations import Blocks
-from flexrlhf.memory.budget import Compute, RankMemory, Saving, Sizing, Texts, rank_memory
+from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, rank_memory
 from flexrlhf.memory.states import (
     DEEPSPEED_ELEMENTS,
     PerParameter,
@@ -285,7 +285,7 @@ def test_peak_of_sharded_training(tokens: int, measured: float) -> None:
     actor = placed_model("actor", tuple(range(8)), init=init, **settings)
     shape = model_shape("actor", actor.settings)
     assert shape is not None
-    sizing = Sizing(Placement((actor,), 8), {"actor": shape}, Texts(256, 256), SyncSpec())
+    sizing = Sizing(Placement((actor,), 8), {"actor": shape}, SequenceLengths(256, 256), SyncSpec())
     planned = rank_memory(sizing, 0, [(Compute("train", "actor", None), frozenset())])
     assert planned.peak_bytes / GIB == pytest.approx(measured, rel=0.1)
 
@@ -558,7 +558,7 @@ def evaluated(plan: Plan, item: Eval) -> list[Compute]:
 
 
 def test_samples_of_a_prompt_stay_in_one_micro_batch() -> None:
-    texts = Texts(4, 8, samples_per_prompt=4)
+    texts = SequenceLengths(4, 8, samples_per_prompt=4)
     assert texts.rows_within(100, None) == 8
     assert texts.rows_within(1, None) == 4
     assert texts.rows_within(10**6, 12) == 12
@@ -602,7 +602,7 @@ def test_models_that_do_not_fit_together_take_turns() -> None:
 
 def test_the_first_rank_of_a_save_holds_all_in_host_memory() -> None:
     actor, shape = placed_model("actor", (0, 1), zero=3, dtype="bfloat16"), llama()
-    sizing = Sizing(Placement((actor,), 2), {"actor": shape}, Texts(4, 4), SyncSpec())
+    sizing = Sizing(Placement((actor,), 2), {"actor": shape}, SequenceLengths(4, 4), SyncSpec())
     first, second = (rank_memory(sizing, rank, [(Saving("actor", (0, 1)), frozenset())]) for rank in (0, 1))
     assert first.phases[0].host == 4 * shape.num_parameters
     assert second.phases[0].host == 0

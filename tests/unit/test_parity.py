@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexrlhf.config.spec import ParitySpec, RolloutSpec
 from flexrlhf.engines.base import Batch, Moments
-from flexrlhf.objectives.context import Context
+from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.parity import Difference, ParityError, naming_tokens
 from flexrlhf.operators.registry import make_graph
@@ -42,7 +42,7 @@ def drawn(
 
 
 def compare(spec: RolloutSpec, batch: Batch, reducer: Any = None) -> Moments:
-    columns, statistics = COMBINES["parity"](spec, batch, Context([], reducer or Alone()))
+    columns, statistics = COMBINES["parity"](spec, batch, CombineContext([], reducer or Alone()))
     assert columns == {}
     return statistics
 

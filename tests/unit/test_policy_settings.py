@@ -133,9 +133,9 @@ def test_pretraining_texts_are_read_beside_the_answers_by_the_actor_alone() -> N
     graph = ppo(PpoSpec(ptx=PtxSpec(path="texts.jsonl")))
     texts = ("tokens.ptx", "attention_mask.ptx", "response_mask.ptx")
     operators = {operator.name: operator for operator in graph.operators}
-    assert operators["train_actor"].beside_reads == texts and operators["train_actor"].beside == "ptx"
+    assert operators["train_actor"].extra_reads == texts and operators["train_actor"].extra_loss == "ptx"
     assert graph.inputs == ("prompts", "prompt_mask", *texts)
-    assert all(not operator.beside_reads for name, operator in operators.items() if name != "train_actor")
+    assert all(not operator.extra_reads for name, operator in operators.items() if name != "train_actor")
 
 
 def test_a_frozen_actor_is_the_graphs_first_step() -> None:

@@ -11,7 +11,7 @@ from small_runs import plan_of
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.suggestions import Remedy, check_fits, remedies, tightest_rank
+from flexrlhf.plan.suggestions import MemorySuggestion, check_fits, memory_suggestions, tightest_rank
 
 ACTOR = (
     "{model_type: llama, hidden_size: 2048, intermediate_size: 5504, num_hidden_layers: 16, num_attention_heads: 16}"
@@ -31,7 +31,7 @@ def large(placement: Any = None, devices: int = 4, *overrides: str) -> Plan:
     return plan_of(placement, devices, *LARGE, *overrides)
 
 
-def settings_of(found: list[Remedy]) -> set[str]:
+def settings_of(found: list[MemorySuggestion]) -> set[str]:
     return {remedy.change.partition("=")[0] for remedy in found}
 
 
@@ -51,7 +51,7 @@ def settings_of(found: list[Remedy]) -> set[str]:
 def test_a_remedy_lowers_the_peak_by_what_it_says(placement: Any, overrides: tuple[str, ...]) -> None:
     plan = large(placement, 4, *overrides)
     for rank in (0, 3):
-        found = remedies(plan, rank)
+        found = memory_suggestions(plan, rank)
         assert found
         for remedy in found:
             changed = large(placement, 4, *overrides, *re.split(" (?=models|rollout)", remedy.change))
@@ -59,32 +59,37 @@ def test_a_remedy_lowers_the_peak_by_what_it_says(placement: Any, overrides: tup
 
 
 def test_remedies_come_in_order_and_say_whether_numbers_change() -> None:
-    found = remedies(large(), 0)
+    found = memory_suggestions(large(), 0)
     assert [remedy.freed for remedy in found] == sorted((remedy.freed for remedy in found), reverse=True)
     for remedy in found:
         assert remedy.same_numbers == (".lora=" not in remedy.change and ".dtype=" not in remedy.change)
 
 
 def test_only_what_the_engine_serves_is_offered() -> None:
-    torch, deepspeed = settings_of(remedies(large(), 0)), settings_of(remedies(large(None, 4, *DEEPSPEED), 0))
+    torch, deepspeed = (
+        settings_of(memory_suggestions(large(), 0)),
+        settings_of(memory_suggestions(large(None, 4, *DEEPSPEED), 0)),
+    )
     assert "models.actor.offload_optimizer" in deepspeed
     assert not any("offload" in setting for setting in torch)
     assert "models.actor.tp" in torch
     assert not {"models.actor.tp", "models.critic.tp"} & deepspeed
-    stages = [remedy.change for remedy in remedies(large(), 0) if remedy.change.startswith("models.actor.zero")]
+    stages = [
+        remedy.change for remedy in memory_suggestions(large(), 0) if remedy.change.startswith("models.actor.zero")
+    ]
     assert stages and all("=1" not in stage for stage in stages)
 
 
 def test_only_what_the_device_can_do_is_offered() -> None:
     old = large(None, 4, "cluster={nodes: [{devices: 4, class: V100-32G}]}")
-    changes = " ".join(remedy.change for remedy in remedies(old, 0))
+    changes = " ".join(remedy.change for remedy in memory_suggestions(old, 0))
     assert "float16" in changes and "bfloat16" not in changes
 
 
 def test_models_that_need_alike_are_changed_together() -> None:
     """Of equal models a change of one alone hands the peak to the other."""
     plan = large(None, 2, f"models.reward.init={ACTOR}")
-    found = {remedy.change: remedy.freed for remedy in remedies(plan, 0)}
+    found = {remedy.change: remedy.freed for remedy in memory_suggestions(plan, 0)}
     both = "models.actor.activation_checkpointing=true models.critic.activation_checkpointing=true"
     assert found[both] > found.get("models.actor.activation_checkpointing=true", 0)
 
@@ -110,7 +115,7 @@ def test_what_cannot_fit_is_refused_with_the_best_remedy() -> None:
         check_fits(plan)
     message = str(caught.value)
     assert "\n" not in message
-    best = remedies(plan, 0)[0]
+    best = memory_suggestions(plan, 0)[0]
     for words in ("rank 0", "V100-16G", "holds 16 GB", "for train on actor", f"{best.change} frees"):
         assert words in message, message
 

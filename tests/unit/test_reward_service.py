@@ -28,7 +28,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def answers(count: int, **columns: Any) -> list[Answer]:
-    """Texts of 1, 2, 3 ... letters."""
+    """SequenceLengths of 1, 2, 3 ... letters."""
     return [Answer("", "x" * (index + 1), 2, columns) for index in range(count)]
 
 

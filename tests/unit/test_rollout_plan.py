@@ -193,7 +193,7 @@ def test_an_engine_beside_the_actor_takes_its_row_shares() -> None:
     plan = plan_of(UNEQUAL, 2, VLLM)
     engine = plan.placement["actor.rollout"]
     assert engine.layout == plan.placement["actor"].layout
-    assert [len(plan.batch.held(engine.layout, rank, plan.batch.mini_batches)) for rank in (0, 1)] == [2, 6]
+    assert [len(plan.batch.prompts_on(engine.layout, rank, plan.batch.mini_batches)) for rank in (0, 1)] == [2, 6]
     # the actor has the rows of its own answers
     assert not [x for x in plan.schedule.instructions if isinstance(x, Move) and "rollout_logprobs" in x.columns]
     assert not [

@@ -15,7 +15,7 @@ from flexrlhf.placement.routes import Holdings, Primitive, Transfer, primitive_o
 def holdings(layout: Layout, shape: BatchShape, ranks: tuple[int, ...] | None = None) -> Holdings:
     """The prompts on each rank of ``layout``, or on ``ranks`` of it alone."""
     chosen = layout.ranks if ranks is None else ranks
-    return {rank: set(shape.held(layout, rank, shape.mini_batches)) for rank in chosen}
+    return {rank: set(shape.prompts_on(layout, rank, shape.mini_batches)) for rank in chosen}
 
 
 def planned(source: Holdings, needed: Holdings) -> tuple[list[Transfer], Primitive]:

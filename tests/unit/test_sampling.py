@@ -12,8 +12,8 @@ from small_runs import TINY, placed_model
 from torch import Tensor
 from torch.distributed import HashStore
 
-from flexrlhf.comm.reduce import Replicas
-from flexrlhf.engines.base import Batch, Sampling, Wanted
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.engines.base import Batch, EngineContext, Sampling
 from flexrlhf.engines.sampling import draw, gumbel_noise
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS, Lengths
@@ -163,15 +163,15 @@ def test_logits_of_16_bits_are_read_as_float32_and_left_as_they_are(dtype: torch
 
 def engine_of(temperature: float = 1.0) -> TorchEngine:
     """A frozen model with weights so large that its distributions are far from flat."""
-    one_rank = Replicas(None, (0,), lambda work, ranks: None)
+    one_rank = RankGroup(None, (0,), lambda work, ranks: None)
     engine = TorchEngine(
-        Wanted(
+        EngineContext(
             placed=placed_model("ref", (0,), init=TINY),
             lengths=LENGTHS,
             temperature=temperature,
             seed=0,
             num_updates=1,
-            replicas=one_rank,
+            dp=one_rank,
             tp=one_rank,
             alone=None,
             device=torch.device("cpu"),

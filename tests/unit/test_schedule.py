@@ -298,7 +298,7 @@ def rows_by_operator(plan: Plan) -> dict[tuple[str, int], set[int]]:
     rows: dict[tuple[str, int], set[int]] = defaultdict(set)
     for run in runs(plan):
         for rank in run.ranks:
-            held = plan.batch.held(plan.placement[run.model].layout, rank, run.mini_batches)
+            held = plan.batch.prompts_on(plan.placement[run.model].layout, rank, run.mini_batches)
             assert not rows[run.operator.name, rank] & set(held), "a row is computed twice"
             rows[run.operator.name, rank] |= set(held)
     return rows

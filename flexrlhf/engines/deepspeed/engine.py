@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 
-from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
 from flexrlhf.engines.head import use_language_head
-from flexrlhf.engines.host_offload import Parking, storage_bytes
+from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.models import load_model, recomputing
 from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
 from flexrlhf.engines.passes import Passes
@@ -84,13 +84,13 @@ class DeepSpeedEngine:
     ``weights`` of a 16-bit model are in 16 bits: float32 masters lie in flat partitions that no tensor's name finds.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        assert wanted.alone is not None, "the plan gives every rank of a DeepSpeed model a group by itself"
-        placed, self._settings, self._name = wanted.placed, wanted.placed.settings, wanted.placed.name
+    def __init__(self, context: EngineContext) -> None:
+        assert context.alone is not None, "the plan gives every rank of a DeepSpeed model a group by itself"
+        placed, self._settings, self._name = context.placed, context.placed.settings, context.placed.name
         self.num_requests = 0
-        self._mpu = _Mpu(wanted.replicas.group or wanted.alone, wanted.alone)
-        self._deepspeed = _import_deepspeed(wanted.device)
-        self._model = load_model(placed, wanted.seed)
+        self._mpu = _Mpu(context.dp.group or context.alone, context.alone)
+        self._deepspeed = _import_deepspeed(context.device)
+        self._model = load_model(placed, context.seed)
         self.config = self._model.config
         head = use_language_head(self._model, int(self._settings.logits_mb * 1e6 / 4))
         if self._settings.activation_checkpointing and placed.trained:
@@ -98,8 +98,8 @@ class DeepSpeedEngine:
         optimizer = self._settings.optimizer
         trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
         self._optimizer = make_optimizer(optimizer, [p for _, p in trained]) if placed.trained else None
-        self._scheduler = make_scheduler(optimizer, self._optimizer, wanted.num_updates) if self._optimizer else None
-        self._align_numbers(wanted)
+        self._scheduler = make_scheduler(optimizer, self._optimizer, context.num_updates) if self._optimizer else None
+        self._align_numbers(context)
         with self._as_world():
             self._engine = self._initialize()
         self._passes = Passes(
@@ -108,17 +108,17 @@ class DeepSpeedEngine:
             heads=placed.head,
             head=head,
             settings=self._settings,
-            lengths=wanted.lengths,
-            temperature=wanted.temperature,
-            replicas=wanted.replicas,
+            lengths=context.lengths,
+            temperature=context.temperature,
+            dp=context.dp,
             # gradients are reduced while they are computed, and weights of stage 3 gathered layer by layer
             lockstep=placed.trained or self._settings.zero == 3,
         )
-        self._parking = Parking(wanted.device)
-        self._away: Held | None = None
+        self._parking = HostOffload(context.device)
+        self._away: MemoryUsage | None = None
         self._gradient_bytes = 0
 
-    def _align_numbers(self, wanted: Wanted) -> None:
+    def _align_numbers(self, context: EngineContext) -> None:
         """DeepSpeed numbers modules and parameters by counters of the process, and ZeRO-3 compares the numbers between
         ranks; but ranks may have had other engines before this one."""
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -127,8 +127,8 @@ class DeepSpeedEngine:
         defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
         assert len(defaults) == 1, "DeepSpeed 0.19.8 counts modules in the only default of this method"
         (modules,) = defaults
-        modules[0] = wanted.replicas.largest(modules[0], wanted.device)
-        Init.param_id = wanted.replicas.largest(Init.param_id, wanted.device)
+        modules[0] = context.dp.largest(modules[0], context.device)
+        Init.param_id = context.dp.largest(Init.param_id, context.device)
 
     def _initialize(self) -> Any:
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
@@ -225,15 +225,15 @@ class DeepSpeedEngine:
         start = self._mpu.replicas.rank() * len(shard)
         return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
 
-    def held(self) -> Held:
+    def memory_usage(self) -> MemoryUsage:
         if self._away is not None:
             return replace(self._away, host=self._parking.num_bytes)
         weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._beside_weights())
         host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
-        return Held(weights, self._gradient_bytes, optimizer, host)
+        return MemoryUsage(weights, self._gradient_bytes, optimizer, host)
 
     def offload(self) -> None:
-        self._away = self.held()
+        self._away = self.memory_usage()
         self._parking.put([*self._stored(), *self._beside_weights(), *self._gradients()])
 
     def reload(self) -> None:

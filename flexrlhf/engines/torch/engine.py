@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
 from flexrlhf.engines.head import LanguageHead, use_language_head
-from flexrlhf.engines.host_offload import Parking
+from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.engines.models import DTYPES, load_model, recomputing
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import Passes
@@ -26,14 +26,14 @@ from flexrlhf.weights.shards import tensor_parallel_dim
 class TorchEngine:
     """One rank's part of a model. A trained one owns an optimizer over float32 weights."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        placed, settings = wanted.placed, wanted.placed.settings
+    def __init__(self, context: EngineContext) -> None:
+        placed, settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._is_sharded = placed.split != "whole"
-        self._model = load_model(placed, wanted.seed)
+        self._model = load_model(placed, context.seed)
         self.config = self._model.config
         head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
-        partial = _cut(self._model, head, wanted)
+        partial = _cut(self._model, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
             self._masters = _lower(self._model, DTYPES[settings.dtype])
@@ -43,19 +43,19 @@ class TorchEngine:
             heads=placed.head,
             head=head,
             settings=settings,
-            lengths=wanted.lengths,
-            temperature=wanted.temperature,
-            replicas=wanted.replicas,
+            lengths=context.lengths,
+            temperature=context.temperature,
+            dp=context.dp,
             lockstep=self._is_sharded,
         )
-        self._parking = Parking(wanted.device)
-        self._away: Held | None = None
-        self._update = self._make_update(wanted, partial) if placed.trained else None
+        self._parking = HostOffload(context.device)
+        self._away: MemoryUsage | None = None
+        self._update = self._make_update(context, partial) if placed.trained else None
         if settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def _make_update(self, wanted: Wanted, partial: frozenset[str]) -> Update:
-        settings, tp = wanted.placed.settings, wanted.placed.layout.tp
+    def _make_update(self, context: EngineContext, partial: frozenset[str]) -> Update:
+        settings, tp = context.placed.settings, context.placed.layout.tp
         live = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         trained = [
             Trained(
@@ -69,8 +69,8 @@ class TorchEngine:
             live[name].register_post_accumulate_grad_hook(_accumulate_into(master))
         return Update(
             settings.optimizer,
-            Gradients(trained, wanted.replicas, wanted.tp, self._is_sharded),
-            wanted.num_updates,
+            Gradients(trained, context.dp, context.tp, self._is_sharded),
+            context.num_updates,
             is_scaled=settings.dtype == "float16",
             changed=self._publish_masters,
         )
@@ -102,18 +102,18 @@ class TorchEngine:
             target = local(own[name])
             target.copy_(values.view(target.shape))
 
-    def held(self) -> Held:
+    def memory_usage(self) -> MemoryUsage:
         if self._away is not None:
             return replace(self._away, host=self._parking.num_bytes)
         live = [local(parameter) for parameter in self._model.parameters()]
-        return Held(
+        return MemoryUsage(
             weights=sum(tensor.nbytes for tensor in live),
             gradients=self._update.gradient_bytes if self._update else 0,
             optimizer=sum(tensor.nbytes for tensor in self._beside_weights()),
         )
 
     def offload(self) -> None:
-        self._away = self.held()
+        self._away = self.memory_usage()
         live = [local(parameter) for parameter in self._model.parameters()]
         self._parking.put([*live, *self._beside_weights()])
 
@@ -141,13 +141,13 @@ class TorchEngine:
             free_gathered(self._model)
 
 
-def _cut(model: PreTrainedModel, head: LanguageHead | None, wanted: Wanted) -> frozenset[str]:
+def _cut(model: PreTrainedModel, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
     """Put the model on its device, cut as placed. Returns the names whose gradients are partial sums."""
-    placed, settings = wanted.placed, wanted.placed.settings
-    replica_mesh, tp_mesh = make_meshes(wanted)
+    placed, settings = context.placed, context.placed.settings
+    replica_mesh, tp_mesh = make_meshes(context)
     partial = apply_tensor_parallel(model, head, tp_mesh) if tp_mesh is not None else frozenset[str]()
     if placed.split == "whole":
-        model.to(wanted.device)
+        model.to(context.device)
         return partial
     assert replica_mesh is not None, "shards need several ranks"
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flexrlhf.engines.base import Wanted
+from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.head import LanguageHead
 from flexrlhf.weights.shards import tensor_parallel_dim
 
@@ -27,12 +27,12 @@ _PARTIAL = "replicated_with_grad_allreduce"
 """transformers' word for weights that each tensor-parallel rank applies to its own heads."""
 
 
-def make_meshes(wanted: Wanted) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+def make_meshes(context: EngineContext) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """The meshes of replicas and of tensor-parallel ranks, over groups that exist already. None: one rank."""
-    kind, replicas, tp = wanted.device.type, wanted.replicas.group, wanted.tp.group
+    kind, replicas, tp = context.device.type, context.dp.group, context.tp.group
     if tp is not None and replicas is not None:
         names = _axis("dp", replicas), _axis("tp", tp)
-        ranks = torch.tensor(wanted.placed.layout.tp_sets)
+        ranks = torch.tensor(context.placed.layout.tp_sets)
         mesh = DeviceMesh.from_group([replicas, tp], kind, mesh=ranks, mesh_dim_names=names)
         return mesh[names[0]], mesh[names[1]]
     return _one_axis("dp", replicas, kind), _one_axis("tp", tp, kind)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexrlhf.comm.reduce import Replicas
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.optimizers import local
 from flexrlhf.weights.reshard import make_buckets
 
@@ -40,14 +40,14 @@ class Gradients:
     """All gradients of one model on this rank. ``is_sharded``: FSDP2 has summed them over the replicas already."""
 
     trained: Sequence[Trained]
-    replicas: Replicas
-    tp: Replicas
+    dp: RankGroup
+    tp: RankGroup
     is_sharded: bool
 
     def reduce(self) -> Tensor:
         """Sum over all ranks that computed parts of it; return the global norm, the same on all of them."""
         if not self.is_sharded:
-            self._sum_buckets([item.gradient for item in self.trained], self.replicas)
+            self._sum_buckets([item.gradient for item in self.trained], self.dp)
         self._sum_buckets([item.gradient for item in self.trained if item.is_partial], self.tp)
         return self._norm()
 
@@ -63,7 +63,7 @@ class Gradients:
             item.parameter.grad = None
 
     @staticmethod
-    def _sum_buckets(gradients: Sequence[Tensor], ranks: Replicas) -> None:
+    def _sum_buckets(gradients: Sequence[Tensor], ranks: RankGroup) -> None:
         if ranks.group is None:
             return
         for bucket in make_buckets([gradient.nbytes for gradient in gradients], BUCKET_BYTES):
@@ -77,7 +77,7 @@ class Gradients:
         cut = self._square_sum([item.gradient for item in self.trained if item.is_cut])
         whole = self._square_sum([item.gradient for item in self.trained if not item.is_cut])
         total = self.tp.sum(cut) + whole
-        return (self.replicas.sum(total) if self.is_sharded else total).sqrt().float()
+        return (self.dp.sum(total) if self.is_sharded else total).sqrt().float()
 
     def _square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(gradient).double() ** 2 for gradient in gradients]

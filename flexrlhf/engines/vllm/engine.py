@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from flexrlhf.engines.base import Batch, Held, Loss, Moments, Sampling, Wanted
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.value_head import saved_value_head
 from flexrlhf.engines.vllm.child import Child, RolloutProcessError, child_environment
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.groups import PrivateGroups
-from flexrlhf.engines.vllm.isolation import Home
+from flexrlhf.engines.vllm.isolation import ProcessIsolation
 from flexrlhf.engines.vllm.memory import Memory
 from flexrlhf.engines.vllm.requests import Answer, Key, asked, columns, keys_of, sampling_params, take
 from flexrlhf.errors import UserError
@@ -43,27 +43,27 @@ class VllmEngine:
     ``num_requests``: answers that it has finished. ``child_pid``: of its process, where it has one.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        rollout = wanted.placed.rollout
-        assert rollout is not None, f"{wanted.placed.name} is no rollout engine"
-        self._wanted, self._lengths = wanted, wanted.lengths
+    def __init__(self, context: EngineContext) -> None:
+        rollout = context.placed.rollout
+        assert rollout is not None, f"{context.placed.name} is no rollout engine"
+        self._context, self._lengths = context, context.lengths
         self._is_exact = rollout.noise == "exact"
-        self._groups = PrivateGroups(wanted) if rollout.process == "inline" else None
+        self._groups = PrivateGroups(context) if rollout.process == "inline" else None
         with ExitStack() as starting:
             environment = dict(_ENVIRONMENT)
             if self._groups is None:
-                environment |= starting.enter_context(child_environment(wanted.timeout_seconds))
-            self._home = Home(environment, self._groups, wanted.device)
-            directory = starting.enter_context(_model_directory(wanted))
+                environment |= starting.enter_context(child_environment(context.timeout_seconds))
+            self._home = ProcessIsolation(environment, self._groups, context.device)
+            directory = starting.enter_context(_model_directory(context))
             self.config = AutoConfig.from_pretrained(directory)
             starting.enter_context(self._home.entered())
             self._engine = self._start(directory)
             self._child = (
-                Child(wanted.placed.name, self._engine, wanted.timeout_seconds) if self._groups is None else None
+                Child(context.placed.name, self._engine, context.timeout_seconds) if self._groups is None else None
             )
             self._call("use_rollout_sampler", self._is_exact)
             self._views: dict[str, Tensor] = self._call("weight_views") if self._child is None else self._child.views()
-            self._memory = Memory(self._engine, wanted.device)
+            self._memory = Memory(self._engine, context.device)
         self._answers: dict[Key, Answer] = {}
         self._flying: dict[str, Key] = {}
         self._is_stale = False
@@ -80,10 +80,10 @@ class VllmEngine:
         envs.disable_envs_cache()
         # vLLM collects garbage time and again while it starts; of the job, which is not its, there is much
         gc.freeze()
-        wanted = self._wanted
-        _check_platform(wanted.device)
-        arguments = engine_arguments(wanted.placed, wanted.lengths, wanted.kv_bytes, wanted.device.type)
-        with _refusals(wanted, self._groups is None):
+        context = self._context
+        _check_platform(context.device)
+        arguments = engine_arguments(context.placed, context.lengths, context.kv_bytes, context.device.type)
+        with _refusals(context, self._groups is None):
             engine = LLMEngine.from_engine_args(
                 EngineArgs(
                     **arguments,
@@ -105,7 +105,7 @@ class VllmEngine:
     def _place(self) -> dict[str, int]:
         """What the worker is told of where it is."""
         own = {"rank": 0, "parent": os.getpid()} if self._groups is None else {"rank": self._groups.rank}
-        return {**own, "local_rank": self._wanted.device.index or 0}
+        return {**own, "local_rank": self._context.device.index or 0}
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -124,10 +124,10 @@ class VllmEngine:
         with self._inside():
             for each in (batch, *ahead):
                 self._submit(each, sampling)
-            wanted = keys_of(batch, sampling)
-            while not all(self._answers[key].done for key in wanted):
+            keys = keys_of(batch, sampling)
+            while not all(self._answers[key].done for key in keys):
                 self._step()
-        return columns(batch, [self._answers.pop(key) for key in wanted], sampling, self._lengths)
+        return columns(batch, [self._answers.pop(key) for key in keys], sampling, self._lengths)
 
     def _submit(self, batch: Batch, sampling: Sampling) -> None:
         for row in asked(batch, sampling, self._answers):
@@ -169,15 +169,15 @@ class VllmEngine:
 
     def _forget(self) -> None:
         """Keys and values of prompts seen before are of other weights."""
-        if self._wanted.device.type == "cuda":
-            torch.cuda.synchronize(self._wanted.device)
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)
         with self._inside():
             assert self._engine.reset_prefix_cache(), "a request still uses the cache"
         self._is_stale = False
 
-    def held(self) -> Held:
+    def memory_usage(self) -> MemoryUsage:
         weights = sum(view.nbytes for view in self._views.values())
-        return Held(weights, gradients=0, optimizer=0, host=self._memory.num_host_bytes)
+        return MemoryUsage(weights, gradients=0, optimizer=0, host=self._memory.num_host_bytes)
 
     def offload(self) -> None:
         assert self._child is None, "planning refuses a child beside models that need its memory"
@@ -214,37 +214,37 @@ def _check_platform(device: torch.device) -> None:
         )
 
 
-def _config_of(wanted: Wanted) -> dict[str, Any]:
-    assert wanted.placed.rollout is not None, f"{wanted.placed.name} is no rollout engine"
-    return wanted.placed.rollout.config
+def _config_of(context: EngineContext) -> dict[str, Any]:
+    assert context.placed.rollout is not None, f"{context.placed.name} is no rollout engine"
+    return context.placed.rollout.config
 
 
 @contextmanager
-def _refusals(wanted: Wanted, has_child: bool) -> Iterator[None]:
+def _refusals(context: EngineContext, has_child: bool) -> Iterator[None]:
     """What vLLM says of its arguments, and that a child did not start, as one sentence."""
     try:
         yield
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"rollout.config: vLLM does not start with {_config_of(wanted)}: {reason}") from error
+        raise UserError(f"rollout.config: vLLM does not start with {_config_of(context)}: {reason}") from error
     except RuntimeError as error:
         if not has_child:
             raise
         reason = str(error).splitlines()[0]
-        raise RolloutProcessError(f"{wanted.placed.name}: its vLLM process did not start: {reason}") from error
+        raise RolloutProcessError(f"{context.placed.name}: its vLLM process did not start: {reason}") from error
 
 
 @contextmanager
-def _model_directory(wanted: Wanted) -> Iterator[str]:
+def _model_directory(context: EngineContext) -> Iterator[str]:
     """Where vLLM loads from: the model's own directory, or one that holds the weights which all copies begin with."""
-    placed: PlacedModel = wanted.placed
+    placed: PlacedModel = context.placed
     path = placed.settings.path
     # vLLM refuses files with a tensor that its model has no place for
     if path is not None and saved_value_head(path) is None:
         yield path
         return
     with TemporaryDirectory() as directory:
-        model = load_model(placed, wanted.seed)
+        model = load_model(placed, context.seed)
         model.config.save_pretrained(directory)
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}
         save_file(own, Path(directory) / "model.safetensors", {"format": "pt"})

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
-from flexrlhf.engines.base import Wanted
+from flexrlhf.engines.base import EngineContext
 
 
 class PrivateGroups:
@@ -19,14 +19,14 @@ class PrivateGroups:
     vLLM asks for some sixteen groups, each of which would keep threads and sockets: those of the same ranks share one.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        tp, device = wanted.tp, wanted.device
+    def __init__(self, context: EngineContext) -> None:
+        tp, device = context.tp, context.device
         self.rank = 0 if tp.group is None else tp.group.rank()
         self.size = len(tp.ranks)
         # no run before on this store had it; the ranks of a set agree on it
         number = tp.largest(secrets.randbits(48), device)
-        self._name, self._store = f"vllm-{number:012x}", wanted.store
-        self._timeout = timedelta(seconds=wanted.timeout_seconds)
+        self._name, self._store = f"vllm-{number:012x}", context.store
+        self._timeout = timedelta(seconds=context.timeout_seconds)
         self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self.world = self._group(self.size, self._backend)

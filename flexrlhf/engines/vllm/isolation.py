@@ -41,7 +41,7 @@ _TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
 Place = tuple[Any, str]
 
 
-class Home:
+class ProcessIsolation:
     """``environment``: variables that hold inside only. ``groups``: vLLM's world; None: it has one elsewhere."""
 
     def __init__(self, environment: Mapping[str, str], groups: PrivateGroups | None, device: torch.device) -> None:
@@ -106,10 +106,10 @@ def _swap(places: Sequence[Place], values: Sequence[Any]) -> list[Any]:
     return before
 
 
-def _set_environment(wanted: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(wanted):
+def _set_environment(environment: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environment):
         del os.environ[name]
-    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexrlhf.engines.host_offload import Parking, storage_bytes
+from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 
 
 class Memory:
@@ -16,7 +16,7 @@ class Memory:
     def __init__(self, engine: Any, device: torch.device) -> None:
         self._engine = engine
         self._on_cpu = device.type == "cpu"
-        self._parking = Parking(device)
+        self._parking = HostOffload(device)
         self._caches: list[tuple[torch.UntypedStorage, int]] = []
         self._asleep_bytes = 0
 

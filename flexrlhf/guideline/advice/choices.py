@@ -11,13 +11,13 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
-from flexrlhf.config.strict_model import Section
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.engines.capabilities import SERVES
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
 from flexrlhf.guideline.simulation.scoring_time import cost_beside
-from flexrlhf.memory.budget import Compute, Sizing, Texts
+from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import Kind
 from flexrlhf.placement.devices import DeviceClass
@@ -161,7 +161,7 @@ class Chooser:
 
     def _said(self, member: Member, base: ModelSpec, setting: str) -> int | None:
         """What the YAML says of a setting of this copy; None: it is open."""
-        section: Section | None = base
+        section: StrictModel | None = base
         if member.is_shadow:
             section = self.spec.rollout if member.is_rollout else base.shadow
         if section is None or setting not in section.model_fields_set:
@@ -298,9 +298,9 @@ class Chooser:
         return Sizing(Placement((model,), len(model.ranks)), shapes, self._texts, SyncSpec())
 
     @cached_property
-    def _texts(self) -> Texts:
+    def _texts(self) -> SequenceLengths:
         data = self.spec.data
-        return Texts(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
+        return SequenceLengths(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
 
 
 def _with(model: PlacedModel, change: Mapping[str, object]) -> PlacedModel:

@@ -19,7 +19,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Kind, Lin
 from flexrlhf.guideline.costs.exchange import Between, Side, Weights, relation_of
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.guideline.simulation.scoring_time import cost_beside
-from flexrlhf.memory.budget import Texts
+from flexrlhf.memory.budget import SequenceLengths
 from flexrlhf.memory.states import held_elements, item_bytes
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.operators.columns import Lengths
@@ -113,14 +113,16 @@ class CallMaker:
         )
 
     @property
-    def _room(self) -> Texts:
+    def _room(self) -> SequenceLengths:
         """Decoding keeps it for answers of full length, whatever they come to."""
-        return Texts(self.longest.prompt, self.longest.response)
+        return SequenceLengths(self.longest.prompt, self.longest.response)
 
     @property
-    def _texts(self) -> Texts:
+    def _texts(self) -> SequenceLengths:
         """Widths of passes in whole tokens."""
-        return Texts(ceil(self.lengths.prompt), ceil(max(self.lengths.responses)), self.batch.samples_per_prompt)
+        return SequenceLengths(
+            ceil(self.lengths.prompt), ceil(max(self.lengths.responses)), self.batch.samples_per_prompt
+        )
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def asked_by(operator: Operator) -> str:
 
 def texts_of(operator: Operator) -> int:
     """Of a row: what is trained on beside an answer (``ptx``) is taken to be as long."""
-    return 2 if operator.beside else 1
+    return 2 if operator.extra_loss else 1
 
 
 def side_of(model: PlacedModel, per_node: int) -> Side:
