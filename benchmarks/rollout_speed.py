@@ -28,6 +28,7 @@ from flexrlhf.engines.factory import make_engine
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import kv_cache_bytes
 from flexrlhf.strategies.instructions import Sync
@@ -51,9 +52,9 @@ TIMEOUT, REPEATS = 600.0, 5
 
 
 def models(kv_tokens: int) -> dict[str, PlacedModel]:
-    actor = PlacedModel("actor", "actor", Layout((0,)), True, ModelSpec(init=MODEL))
+    actor = PlacedModel(ModelName("actor"), Layout((0,)), True, ModelSpec(init=MODEL))
     settings = ModelSpec(init=MODEL, engine="vllm", generate_tokens=kv_tokens)
-    rollout = PlacedModel("actor.rollout", "actor", Layout((1,)), False, settings, RolloutSpec(engine="vllm"))
+    rollout = PlacedModel(ModelName("actor.rollout"), Layout((1,)), False, settings, RolloutSpec(engine="vllm"))
     return {model.name: model for model in (actor, rollout)}
 
 

@@ -17,6 +17,7 @@ from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.states import State, item_bytes, model_state
 from flexrlhf.memory.transfers import WeightSync, saved_bytes, saving_parts, sync_parts
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, count_elements
 
@@ -29,7 +30,7 @@ class Compute:
     """
 
     kind: Literal["generate", "forward", "train"]
-    model: str
+    model: ModelName
     rows: int | None
     samples: int | None = None
 
@@ -38,7 +39,7 @@ class Compute:
 class Saving:
     """``ranks`` make the model whole; the first of them keeps all of it in host memory."""
 
-    model: str
+    model: ModelName
     ranks: tuple[int, ...]
 
 
@@ -213,7 +214,7 @@ class RankMemory:
     """
 
     rank: int
-    states: Mapping[str, State | None]
+    states: Mapping[ModelName, State | None]
     phases: tuple[Phase, ...]
     loading: int
 
@@ -246,7 +247,7 @@ class RankMemory:
         return None not in self.states.values() and None not in parts
 
 
-def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[str]]]) -> RankMemory:
+def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[ModelName]]]) -> RankMemory:
     """``work``: what ``rank`` does, in order, each with the models that lie in host memory meanwhile."""
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
     largest: dict[tuple[str, str], Phase] = {}
@@ -259,7 +260,7 @@ def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[
     return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank))
 
 
-def _beside_states(phase: Phase, states: Mapping[str, State | None], away: frozenset[str]) -> Phase:
+def _beside_states(phase: Phase, states: Mapping[ModelName, State | None], away: frozenset[ModelName]) -> Phase:
     device = host = 0
     for name, state in states.items():
         if state is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.states import item_bytes
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import gathered_names, is_merged
 from flexrlhf.weights.reshard import (
@@ -29,8 +30,8 @@ NUM_BUCKETS = 3
 class WeightSync:
     """Trained weights of a placed model to another that follows it."""
 
-    source: str
-    destination: str
+    source: ModelName
+    destination: ModelName
     transfers: tuple[WeightTransfer, ...]
 
 

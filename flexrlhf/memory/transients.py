@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from flexrlhf.memory.states import deepspeed_elements, is_bf16_optimizer, item_bytes, sliced_elements
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Parameters
 
@@ -45,7 +46,7 @@ def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     """They depend on little of a model, and plans ask for those of many that differ in other things."""
     layout = Layout(tuple(range(model.layout.tp)), model.layout.tp)
-    bare = PlacedModel("", model.role, layout, trained=False, rollout=model.rollout, head=model.head)
+    bare = PlacedModel(ModelName(model.role), layout, trained=False, rollout=model.rollout, head=model.head)
     return _units_of(bare, parameters, model.layout.tp_index(rank))
 
 

@@ -8,9 +8,7 @@ from typing import Literal
 
 from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec
 from flexrlhf.placement.layout import Layout
-
-SHADOW = ".shadow"
-ROLLOUT = ".rollout"
+from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
 
 Split = Literal["whole", "rows", "flat"]
 _SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "rows", ("deepspeed", 3): "flat"}
@@ -25,13 +23,16 @@ class PlacedModel:
     copy, which follows from what its operators compute.
     """
 
-    name: str
-    role: str
+    name: ModelName
     layout: Layout
     trained: bool
     settings: ModelSpec = field(default=ModelSpec(), hash=False)
     rollout: RolloutSpec | None = field(default=None, hash=False)
     head: Head = "causal"
+
+    @property
+    def role(self) -> str:
+        return self.name.role
 
     @property
     def engine(self) -> str:
@@ -53,7 +54,7 @@ class PlacedModel:
 
     @property
     def is_shadow(self) -> bool:
-        return self.name.endswith(SHADOW)
+        return self.name.is_shadow
 
     @property
     def follows(self) -> bool:
@@ -65,7 +66,7 @@ class PlacedModel:
         if self.rollout is not None:
             own = {"generate_tokens": "kv_tokens"}.get(setting, setting)
             return f"rollout.{own}" if own in RolloutSpec.model_fields else f"models.{self.role}.{setting}"
-        section = SHADOW if self.is_shadow and setting in ShadowSpec.model_fields else ""
+        section = f".{SHADOW}" if self.is_shadow and setting in ShadowSpec.model_fields else ""
         return f"models.{self.role}{section}.{setting}"
 
 
@@ -109,8 +110,9 @@ class Placement:
         are made; but a rollout engine generates, and does not forward."""
         if kind == "train" or on_trained:
             return self[role]
-        if kind == "generate" and role + ROLLOUT in self:
-            return self[role + ROLLOUT]
+        engine = ModelName.of(role, ROLLOUT)
+        if kind == "generate" and engine in self:
+            return self[engine]
         copy = self.inference_copy(role)
         return self[role] if kind == "forward" and copy.rollout is not None else copy
 

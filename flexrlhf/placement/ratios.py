@@ -16,8 +16,9 @@ from flexrlhf.config.spec import PLACEMENT_SETTINGS, Head, ModelSpec, PlacementE
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
 from flexrlhf.placement.packing import Packing, Request, pack
-from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
+from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 
 
@@ -32,20 +33,26 @@ class Roles:
     rollout: str | None = None
 
     @property
-    def shadows(self) -> tuple[str, ...]:
-        return tuple(role + (ROLLOUT if role == self.rollout else SHADOW) for role in self.trained)
+    def shadows(self) -> tuple[ModelName, ...]:
+        return tuple(ModelName.of(role, ROLLOUT if role == self.rollout else SHADOW) for role in self.trained)
 
     @property
-    def with_shadows(self) -> tuple[str, ...]:
-        return self.shadows + self.all
+    def without_shadows(self) -> tuple[ModelName, ...]:
+        return tuple(map(ModelName, self.all))
+
+    @property
+    def with_shadows(self) -> tuple[ModelName, ...]:
+        return self.shadows + self.without_shadows
 
 
 def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Placement:
     """Place every model of ``roles``. Raises UserError with the nearest placement that works."""
     request = _entries(spec, roles, can_shadow)
     ranks, warnings = _ranks(request, roles, cluster)
-    models = tuple(_placed(name, request.models[name], ranks[name], spec, roles, cluster) for name in request.models)
-    if roles.rollout is not None and roles.rollout + ROLLOUT not in request.models:
+    models = tuple(
+        _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
+    )
+    if roles.rollout is not None and ModelName.of(roles.rollout, ROLLOUT) not in request.models:
         models += (_rollout_beside(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
     if roles.rollout is not None:
         warnings = warnings + rollout_warnings(spec, roles.rollout)
@@ -58,7 +65,7 @@ def _rollout_beside(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Clu
     entry = PlacementEntry(ranks=trained.ranks)
     if spec.rollout.tp == trained.layout.tp and trained.layout.row_shares:
         entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
-    return _placed(trained.role + ROLLOUT, entry, trained.ranks, spec, roles, cluster)
+    return _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
 
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
@@ -86,11 +93,11 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
     for name in placement.models:
         if name not in allowed:
             known = (*allowed, *PLACEMENT_SETTINGS)
-            if roles.rollout is None and name.removesuffix(ROLLOUT) in roles.trained:
+            if roles.rollout is None and ModelName(name).is_rollout and ModelName(name).role in roles.trained:
                 raise UserError(f"placement: {name} needs an engine of its own; set rollout.engine: vllm, or remove it")
-            if can_shadow and name.removesuffix(SHADOW) == roles.rollout:
+            if can_shadow and ModelName(name).is_shadow and ModelName(name).role == roles.rollout:
                 raise UserError(
-                    f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}{ROLLOUT}"
+                    f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}.{ROLLOUT}"
                 )
             raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     wanted = roles.with_shadows if _has_shadows(placement.models) else roles.all
@@ -103,7 +110,7 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
 
 
 def _has_shadows(names: Iterable[str]) -> bool:
-    return any(name.endswith((SHADOW, ROLLOUT)) for name in names)
+    return any(ModelName(name).copy for name in names)
 
 
 def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], list[str]]:
@@ -253,20 +260,19 @@ def _no_reading(
 
 
 def _placed(
-    name: str, entry: PlacementEntry, ranks: tuple[int, ...], spec: Spec, roles: Roles, cluster: Cluster
+    name: ModelName, entry: PlacementEntry, ranks: tuple[int, ...], spec: Spec, roles: Roles, cluster: Cluster
 ) -> PlacedModel:
-    role, _, copy = name.partition(".")
-    model = spec.models.of(role) or ModelSpec()
-    if copy == ROLLOUT[1:]:
+    model = spec.models.of(name.role) or ModelSpec()
+    if name.is_rollout:
         layout = _layout(name, entry, tuple(sorted(ranks)), ranks, spec.rollout.tp, cluster)
-        return PlacedModel(name, role, layout, False, rollout_settings(model, layout, spec), spec.rollout)
-    settings = model.of_shadow if copy else model
+        return PlacedModel(name, layout, False, rollout_settings(model, layout, spec), spec.rollout)
+    settings = model.of_shadow if name.is_shadow else model
     layout = _layout(name, entry, tuple(sorted(ranks)), ranks, settings.tp, cluster)
-    return PlacedModel(name, role, layout, name in roles.trained, settings, head=roles.heads[role])
+    return PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
 
 
 def _layout(
-    name: str, entry: PlacementEntry, ranks: tuple[int, ...], written: tuple[int, ...], tp: int, cluster: Cluster
+    name: ModelName, entry: PlacementEntry, ranks: tuple[int, ...], written: tuple[int, ...], tp: int, cluster: Cluster
 ) -> Layout:
     """Ranks in ascending order; ``row_shares`` stand in the order in which the user wrote the ranks."""
     _check_tensor_parallel(name, ranks, tp, cluster)
@@ -284,10 +290,9 @@ def _layout(
     return Layout(ranks, tp=tp, row_shares=() if len(set(shares)) == 1 else shares)
 
 
-def _check_tensor_parallel(name: str, ranks: tuple[int, ...], tp: int, cluster: Cluster) -> None:
+def _check_tensor_parallel(name: ModelName, ranks: tuple[int, ...], tp: int, cluster: Cluster) -> None:
     """A replica's tensor-parallel ranks stay on one node, where links are fast."""
-    role, _, copy = name.partition(".")
-    where = "rollout.tp" if copy == ROLLOUT[1:] else f"models.{role}.{copy + '.' if copy else ''}tp"
+    where = "rollout.tp" if name.is_rollout else f"models.{name}.tp"
     works = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _stays_on_node(ranks, n, cluster)]
     if len(ranks) % tp:
         raise UserError(f"{where}: {tp} does not divide the {len(ranks)} devices of {name}; use {either(works)}")

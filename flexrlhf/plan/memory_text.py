@@ -10,6 +10,7 @@ from typing import Any
 from flexrlhf.memory.budget import Phase, RankMemory
 from flexrlhf.memory.states import State
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
 from flexrlhf.text import bytes_text, ranks_text
@@ -53,7 +54,7 @@ def _memory_table(memory: RankMemory) -> list[str]:
     ]
 
 
-def _states(states: Mapping[str, State | None]) -> list[str]:
+def _states(states: Mapping[ModelName, State | None]) -> list[str]:
     sizes = {name: asdict(state) if state else None for name, state in states.items()}
     shown = ["weights", "gradients", "optimizer"]
     shown += [key for key in ("cache", "buffers", "host") if any(each and each[key] for each in sizes.values())]

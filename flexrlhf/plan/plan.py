@@ -25,6 +25,7 @@ from flexrlhf.operators.sources import SECTIONS
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.strategies.choice import STRATEGIES, choose_strategy
@@ -54,7 +55,7 @@ class Plan:
     lengths: Lengths
     shapes: dict[str, ModelShape]
     groups: tuple[Group, ...]
-    offloaded: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    offloaded: Mapping[int, tuple[ModelName, ...]] = field(default_factory=dict)
 
     def with_residency(self) -> Plan:
         """This plan with Offload and Reload where models fit a device one after the other, but not together."""

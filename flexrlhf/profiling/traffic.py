@@ -18,6 +18,7 @@ from flexrlhf.execution.checkpoint import save_model
 from flexrlhf.execution.run_operator import LoadedModel
 from flexrlhf.guideline.costs.measurements import Line, Moving
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import bucket_bytes
 from flexrlhf.profiling.model_calls import Bench
@@ -145,7 +146,10 @@ def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
     weights = {name: torch.zeros(numbers, device=bench.device) for name in names}
     parts = {name: whole((numbers,)) for name in names}
     sync = Sync(
-        ranks=(source, destination), source="a", destination="b", transfers=(WeightTransfer(source, destination),)
+        ranks=(source, destination),
+        source=ModelName("a"),
+        destination=ModelName("b"),
+        transfers=(WeightTransfer(source, destination),),
     )
     syncer = Syncer(bench.rank, spec.sync, bucket_bytes(spec), wait)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.routes import Primitive, Transfer
 from flexrlhf.weights.reshard import WeightTransfer
 
@@ -51,7 +52,7 @@ class Run(Instruction):
     """One operator on one placed model, over whole mini-batches."""
 
     operator: Operator
-    model: str
+    model: ModelName
     mini_batches: range
 
     @property
@@ -94,8 +95,8 @@ class Sync(_Periodic):
     ``gathers``: sets of source ranks that put their shards together. ``is_local``: nothing crosses between ranks then.
     """
 
-    source: str
-    destination: str
+    source: ModelName
+    destination: ModelName
     transfers: tuple[WeightTransfer, ...]
     gathers: tuple[tuple[int, ...], ...] = ()
 
@@ -127,7 +128,7 @@ class Eval(_Periodic):
         return tuple(each for each in self.instructions if isinstance(each, Move))
 
     @property
-    def models(self) -> tuple[str, ...]:
+    def models(self) -> tuple[ModelName, ...]:
         return tuple(dict.fromkeys(run.model for run in self.runs))
 
     @property
@@ -142,7 +143,7 @@ class Save(_Periodic):
     ``best``: a metric of the evaluation before it; then only if that is better than in all evaluations before.
     """
 
-    model: str
+    model: ModelName
     best: str | None = None
 
     @property
@@ -158,7 +159,7 @@ class _Residence(_Periodic):
     that most steps do without (``rare``), when that one is.
     """
 
-    model: str
+    model: ModelName
     rare: bool = False
 
     def due(self, step: int, steps: int) -> bool:

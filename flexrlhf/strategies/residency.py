@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from flexrlhf.memory.budget import Phase, Sizing
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.workload import first_alike, works_of
 
 TRAINING = ("train", "update")
-Change = tuple[type[Offload] | type[Reload], str]
+Change = tuple[type[Offload] | type[Reload], ModelName]
 """Put a model away or take it back."""
 MAX_ROUNDS = 8
 """Walks after which the resident set must have repeated; two are usual."""
@@ -41,7 +42,7 @@ class Memory:
             None if size is None else size - sum(state.resting - state.freed for state in states if state is not None)
         )
 
-    def state(self, rank: int, model: str) -> int:
+    def state(self, rank: int, model: ModelName) -> int:
         """What a model holds between instructions, and does not hold while it is offloaded."""
         state = self.sizing.state(self.sizing.placement[model], rank)
         return 0 if state is None else state.freed
@@ -62,14 +63,14 @@ class Residency:
     """``instructions`` with Offload and Reload among them. ``offloaded``: rank → models that start in host memory."""
 
     instructions: tuple[Instruction, ...]
-    offloaded: dict[int, tuple[str, ...]]
+    offloaded: dict[int, tuple[ModelName, ...]]
 
 
-def models_of(instruction: Instruction, placed: Iterable[str]) -> tuple[str, ...]:
+def models_of(instruction: Instruction, placed: Iterable[ModelName]) -> tuple[ModelName, ...]:
     """Those of a rank's ``placed`` models that an instruction touches there."""
     match instruction:
         case Run(model=name) | Save(model=name):
-            touched: tuple[str, ...] = (name,)
+            touched: tuple[ModelName, ...] = (name,)
         case Eval(models=names):
             touched = names
         case Sync(source=source, destination=destination):
@@ -84,7 +85,7 @@ def _is_rare(instruction: Instruction) -> bool:
     return isinstance(instruction, Eval | Save) or (isinstance(instruction, Sync) and instruction.every > 1)
 
 
-def _generates(instruction: Instruction, name: str) -> bool:
+def _generates(instruction: Instruction, name: ModelName) -> bool:
     return isinstance(instruction, Run) and instruction.operator.kind == "generate" and instruction.model == name
 
 
@@ -94,18 +95,18 @@ class _Walk:
     and at the end of a step."""
 
     rank: int
-    placed: tuple[str, ...]
+    placed: tuple[ModelName, ...]
     instructions: Sequence[Instruction]
     memory: Memory
     capacity: int
-    sleepers: frozenset[str] = frozenset()
-    resident: set[str] = field(default_factory=set)
+    sleepers: frozenset[ModelName] = frozenset()
+    resident: set[ModelName] = field(default_factory=set)
     before: dict[int, list[Change]] = field(default_factory=dict)
     after: dict[int, list[Change]] = field(default_factory=dict)
     closing: list[Change] = field(default_factory=list)
 
     @property
-    def away(self) -> tuple[str, ...]:
+    def away(self) -> tuple[ModelName, ...]:
         return tuple(name for name in self.placed if name not in self.resident)
 
     def walk(self) -> None:
@@ -124,18 +125,20 @@ class _Walk:
                 self._change(self.after[index], tired, [])
                 self.resident -= set(tired)
 
-    def _victims(self, index: int, needed: Sequence[str], missing: Sequence[str], room: int) -> list[str]:
-        """LoadedModel models to evict so that those needed fit, farthest next use first."""
+    def _victims(
+        self, index: int, needed: Sequence[ModelName], missing: Sequence[ModelName], room: int
+    ) -> list[ModelName]:
+        """Models to evict so that those needed fit, farthest next use first."""
         total = sum(self.memory.state(self.rank, name) for name in self.resident.union(missing))
         movable = (name for name in self.resident - set(needed) if self.memory.state(self.rank, name))
         idle = sorted(movable, key=lambda name: (-self._next_use(index, name), name))
-        victims: list[str] = []
+        victims: list[ModelName] = []
         while total > room and idle:
             victims.append(idle.pop(0))
             total -= self.memory.state(self.rank, victims[-1])
         return victims
 
-    def _next_use(self, index: int, name: str) -> int:
+    def _next_use(self, index: int, name: ModelName) -> int:
         """Instructions until ``name`` is touched again, going round."""
         length = len(self.instructions)
         for distance in range(1, length + 1):
@@ -145,7 +148,7 @@ class _Walk:
                 return distance
         return length + 1
 
-    def _sleeps_after(self, index: int, name: str) -> bool:
+    def _sleeps_after(self, index: int, name: ModelName) -> bool:
         """Whether another model works before ``name`` does; not between two chunks of one batch that it generates."""
         length = len(self.instructions)
         for later in range(index + 1, index + length):
@@ -158,16 +161,16 @@ class _Walk:
                 return not any(_generates(each, name) for each in self.instructions[index + 1 :])
         return False
 
-    def _visit(self, index: int, missing: Sequence[str], victims: Sequence[str]) -> None:
+    def _visit(self, index: int, missing: Sequence[ModelName], victims: Sequence[ModelName]) -> None:
         self._change(self.before[index], victims, missing)
         self._change(self.after[index], missing, victims)
 
     @staticmethod
-    def _change(into: list[Change], out: Sequence[str], back: Sequence[str]) -> None:
+    def _change(into: list[Change], out: Sequence[ModelName], back: Sequence[ModelName]) -> None:
         into += [(Offload, name) for name in out] + [(Reload, name) for name in back]
 
 
-def _sleepers(placement: Placement) -> frozenset[str]:
+def _sleepers(placement: Placement) -> frozenset[ModelName]:
     """Rollout engines that give their memory to the models beside them whenever they do not generate."""
     beside_training = [model for model in placement.followers if model not in placement.shadows]
     return frozenset(model.name for model in beside_training if model.rollout is not None and model.rollout.sleep)

@@ -9,6 +9,7 @@ from flexrlhf.memory.budget import Compute, Saving, Work
 from flexrlhf.memory.transfers import WeightSync
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
 
@@ -18,7 +19,7 @@ def workload(
     placement: Placement,
     batch: BatchShape,
     rank: int,
-) -> Iterator[tuple[Work, frozenset[str]]]:
+) -> Iterator[tuple[Work, frozenset[ModelName]]]:
     """``instructions``: those of one step that name ``rank``. A model that is first reloaded starts in host memory."""
     away = _away_at_start(instructions)
     for instruction in instructions:
@@ -59,8 +60,8 @@ def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) 
     return batch.samples_per_prompt * max(len(batch.prompts_on(layout, rank, call)) for call in calls)
 
 
-def _away_at_start(instructions: Sequence[Instruction]) -> frozenset[str]:
-    first: dict[str, Instruction] = {}
+def _away_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:
+    first: dict[ModelName, Instruction] = {}
     for instruction in instructions:
         if isinstance(instruction, Offload | Reload):
             first.setdefault(instruction.model, instruction)

@@ -21,6 +21,7 @@ from flexrlhf.engines.base import Engine, EngineContext
 from flexrlhf.engines.factory import make_engine
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.reshard import trained_parts
@@ -38,7 +39,7 @@ def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
 def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) -> dict[str, Tensor]:
     """The weights after some updates, whole; columns and answers of this rank's rows."""
     spec = ModelSpec(init=INIT, **settings)
-    model = PlacedModel("actor", "actor", Layout(BOTH, tp=spec.tp), True, spec, head="both")
+    model = PlacedModel(ModelName("actor"), Layout(BOTH, tp=spec.tp), True, spec, head="both")
     shape = model_shape("actor", spec, "both")
     assert shape is not None
     if spec.lora is not None:

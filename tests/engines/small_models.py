@@ -14,6 +14,7 @@ from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, 
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 
 TINY = {
@@ -41,7 +42,7 @@ def placed(role: str = "actor", head: Head | None = None, **settings: Any) -> Pl
             settings[name] = kind(**settings[name])
     head = head or HEADS.get(role, "causal")
     trained = role in ("actor", "critic")
-    return PlacedModel(role, role, Layout((0,)), trained, ModelSpec(**source, **settings), head=head)
+    return PlacedModel(ModelName(role), Layout((0,)), trained, ModelSpec(**source, **settings), head=head)
 
 
 def engine_of(role: str = "actor", num_updates: int = 100, head: Head | None = None, **settings: Any) -> TorchEngine:

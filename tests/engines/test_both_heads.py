@@ -38,6 +38,7 @@ from flexrlhf.engines.value_head import HeadsOutput, saved_value_head
 from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import LLAMA_LIKE, model_shape
@@ -56,7 +57,7 @@ def trunk(role: str = "actor", **settings: Any) -> TorchEngine:
 
 def trunk_of(init: dict[str, Any], **settings: Any) -> TorchEngine:
     """``settings`` as sections."""
-    model = PlacedModel("actor", "actor", Layout((0,)), True, ModelSpec(init=init, **settings), head="both")
+    model = PlacedModel(ModelName("actor"), Layout((0,)), True, ModelSpec(init=init, **settings), head="both")
     return engine_for(model)
 
 

@@ -19,6 +19,7 @@ from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing
 from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape
@@ -48,7 +49,7 @@ def placed(role: str, settings: dict[str, Any], head: Head) -> tuple[PlacedModel
     assert shape is not None
     if spec.lora is not None:
         shape = with_adapters(role, shape, spec.lora)
-    return PlacedModel(role, role, Layout((0,)), True, spec, head=head), shape
+    return PlacedModel(ModelName(role), Layout((0,)), True, spec, head=head), shape
 
 
 def engine_of(model: PlacedModel) -> TorchEngine:

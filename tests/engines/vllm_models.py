@@ -16,6 +16,7 @@ from flexrlhf.engines.models import load_model
 from flexrlhf.memory.kv_cache import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import model_shape
 
@@ -47,7 +48,7 @@ def placed(init: dict[str, Any] = LLAMA, ranks: tuple[int, ...] = (0,), **rollou
     tp = len(ranks)
     settings = ModelSpec(init=init, engine="vllm", tp=tp, generate_tokens=tokens)
     return PlacedModel(
-        "actor.rollout", "actor", Layout(ranks, tp=tp), False, settings, RolloutSpec(engine="vllm", tp=tp, **rollout)
+        ModelName("actor.rollout"), Layout(ranks, tp=tp), False, settings, RolloutSpec(engine="vllm", tp=tp, **rollout)
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from flexrlhf.config.spec import Head, ModelSpec, Spec
 from flexrlhf.config.spec_file import apply_override, parse_spec
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan, make_plan
 
@@ -48,4 +49,4 @@ def placed_model(name: str, ranks: tuple[int, ...], **settings: Any) -> PlacedMo
     """A placed model by itself, such as ``actor`` or ``actor.shadow``; ``settings`` as in the YAML."""
     model, role = ModelSpec(**settings), name.partition(".")[0]
     trained = name in ("actor", "critic")
-    return PlacedModel(name, role, Layout(ranks, tp=model.tp), trained, model, head=HEADS.get(role, "causal"))
+    return PlacedModel(ModelName(name), Layout(ranks, tp=model.tp), trained, model, head=HEADS.get(role, "causal"))

@@ -19,6 +19,7 @@ from flexrlhf.operators.evaluation import GENERATE
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.weights.lora import gathered_names, shape_of, with_adapters
@@ -109,7 +110,7 @@ def trunk(ranks: tuple[int, ...], name: str = "actor", **settings: Any) -> Place
 
 
 ROLLOUT = PlacedModel(
-    "actor.rollout", "actor", Layout((2,)), False, ModelSpec(init=TINY, engine="vllm"), RolloutSpec(engine="vllm")
+    ModelName("actor.rollout"), Layout((2,)), False, ModelSpec(init=TINY, engine="vllm"), RolloutSpec(engine="vllm")
 )
 ADAPTED = with_adapters("actor", trunk_shape(), LoraSpec(rank=2))
 

@@ -22,7 +22,8 @@ from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import Kind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ROLLOUT, SHADOW, PlacedModel, Placement
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.weights.shapes import ModelShape
 
@@ -54,11 +55,14 @@ class Work:
 class Member:
     """A placed model before it has a place. ``calls``: in schedule order."""
 
-    name: str
-    role: str
+    name: ModelName
     trained: bool
     calls: tuple[Work, ...]
     head: Head = "causal"
+
+    @property
+    def role(self) -> str:
+        return self.name.role
 
     @property
     def kinds(self) -> tuple[CallKind, ...]:
@@ -71,11 +75,11 @@ class Member:
 
     @property
     def is_rollout(self) -> bool:
-        return self.name.endswith(ROLLOUT)
+        return self.name.is_rollout
 
     @property
     def is_shadow(self) -> bool:
-        return self.name.endswith((SHADOW, ROLLOUT))
+        return bool(self.name.copy)
 
 
 @dataclass(frozen=True)
@@ -124,13 +128,13 @@ class Chooser:
             if member.is_rollout:
                 rollout = self.spec.rollout.model_copy(update={"tp": tp})
                 for settings in self._rollouts(base, layout, rollout):
-                    yield PlacedModel(member.name, member.role, layout, False, settings, rollout)
+                    yield PlacedModel(member.name, layout, False, settings, rollout)
             else:
                 plain = (base.of_shadow if member.is_shadow else base).model_copy(update={"zero": zero, "tp": tp})
                 yield from self._matched(
                     member,
                     place,
-                    PlacedModel(member.name, member.role, layout, member.trained, plain, head=member.head),
+                    PlacedModel(member.name, layout, member.trained, plain, head=member.head),
                 )
 
     def _splits(self, member: Member, place: Place, base: ModelSpec) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from flexrlhf.guideline.advice.choices import Member
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, Problem
-from flexrlhf.placement.placed import ROLLOUT, SHADOW
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.ratios import place
 
 Vector = tuple[Fraction, ...]
@@ -27,15 +27,15 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
     shadows: dict[str, ShadowSpec] = {}
     rollout = space.spec.rollout
     for choice in assignment:
-        role, _, copy = choice.part.partition(".")
+        name = ModelName(choice.part)
         settings = choice.option.settings
         assert isinstance(settings, ModelSpec), "options of a Space have settings"
-        if copy == ROLLOUT[1:]:
+        if name.is_rollout:
             rollout = rollout.model_copy(update={"tp": settings.tp, "kv_tokens": settings.generate_tokens})
-        elif copy == SHADOW[1:]:
-            shadows[role] = _shadow_of(settings, space.spec.models.of(role))
+        elif name.is_shadow:
+            shadows[name.role] = _shadow_of(settings, space.spec.models.of(name.role))
         else:
-            models[role] = settings
+            models[name.role] = settings
     for role, shadow in shadows.items():
         models[role] = models[role].model_copy(update={"shadow": shadow})
     spec = space.spec.model_copy(
@@ -53,7 +53,7 @@ def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
 
 def _placement(space: Space, spec: Spec, assignment: Assignment) -> Vector | PlacementMap:
     """A vector where one means the same ranks (or, on devices that are all alike, their mirror image), else ranks."""
-    placed = [choice for choice in assignment if space.has_shadows or not choice.part.endswith(ROLLOUT)]
+    placed = [choice for choice in assignment if space.has_shadows or not ModelName(choice.part).is_rollout]
     total = space.pool.num_devices
     vector = tuple(Fraction(choice.size, total) for choice in placed)
     ranks = {choice.part: tuple(range(choice.start, choice.start + choice.size)) for choice in placed}

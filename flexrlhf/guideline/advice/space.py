@@ -34,7 +34,8 @@ from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ROLLOUT, PlacedModel, Placement
+from flexrlhf.placement.names import ROLLOUT, ModelName
+from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.plan import model_shapes, resolve_models, roles_of, spread
 from flexrlhf.strategies import schedule
@@ -84,10 +85,12 @@ class Space:
         )
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[ModelName, ...]:
         """The placed models, in vector order."""
-        beside = (f"{self.roles.rollout}.rollout",) if self.roles.rollout is not None and not self.has_shadows else ()
-        return (self.roles.with_shadows if self.has_shadows else self.roles.all) + beside
+        if self.has_shadows:
+            return self.roles.with_shadows
+        engine = () if self.roles.rollout is None else (ModelName.of(self.roles.rollout, ROLLOUT),)
+        return self.roles.without_shadows + engine
 
     @cached_property
     def sketch(self) -> Placement:
@@ -95,22 +98,21 @@ class Space:
         order of a schedule follows from."""
         home = {name: number for number, name in enumerate(self.names)}
         if not self.has_shadows and self.roles.rollout is not None:
-            home[f"{self.roles.rollout}.rollout"] = home[self.roles.rollout]
+            home[ModelName.of(self.roles.rollout, ROLLOUT)] = home[ModelName(self.roles.rollout)]
         return Placement(tuple(self._sketched(name, home[name]) for name in self.names), len(self.names))
 
-    def _sketched(self, name: str, rank: int) -> PlacedModel:
-        role, _, copy = name.partition(".")
-        settings = self.spec.models.of(role)
-        assert settings is not None, f"{role} is resolved"
-        rollout = self.spec.rollout if copy == "rollout" else None
-        own = settings.of_shadow if copy else settings
+    def _sketched(self, name: ModelName, rank: int) -> PlacedModel:
+        settings = self.spec.models.of(name.role)
+        assert settings is not None, f"{name.role} is resolved"
+        rollout = self.spec.rollout if name.is_rollout else None
+        own = settings.of_shadow if name.is_shadow else settings
         if rollout is not None:
             own = ModelSpec(engine="vllm", dtype=rollout.dtype or settings.dtype)
-        return PlacedModel(name, role, Layout((rank,)), name in self.roles.trained, own, rollout, self._head(name))
+        return PlacedModel(name, Layout((rank,)), name in self.roles.trained, own, rollout, self._head(name))
 
-    def _head(self, name: str) -> Head:
+    def _head(self, name: ModelName) -> Head:
         """A rollout engine generates alone."""
-        return "causal" if name.endswith(ROLLOUT) else self.roles.heads[name.partition(".")[0]]
+        return "causal" if name.is_rollout else self.roles.heads[name.role]
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
@@ -149,7 +151,7 @@ class Space:
     def sleeper(self) -> str | None:
         """The rollout engine beside the trained copy, which goes to host memory behind its call and comes back for the
         weights."""
-        beside = [name for name in self.names if name.endswith(ROLLOUT)] if not self.has_shadows else []
+        beside = [name for name in self.names if name.is_rollout] if not self.has_shadows else []
         return beside[0] if beside and self.spec.rollout.sleep else None
 
     @cached_property
@@ -164,7 +166,6 @@ class Space:
         return tuple(
             Member(
                 name,
-                name.partition(".")[0],
                 name in self.roles.trained,
                 tuple(calls[name]),
                 self._head(name),
@@ -255,7 +256,7 @@ class Space:
         if self.sleeper is not None:
             yield Task("reload", self.sleeper)
         order = [follower.name for follower in self.sketch.followers]
-        yield from sorted(end, key=lambda sync: order.index(sync.to))
+        yield from sorted(end, key=lambda sync: order.index(ModelName(sync.to)))
 
     def _writers(self, reader: schedule.Task) -> Iterator[schedule.Task]:
         for task, _ in self.steps:
@@ -335,7 +336,7 @@ class Space:
         if (follower.name, side) not in self._sent:
             layout = Layout(tuple(range(side.size)), side.tp)
             settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp})
-            model = PlacedModel(follower.name, follower.role, layout, False, settings, follower.rollout, follower.head)
+            model = PlacedModel(follower.name, layout, False, settings, follower.rollout, follower.head)
             self._sent[follower.name, side] = synced_weights(model, self.shapes[follower.role], self.spec)
         return self._sent[follower.name, side]
 

@@ -19,6 +19,7 @@ from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_t
 from flexrlhf.guideline.simulation.traffic import Flow, NodeBytes, bytes_by_node, gather_flows, move_flows, sync_flows
 from flexrlhf.guideline.simulation.walk import Node, Visit, Walked, steady_seconds, walk_nodes
 from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.timeline import Span, write_trace
@@ -92,7 +93,7 @@ class Simulation:
         return Shares(busy[True] / period, busy[False] / period)
 
     @cached_property
-    def model_shares(self) -> Mapping[str, float]:
+    def model_shares(self) -> Mapping[ModelName, float]:
         """Placed model → of a step, how long it runs."""
         shares = {model.name: 0.0 for model in self.plan.placement.models}
         for item in self.regular:
