@@ -22,7 +22,8 @@ from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.evaluation_batches import held_out_shape
 from flexrlhf.strategies.held_out import walk_held_out
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync

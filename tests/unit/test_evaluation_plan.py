@@ -14,11 +14,12 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.pricing import Pricer, longest_texts
 from flexrlhf.metrics import METRICS, is_better
-from flexrlhf.operators.evaluation import TOLD, metrics_told
+from flexrlhf.operators.evaluation import METRICS, evaluation_metrics
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import schedule_table
 from flexrlhf.strategies.evaluation_batches import HeldOutShape, held_out_shape
 from flexrlhf.strategies.held_out import walk_held_out
@@ -249,7 +250,7 @@ def test_the_best_models_are_saved_behind_the_evaluation() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ((BEST,), "save.best: eval_reward_mean is known of evaluations alone; give eval.path, or remove save.best"),
+        ((BEST,), "save.best: eval_reward_mean is a metric of evaluations; give eval.path, or remove save.best"),
         (
             (HELD_OUT, "save.best=eval_reward_men"),
             "save.best: 'eval_reward_men' is no metric of the evaluations of ppo (did you mean 'eval_reward_mean'?)",
@@ -277,10 +278,10 @@ def test_what_an_evaluation_cannot_tell_is_refused(overrides: tuple[str, ...], s
 @pytest.mark.parametrize(
     ("name", "settings", "sentence"),
     [
-        ("sft", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the held-out rows of sft have their answers"),
-        ("reward", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the held-out rows of reward have their"),
-        ("reward", {"pass_score": 0.5}, "eval.pass_score: evaluations of reward give answers no scores; remove it"),
-        ("sft", {"pass_at": 1}, "eval.pass_at: evaluations of sft give answers no scores; remove it"),
+        ("sft", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the evaluation set of sft has its responses"),
+        ("reward", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the evaluation set of reward has its"),
+        ("reward", {"pass_score": 0.5}, "eval.pass_score: evaluations of reward score no responses; remove it"),
+        ("sft", {"pass_at": 1}, "eval.pass_at: evaluations of sft score no responses; remove it"),
     ],
 )
 def test_settings_without_use_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:
@@ -303,9 +304,9 @@ def test_every_evaluation_tells_metrics_by_which_a_model_may_be_chosen(name: str
     raw = {"name": "run", "algorithm": kind, "models": {}, "data": {"path": "rows.jsonl"}}
     graph = make_graph(parse_spec(raw))
     combined = [operator.function for operator in graph.evaluation if operator.kind == "combine"]
-    assert set(combined) <= set(TOLD)
+    assert set(combined) <= set(METRICS)
     known = {metric.name for metric in METRICS}
-    assert metrics_told(graph) and set(metrics_told(graph)) <= known
+    assert evaluation_metrics(graph) and set(evaluation_metrics(graph)) <= known
 
 
 def test_better_is_strictly_more_but_less_where_the_metric_says_so() -> None:

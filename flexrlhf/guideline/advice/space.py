@@ -29,15 +29,15 @@ from flexrlhf.guideline.simulation.pricing import (
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.rollout import with_rollout
-from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ROLLOUT, ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
-from flexrlhf.plan.plan import model_shapes, resolve_models, roles_of, spread
+from flexrlhf.plan.models import model_shapes
+from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.strategies import schedule
 from flexrlhf.strategies.schedule import make_tasks
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
@@ -76,13 +76,7 @@ class Space:
 
     @cached_property
     def batch(self) -> BatchShape:
-        algorithm = self.spec.algorithm
-        return BatchShape(
-            algorithm.num_prompts,
-            algorithm.samples_per_prompt,
-            algorithm.num_mini_batches,
-            self.spec.schedule.num_chunks,
-        )
+        return BatchShape.of(self.spec)
 
     @cached_property
     def names(self) -> tuple[ModelName, ...]:
@@ -121,8 +115,7 @@ class Space:
 
     @cached_property
     def whole_graph(self) -> Graph:
-        graph = spread(self.graph, self.sketch, self.spec)
-        return with_rollout(graph, self.spec, is_remote=self.has_shadows and self.roles.rollout is not None)
+        return run_graph(self.spec, self.sketch)
 
     @cached_property
     def steps(self) -> tuple[tuple[schedule.Task, int], ...]:
@@ -309,9 +302,7 @@ class Space:
             max(self.mini_batches(writer).start, self.mini_batches(reader).start),
             min(self.mini_batches(writer).stop, self.mini_batches(reader).stop),
         )
-        data = self.spec.data
-        lengths = Lengths(data.max_prompt_tokens, data.max_response_tokens)
-        return rows_bytes(self.batch, lengths, writer.operator, reader.operator, common)
+        return rows_bytes(self.batch, Lengths.of(self.spec), writer.operator, reader.operator, common)
 
     def _rows_seconds(self, size: int, must_part: bool, source: End, to: End, relation: Relation) -> float:
         if must_part and relation != "disjoint":
@@ -375,19 +366,15 @@ def side_of(end: End) -> Side:
 
 def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> Space:
     """Without shadows. Raises UserError where the spec has models or devices that no plan could have."""
-    graph = make_graph(spec)
-    spec = resolve_models(spec, graph)
-    data, algorithm = spec.data, spec.algorithm
-    texts = lengths or TextLengths(data.max_prompt_tokens, (data.max_response_tokens,))
-    batch = BatchShape(algorithm.num_prompts, algorithm.samples_per_prompt, algorithm.num_mini_batches)
-    longest = Lengths(data.max_prompt_tokens, data.max_response_tokens)
+    resolved = resolve(spec)
+    spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
+    texts = lengths or TextLengths(longest.prompt, (longest.response,))
+    batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, {})
     _check_models(spec, shapes, graph.roles)
-    chooser = Chooser(spec, shapes, batch, costs, CallMaker(batch, longest, texts, algorithm.epochs))
+    chooser = Chooser(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
     said = frozenset(spec.schedule.model_fields_set)
-    return Space(
-        spec, graph, roles_of(graph, spec), shapes, make_cluster(spec.cluster), costs, texts, chooser, said=said
-    )
+    return Space(spec, graph, resolved.roles, shapes, resolved.cluster, costs, texts, chooser, said=said)
 
 
 def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str]) -> None:
