@@ -108,7 +108,9 @@ class Blocks:
         return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}
 
     def _attention_over_cache(self, rows: int, length: int) -> int:
-        """Return the bytes of one token in one layer: keys and values repeated for all heads; without groups, the keys."""
+        """Return the bytes of one token in one layer: keys and values repeated for all heads; without groups, the
+        keys.
+        """
         repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
         return rows * length * self.item * repeated // self.tp + self.forward_bytes(rows, 1)
 

@@ -99,7 +99,9 @@ class SequenceLengths:
         return self.prompt + self.response
 
     def rows_within(self, budget: int, rows: int | None) -> int:
-        """Return the rows of a micro-batch of ``budget`` tokens, at least one prompt's, of ``rows`` (None: any number)."""
+        """Return the rows of a micro-batch of ``budget`` tokens, at least one prompt's, of ``rows`` (None: any
+        number).
+        """
         group = self.samples_per_prompt
         fitting = max(1, budget // (self.width * group)) * group
         return fitting if rows is None else min(fitting, rows)
@@ -127,7 +129,9 @@ class Sizing:
         return self._states[model.name, rank]
 
     def kv_bytes(self, model: PlacedModel) -> int:
-        """Return the bytes of a rollout engine's KV cache on each of its ranks; other engines allocate theirs per call."""
+        """Return the bytes of a rollout engine's KV cache on each of its ranks; other engines allocate theirs per
+        call.
+        """
         state = self.state(model, model.ranks[0])
         return 0 if state is None else state.cache
 
@@ -162,7 +166,9 @@ class Sizing:
                 return (self._save(work, self.placement[work.model], rank),)
 
     def loading_bytes(self, rank: int) -> int:
-        """Return the host memory while models are loaded, one by one: each whole and in float32, before it is sharded."""
+        """Return the host memory while models are loaded, one by one: each whole and in float32, before it is
+        sharded.
+        """
         shapes = [self.shapes.get(model.role) for model in self.placement.on_rank(rank)]
         return max((4 * count_elements(shape.parameters) for shape in shapes if shape is not None), default=0)
 

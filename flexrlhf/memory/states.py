@@ -37,7 +37,9 @@ class ZeroSplit:
 
 
 def zero_split(stage: int, num_ranks: int) -> ZeroSplit:
-    """Return the split of a ZeRO stage (Rajbhandari et al. 2020, sec. 5): 1 optimizer, 2 gradients too, 3 weights too."""
+    """Return the split of a ZeRO stage (Rajbhandari et al. 2020, sec. 5): 1 optimizer, 2 gradients too, 3 weights
+    too.
+    """
     weights, gradients, optimizer = (num_ranks if stage >= first else 1 for first in (3, 2, 1))
     return ZeroSplit(weights, gradients, optimizer)
 
@@ -185,7 +187,9 @@ def _optimizer_on_host(state: State, model: PlacedModel, shape: ModelShape) -> S
 
 
 def _deepspeed_elements(parameters: Parameters, stage: int, num_ranks: int) -> int:
-    """Return a rank's elements: stage 3 splits every tensor, the others one flat vector, aligned to 2 elements a rank."""
+    """Return a rank's elements: stage 3 splits every tensor, the others one flat vector, aligned to 2 elements a
+    rank.
+    """
     if num_ranks == 1:
         return count_elements(parameters)
     if stage == 3:

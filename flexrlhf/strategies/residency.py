@@ -159,7 +159,9 @@ class _Walk:
         return length + 1
 
     def _sleeps_after(self, index: int, name: ModelName) -> bool:
-        """Whether another model computes before ``name`` does; not between two chunks of one batch that it generates."""
+        """Whether another model computes before ``name`` does; not between two chunks of one batch that it
+        generates.
+        """
         length = len(self.instructions)
         for later in range(index + 1, index + length):
             instruction = self.instructions[later % length]

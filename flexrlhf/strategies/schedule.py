@@ -273,7 +273,9 @@ def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, l
 
 
 def evaluation_of(graph: Graph, placement: Placement, batch: BatchShape) -> tuple[Run | Move, ...]:
-    """Return the instructions of one batch of an evaluation, on the trained copies: a rollout engine may sleep or lag."""
+    """Return the instructions of one batch of an evaluation, on the trained copies: a rollout engine may sleep or
+    lag.
+    """
     operators = tuple(replace(operator, on_trained=True) for operator in graph.evaluation)
     own = replace(graph, operators=operators, evaluation=())
     instructions = Builder(placement, batch).emit(make_tasks(own, placement, batch, operators))

@@ -26,7 +26,9 @@ VOCABULARY_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a tensor of ``shape`` on one rank: the elements inside ``box``, of which ``flat`` is a row-major range."""
+    """Part of a tensor of ``shape`` on one rank: the elements inside ``box``, of which ``flat`` is a row-major
+    range.
+    """
 
     shape: tuple[int, ...]
     box: tuple[range, ...]
@@ -108,7 +110,9 @@ def _parts(position: _Position, parameters: Parameters) -> Mapping[str, Part]:
 
 
 def _share(size: int, count: int, index: int) -> range:
-    """Return part ``index`` of ``count``, as torch.chunk and DeepSpeed split: parts rounded up, the last may be empty."""
+    """Return part ``index`` of ``count``, as torch.chunk and DeepSpeed split: parts rounded up, the last may be
+    empty.
+    """
     return _at(size, -(-size // count), index)
 
 
