@@ -60,7 +60,9 @@ def test_a_suggestion_lowers_the_peak_by_what_it_says(placement: Any, overrides:
 
 def test_remedies_come_in_order_and_say_whether_numbers_change() -> None:
     found = memory_suggestions(large(), 0)
-    assert [suggestion.freed for suggestion in found] == sorted((suggestion.freed for suggestion in found), reverse=True)
+    assert [suggestion.freed for suggestion in found] == sorted(
+        (suggestion.freed for suggestion in found), reverse=True
+    )
     for suggestion in found:
         assert suggestion.same_numbers == (".lora=" not in suggestion.change and ".dtype=" not in suggestion.change)
 
@@ -75,7 +77,9 @@ def test_only_what_the_engine_serves_is_offered() -> None:
     assert "models.actor.tp" in torch
     assert not {"models.actor.tp", "models.critic.tp"} & deepspeed
     stages = [
-        suggestion.change for suggestion in memory_suggestions(large(), 0) if suggestion.change.startswith("models.actor.zero")
+        suggestion.change
+        for suggestion in memory_suggestions(large(), 0)
+        if suggestion.change.startswith("models.actor.zero")
     ]
     assert stages and all("=1" not in stage for stage in stages)
 
@@ -116,7 +120,7 @@ def test_what_cannot_fit_is_refused_with_the_best_remedy() -> None:
     message = str(caught.value)
     assert "\n" not in message
     best = memory_suggestions(plan, 0)[0]
-    for words in ("rank 0", "V100-16G", "holds 16 GB", "for train on actor", f"{best.change} frees"):
+    for words in ("rank 0", "V100-16G", "has 16 GB", "for train on actor", f"{best.change} frees"):
         assert words in message, message
 
 
