@@ -36,8 +36,9 @@ GRAPHS: dict[str, Callable[[Any], Graph]] = {
 
 
 def make_graph(spec: Spec) -> Graph:
-    """Return the graph of the algorithm before its models are placed: with the sources of scores, and without roles that
-    share another's weights. Raises UserError for sources that the algorithm has no use for."""
+    """Return the graph of the algorithm before its models are placed, with the sources of scores; roles that share
+    another's weights are part of that role. Raises UserError for sources that the algorithm does not use.
+    """
     graph = with_sources(GRAPHS[spec.algorithm.name](spec.algorithm), spec)
     for role in graph.roles:
         model = spec.models.of(role)

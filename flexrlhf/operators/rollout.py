@@ -53,8 +53,8 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         )
     if graph.generated is None:
         raise UserError(
-            f"rollout.engine: {rollout.engine} has nothing to do, since {algorithm.name} trains on responses of the data "
-            f"set; remove rollout"
+            f"rollout.engine: {rollout.engine} has nothing to do, since {algorithm.name} trains on responses of the "
+            f"data set; remove rollout"
         )
     if isinstance(algorithm, SampledSpec) and algorithm.is_cut and rollout.parity is not None:
         raise UserError(

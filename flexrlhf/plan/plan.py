@@ -18,7 +18,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.strategies.instructions import Move, Run, Sync
-from flexrlhf.strategies.residency import Memory, with_residency
+from flexrlhf.strategies.residency import DeviceMemory, with_residency
 from flexrlhf.strategies.schedule import Schedule, later_chunks
 from flexrlhf.strategies.workload import first_alike, workload
 from flexrlhf.weights.reshard import sync_bytes
@@ -56,7 +56,7 @@ class Plan:
 
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
-        memory = Memory(self.sizing, self.cluster, self.batch)
+        memory = DeviceMemory(self.sizing, self.cluster, self.batch)
         residency = with_residency(self.schedule.instructions, memory)
         schedule = replace(self.schedule, instructions=residency.instructions)
         return replace(self, schedule=schedule, offloaded=residency.offloaded)
@@ -88,7 +88,7 @@ class Plan:
         return later_chunks(self.schedule.instructions, run) if run.operator.kind == "generate" else []
 
     def move_bytes(self, move: Move, batch: BatchShape | None = None) -> int:
-        """Return the bytes that cross between ranks when ``move`` runs once. ``batch``: of an evaluation, for its moves."""
+        """Return the bytes that cross between ranks when ``move`` runs once. ``batch``: of its evaluation, if any."""
         samples = (batch or self.batch).samples_per_prompt
         return sum(len(t.prompts) * samples * self.lengths.row_bytes(t.column) for t in move.transfers)
 
@@ -117,7 +117,7 @@ class Plan:
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Memory of every rank; ranks with the same work share one computation."""
+        """DeviceMemory of every rank; ranks with the same work share one computation."""
         alike = first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
         computed = {rank: self.memory(rank) for rank in set(alike.values())}
         return tuple(replace(computed[first], rank=rank) for rank, first in sorted(alike.items()))

@@ -256,7 +256,7 @@ class Chooser:
         for call in member.calls:
             kind = call.kind
             if kind == "switch":
-                yield kind, self.costs.switch(self._state(model, common).parked, place.device).seconds, 0
+                yield kind, self.costs.switch(self._state(model, common).offloaded, place.device).seconds, 0
                 continue
             rows, key = self._most_rows(model, kind, call.mini_batches), (common, kind, _matters(kind, model.settings))
             seconds = self.once(("seconds", key, call), partial(self._seconds, model, mesh, kind, call))

@@ -118,7 +118,7 @@ class Space:
         return run_graph(self.spec, self.sketch)
 
     @cached_property
-    def steps(self) -> tuple[tuple[schedule.Task, int], ...]:
+    def steps(self) -> tuple[tuple[schedule.OperatorTask, int], ...]:
         """The operators in the order of the strategy, each with its lag."""
         tasks = partial(make_tasks, self.whole_graph, self.sketch, self.batch)
         if not self.spec.schedule.lag or not self.has_shadows:
@@ -137,7 +137,7 @@ class Space:
         """By operator: those that have been asked for."""
         return {}
 
-    def mini_batches(self, task: schedule.Task) -> range:
+    def mini_batches(self, task: schedule.OperatorTask) -> range:
         return self.batch.mini_batches if task.chunk is None else self.batch.chunk(task.chunk)
 
     @property
@@ -251,13 +251,13 @@ class Space:
         order = [follower.name for follower in self.sketch.followers]
         yield from sorted(end, key=lambda sync: order.index(ModelName(sync.to)))
 
-    def _writers(self, reader: schedule.Task) -> Iterator[schedule.Task]:
+    def _writers(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
         for task, _ in self.steps:
             is_read = not set(task.operator.writes).isdisjoint(reader.operator.reads)
             if is_read and not set(self.mini_batches(task)).isdisjoint(self.mini_batches(reader)):
                 yield task
 
-    def _sync(self, task: schedule.Task, follower: PlacedModel) -> Sync:
+    def _sync(self, task: schedule.OperatorTask, follower: PlacedModel) -> Sync:
         return Sync(name_of(task), follower.name, partial(self._sync_seconds, follower), self.spec.sync.every)
 
     def _rows(self) -> Iterator[Rows]:
@@ -270,7 +270,7 @@ class Space:
             for writer in self._apart(reader):
                 yield Rows(name_of(writer), name_of(reader), self._border_seconds)
 
-    def _apart(self, reader: schedule.Task) -> Iterator[schedule.Task]:
+    def _apart(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
         """Of each other model that must not share a device with that of ``reader``, though nothing travels between, a
         task that it waits for anyhow. With shadows all inference is waited for: advantages follow from it."""
         if not self.has_shadows or reader.operator.kind != "train":
@@ -283,9 +283,9 @@ class Space:
                 yield task
 
     @cached_property
-    def _ancestors(self) -> dict[str, dict[str, schedule.Task]]:
+    def _ancestors(self) -> dict[str, dict[str, schedule.OperatorTask]]:
         """Task → all that it waits for, by name."""
-        found: dict[str, dict[str, schedule.Task]] = {}
+        found: dict[str, dict[str, schedule.OperatorTask]] = {}
         for task, _ in self.steps:
             mine = found[name_of(task)] = {}
             for writer in self._writers(task):
@@ -296,7 +296,7 @@ class Space:
     def _border_seconds(source: End, to: End, relation: Relation) -> float:
         return 0.0 if relation == "disjoint" else FORBIDDEN
 
-    def _rows_bytes(self, writer: schedule.Task, reader: schedule.Task) -> int:
+    def _rows_bytes(self, writer: schedule.OperatorTask, reader: schedule.OperatorTask) -> int:
         """Of what ``reader`` reads of ``writer``."""
         common = range(
             max(self.mini_batches(writer).start, self.mini_batches(reader).start),
@@ -355,7 +355,7 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
     return tuple(number for number in CHUNKS if mini_batches % number == 0) if space.has_shadows else (1,)
 
 
-def name_of(task: schedule.Task) -> str:
+def name_of(task: schedule.OperatorTask) -> str:
     return task.operator.name if task.chunk is None else f"{task.operator.name}.{task.chunk}"
 
 
