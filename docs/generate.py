@@ -139,7 +139,6 @@ def _legend(rows: Mapping[tuple[Box, ...], Sequence[int]], seconds: float) -> It
     yield f"one step, {seconds:.1f} s" + "".join(f"; {name}: {full}" for name, full in short.items())
 
 
-
 # --- reference
 
 
@@ -169,8 +168,8 @@ REFERENCE_HEAD = """\
 <!-- written by docs/generate.py: change the descriptions in flexrlhf/config and the commands, then run it -->
 # Reference
 
-Every key of the YAML with its default and meaning, every command with its options, every metric. A key without a default
-is required; `null` switches a setting off or leaves the choice to what the meaning says. Unknown keys are refused.
+Every key of the YAML with its default and meaning, every command with its options, every metric. A key without a
+default is required; `null` switches a setting off, or its meaning says what it stands for. Unknown keys are refused.
 `--set KEY=VALUE` changes any of them on the command line, as in `--set models.actor.zero=3`.
 Algorithms, placements and the other subjects are explained in [the other pages](README.md)."""
 
@@ -197,7 +196,7 @@ def _settings() -> Iterator[str]:
 
 def _below(path: str, field: FieldInfo, seen: set[type[BaseModel]]) -> Iterator[str]:
     """Sections of the mappings that a field may have, and of those in them, each once."""
-    for kind in _mappings(field.annotation):
+    for kind in mappings(field.annotation):
         if kind in seen:
             continue
         seen.add(kind)
@@ -258,9 +257,10 @@ def _algorithm() -> Iterator[str]:
 
 
 def _common(named: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
-    """The classes that algorithms extend and that are none themselves, from general to special."""
-    bases = {base for kind in named for base in kind.__mro__ if issubclass(base, algorithms.AlgorithmSpec)} - {*named}
-    return sorted(bases, key=lambda base: len(base.__mro__))
+    """Return the classes that algorithms extend and that are none themselves, general ones first."""
+    extended = {base for kind in named for base in kind.__mro__ if issubclass(base, algorithms.AlgorithmSpec)}
+    assert extended - {*named} == {*FAMILIES}, "FAMILIES has a title for each of them"
+    return list(FAMILIES)
 
 
 def _name_of(kind: type[BaseModel]) -> str:
@@ -273,11 +273,11 @@ def _sources() -> Iterator[str]:
         yield from _section(f"`reward`, `cost`: a source with `{key}`", source)
 
 
-def _mappings(annotation: Any) -> Iterator[type[BaseModel]]:
+def mappings(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _mappings(argument)
+        yield from mappings(argument)
 
 
 def _type(field: FieldInfo) -> str:
