@@ -201,11 +201,10 @@ def _below(path: str, field: FieldInfo, seen: set[type[BaseModel]]) -> Iterator[
             continue
         seen.add(kind)
         if kind is spec.PlacementMap:
-            yield from _section("`placement`, as a mapping", kind)
+            yield from _section("`placement`, as a mapping", kind, spec.PLACEMENT_SETTINGS)
             yield from _section("`placement.MODEL`", spec.PlacementEntry)
             continue
-        if kind is not spec.ModelsSpec:
-            yield from _section(f"`{path}`", kind)
+        yield from _section(f"`{path}`", kind, () if kind is spec.ModelsSpec else None)
         for name, inner in kind.model_fields.items():
             role = "ROLE" if kind is spec.ModelsSpec else name
             yield from _below(f"{path}.{role}", inner, seen)
@@ -219,10 +218,25 @@ def _section(title: str, kind: type[BaseModel], names: Sequence[str] | None = No
     fields = {name: field for name, field in kind.model_fields.items() if names is None or name in names}
     if fields:
         rows = [
-            (f"`{field.alias or name}`", _type(field), _default(field), field.description or "")
+            (f"`{field.alias or name}`", _type(field), _default(field), _meaning(kind, name))
             for name, field in fields.items()
         ]
         yield _table(("key", "value", "default", "meaning"), rows)
+
+
+def _meaning(kind: type[BaseModel], name: str) -> str:
+    """Return the description of a field, else that of the field it replaces, else what its mapping is."""
+    fields = [base.model_fields[name] for base in kind.__mro__ if name in getattr(base, "model_fields", {})]
+    described = [field.description for field in fields if field.description]
+    return described[0] if described else _subject([*mappings(fields[0].annotation)])
+
+
+def _subject(kinds: Sequence[type[BaseModel]]) -> str:
+    """Return the first sentence about a mapping, as the meaning of a key."""
+    if len(kinds) != 1:
+        return "see below" if kinds else ""
+    sentence = re.split(r"\.(?=\s+[A-Z`]|$)", _plain(kinds[0].__doc__))[0]
+    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
 
 
 def _plain(docstring: str | None) -> str:
