@@ -180,7 +180,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"\bNone\b", "`null`", text).replace("|", "\\|").replace("<", "&lt;")
+    """Return a cell of a table: what Markdown would read as HTML is escaped, but in code."""
+    parts = re.sub(r"\bNone\b", "`null`", text).replace("|", "\\|").split("`")
+    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
 
 
 def _settings() -> Iterator[str]:
