@@ -19,7 +19,8 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import Syncer
 from flexrlhf.comm.world import Groups, RankProgress, World, deadline
 from flexrlhf.config.algorithms import SampledSpec
-from flexrlhf.data.examples import Example, step_indices
+from flexrlhf.data.examples import Example
+from flexrlhf.data.order import step_indices
 from flexrlhf.engines.base import Moments, Sampling, add_moments
 from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.execution.controller_states import make_controls

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.data.examples import Example, detect_form, load_examples, read_rows, text_of
+from flexrlhf.data.examples import Example, load_examples
+from flexrlhf.data.files import read_rows
+from flexrlhf.data.forms import detect_form, text_of
 from flexrlhf.plan.inputs import data_sources, load_tokenizer, tokenizer_path
 from flexrlhf.plan.plan import Plan
 

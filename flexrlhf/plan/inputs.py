@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.algorithms import PolicySpec
-from flexrlhf.data.examples import Example, Needs, load_examples, read_rows, read_texts
+from flexrlhf.data.examples import Example, load_examples, read_texts
+from flexrlhf.data.files import read_rows
+from flexrlhf.data.forms import Needs
 from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan

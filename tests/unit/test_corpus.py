@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flexrlhf.data.examples import load_examples, read_rows
+from flexrlhf.data.examples import load_examples
+from flexrlhf.data.files import read_rows
 from flexrlhf.data.quickstart.corpus import (
     BAD_ANSWERS,
     KIND_CLOSERS,

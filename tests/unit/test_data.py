@@ -10,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flexrlhf.data.examples import (
-    ALPACA_TEMPLATES,
-    Example,
-    Needs,
-    detect_form,
-    load_examples,
-    read_rows,
-    split_dialogues,
-    step_indices,
-    text_of,
-)
+from flexrlhf.data.examples import Example, load_examples
+from flexrlhf.data.files import read_rows
+from flexrlhf.data.forms import ALPACA_TEMPLATES, Needs, detect_form, split_dialogues, text_of
+from flexrlhf.data.order import step_indices
 from flexrlhf.errors import UserError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -101,7 +94,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt": "y"}\n', "a.jsonl, line 2: not JSON"),
         ("a.json", b'[\n{"prompt": "x"},\n}]', "a.json, line 3: not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n["y"]\n', "a.jsonl, row 2: a row must be a JSON object, found a list"),
-        ("a.json", b'{"prompt": "x"}', "a.json must hold a list of objects, found an object"),
+        ("a.json", b'{"prompt": "x"}', "a.json must contain a list of objects, found an object"),
         ("a.jsonl", b"\n", "a.jsonl has no rows"),
         ("a.json", b"[]", "a.json has no rows"),
         ("a.jsonl.gz", b"not gzip", "cannot read"),
