@@ -81,7 +81,6 @@ class ModelSpec(StrictModel):
         0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
-    cp: int = Field(1, ge=1, description="context-parallel ranks of a replica")
     dtype: Dtype = Field("float32", description="of weights and passes; a trained model keeps float32 master weights")
     lora: LoraSpec | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -305,7 +304,6 @@ class RolloutSpec(StrictModel):
 
     engine: Literal["transformers", "vllm"] = "transformers"
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine")
-    pp: int = Field(1, ge=1, description="pipeline stages of an engine")
     dtype: Dtype | None = Field(None, description="None: the actor's")
     process: Literal["inline", "child"] = Field(
         "inline", description="child: an own process, which decodes while its rank does other instructions"
