@@ -34,7 +34,7 @@ def refused(override: str) -> str:
         ),
         (
             "algorithm.kl={target: 4.0, horizon: 1}",
-            "algorithm: kl.horizon 1 is too short for the 8 answers of a step, which could turn the coefficient "
+            "algorithm: kl.horizon 1 is too short for the 8 responses of a step, which could turn the coefficient "
             "negative: use at least 2",
         ),
         ("algorithm.kl={target: 0}", "algorithm.kl.target: must be greater than 0, found 0"),

@@ -31,7 +31,6 @@ from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
-Score = Callable[..., Scores]
 
 
 def sample(response: str, num_tokens: int = 3, **columns: Any) -> Sample:

@@ -129,7 +129,7 @@ def test_a_wrong_value_is_refused_by_name_with_what_was_found(override: str, wor
         ("algorithm={}", f"algorithm.name: missing; known: {', '.join(ALGORITHMS)}"),
         ("algorithm.truncation={penalty: x}", "algorithm.truncation.penalty: expected a number, found 'x'"),
         ("algorithm.truncation={}", "algorithm.truncation.penalty: missing"),
-        ("algorithm.kl=false", "algorithm.kl: expected a mapping ({} for what is usual, null for none), found false"),
+        ("algorithm.kl=false", "algorithm.kl: expected a mapping ({} for the defaults, null for none), found false"),
         ("placement={actor: 1, ref: {ranks: 3}}", "placement.ref.ranks: expected a list such as [0, 1], found 3"),
         ("placement={actor: 1, Ref: {ranks: [x]}}", "placement.Ref.ranks.0: expected a whole number, found 'x'"),
         ("placement={1: 1}", "placement.1: expected a text, found 1"),
@@ -574,16 +574,16 @@ def test_a_ratio_vector_of_the_command_line() -> None:
     [
         (
             ("rollout.tp=2",),
-            "rollout: tp goes with engine vllm; transformers generates with the actor as models.actor says: remove tp",
+            "rollout: tp goes with engine vllm; transformers generates with the settings of models.actor: remove tp",
         ),
         (
             ("rollout={kv_tokens: 64, sleep: false}",),
-            "rollout: kv_tokens goes with engine vllm; transformers generates with the actor as models.actor says: "
+            "rollout: kv_tokens goes with engine vllm; transformers generates with the settings of models.actor: "
             "remove kv_tokens, sleep",
         ),
         (
             ("rollout.parity=null",),
-            "rollout: parity goes with engine vllm; transformers generates with the actor as models.actor says: "
+            "rollout: parity goes with engine vllm; transformers generates with the settings of models.actor: "
             "remove parity",
         ),
         (("rollout.engine=vlm",), "rollout.engine: expected 'transformers' or 'vllm', found 'vlm'"),
@@ -597,7 +597,7 @@ def test_a_ratio_vector_of_the_command_line() -> None:
         *(
             (
                 (f"algorithm.{name}={value}",),
-                f"algorithm: {name} {value} draws answers from another distribution than the policy's; use {plain}, "
+                f"algorithm: {name} {value} samples from another distribution than the policy's; use {plain}, "
                 "or correct for it with importance: {}",
             )
             for name, value, plain in (("top_p", 0.9, 1), ("top_k", 5, 0), ("min_response_tokens", 2, 0))
