@@ -9,8 +9,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
-Level = Literal["answer", "token"]
-"""One score for a response, or one for each of its tokens."""
+Level = Annotated[
+    Literal["answer", "token"], Field(description="answer: one score a response; token: one a response token")
+]
 
 
 class _WeightedSource(StrictModel):
@@ -23,13 +24,13 @@ class ModelSource(_WeightedSource):
     """Scalar head of a placed model, at the last token of the response, or after every token of it."""
 
     model: str = Field(description="a role of models: reward, or one named reward_...")
-    level: Level = Field("answer", description="answer: one score a response; token: one a response token")
+    level: Level = "answer"
 
 
 class _CalledSource(_WeightedSource):
     """Settings of sources that are no models. They are called with batches of responses."""
 
-    level: Level = Field("answer", description="answer: one score a response; token: a list, one a response token")
+    level: Level = "answer"
     batch_size: int = Field(16, ge=1, description="responses of one call")
     seconds: float = Field(0.0, ge=0, description="time of one call that simulate and advise assume")
 
@@ -75,7 +76,7 @@ class ServiceSource(_CalledSource):
 class RuleSource(_CalledSource):
     """Rule that ships with flexrlhf, of whole responses: right is 1, wrong 0."""
 
-    level: Literal["answer"] = Field("answer", description="a rule gives one score a response")
+    level: Literal["answer"] = "answer"
     rule: Literal["exact_answer", "gsm8k", "format", "length"]
     answer: str = Field("answer", description="exact_answer, gsm8k: column with the solution")
     pattern: str | None = Field(None, description="format: regular expression that the whole response must match")

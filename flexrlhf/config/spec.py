@@ -162,7 +162,7 @@ class ModelsSpec(StrictModel):
 
 
 class NodeSpec(StrictModel):
-    """A number of equal machines."""
+    """Machines of one kind."""
 
     count: int = Field(1, ge=1, description="machines")
     devices: int = Field(ge=1, description="devices in each machine")

@@ -18,7 +18,7 @@ from flexrlhf.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that data loading needs."""
+    """Part of a Hugging Face tokenizer that data loading needs."""
 
     @property
     def bos_token_id(self) -> int | None: ...

@@ -1,4 +1,4 @@
-"""What is passed to a source of scores and what it returns. Worker processes load this: the standard library alone."""
+"""Input and output of a source of scores. Worker processes load this: the standard library alone."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class _StepRequests:
-    """What the requests of one step share.
+    """Shared state of the requests of one step.
 
     client:       keeps the connections
     concurrency:  limits the batches that are under way

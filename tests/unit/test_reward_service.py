@@ -229,7 +229,7 @@ def test_a_service_that_dies_halfway_costs_the_rest(capsys: pytest.CaptureFixtur
     assert "ConnectError" in capsys.readouterr().err
 
 
-def test_the_scorer_asks_services_beside_other_sources(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scorer_calls_several_services(capsys: pytest.CaptureFixture[str]) -> None:
     def half(request: Request) -> Reply:
         return rewards([None if text == "x" else 10 for text in request.body["query"]])
 

@@ -95,11 +95,11 @@ def test_a_function_may_use_processes(method: str, tmp_path: Path) -> None:
     assert scores([FunctionSource(function=f"{tmp_path}/own.py:f")], [sample("abc")]).totals == [1.5]
 
 
-@pytest.mark.parametrize("name", ["json", "wave", "beside", "own-1"])
+@pytest.mark.parametrize("name", ["json", "wave", "neighbour", "own-1"])
 def test_a_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded already, of the standard library, in the working directory; or with a name that no module has."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "own").mkdir()
     file = tmp_path / f"own/{name}.py"
     file.write_text(f"def f(p, r):\n    return [float(__name__ == 'flexrlhf_scores_{name}')] * len(p)\n")
@@ -117,10 +117,10 @@ def test_a_module_is_found_by_its_name_in_the_working_directory(
     assert scores([source], [sample("a")]).totals == [2]
 
 
-def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_finds_modules_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/beside.py").write_text("VALUE = 5\n")
-    (tmp_path / "folder/own.py").write_text("from beside import VALUE\ndef f(p, r):\n    return [VALUE] * len(p)\n")
+    (tmp_path / "folder/neighbour.py").write_text("VALUE = 5\n")
+    (tmp_path / "folder/own.py").write_text("from neighbour import VALUE\ndef f(p, r):\n    return [VALUE] * len(p)\n")
     monkeypatch.chdir(tmp_path)
     assert scores([FunctionSource(function="folder/own.py:f")], [sample("a")]).totals == [5]
 
@@ -128,7 +128,7 @@ def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_batches_are_shared_by_the_workers() -> None:
     section = scorer(function("process", workers=2, batch_size=2))
     found = section.score([sample("a")] * 8).totals
-    assert found[::2] == found[1::2], "an answer of a batch was scored elsewhere"
+    assert found[::2] == found[1::2], "a response of a batch was scored elsewhere"
     assert len(set(found)) == 2 and os.getpid() not in found
     section.close()
     assert not any(_lives(int(pid)) for pid in set(found))
@@ -187,7 +187,7 @@ def test_a_call_that_fails_costs_its_batch_and_is_reported_once(
 
 
 @pytest.mark.parametrize(("word", "failed"), [("one none", 1), ("nan", 0)])
-def test_nothing_for_one_answer_costs_that_answer(word: str, failed: int, by_response: Scorer) -> None:
+def test_no_score_for_one_response_costs_that_response(word: str, failed: int, by_response: Scorer) -> None:
     """A function that says NaN means it: that is no failure of the function."""
     found = by_response.score([sample(word), sample("a")])
     assert found.totals == pytest.approx([math.nan, 1], nan_ok=True)
@@ -337,7 +337,7 @@ def test_scores_of_tokens_add_up_and_that_of_an_answer_lands_on_the_last() -> No
     assert found.failed == 0
 
 
-def test_a_list_of_another_length_costs_that_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_of_another_length_costs_that_response(capsys: pytest.CaptureFixture[str]) -> None:
     sources = [function("one_token_short", level="token"), function("lengths")]
     found = scores(sources, [sample("short", 3), sample("good", 2)])
     assert found.totals == pytest.approx([math.nan, 2 + 4], nan_ok=True)
@@ -361,7 +361,7 @@ def test_a_list_of_another_length_costs_that_answer(capsys: pytest.CaptureFixtur
         (iter([1, 2]), [1, 2]),
     ],
 )
-def test_a_reply_of_one_number_an_answer(said: Any, entries: list[float | None]) -> None:
+def test_a_reply_of_one_number_a_response(said: Any, entries: list[float | None]) -> None:
     assert read_reply(said, [3, 3], "answer").scores == entries
 
 
