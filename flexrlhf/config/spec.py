@@ -61,6 +61,8 @@ class LoraSpec(StrictModel):
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
+CallKind = Literal["generate", "forward", "train"]
+"""Kind of a model's call: what it computes."""
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
 
