@@ -1,4 +1,4 @@
-"""What frees memory: each suggestion lowers the planned peak by what it says; runs that cannot fit are refused by name."""
+"""Suggestions: each reduces the planned peak by the bytes that it states; runs that cannot fit are refused by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_suggestion_lowers_the_peak_by_what_it_says(placement: Any, overrides:
             assert plan.memory(rank).peak_bytes - changed.memory(rank).peak_bytes == suggestion.freed > 0
 
 
-def test_remedies_come_in_order_and_say_whether_numbers_change() -> None:
+def test_suggestions_come_in_order_and_say_whether_numbers_change() -> None:
     found = memory_suggestions(large(), 0)
     assert [suggestion.freed for suggestion in found] == sorted(
         (suggestion.freed for suggestion in found), reverse=True
