@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.sync import Destination, Source
-from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.config.spec import LoraSpec
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.factory import make_engine
-from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError
 from flexrlhf.execution.run_operator import LoadedModel
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan, bucket_bytes
-from flexrlhf.strategies.instructions import Sync
+from flexrlhf.plan.plan import Plan
 from flexrlhf.weights.lora import shape_of
 from flexrlhf.weights.reshard import bucket_names, trained_parts
 from flexrlhf.weights.shapes import ModelShape
@@ -68,44 +64,24 @@ def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int
     return planned
 
 
-def source_of(
-    resident: LoadedModel,
-    sets: Sequence[tuple[int, ...]],
-    rank: int,
-    groups: Groups,
-    wait: Wait,
-    merge: LoraSpec | None = None,
-) -> Source:
-    """The trained weights of ``resident``; of ``sets`` that gather, the one with this rank makes them whole.
-
-    ``merge``: adapters that the destination wants merged, for which their base weights are gathered too.
-    """
+def weight_gather(
+    loaded: LoadedModel, sets: Sequence[tuple[int, ...]], rank: int, groups: Groups, wait: Wait
+) -> WeightGather:
+    """Return the collective of the ranks among ``sets`` that make the trained weights of ``loaded`` whole with this."""
     ranks = next((members for members in sets if rank in members), (rank,))
-    parts_of = trained_parts if merge is None else parts_on
-    parts = tuple(parts_of(resident.model, resident.shape, member) for member in ranks)
-    group = groups.get(f"gather {resident.model.name}", ranks)
-    weights = resident.engine.weights()
-    return Source({name: weights[name] for name in parts[0]}, Gather(group, ranks, parts, wait), merge)
+    shards = tuple(trained_parts(loaded.model, loaded.shape, member) for member in ranks)
+    return WeightGather(groups.get(f"gather {loaded.model.name}", ranks), ranks, shards, wait)
 
 
-def adapters_to_merge(source: PlacedModel, destination: PlacedModel) -> LoraSpec | None:
-    """The source's adapters where the destination holds them inside the weights that they change."""
-    return source.settings.lora if destination.rollout is not None else None
-
-
-def destination_of(model: PlacedModel, shape: ModelShape, sync: Sync) -> Destination:
-    """What each rank of ``model``, which follows another copy, holds."""
-    parts = {rank: trained_parts(model, shape, rank) for rank in sorted({t.destination for t in sync.transfers})}
-    return Destination(DTYPES[model.settings.dtype], parts)
-
-
-def whole_weights(plan: Plan, source: Source, keep: bool) -> dict[str, Tensor]:
-    """All trained weights, whole, in host memory where ``keep``; gathered bucket by bucket, by all ranks that share."""
-    parts = source.gather.parts[0]
-    dtype = next(iter(source.weights.values())).dtype
+def whole_weights(
+    weights: Mapping[str, Tensor], gather: WeightGather, bucket_bytes: int, keep: bool
+) -> dict[str, Tensor]:
+    """Return all trained weights, whole, in host memory where ``keep``; else nothing. A collective, by buckets."""
+    shards = gather.shards[0]
+    dtype = weights[next(iter(shards))].dtype
     tensors: dict[str, Tensor] = {}
-    for names in bucket_names(parts, dtype.itemsize, bucket_bytes(plan.spec)):
-        bucket = source.gather.whole(source.weights, names, dtype)
+    for names in bucket_names(shards, dtype.itemsize, bucket_bytes):
+        bucket = gather.whole(weights, names, dtype)
         if keep:
             tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
     return tensors

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from flexrlhf.comm.move import Mover, Wire
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.sync import Syncer
 from flexrlhf.comm.world import Groups, RankProgress, World, deadline
 from flexrlhf.config.algorithms import SampledSpec
 from flexrlhf.data.examples import Example, step_indices
@@ -25,12 +24,13 @@ from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.execution.controller_states import make_controls
 from flexrlhf.execution.evaluator import Evaluation
 from flexrlhf.execution.input_columns import input_columns
-from flexrlhf.execution.loading import adapters_to_merge, destination_of, load_model_on_rank, source_of, whole_weights
+from flexrlhf.execution.loading import load_model_on_rank, weight_gather, whole_weights
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.run_operator import LoadedModel, OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.samples import append_samples
 from flexrlhf.execution.scoring import make_scoring
+from flexrlhf.execution.weight_syncs import WeightSyncs
 from flexrlhf.metrics import Triple, statistic_name
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.operators.columns import plain, qualified
@@ -43,7 +43,6 @@ from flexrlhf.plan.plan import Plan, bucket_bytes
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.timeline import Span, Timeline
-from flexrlhf.weights.reshard import trained_parts
 
 EVAL_STEP = -1
 """The step that sampling noise of evaluations is drawn for: none of training."""
@@ -72,7 +71,7 @@ class Trainer:
         self._versions = dict.fromkeys(self._models, 0)
         self._stores: dict[int, RowStore] = {}
         self._mover = Mover(world.rank, Wire(plan.batch, plan.lengths, world.device), self._wait)
-        self._syncer = Syncer(world.rank, plan.spec.sync, bucket_bytes(plan.spec), self._wait)
+        self._syncs = WeightSyncs(plan, world.rank, self._models, self._groups, self._wait)
         self._recorder = Recorder(plan, world, directory)
         self.timeline = Timeline(world.rank, plan.spec.timeline_steps)
 
@@ -156,20 +155,10 @@ class Trainer:
         return self._mover.start(move, self._store(step), group)
 
     def _sync(self, sync: Sync, step: int) -> int:
-        group = None if sync.is_local else self._groups.get(f"sync {sync.source}", sync.ranks)
-        follower, sent = self._models.get(sync.destination), 0
-        load = follower.engine.load_weights if follower is not None else None
-        if sync.source in self._models:
-            resident, destination = self._models[sync.source], self.plan.placement[sync.destination]
-            merge = adapters_to_merge(resident.model, destination)
-            source = source_of(resident, sync.gathers, self._world.rank, self._groups, self._wait, merge)
-            sent = self._syncer.send(sync, source, destination_of(destination, resident.shape, sync), group, load)
-        if follower is not None and load is not None:
-            parts = trained_parts(follower.model, follower.shape, self._world.rank)
-            held = follower.engine.weights()
-            self._syncer.receive(sync, {name: held[name] for name in parts}, parts, load, group)
+        num_bytes = self._syncs.run(sync)
+        if sync.destination in self._models:
             self._versions[sync.destination] = step + 1
-        return sent
+        return num_bytes
 
     def _evaluate(self, instruction: Eval, step: int) -> None:
         """Walk the list of ``instruction`` over the held-out rows."""
@@ -218,8 +207,8 @@ class Trainer:
                 return
             best = {"step": step, "metric": save.best, "value": value}
             directory = directory.with_name(f"{save.model}-best")
-        source = source_of(resident, [save.ranks], self._world.rank, self._groups, self._wait)
-        weights = whole_weights(self.plan, source, keep=is_writer)
+        gather = weight_gather(resident, [save.ranks], self._world.rank, self._groups, self._wait)
+        weights = whole_weights(resident.engine.weights(), gather, bucket_bytes(self.plan.spec), keep=is_writer)
         if not is_writer:
             return
         if settings.lora is None:
@@ -347,7 +336,7 @@ class Trainer:
         for store in self._stores.values():
             store.finish()
         self._mover.close()
-        self._syncer.close()
+        self._syncs.close()
         self._recorder.finish(self.timeline, self._held(), self._meter.peak())
 
     def _held(self) -> dict[str, dict[str, int]]:

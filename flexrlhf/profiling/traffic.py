@@ -12,20 +12,22 @@ from torch import Tensor
 
 from flexrlhf.comm.move import Mover, Wire
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.sync import Destination, Source, Syncer
-from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.execution.checkpoint import save_model
 from flexrlhf.execution.run_operator import LoadedModel
 from flexrlhf.guideline.costs.measurements import Line, Moving
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import bucket_bytes
 from flexrlhf.profiling.model_calls import Bench
 from flexrlhf.profiling.stopwatch import Work
-from flexrlhf.strategies.instructions import Move, Sync
+from flexrlhf.strategies.instructions import Move
 from flexrlhf.weights.reshard import WeightTransfer
-from flexrlhf.weights.shards import whole
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.sync_plan import plan_sync
 
 COLUMN = "logprobs"
 SUMMED = (2, 2**16, 2**20)
@@ -142,16 +144,15 @@ def measure_sync(channel: Channel) -> Line:
 def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
     bench, (source, destination) = channel.bench, channel.ranks[:2]
     spec, wait = bench.plan.spec, bench.stopwatch.everyone.wait
-    names = [f"tensor {number:03}" for number in range(tensors)]
-    weights = {name: torch.zeros(numbers, device=bench.device) for name in names}
-    parts = {name: whole((numbers,)) for name in names}
-    sync = Sync(
-        ranks=(source, destination),
-        source=ModelName("a"),
-        destination=ModelName("b"),
-        transfers=(WeightTransfer(source, destination),),
-    )
-    syncer = Syncer(bench.rank, spec.sync, bucket_bytes(spec), wait)
+    shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
+    trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
+    copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
+    transfers = (WeightTransfer(source, destination),)
+    plan = plan_sync(trained, copy, shape, transfers, bucket_bytes(spec), bench.rank)
+    gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
+    sync = SyncChannel(plan, torch.float32, gather, channel.group)
+    sender, receiver = WeightSender(spec.sync, wait), WeightReceiver(spec.sync.checksum, wait)
+    weights = {name: torch.zeros(numbers, device=bench.device) for name, _ in shape.parameters}
 
     def load(values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
@@ -159,11 +160,10 @@ def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
 
     def work() -> None:
         if bench.rank == source:
-            held = Source(weights, Gather(None, (source,), (parts,), wait))
-            syncer.send(sync, held, Destination(torch.float32, {destination: parts}), channel.group, None)
-            syncer.close()
+            sender.send(sync, weights, None)
+            sender.close()
         else:
-            syncer.receive(sync, weights, parts, load, channel.group)
+            receiver.receive(sync, weights, load)
 
     return work
 

@@ -15,16 +15,16 @@ from small_runs import TINY, placed_model, plan_of
 from torch import Tensor
 
 from flexrlhf.comm.checksum import checksum, checksum_of
-from flexrlhf.comm.sync import ChecksumError, Destination, Load, Source, Syncer
-from flexrlhf.comm.weights import Gather, cut
+from flexrlhf.comm.sync import ChecksumError, Load, SyncChannel, WeightReceiver, WeightSender
+from flexrlhf.comm.weights import WeightGather, cut
 from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
-from flexrlhf.execution.loading import adapters_to_merge
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.strategies.instructions import Sync
-from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.lora import adapters_to_merge, shape_of
 from flexrlhf.weights.reshard import gathering_sets, pair_ranks, sync_bytes, trained_parts
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -91,33 +91,41 @@ class Case:
             gathers=gathering_sets(self.source, [transfer.source for transfer in transfers]),
         )
 
-    def syncer(self, rank: int) -> Syncer:
-        return Syncer(rank, self.settings, self.bucket_bytes, no_wait)
+    def plan(self, rank: int) -> SyncPlan:
+        return plan_sync(self.source, self.shadow, self.shape, self.sync.transfers, self.bucket_bytes, rank)
 
-    def source_on(self, rank: int) -> Source:
-        ranks = next((ranks for ranks in self.sync.gathers if rank in ranks), (rank,))
-        merge = adapters_to_merge(self.source, self.shadow)
-        parts_of = trained_parts if merge is None else parts_on
-        parts = tuple(parts_of(self.source, self.shape, member) for member in ranks)
-        local = {name: cut(self.tensors[name], part) for name, part in parts[ranks.index(rank)].items()}
-        return Source(local, Gathered(A_GROUP if len(ranks) > 1 else None, ranks, parts, no_wait, self.tensors), merge)
+    def channel(self, rank: int) -> SyncChannel:
+        """Between ranks, or on one: every group is ``A_GROUP``."""
+        plan, gather = self.plan(rank), None
+        if plan.send is not None:
+            group = A_GROUP if len(plan.send.ranks) > 1 else None
+            merge = plan.send.merge
+            gather = Gathered(group, plan.send.ranks, plan.send.shards, no_wait, merge, self.tensors)
+        return SyncChannel(plan, self.dtype, gather, None if self.sync.is_local else A_GROUP)
 
-    @property
-    def destination(self) -> Destination:
-        return Destination(
-            self.dtype, {rank: trained_parts(self.shadow, self.shape, rank) for rank in self.shadow.ranks}
-        )
+    def sender(self) -> WeightSender:
+        return WeightSender(self.settings, no_wait)
+
+    def receiver(self) -> WeightReceiver:
+        return WeightReceiver(self.settings.checksum, no_wait)
+
+    def weights_on(self, rank: int) -> dict[str, Tensor]:
+        """What ``rank`` stores of the trained copy, as vectors."""
+        return {name: cut(self.tensors[name], part) for name, part in parts_on(self.source, self.shape, rank).items()}
+
+    def bucket_of(self, name: str) -> tuple[str, ...]:
+        return next(names for names in self.plan(self.source.ranks[0]).buckets if name in names)
 
 
 @dataclass(frozen=True)
-class Gathered(Gather):
-    """The collective has happened: ``tensors`` are whole."""
+class Gathered(WeightGather):
+    """A collective that has happened: ``tensors`` are whole."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def whole(self, weights: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    def gathered(self, weights: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
         if self.group is None:
-            return super().whole(weights, names, dtype)
+            return super().gathered(weights, names, dtype)
         return {name: self.tensors[name].to(dtype) for name in names}
 
 
@@ -148,9 +156,10 @@ def send_all(case: Case, wires: Wires) -> int:
     """The bytes that all ranks of the source say they sent."""
     total = 0
     for wires.rank in case.source.ranks:
-        syncer = case.syncer(wires.rank)
-        total += syncer.send(case.sync, case.source_on(wires.rank), case.destination, A_GROUP, None)
-        syncer.close()
+        channel, sender = case.channel(wires.rank), case.sender()
+        if channel.plan.send is not None:
+            total += sender.send(channel, case.weights_on(wires.rank), None).num_bytes
+        sender.close()
     return total
 
 
@@ -159,7 +168,7 @@ def receive(case: Case, wires: Wires, rank: int, deaf: str = "") -> dict[str, Te
     parts = trained_parts(case.shadow, case.shape, rank)
     held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
     wires.rank = rank
-    case.syncer(rank).receive(case.sync, held, parts, loader(held, deaf), A_GROUP)
+    case.receiver().receive(case.channel(rank), held, loader(held, deaf))
     return held
 
 
@@ -178,11 +187,11 @@ def deliver(case: Case, rank: int, deaf: str = "") -> tuple[int, dict[str, Tenso
     """Source and engine on ``rank`` itself: the bytes that it says it sent, and what the engine holds afterwards."""
     parts = trained_parts(case.shadow, case.shape, rank)
     held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
-    syncer, load = case.syncer(rank), loader(held, deaf)
-    sent = syncer.send(case.sync, case.source_on(rank), case.destination, None, load)
-    syncer.receive(case.sync, held, parts, load, None)
-    syncer.close()
-    return sent, held
+    channel, sender, load = case.channel(rank), case.sender(), loader(held, deaf)
+    sent = sender.send(channel, case.weights_on(rank), load)
+    case.receiver().receive(channel, held, load, sent.delivered)
+    sender.close()
+    return sent.num_bytes, held
 
 
 # --- what arrives
@@ -252,9 +261,9 @@ def test_what_is_handed_over_may_be_the_live_weights_themselves() -> None:
     """Whole tensors of the same type are not copied on the way, so an engine must not keep them."""
     case = engine_case(True)
     given: list[Tensor] = []
-    source = case.source_on(0)
-    case.syncer(0).send(case.sync, source, case.destination, None, lambda pieces: given.extend(pieces.values()))
-    live = {tensor.data_ptr() for tensor in source.weights.values()}
+    weights = case.weights_on(0)
+    case.sender().send(case.channel(0), weights, lambda pieces: given.extend(pieces.values()))
+    live = {tensor.data_ptr() for tensor in weights.values()}
     assert {piece.data_ptr() for piece in given} == live
 
 
@@ -263,7 +272,7 @@ def test_an_engine_that_holds_something_else_than_its_rank_handed_over_is_report
     case = engine_case(True, source="{zero: 3}", bucket_mb=0.001, snapshot=snapshot)
     with pytest.raises(ChecksumError) as caught:
         deliver(case, 2, deaf="model.norm.weight")
-    bucket = next(names for names in case.destination.buckets(1000) if "model.norm.weight" in names)
+    bucket = case.bucket_of("model.norm.weight")
     assert str(caught.value) == (
         "sync weights actor -> actor.rollout: rank 2 holds other weights than rank 2 sent, "
         f"in the bucket of {bucket[0]}"
@@ -271,15 +280,15 @@ def test_an_engine_that_holds_something_else_than_its_rank_handed_over_is_report
 
 
 def test_an_engine_is_synced_again_and_again() -> None:
-    """One Syncer for the whole run, and weights that change between."""
+    """One channel, sender and receiver for the whole run, and weights that change between."""
     case = engine_case(True, bucket_mb=0.001)
     parts = trained_parts(case.shadow, case.shape, 0)
     held = {name: torch.zeros(part.num_elements) for name, part in parts.items()}
-    syncer, load = case.syncer(0), loader(held)
+    channel, sender, load = case.channel(0), case.sender(), loader(held)
     for factor in (1.0, 2.0, 0.5):
         case.tensors |= {name: factor * tensor for name, tensor in case.tensors.items()}
-        syncer.send(case.sync, case.source_on(0), case.destination, None, load)
-        syncer.receive(case.sync, held, parts, load, None)
+        sent = sender.send(channel, case.weights_on(0), load)
+        case.receiver().receive(channel, held, load, sent.delivered)
         assert torch.equal(held["model.norm.weight"], case.tensors["model.norm.weight"])
 
 
@@ -360,11 +369,22 @@ def test_a_shadow_that_holds_something_else_is_reported(snapshot: bool, wires: W
     send_all(case, wires)
     with pytest.raises(ChecksumError) as caught:
         receive(case, wires, 5, deaf="model.norm.weight")
-    bucket = next(names for names in case.destination.buckets(1000) if "model.norm.weight" in names)
+    bucket = case.bucket_of("model.norm.weight")
     assert str(caught.value) == (
         "sync weights critic -> critic.shadow: rank 5 holds other weights than rank 1 sent, "
         f"in the bucket of {bucket[0]}"
     )
+
+
+def test_a_checksum_of_what_a_rank_loaded_itself_is_not_forgotten(wires: Wires) -> None:
+    """Neither left out where the rank sends to itself, nor passed on where another one sends."""
+    case = engine_case(True)
+    with pytest.raises(AssertionError):
+        case.receiver().receive(case.channel(0), case.weights_on(0), loader({}))
+    case = case_of({}, {})
+    send_all(case, wires)
+    with pytest.raises(AssertionError):
+        case.receiver().receive(case.channel(4), {}, loader({}), torch.zeros(1))
 
 
 def test_without_checksums_nobody_looks(wires: Wires) -> None:
