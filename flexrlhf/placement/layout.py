@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Self
+
+from flexrlhf.config.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,17 @@ class BatchShape:
     samples_per_prompt: int = 1
     num_mini_batches: int = 1
     num_chunks: int = 1
+
+    @classmethod
+    def of(cls, spec: Spec) -> Self:
+        """Return the shape of a step of ``spec``."""
+        algorithm = spec.algorithm
+        return cls(
+            algorithm.num_prompts,
+            algorithm.samples_per_prompt,
+            algorithm.num_mini_batches,
+            spec.schedule.num_chunks,
+        )
 
     @property
     def num_rows(self) -> int:

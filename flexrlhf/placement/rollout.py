@@ -54,9 +54,8 @@ def rollout_warnings(spec: Spec, role: str) -> list[str]:
 
 def _most_rows(layout: Layout, spec: Spec) -> int:
     """Rows of a step on the replica that has most."""
-    algorithm = spec.algorithm
-    batch = BatchShape(algorithm.num_prompts, algorithm.samples_per_prompt, algorithm.num_mini_batches)
-    return algorithm.samples_per_prompt * _most_prompts(batch, layout)
+    batch = BatchShape.of(spec)
+    return batch.samples_per_prompt * _most_prompts(batch, layout)
 
 
 @lru_cache(maxsize=1024)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
-from flexrlhf.engines.capabilities import check_engines, check_models
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Compute
+from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.ratios import place
 from flexrlhf.placement.rollout import padded_row
-from flexrlhf.plan.plan import Plan, roles_of
-from flexrlhf.strategies.choice import STRATEGIES
-from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.workload import workload
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.lora import with_adapters
@@ -149,20 +147,14 @@ def check_fits(plan: Plan) -> None:
 
 def _replanned(plan: Plan, changes: Changes) -> Plan:
     """``plan`` with ``changes``. Raises UserError where engines or devices do not allow them."""
-    spec, graph = plan.spec, plan.graph
+    spec, shapes = plan.spec, dict(plan.shapes)
     for change in changes:
         spec = change.applied(spec)
-    placement = place(spec, roles_of(graph, spec), graph.can_shadow, plan.cluster)
-    check_engines(graph, placement)
-    shapes = dict(plan.shapes)
     for change in changes:
         if isinstance(change.value, LoraSpec):
             shapes[change.role] = with_adapters(change.role, shapes[change.role], change.value)
-    check_models(placement, shapes, plan.cluster)
-    instructions = tuple(STRATEGIES[plan.strategy].order(graph, placement, plan.batch, spec))
-    schedule = Schedule(instructions, plan.schedule.lag)
-    changed = replace(plan, spec=spec, placement=placement, shapes=shapes, schedule=schedule, offloaded={})
-    return changed.with_residency()
+    resolved = ResolvedSpec(spec, make_graph(spec), plan.cluster)
+    return plan_on(resolved, resolved.place(), shapes)
 
 
 def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:

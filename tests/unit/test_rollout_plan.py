@@ -279,11 +279,11 @@ def test_the_replica_with_most_rows_counts() -> None:
         ),
         (
             ("algorithm={name: sft}", "models.reward=null"),
-            "rollout.engine: vllm has nothing to do, since sft trains on answers of the data set; remove rollout",
+            "rollout.engine: vllm has nothing to do, since sft trains on responses of the data set; remove rollout",
         ),
         (
             ("algorithm={name: reward}", "models.actor=null"),
-            "rollout.engine: vllm has nothing to do, since reward trains on answers of the data set; remove rollout",
+            "rollout.engine: vllm has nothing to do, since reward trains on responses of the data set; remove rollout",
         ),
         *(
             (
