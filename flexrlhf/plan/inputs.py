@@ -23,7 +23,7 @@ class RunData:
     """The examples of a run and the special tokens of its tokenizer. ``texts``: what is trained on beside answers."""
 
     examples: list[Example]
-    held_out: list[Example]
+    evaluation: list[Example]
     texts: list[Example]
     tokenizer: str
     eos_token_ids: tuple[int, ...]
@@ -60,8 +60,8 @@ def load_run_data(plan: Plan) -> RunData:
         raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
     found = {source.key: _examples(plan, source, tokenizer) for source in data_sources(plan)}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    examples, held_out, texts = (found.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
-    return RunData(examples, held_out, texts, path, (tokenizer.eos_token_id,), pad)
+    examples, evaluation, texts = (found.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
+    return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
-from flexrlhf.execution.controller_states import make_controls
-from flexrlhf.execution.run_operator import LoadedModel, OperatorContext, OperatorRun, run_operator
-from flexrlhf.execution.scoring import Scoring
+from flexrlhf.execution.controller_states import make_controller_states
+from flexrlhf.execution.external_scores import ExternalScorers
+from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
@@ -55,12 +56,12 @@ class Bench:
 
     def _surroundings(self, sampling: Sampling) -> OperatorContext:
         """Nothing is asked from outside the models."""
-        return OperatorContext(self.plan.spec, sampling, self.device, Scoring({}, lambda _: ""))
+        return OperatorContext(self.plan.spec, sampling, self.device, ExternalScorers({}, str), str)
 
     def _prepared(self, operator: Operator, resident: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
         samples = self.plan.batch.samples_per_prompt
-        shape = BatchShape(rows // samples * resident.model.layout.dp, samples)
-        state = make_controls(self.plan).state(operator)
+        shape = BatchShape(rows // samples * resident.placed.layout.dp, samples)
+        state = make_controller_states(self.plan).state(operator)
         run = OperatorRun(operator, resident, shape, range(1), self.rank, state=state)
         store = RowStore(self.plan.lengths, self.device)
         for name in operator.reads:
@@ -101,7 +102,7 @@ def measure_calls(bench: Bench, subject: Subject, resident: LoadedModel, counts:
             case "generate":
                 works |= _generating(bench, operator, resident, counts)
     timed = _timed(bench, works)
-    prompt, dp = max(bench.texts.prompts), resident.model.layout.dp
+    prompt, dp = max(bench.texts.prompts), resident.placed.layout.dp
     return ModelTimes(
         model=subject.transformer,
         engine=subject.engine,

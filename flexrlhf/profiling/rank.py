@@ -23,8 +23,7 @@ from flexrlhf.comm.world import Groups, RankProgress, Wait, World, deadline, ope
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.execution.loading import load_model_on_rank
-from flexrlhf.execution.run_operator import LoadedModel
+from flexrlhf.execution.loaded_models import LoadedModel, load_model_on_rank
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
@@ -138,7 +137,7 @@ class Session:
 
     def _combine(self, resident: LoadedModel) -> Points:
         operator = first_combine(self._plan)
-        counts = row_counts(self._plan, resident.model.layout.tp)
+        counts = row_counts(self._plan, resident.placed.layout.tp)
         return () if operator is None else measure_combine(self._pieces, operator, resident, counts)
 
     def _contention(self, model: PlacedModel) -> dict[int, float]:
@@ -201,7 +200,7 @@ class Session:
     def _wait(self) -> Wait:
         def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
             what = f"rank {self._world.rank} in the profile of {self._plan.spec.name}"
-            with deadline(what, lambda: self._whereabouts.missing(ranks, self._position)):
+            with deadline(what, lambda: self._whereabouts.missing(ranks)):
                 work.wait()
 
         return wait

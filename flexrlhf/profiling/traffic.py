@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.move import Mover, Wire
+from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.execution.checkpoint import save_model
-from flexrlhf.execution.run_operator import LoadedModel
+from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.guideline.costs.measurements import Line, Moving
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
@@ -114,7 +114,7 @@ def _moving(channel: Channel, primitive: Moving, transfers: list[Transfer]) -> t
         transfers=tuple(transfers),
     )
     shape = BatchShape(1 + max(transfer.prompts[-1] for transfer in transfers))
-    mover = Mover(rank, Wire(shape, bench.plan.lengths, bench.device), bench.stopwatch.everyone.wait)
+    mover = ColumnMover(rank, RowPacking(shape, bench.plan.lengths, bench.device), bench.stopwatch.everyone.wait)
     mine = sorted({prompt for t in transfers if t.source == rank for prompt in t.prompts})
     due = sorted({prompt for t in transfers if t.destination == rank for prompt in t.prompts})
     values = torch.zeros(len(mine), bench.plan.lengths.response, device=bench.device)
