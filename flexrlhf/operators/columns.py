@@ -62,7 +62,7 @@ TEXT = ("tokens", "attention_mask")
 
 
 def column_of(name: str) -> Column:
-    """Return the column ``name``. A qualifier behind a dot tells several apart: ``tokens.greedy``, ``scores.cost``."""
+    """Return the column ``name``, which may have a qualifier behind a dot: ``tokens.greedy``, ``scores.cost``."""
     return replace(COLUMNS[plain(name)], name=name)
 
 

@@ -39,17 +39,17 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
 
 
 def _why_none(spec: Spec, role: str, graph: Graph) -> str:
-    """Why this run has no such role."""
+    """Return the reason why this run has no such role."""
     section = next((name for name in SECTIONS if role == name or role.startswith(f"{name}_")), None)
     if section is not None and dict(spec)[section] is not None:
         return f"no source of {section} is this model; add {{model: {role}}} there, or remove it here"
     if role == "ref" and isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is None:
-        return "algorithm.kl is null, so nothing asks a reference model; give algorithm.kl, or remove it here"
+        return "algorithm.kl is null, so nothing uses a reference model; give algorithm.kl, or remove it here"
     return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
 
 
 def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None) -> RolloutSpec:
-    """Fill in what the parity gate allows for the types of both sides."""
+    """Return ``rollout`` with the parity gate's limits for the dtypes of both sides."""
     parity = rollout.parity
     if rollout.engine == "transformers" or actor is None or parity is None:
         return rollout
@@ -60,7 +60,7 @@ def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None) -> RolloutSp
 
 
 def _shares(spec: Spec, role: str, graph: Graph) -> bool:
-    """Whether ``role`` is another's base weights in this graph; refused where that is not possible."""
+    """Whether ``role`` shares another's base weights in this graph. Raises UserError where that is not possible."""
     model = spec.models.of(role)
     if model is None or model.share is None:
         return False
@@ -82,7 +82,10 @@ def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
 
 
 def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict[str, ModelShape]:
-    """Parameter shapes by role; a role is absent when only loading the model can tell."""
+    """Return parameter shapes by role; a role is absent when its shape is known only once it is loaded.
+
+    ``pending``: models that an earlier run will write, by directory.
+    """
     shapes = {}
     for role in graph.roles:
         model = spec.models.of(role)

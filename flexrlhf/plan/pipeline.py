@@ -1,4 +1,4 @@
-"""From a spec to a plan, in stages that whatever plans goes through: a run, suggestions, the advisor's space.
+"""The planning pipeline: from a spec to a plan, in stages that runs, suggestions and the advisor's space share.
 
     spec ── resolve ──> models, roles ── place ──> placement ── plan_on ──> graph that runs, schedule, groups, memory
 
@@ -100,7 +100,10 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
 
 
 def make_plans(specs: Sequence[Spec]) -> list[Plan]:
-    """Plan the runs of one command. They share their ranks; models that an earlier one writes need not exist yet."""
+    """Return the plans of the runs of one command, which share their ranks.
+
+    Models that an earlier run writes need not exist yet. Raises UserError.
+    """
     pending: dict[Path, ModelSpec] = {}
     plans: list[Plan] = []
     for spec in specs:

@@ -269,12 +269,12 @@ def test_the_replica_with_most_rows_counts() -> None:
     [
         (
             ("rollout.kv_tokens=31",),
-            "rollout.kv_tokens: 31 do not hold one row of 32 tokens (prompt and response, in blocks of 32); "
+            "rollout.kv_tokens: 31 are less than one row of 32 tokens (prompt and response, in blocks of 32); "
             "use at least 32",
         ),
         (
             ("rollout.kv_tokens=47", "data.max_prompt_tokens=40"),
-            "rollout.kv_tokens: 47 do not hold one row of 64 tokens (prompt and response, in blocks of 32); "
+            "rollout.kv_tokens: 47 are less than one row of 64 tokens (prompt and response, in blocks of 32); "
             "use at least 64",
         ),
         (
