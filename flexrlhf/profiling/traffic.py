@@ -168,30 +168,30 @@ def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
     return work
 
 
-def measure_switch(bench: Bench, resident: LoadedModel) -> Line:
+def measure_switch(bench: Bench, loaded: LoadedModel) -> Line:
     """A model to host memory and back."""
-    held = resident.engine.memory_usage()
-    size = held.weights + held.optimizer
+    usage = loaded.engine.memory_usage()
+    size = usage.weights + usage.optimizer
 
     def work() -> None:
-        resident.engine.offload()
-        resident.engine.reload()
+        loaded.engine.offload()
+        loaded.engine.reload()
 
     timed = bench.stopwatch.time({"switch": work}, bench.budget)
     return Line(start=0.0, per_byte=timed["switch"].seconds / 2 / size)
 
 
-def measure_save(bench: Bench, resident: LoadedModel, directory: Path) -> Line:
+def measure_save(bench: Bench, loaded: LoadedModel, directory: Path) -> Line:
     """Weights to a directory, by one rank."""
     source = bench.plan.spec.data.tokenizer
-    works = {str(4 * size): _saving(resident, directory / str(size), torch.zeros(size), source) for size in SAVED}
+    works = {str(4 * size): _saving(loaded, directory / str(size), torch.zeros(size), source) for size in SAVED}
     idle = frozenset(works) if bench.rank else frozenset[str]()
     timed = bench.stopwatch.time(works, bench.budget, idle)
     return fit([(0.0, float(name), each.seconds) for name, each in timed.items()])
 
 
-def _saving(resident: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> Work:
-    return lambda: save_model(directory, {"weights": weights}, resident.engine.config, tokenizer)
+def _saving(loaded: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> Work:
+    return lambda: save_model(directory, {"weights": weights}, loaded.engine.config, tokenizer)
 
 
 def measure_memory(bench: Bench) -> float:

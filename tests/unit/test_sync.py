@@ -142,11 +142,11 @@ def case_of(source: dict[str, Any], shadow: dict[str, Any], num_sources: int = 4
     )
 
 
-def engine_case(beside: bool, tp: int = 1, source: str = "{}", dtype: str = "float32", **settings: Any) -> Case:
+def engine_case(colocated: bool, tp: int = 1, source: str = "{}", dtype: str = "float32", **settings: Any) -> Case:
     """A tiny actor and the engine that generates for it, as a plan places them on four ranks."""
     actor = [f"models.actor.{key}={value}" for key, value in yaml.safe_load(source).items()]
     rollout = f"rollout={{engine: vllm, tp: {tp}, dtype: {dtype}}}"
-    plan = plan_of(None if beside else [0.5] * 6, 4, rollout, *actor)
+    plan = plan_of(None if colocated else [0.5] * 6, 4, rollout, *actor)
     draw, shape = torch.Generator().manual_seed(0), plan.shapes["actor"]
     tensors = {name: torch.randn(size, generator=draw) for name, size in shape.parameters}
     return Case(plan.placement["actor"], plan.placement["actor.rollout"], SyncSpec(**settings), shape, tensors)
@@ -166,19 +166,19 @@ def send_all(case: Case, wires: Wires) -> int:
 def receive(case: Case, wires: Wires, rank: int, deaf: str = "") -> dict[str, Tensor]:
     """What ``rank`` of the shadow holds afterwards; it never takes the tensor ``deaf``."""
     parts = trained_parts(case.shadow, case.shape, rank)
-    held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
+    stored = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
     wires.rank = rank
-    case.receiver().receive(case.channel(rank), held, loader(held, deaf))
-    return held
+    case.receiver().receive(case.channel(rank), stored, loader(stored, deaf))
+    return stored
 
 
-def loader(held: dict[str, Tensor], deaf: str = "") -> Load:
-    """Writes what it is given into ``held``; it never takes the tensor ``deaf``."""
+def loader(stored: dict[str, Tensor], deaf: str = "") -> Load:
+    """Writes what it is given into ``stored``; it never takes the tensor ``deaf``."""
 
     def load(weights: dict[str, Tensor]) -> None:
         for name, values in weights.items():
             if name != deaf:
-                held[name].copy_(values)
+                stored[name].copy_(values)
 
     return load
 
@@ -186,12 +186,12 @@ def loader(held: dict[str, Tensor], deaf: str = "") -> Load:
 def deliver(case: Case, rank: int, deaf: str = "") -> tuple[int, dict[str, Tensor]]:
     """Source and engine on ``rank`` itself: the bytes that it says it sent, and what the engine holds afterwards."""
     parts = trained_parts(case.shadow, case.shape, rank)
-    held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
-    channel, sender, load = case.channel(rank), case.sender(), loader(held, deaf)
+    stored = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
+    channel, sender, load = case.channel(rank), case.sender(), loader(stored, deaf)
     sent = sender.send(channel, case.weights_on(rank), load)
-    case.receiver().receive(channel, held, load, sent.delivered)
+    case.receiver().receive(channel, stored, load, sent.delivered)
     sender.close()
-    return sent.num_bytes, held
+    return sent.num_bytes, stored
 
 
 # --- what arrives
@@ -208,9 +208,9 @@ def test_every_rank_of_the_shadow_gets_its_part(
         case = case_of(source, shadow, num_sources, **settings)
         sent = send_all(case, wires)
         for rank in case.shadow.ranks:
-            held = receive(case, wires, rank)
+            stored = receive(case, wires, rank)
             for name, part in trained_parts(case.shadow, case.shape, rank).items():
-                assert torch.equal(held[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
+                assert torch.equal(stored[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
         assert not any(wires.sent.values()), "more was sent than received"
         checks = case.settings.checksum
         planned = sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, case.bucket_bytes, checks)
@@ -221,12 +221,12 @@ def test_every_rank_of_the_shadow_gets_its_part(
 def test_weights_travel_in_the_type_of_the_shadow(dtype: str, wires: Wires) -> None:
     case = case_of({"zero": 3}, {"dtype": dtype}, bucket_mb=0.001)
     sent = send_all(case, wires)
-    held = receive(case, wires, SHADOW[0])
-    assert all(torch.equal(held[name], case.tensors[name].to(case.dtype).view(-1)) for name in held)
+    stored = receive(case, wires, SHADOW[0])
+    assert all(torch.equal(stored[name], case.tensors[name].to(case.dtype).view(-1)) for name in stored)
     assert sent == sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, 1000, True)
 
 
-# --- in place, to an engine beside the copy that is trained
+# --- in place, to an engine on the same ranks as the copy that is trained
 
 SOURCES = ["{}", "{zero: 3}", "{engine: deepspeed, zero: 3}", "{tp: 2}"]
 
@@ -240,10 +240,10 @@ def test_a_rank_hands_its_own_engine_its_part_and_nothing_travels(source: str, t
         assert case.sync.is_local
         total = 0
         for rank in case.shadow.ranks:
-            sent, held = deliver(case, rank)
+            sent, stored = deliver(case, rank)
             total += sent
             for name, part in trained_parts(case.shadow, case.shape, rank).items():
-                assert torch.equal(held[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
+                assert torch.equal(stored[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
         checks = case.settings.checksum
         planned = sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, case.bucket_bytes, checks)
         assert total == planned and (planned > 0) == bool(case.sync.gathers)
@@ -253,8 +253,8 @@ def test_a_rank_hands_its_own_engine_its_part_and_nothing_travels(source: str, t
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_engine_is_handed_its_own_type(dtype: str, wires: Wires) -> None:
     case = engine_case(True, source="{zero: 3}", dtype=dtype, bucket_mb=0.001)
-    _, held = deliver(case, 1)
-    assert all(torch.equal(held[name], case.tensors[name].to(case.dtype).view(-1)) for name in held)
+    _, stored = deliver(case, 1)
+    assert all(torch.equal(stored[name], case.tensors[name].to(case.dtype).view(-1)) for name in stored)
 
 
 def test_what_is_handed_over_may_be_the_live_weights_themselves() -> None:
@@ -283,13 +283,13 @@ def test_an_engine_is_synced_again_and_again() -> None:
     """One channel, sender and receiver for the whole run, and weights that change between."""
     case = engine_case(True, bucket_mb=0.001)
     parts = trained_parts(case.shadow, case.shape, 0)
-    held = {name: torch.zeros(part.num_elements) for name, part in parts.items()}
-    channel, sender, load = case.channel(0), case.sender(), loader(held)
+    stored = {name: torch.zeros(part.num_elements) for name, part in parts.items()}
+    channel, sender, load = case.channel(0), case.sender(), loader(stored)
     for factor in (1.0, 2.0, 0.5):
         case.tensors |= {name: factor * tensor for name, tensor in case.tensors.items()}
         sent = sender.send(channel, case.weights_on(0), load)
-        case.receiver().receive(channel, held, load, sent.delivered)
-        assert torch.equal(held["model.norm.weight"], case.tensors["model.norm.weight"])
+        case.receiver().receive(channel, stored, load, sent.delivered)
+        assert torch.equal(stored["model.norm.weight"], case.tensors["model.norm.weight"])
 
 
 # --- adapters, merged on the way
@@ -315,29 +315,29 @@ def merged_by_peft(tensors: dict[str, Tensor], lora: LoraSpec) -> dict[str, Tens
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("zero", ["", "zero: 3", "engine: deepspeed, zero: 3"])
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("colocated", [True, False])
 def test_an_engine_gets_the_weights_that_peft_merges(
-    beside: bool, zero: str, tp: int, dtype: str, wires: Wires
+    colocated: bool, zero: str, tp: int, dtype: str, wires: Wires
 ) -> None:
     """All of them are linear layers; embeddings, norms and the head have not changed, and do not come."""
     source = f"{{lora: {{rank: 3, alpha: 5}}, {zero}}}"
-    case = engine_case(beside, tp, source, dtype, bucket_mb=0.001)
+    case = engine_case(colocated, tp, source, dtype, bucket_mb=0.001)
     lora = case.source.settings.lora
     assert lora is not None
     expected = merged_by_peft(case.tensors, lora)
-    sent = 0 if beside else send_all(case, wires)
+    sent = 0 if colocated else send_all(case, wires)
     for rank in case.shadow.ranks:
-        if beside:
-            handed, held = deliver(case, rank)
+        if colocated:
+            handed, stored = deliver(case, rank)
             sent += handed
         else:
-            held = receive(case, wires, rank)
+            stored = receive(case, wires, rank)
         parts = trained_parts(case.shadow, case.shape, rank)
-        assert set(held) == set(parts) == shape_of(case.shadow, case.shape).adapters and len(held) == 7
+        assert set(stored) == set(parts) == shape_of(case.shadow, case.shape).adapters and len(stored) == 7
         for name, part in parts.items():
             exact = cut(expected[name], part)
-            assert torch.allclose(held[name].float(), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
-            assert dtype == "float32" or torch.equal(held[name], held[name].float().to(case.dtype))
+            assert torch.allclose(stored[name].float(), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
+            assert dtype == "float32" or torch.equal(stored[name], stored[name].float().to(case.dtype))
     assert sent == sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, 1000, True)
 
 
@@ -347,8 +347,8 @@ def test_a_sum_of_16_bit_weights_and_adapters_is_rounded_once() -> None:
     for name, tensor in case.tensors.items():
         tensor.fill_(1.0 if "lora_B" in name or "base_layer" in name else 2**-8 + 2**-9)
     case.tensors |= {name: t if "lora" in name else t.bfloat16() for name, t in case.tensors.items()}
-    _, held = deliver(case, 0)
-    assert {float(value) for tensor in held.values() for value in tensor.unique()} == {1 + 2**-7}
+    _, stored = deliver(case, 0)
+    assert {float(value) for tensor in stored.values() for value in tensor.unique()} == {1 + 2**-7}
 
 
 def test_a_copy_that_has_adapters_itself_gets_them_as_they_are() -> None:
