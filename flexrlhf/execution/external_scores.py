@@ -15,7 +15,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.rewards.base import Answer, Scores
+from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.scorer import Scorer
 
 Decode = Callable[[Sequence[int]], str]
@@ -41,7 +41,7 @@ class ExternalScorers:
         tokens = torch.zeros(mask.shape, dtype=torch.float32)
         failed = torch.zeros(1)
         if tp.is_first:
-            scores = self._scorers[operator.function].score(self._texts(batch, examples))
+            scores = self._scorers[operator.function].score(self._samples(batch, examples))
             totals, failed = torch.tensor(scores.totals, dtype=torch.float32), torch.tensor([float(scores.failed)])
             _fill(tokens, mask, scores)
         totals, tokens, failed = (tp.sum(each.to(mask.device)) for each in (totals, tokens, failed))
@@ -51,16 +51,16 @@ class ExternalScorers:
         written = [name.removesuffix(operator.suffix) for name in operator.writes]
         return {name: columns[plain(name)] for name in written}, statistics
 
-    def _texts(self, batch: Batch, examples: Sequence[Example]) -> list[Answer]:
+    def _samples(self, batch: Batch, examples: Sequence[Example]) -> list[Sample]:
         """Return the responses of ``batch`` as text, each with the columns of its example."""
         mask = batch["response_mask"].bool()
         width = batch["tokens"].shape[1] - mask.shape[1]
         tokens = batch["tokens"].cpu()
-        texts = []
+        samples = []
         for row, example in enumerate(examples):
             response: list[int] = tokens[row, width:][mask[row].cpu()].tolist()
-            texts.append(Answer(example.text, self._decode(response), len(response), example.columns))
-        return texts
+            samples.append(Sample(example.text, self._decode(response), len(response), example.columns))
+        return samples
 
     def close(self) -> None:
         for scorer in self._scorers.values():

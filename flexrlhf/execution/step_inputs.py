@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.data.examples import Example, step_indices
+from flexrlhf.data.examples import Example
+from flexrlhf.data.order import step_indices
 from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.operators.columns import plain, qualified
 from flexrlhf.operators.policy import PTX
