@@ -15,7 +15,7 @@ from replicas import mask_of
 from small_runs import plan_of
 
 from flexrlhf.config.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
-from flexrlhf.execution.controller_states import make_controls
+from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.controllers import State, first_state, next_state
 from flexrlhf.objectives.reward_shaping import experience
@@ -178,7 +178,7 @@ def test_all_chunks_of_a_step_change_the_numbers_once(num_chunks: int) -> None:
     plan, runs = runs_of(num_chunks, kl, "algorithm.normalise_scores=running")
     assert len(runs) == num_chunks
     measured, scores = [9.0, 1.0, 5.0, 2.0, 8.0, 3.0, 7.0, 6.0], [float(row * row) for row in range(8)]
-    controls, spec = make_controls(plan), plan.spec.algorithm
+    controls, spec = make_controller_states(plan), plan.spec.algorithm
     expected = first_state(spec)
     for _ in range(3):
         for run in runs:
@@ -192,12 +192,12 @@ def test_all_chunks_of_a_step_change_the_numbers_once(num_chunks: int) -> None:
 
 def test_operators_without_controllers_have_no_numbers() -> None:
     plan, _ = runs_of(1)
-    controls = make_controls(plan)
+    controls = make_controller_states(plan)
     train = next(operator for operator in plan.graph.operators if operator.kind == "train")
     assert controls.state(train) == {}
     assert set(controls.states) == {"advantages"}
     reward = plan_of(None, 1, "algorithm={name: reward, prompts_per_step: 8}", "models.actor=null")
-    assert make_controls(reward).states == {}
+    assert make_controller_states(reward).states == {}
 
 
 @pytest.mark.parametrize(("first", "due"), [(0, [0, 1, 2, 3, 4]), (2, [2, 3, 4]), (4, [4]), (5, []), (9, [])])
