@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from flexrlhf.config.spec import PlacementMap
 from flexrlhf.errors import either
-from flexrlhf.guideline.advice.advise import Advice, Answer, Searched, is_ppo
+from flexrlhf.guideline.advice.advise import Advice, Answer, Searched
 from flexrlhf.guideline.advice.choices import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.placement.placed import PlacedModel
@@ -29,7 +29,6 @@ def format_advice(advice: Advice, source: str) -> str:
         _titled("why", _reasons(advice)),
         _titled("guideline: rules that fired", _rules(advice)),
         _titled("search", _searches(advice)),
-        _titled("systems of the field, in their own engines, on paper", _field(advice)),
         _titled("refused", _refused(advice)),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -56,14 +55,6 @@ def _mean(advice: Advice) -> str:
 def _titled(title: str, lines: Iterable[str]) -> str:
     listed = [f"  {line}".rstrip() for line in lines]
     return "\n".join([title, *listed]) if listed else ""
-
-
-def _field(advice: Advice) -> list[str]:
-    rows, lines = advice.best.plan.batch.num_rows, []
-    for name, seconds in advice.field.items():
-        told = ("does not fit", "") if seconds is None else (f"{seconds:.2f} s/step", f"{rows / seconds:.2f} samples/s")
-        lines.append((name, *told))
-    return table(lines, "<>>")
 
 
 def _refused(advice: Advice) -> Iterator[str]:
@@ -152,16 +143,8 @@ def _rules(advice: Advice) -> Iterator[str]:
 
 
 def _searches(advice: Advice) -> Iterator[str]:
-    searched = [*advice.searches, *([] if advice.on_paper is None else [advice.on_paper])]
     head = ("space", "plans", "evaluated", "pruned: memory", "bound", "seconds", "best s/step", "gap")
-    yield from table([head, *map(_searched, searched)], "<>>>>>>>")
-    if advice.on_paper is not None:
-        yield (
-            f"  {advice.on_paper.label}: with pipeline stages, what ReaL searches; no engine here runs it as a whole"
-        )
-    elif not is_ppo(advice.best.candidate.space):
-        roles = ", ".join(advice.best.candidate.space.roles.all)
-        yield f"  one placement for each call (ReaL), systems of the field: of PPO with four models alone; here {roles}"
+    yield from table([head, *map(_searched, advice.searches)], "<>>>>>>>")
     meshes = next((item.result.meshes for item in advice.searches if item.result.meshes), "")
     if meshes:
         yield f"  meshes: {meshes}"

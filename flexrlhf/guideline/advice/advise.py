@@ -5,7 +5,7 @@ Every answer is a Spec that was planned and simulated like any other; what does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -17,7 +17,6 @@ from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.choices import Member
-from flexrlhf.guideline.advice.per_call import PerCall
 from flexrlhf.guideline.advice.proposals import (
     TOO_LARGE,
     Allowed,
@@ -30,17 +29,15 @@ from flexrlhf.guideline.advice.proposals import (
     spec_of,
     vector_ranks,
 )
+from flexrlhf.guideline.advice.request import PPO_ROLES
 from flexrlhf.guideline.advice.rules import Rule, Ruling, guideline
 from flexrlhf.guideline.advice.space import USABLE, Space, is_allowed, make_space, with_schedule
-from flexrlhf.guideline.costs.cost_model import CostModel, Links
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch import search
 from flexrlhf.guideline.search.found import Result
 from flexrlhf.guideline.search.problem import Assignment
-from flexrlhf.guideline.simulation.pricing import TextLengths, transformer_of_shape
+from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.guideline.systems.steps import usual_steps
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
 from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.strategies import colocated, disaggregated, interleaving
 from flexrlhf.text import bytes_text
@@ -133,15 +130,12 @@ class Searched:
 
 @dataclass(frozen=True)
 class Advice:
-    """``answers``: fastest first. ``on_paper``: ReaL's space, one placement for each call. ``field``: seconds of a step
-    in systems of the field with their own engines; None where one does not fit."""
+    """``answers``: fastest first."""
 
     answers: tuple[Answer, ...]
     refused: tuple[Refused, ...]
     rules: tuple[Rule, ...]
     searches: tuple[Searched, ...]
-    on_paper: Searched | None
-    field: Mapping[str, float | None]
     seconds: float
 
     @property
@@ -155,9 +149,7 @@ class Advice:
         return found
 
 
-def advise(
-    spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0, on_paper: bool = True
-) -> Advice:
+def advise(spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0) -> Advice:
     """``spec``: its placement and what it does not say of models are open. ``seconds_limit``: of all searches."""
     began = perf_counter()
     asked = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
@@ -172,9 +164,7 @@ def advise(
     # a lag that is asked for leaves nothing without shadows
     others = [] if asked.spec.schedule.lag else [_ruled(ruling), *usual(plain)]
     answers, refused = _judged([_as_asked(candidate, asked) for candidate in (*found, *others)])
-    paper = _paper(plain, _left(began, seconds_limit)) if on_paper else None
-    field = _field(plain) if on_paper else {}
-    return Advice(answers, refused, ruling.rules, searches, paper, field, perf_counter() - began)
+    return Advice(answers, refused, ruling.rules, searches, perf_counter() - began)
 
 
 def _left(began: float, seconds_limit: float) -> float:
@@ -304,54 +294,8 @@ def _fullest(plan: Plan) -> tuple[float, float]:
 
 
 def is_ppo(space: Space) -> bool:
-    """Whether it has PPO's four models, so its six calls: what other systems published plans and times of."""
-    return set(space.roles.all) == {ACTOR, CRITIC, REF, REWARD}
-
-
-def _field(space: Space) -> dict[str, float | None]:
-    """For PPO on devices of one class."""
-    if not is_ppo(space) or len(space.devices) > 1:
-        return {}
-    (device,) = space.devices.values()
-    task = Task(
-        models=_transformers(space),
-        devices=space.pool.num_devices,
-        device=device,
-        links=Links(device.link_gb_s, device.node_gb_s),
-        rows=space.batch.num_rows,
-        prompt=space.lengths.prompt,
-        responses=space.lengths.responses,
-        minibatches=space.spec.algorithm.num_mini_batches * space.spec.algorithm.epochs,
-        per_node=space.pool.per_node,
-    )
-    return {name: None if step is None else step.seconds for name, step in usual_steps(task).items()}
-
-
-def _transformers(space: Space) -> dict[str, Transformer]:
-    return {
-        role: transformer_of_shape(shape, space.roles.heads[role], is_adapted=bool(shape.adapters))
-        for role, shape in space.shapes.items()
-    }
-
-
-def _paper(space: Space, seconds: float) -> Searched | None:
-    """ReaL's space, for PPO."""
-    if not is_ppo(space):
-        return None
-    models = _transformers(space)
-    algorithm = space.spec.algorithm
-    problem = PerCall(
-        models,
-        space.devices,
-        space.pool,
-        space.costs,
-        space.lengths,
-        space.batch.num_rows,
-        algorithm.num_mini_batches * algorithm.epochs,
-        space.spec.models.actor.engine if space.spec.models.actor is not None else "torch",
-        space.spec.rollout.engine,
-    ).problem()
-    return Searched("one placement for each call", search(problem, seconds, GAP))
+    """Whether it has PPO's four models."""
+    return set(space.roles.all) == set(PPO_ROLES)
 
 
 def write_advised(answer: Answer, path: Path) -> None:

@@ -20,7 +20,7 @@ from flexrlhf.guideline.advice.model_names import Config, find_model
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
-ROLES = ("actor", "critic", "ref", "reward")
+PPO_ROLES = ("actor", "critic", "ref", "reward")
 GPUS_PER_NODE = 8
 MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"
 
@@ -160,7 +160,7 @@ class Options:
             "reward": self.reward or self.critic or actor,
         }
         said = {name: value for name, value in self.given.items() if name in Request.__dataclass_fields__}
-        return Request(models, self._nodes(), named=tuple(role for role in ROLES if role in self.given), **said)
+        return Request(models, self._nodes(), named=tuple(role for role in PPO_ROLES if role in self.given), **said)
 
     def _nodes(self) -> tuple[Mapping[str, Any], ...]:
         if self.cluster is None:
