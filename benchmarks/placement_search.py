@@ -29,14 +29,13 @@ from flexrlhf.guideline.search.problem import (
     Part,
     Pool,
     Problem,
-    Relation,
     Shape,
     Sync,
     Task,
-    relation_of,
 )
 from flexrlhf.guideline.search.tables import LinkTable, PartTable, Tables, tables_of
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.relation import Relation, mesh_relation
 
 DEVICE = DEVICE_CLASSES["A100-80G"]
 LINKS = Links(DEVICE.link_gb_s, DEVICE.node_gb_s)
@@ -328,7 +327,7 @@ class Metropolis:
     def _link(self, table: LinkTable, plan: Sequence[Spot], spans: Sequence[tuple[int, int]]) -> float:
         a, b = table.link.source, table.link.to
         (start, end), (other, other_end) = spans[a], spans[b]
-        relation = relation_of(start, end - start, other, other_end - other)
+        relation = mesh_relation(start, end - start, other, other_end - other)
         source, to = self.ends[a][plan[a][1]], self.ends[b][plan[b][1]]
         return table.link.seconds(table.source.ends[source], table.to.ends[to], relation)
 

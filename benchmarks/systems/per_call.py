@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Kind, Links, Mesh
-from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
+from flexrlhf.guideline.costs.exchange import Between, Side, Weights
 from flexrlhf.guideline.costs.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.problem import End, Option, Part, Pool, Problem, Shape, Sync, Task
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.relation import Relation
 
 BUCKET_BYTES = 16e6
 

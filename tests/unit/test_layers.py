@@ -72,10 +72,11 @@ RULES = (
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
     Layer("guideline.simulation", f"guideline.costs guideline.simulation plan strategies memory timeline {PLANNING}"),
     Layer("guideline.simulation.walk"),
-    Layer("guideline.search", "guideline.search guideline.simulation.walk", arrays=True),
+    Layer("guideline.search", "guideline.search guideline.simulation.walk placement.relation", arrays=True),
     Layer(
         "guideline.search.problem guideline.search.graph guideline.search.evaluate",
-        "guideline.search.problem guideline.search.graph guideline.search.evaluate guideline.simulation.walk",
+        "guideline.search.problem guideline.search.graph guideline.search.evaluate guideline.simulation.walk "
+        "placement.relation",
     ),
     # an engine imports no other engine
     Layer("engines.torch", "engines comm.reduce weights placement operators config", torch=True),

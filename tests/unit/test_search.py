@@ -22,13 +22,13 @@ from flexrlhf.guideline.search.problem import (
     Part,
     Pool,
     Problem,
-    Relation,
     Rows,
     Shape,
     Sync,
     Task,
 )
 from flexrlhf.guideline.simulation.walk import steady_seconds
+from flexrlhf.placement.relation import Relation
 
 SCALE = {"same": 0.2, "overlapping": 0.5, "disjoint": 1.0}
 

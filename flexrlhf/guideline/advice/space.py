@@ -15,7 +15,7 @@ from flexrlhf.engines.capabilities import ALL_KINDS, SERVES, check_engine
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.choices import Chooser, Member, Place, Work
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
-from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
+from flexrlhf.guideline.costs.exchange import Between, Side, Weights
 from flexrlhf.guideline.search.problem import End, Meshes, Option, Part, Pool, Problem, Rows, Shape, Sync, Task
 from flexrlhf.guideline.simulation.pricing import (
     UNKNOWN,
@@ -37,6 +37,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ROLLOUT, ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
+from flexrlhf.placement.relation import Relation
 from flexrlhf.plan.plan import model_shapes, resolve_models, roles_of, spread
 from flexrlhf.strategies import schedule
 from flexrlhf.strategies.schedule import make_tasks

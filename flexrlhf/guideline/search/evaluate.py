@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexrlhf.guideline.search.graph import Graph, Link, graph_of
-from flexrlhf.guideline.search.problem import Assignment, Choice, End, Problem, relation_of
+from flexrlhf.guideline.search.problem import Assignment, Choice, End, Problem
 from flexrlhf.guideline.simulation.walk import PERIODS, Node, walk_nodes
+from flexrlhf.placement.relation import mesh_relation
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> float:
@@ -98,7 +99,7 @@ def _call_seconds(graph: Graph, assignment: Assignment, links: Sequence[float]) 
 
 def _link_seconds(problem: Problem, link: Link, assignment: Assignment) -> float:
     source, to = assignment[link.source], assignment[link.to]
-    relation = relation_of(source.start, source.size, to.start, to.size)
+    relation = mesh_relation(source.start, source.size, to.start, to.size)
     return link.seconds(_end(problem, source), _end(problem, to), relation)
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
 
-Relation = Literal["same", "overlapping", "disjoint"]
-RELATIONS: tuple[Relation, ...] = ("same", "overlapping", "disjoint")
+from flexrlhf.placement.relation import Relation
+
 CONTIGUOUS_NODES = 16
 """Up to so many nodes every run of adjacent nodes is a mesh; beyond, only aligned powers of two and a few splits."""
 
@@ -236,9 +235,3 @@ class Choice:
 
 Assignment = tuple[Choice, ...]
 """A choice for every part, in the problem's order."""
-
-
-def relation_of(start: int, size: int, other_start: int, other_size: int) -> Relation:
-    if start == other_start and size == other_size:
-        return "same"
-    return "overlapping" if start < other_start + other_size and other_start < start + size else "disjoint"

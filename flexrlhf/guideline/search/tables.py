@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from flexrlhf.guideline.search.graph import Graph, Link, graph_of
 from flexrlhf.guideline.search.pareto import Floats, pareto
-from flexrlhf.guideline.search.problem import RELATIONS, End, Option, Part, Problem, Shape
+from flexrlhf.guideline.search.problem import End, Option, Part, Problem, Shape
+from flexrlhf.placement.relation import RELATIONS
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
