@@ -19,15 +19,15 @@ from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, pars
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import format_advice
-from flexrlhf.guideline.advice.advise import Advice, Answer, Searched, advise
+from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch, advise
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
     GPUS,
     MODEL,
     SETTINGS,
-    Options,
-    Request,
+    AdviceOptions,
+    AdviceRequest,
     equal_nodes,
     find_class,
     read_nodes,
@@ -35,7 +35,7 @@ from flexrlhf.guideline.advice.request import (
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment, Choice, Problem
+from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
 from flexrlhf.guideline.simulation.inputs import read_lengths, texts_for
 from flexrlhf.guideline.simulation.simulate import evaluate as simulated_seconds
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
@@ -50,7 +50,7 @@ SCHEDULES = ((False, 1, 0), (True, 1, 0), (True, 2, 0), (True, 4, 0), (True, 1, 
 
 
 def spec_for(gpus: int, model: str = "llama-7b", overrides: tuple[str, ...] = (), **changes: object) -> Spec:
-    plain = Request(dict.fromkeys(ROLES, model), equal_nodes(gpus, "A100-80G"), prompts=64, mini_batches=4)
+    plain = AdviceRequest(dict.fromkeys(ROLES, model), equal_nodes(gpus, "A100-80G"), prompts=64, mini_batches=4)
     return replace(plain, **changes).spec(overrides)
 
 
@@ -86,12 +86,12 @@ KINDS = {
 # --- the fast evaluator and the simulator
 
 
-def random_assignment(space: Space, problem: Problem, rng: random.Random) -> Assignment | None:
+def random_assignment(space: Space, problem: SearchProblem, rng: random.Random) -> Assignment | None:
     """Any mesh and setting for every model; with shadows the two sides apart, without them a rollout engine beside."""
     total = space.pool.num_devices
     cut = rng.randrange(1, total) if space.has_shadows else total
     chosen: list[Choice] = []
-    for part, member in zip(problem.parts, space.members, strict=True):
+    for part, member in zip(problem.parts, space.models, strict=True):
         sides = range(cut) if member.trained or not space.has_shadows else range(cut, total)
         meshes = [(at, n) for at, n in problem.all_meshes if at in sides and at + n - 1 in sides]
         if member.is_rollout and not space.has_shadows:
@@ -200,10 +200,10 @@ def test_the_fast_evaluator_is_the_simulator_on_a_thousand_plans() -> None:
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_what_is_advised_can_be_planned_and_fits(changes: dict[str, object]) -> None:
     found = advise(spec_for(4, "qwen2.5-1.5b", **changes), AnalyticCosts())
-    methods = {answer.candidate.method for answer in found.answers}
+    methods = {answer.candidate.method for answer in found.feasible}
     # the guideline may co-locate what lies on devices of several classes
     assert methods == {"guideline", "search", "usual"} or (changes == KINDS["mixed"] and {"search", "usual"} <= methods)
-    for answer in found.answers:
+    for answer in found.feasible:
         plan = make_plan(answer.candidate.spec)
         check_fits(plan)
         assert simulated_seconds(plan, AnalyticCosts()) == pytest.approx(answer.seconds, rel=1e-12)
@@ -212,22 +212,22 @@ def test_what_is_advised_can_be_planned_and_fits(changes: dict[str, object]) -> 
 
 def test_the_placement_of_deepspeed_chat_is_an_answer_beside_vllm() -> None:
     found = advise(spec_for(16), AnalyticCosts(), seconds_limit=4.0)
-    assert "co-located ZeRO-3" in {answer.candidate.name for answer in found.answers}
+    assert "co-located ZeRO-3" in {answer.candidate.name for answer in found.feasible}
 
 
 def test_both_methods_and_the_usual_placements_are_shown(advice: Advice) -> None:
-    methods = [item.candidate.method for item in (*advice.answers, *advice.refused)]
+    methods = [item.candidate.method for item in (*advice.feasible, *advice.rejected)]
     assert methods.count("guideline") == 1
     assert methods.count("search") == 3
-    names = {item.candidate.name for item in (*advice.answers, *advice.refused) if item.candidate.method == "usual"}
+    names = {item.candidate.name for item in (*advice.feasible, *advice.rejected) if item.candidate.method == "usual"}
     assert {"co-located ZeRO-3", "standalone", "split", "symmetric, tp 8"} == names
-    assert [answer.seconds for answer in advice.answers] == sorted(answer.seconds for answer in advice.answers)
+    assert [answer.seconds for answer in advice.feasible] == sorted(answer.seconds for answer in advice.feasible)
 
 
 def test_nothing_without_lag_beats_the_search_by_more_than_its_gap(advice: Advice) -> None:
     for label, has_shadows in (("without shadows", False), ("with shadows", True)):
         result = next(item.result for item in advice.searches if item.label == label)
-        same = [answer for answer in advice.answers if bool(answer.plan.placement.shadows) == has_shadows]
+        same = [answer for answer in advice.feasible if bool(answer.plan.placement.shadows) == has_shadows]
         # chunks are no part of the stated space, and may be faster
         plain = [seconds_in_one(answer) for answer in same if not answer.lag]
         assert plain
@@ -235,7 +235,7 @@ def test_nothing_without_lag_beats_the_search_by_more_than_its_gap(advice: Advic
         assert min(plain) >= (1 - result.gap) * result.seconds * (1 - 1e-9)
 
 
-def seconds_in_one(answer: Answer) -> float:
+def seconds_in_one(answer: FeasibleCandidate) -> float:
     """Of an answer, without its chunks."""
     candidate = answer.candidate
     assert candidate.assignment is not None
@@ -268,7 +268,7 @@ def test_settings_of_the_yaml_stay() -> None:
     fixed = actor.model_validate({**actor.model_dump(exclude_unset=True), "zero": 3, "tp": 2})
     spec = spec.model_copy(update={"models": spec.models.model_copy(update={"actor": fixed})})
     found = advise(spec, AnalyticCosts(), seconds_limit=2.0)
-    for answer in found.answers:
+    for answer in found.feasible:
         settings = answer.plan.model("actor")
         assert (settings.zero, settings.tp) == (3, 2)
 
@@ -278,9 +278,9 @@ def test_less_memory_never_makes_a_faster_plan() -> None:
     seconds = []
     for memory in (80, 60, 40):
         node = {"count": 1, "devices": 8, "class": "A100-80G", "memory_gb": memory}
-        request = Request(dict.fromkeys(ROLES, "llama-7b"), (node,), 256, 256, 64, mini_batches=4)
+        request = AdviceRequest(dict.fromkeys(ROLES, "llama-7b"), (node,), 256, 256, 64, mini_batches=4)
         found = advise(request.spec(), AnalyticCosts())
-        seconds.append(min(answer.seconds for answer in found.answers if answer.candidate.method == "search"))
+        seconds.append(min(answer.seconds for answer in found.feasible if answer.candidate.method == "search"))
     # each search may miss the fastest plan by one per cent
     assert all(more <= less * 1.01 for more, less in zip(seconds, seconds[1:], strict=False))
 
@@ -297,14 +297,14 @@ def with_older_devices(number: int) -> Advice:
     newer = {"count": 4, "devices": 8, "class": "A100-80G"}
     older = {"count": number, "devices": 8, "class": "V100-32G", "network_gb_s": 12.5}
     nodes = (newer, older) if number else (newer,)
-    request = Request(dict.fromkeys(ROLES, "llama-33b"), nodes, 256, 256, 512, rollout="transformers")
+    request = AdviceRequest(dict.fromkeys(ROLES, "llama-33b"), nodes, 256, 256, 512, rollout="transformers")
     return advise(request.spec(), AnalyticCosts())
 
 
 def test_older_devices_beside_newer_ones_help_a_little() -> None:
     """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays."""
     found = [with_older_devices(number) for number in (0, 1)]
-    apart = [next(a.seconds for a in each.answers if a.candidate.name == "with shadows") for each in found]
+    apart = [next(a.seconds for a in each.feasible if a.candidate.name == "with shadows") for each in found]
     assert 1.02 < apart[0] / apart[1] < 1.5
     assert found[1].best.seconds <= found[0].best.seconds * 1.01
 
@@ -321,7 +321,7 @@ def test_a_config_that_nobody_has_seen_is_advised_on(tmp_path: Path) -> None:
 
 
 def advice_of(*overrides: str, model: str = "qwen2.5-1.5b", **options: str) -> Advice:
-    asked = Options(model=model, gpus=8, prompts=64, rollout="transformers", **options)
+    asked = AdviceOptions(model=model, gpus=8, prompts=64, rollout="transformers", **options)
     return advise(asked.spec(None, overrides), AnalyticCosts(), seconds_limit=2.0)
 
 
@@ -344,7 +344,7 @@ def test_every_algorithm_is_advised_on_from_its_name(name: str, roles: str) -> N
     assert simulated_seconds(whole, AnalyticCosts()) == pytest.approx(found.best.seconds, rel=1e-12)
     assert whole.batch.samples_per_prompt == {"grpo": 8, "gspo": 8, "dpo": 2}.get(name, 1)
     assert "\nsearch\n" in format_advice(found, "figures")
-    assert "split" not in {item.candidate.name for item in (*found.answers, *found.refused)}
+    assert "split" not in {item.candidate.name for item in (*found.feasible, *found.rejected)}
 
 
 def test_a_model_that_the_algorithm_has_not_is_refused_where_it_is_named() -> None:
@@ -353,7 +353,7 @@ def test_a_model_that_the_algorithm_has_not_is_refused_where_it_is_named() -> No
 
 
 def test_adapters_are_on_what_the_algorithm_trains() -> None:
-    spec = Options(lora=8).spec(None, ("algorithm.name=safe-rlhf",))
+    spec = AdviceOptions(lora=8).spec(None, ("algorithm.name=safe-rlhf",))
     adapted = {role for role, model in spec.models if model is not None and model.lora is not None}
     assert adapted == {"actor", "critic", "cost_critic"}
 
@@ -404,13 +404,13 @@ def test_the_report_states_what_was_searched(advice: Advice) -> None:
     text = format_advice(advice, "figures")
     assert "settings tried: passes of " in text
     assert "    all, 1/2, 1/4" in text
-    assert "plans: all that the space states, also what memory or rules forbid" in text
+    assert "plans: all of the space, also those that memory or rules forbid" in text
 
 
 def test_a_space_that_forbids_all_its_plans_has_none(advice: Advice) -> None:
     found = advice.searches[0].result
     forbidden = replace(found, best=(replace(found.best[0], seconds=FORBIDDEN + 3),))
-    text = format_advice(replace(advice, searches=(Searched("forbidden", forbidden),)), "figures")
+    text = format_advice(replace(advice, searches=(SpaceSearch("forbidden", forbidden),)), "figures")
     (line,) = (line for line in text.splitlines() if line.startswith("  forbidden"))
     assert line.split()[-2:] == ["none", "-"]
 
@@ -472,10 +472,10 @@ BESIDE = {
 
 
 def test_what_a_config_says_is_not_said_again() -> None:
-    assert {name.removeprefix("--").replace("-", "_") for name in BESIDE} == set(SETTINGS) == set(vars(Options()))
+    assert {name.removeprefix("--").replace("-", "_") for name in BESIDE} == set(SETTINGS) == set(vars(AdviceOptions()))
     for option, value in BESIDE.items():
         assert told("a.yaml", option, value).startswith(
-            f"flexrlhf: {option} {value}: a.yaml says it already; use --set "
+            f"flexrlhf: {option} {value}: a.yaml sets it already; use --set "
         )
 
 
@@ -502,9 +502,9 @@ def test_a_cluster_is_said_once(tmp_path: Path) -> None:
 def test_help_tells_what_is_taken_where_nothing_is_said() -> None:
     command = typer.main.get_command(app).get_command(None, "advise")  # type: ignore[attr-defined]
     helps = {parameter.name: parameter.help or "" for parameter in command.params}
-    request = Options().request()
+    request = AdviceOptions().request()
     taken = {"model": MODEL, "gpus": GPUS, "gpu_type": GPU_TYPE}
-    taken |= {name: getattr(request, name) for name in vars(Options()) if hasattr(request, name)}
+    taken |= {name: getattr(request, name) for name in vars(AdviceOptions()) if hasattr(request, name)}
     taken["samples"] = request.spec().algorithm.samples_per_prompt  # the algorithm's own
     assert len(taken) == 11
     for name, value in taken.items():
@@ -513,8 +513,8 @@ def test_help_tells_what_is_taken_where_nothing_is_said() -> None:
 
 
 def test_the_critic_and_the_reward_model_are_taken_for_each_other() -> None:
-    assert Options(critic="llama-13b").request().models["reward"] == "llama-13b"
-    assert Options(reward="llama-13b").request().models["critic"] == "llama-13b"
+    assert AdviceOptions(critic="llama-13b").request().models["reward"] == "llama-13b"
+    assert AdviceOptions(reward="llama-13b").request().models["critic"] == "llama-13b"
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_an_output_is_checked_before_anything_is_computed(
 def test_answers_of_a_mean_are_simulated_to_the_same_seconds(tmp_path: Path) -> None:
     path, small = tmp_path / "a.yaml", ("--model", "qwen2.5-0.5b", "--gpus", 2, "--prompts", 16, "--mini-batches", 1)
     result = run(*small, "--mean-response", 100, "-o", path)
-    assert "tokens at the most, answers of 100 tokens in the mean; seconds" in result.output
+    assert "at most 1024 + 1024 tokens, responses of 100 tokens on average; seconds" in result.output
     assert " in 1 node: " in result.output
     (used,) = (line for line in result.output.splitlines() if line.startswith("  >"))
     plan = make_plan(load_spec(path))

@@ -199,7 +199,7 @@ def test_a_layer_has_modules(layer: Layer) -> None:
         ("guideline.simulation.walk", "import numpy", False),
         ("guideline.advice.advise", "import numpy", True),
         ("guideline.advice.advise", "import torch", False),
-        ("guideline.simulation.simulate", "from flexrlhf.guideline.search.branch import search", False),
+        ("guideline.simulation.simulate", "from flexrlhf.guideline.search.branch_and_bound import search", False),
         ("plan.plan", "def load():\n    from flexrlhf.engines.factory import make_engine", False),
         ("comm.move", "from flexrlhf.strategies.instructions import Move", True),
         ("comm.move", "from flexrlhf.strategies.schedule import walk", False),

@@ -1,15 +1,15 @@
-"""ReaL's space, one placement for each call: what the search finds there fits, and no co-located plan is faster."""
+"""ReaL's space, one placement for each call: the result of the search fits, and no co-located plan is faster."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.systems.per_call import PPO_CALLS, PerCall
+from benchmarks.systems.per_call import PPO_CALLS, PerCallSpace
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.search.branch import search
+from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Choice, End, Pool
+from flexrlhf.guideline.search.problem import Choice, DevicePool, LinkEnd
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
@@ -19,25 +19,27 @@ GAP = 0.05
 
 
 @pytest.fixture(scope="module")
-def space() -> PerCall:
+def space() -> PerCallSpace:
     scorer = LLAMA_7B.as_scorer()
     models = {"actor": LLAMA_7B, "ref": LLAMA_7B, "critic": scorer, "reward": scorer}
-    pool = Pool.of(8, 8, 0.9 * DEVICE.memory_gb * 1e9, DEVICE.name)
-    return PerCall(models, {DEVICE.name: DEVICE}, pool, AnalyticCosts(), TextLengths(256, (256,)), 128, 4)
+    pool = DevicePool.of(8, 8, 0.9 * DEVICE.memory_gb * 1e9, DEVICE.name)
+    return PerCallSpace(models, {DEVICE.name: DEVICE}, pool, AnalyticCosts(), TextLengths(256, (256,)), 128, 4)
 
 
-def test_every_call_has_a_placement_of_its_own_that_fits(space: PerCall) -> None:
+def test_every_call_has_a_placement_of_its_own_that_fits(space: PerCallSpace) -> None:
     problem = space.problem()
     result = search(problem, 30.0, GAP)
     assert [choice.part for choice in result.assignment] == [call.name for call in PPO_CALLS]
     assert evaluate(problem, result.assignment) == pytest.approx(result.seconds, rel=1e-12)
     (memory,) = space.pool.memory.values()
     for device in range(space.pool.num_devices):
-        there = [c.option for c in result.assignment if c.start <= device < c.start + c.size]
-        assert sum(option.resting for option in there) + max(option.active for option in there) <= memory * (1 + 1e-9)
+        options = [c.option for c in result.assignment if c.start <= device < c.start + c.size]
+        assert sum(option.resting for option in options) + max(option.active for option in options) <= memory * (
+            1 + 1e-9
+        )
 
 
-def test_no_plan_on_all_devices_with_one_layout_is_faster(space: PerCall) -> None:
+def test_no_plan_on_all_devices_with_one_layout_is_faster(space: PerCallSpace) -> None:
     problem, counted = space.problem(), 0
     bound, whole = search(problem, 30.0, GAP).bound, problem.shape_of(0, 8)
     (memory,) = space.pool.memory.values()
@@ -52,12 +54,12 @@ def test_no_plan_on_all_devices_with_one_layout_is_faster(space: PerCall) -> Non
     assert counted
 
 
-def test_weights_move_only_where_layouts_differ(space: PerCall) -> None:
+def test_weights_move_only_where_layouts_differ(space: PerCallSpace) -> None:
     problem = space.problem()
     sync = next(call for call in problem.calls if not hasattr(call, "name"))
     train, generate = (next(p for p in problem.parts if p.name == name) for name in ("actor train", "actor generate"))
     shape = problem.shape_of(0, 8)
-    ends = [[End(shape, option.layout) for option in part.options(shape)] for part in (train, generate)]
+    ends = [[LinkEnd(shape, option.layout) for option in part.options(shape)] for part in (train, generate)]
     for source in ends[0]:
         for to in ends[1]:
             assert (sync.seconds(source, to, "same") == 0) == (source.layout == to.layout)

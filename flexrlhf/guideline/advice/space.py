@@ -13,10 +13,21 @@ from math import gcd
 from flexrlhf.config.spec import Head, ModelSpec, Spec
 from flexrlhf.engines.capabilities import ALL_KINDS, SERVES, check_engine
 from flexrlhf.errors import UserError, either
-from flexrlhf.guideline.advice.choices import Chooser, Member, Place, Work
+from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.exchange import Between, Side, Weights
-from flexrlhf.guideline.search.problem import End, Meshes, Option, Part, Pool, Problem, Rows, Shape, Sync, Task
+from flexrlhf.guideline.search.problem import (
+    DevicePool,
+    LinkEnd,
+    Meshes,
+    MeshShape,
+    Option,
+    RowTransfer,
+    SearchPart,
+    SearchProblem,
+    SearchSync,
+    SearchTask,
+)
 from flexrlhf.guideline.simulation.pricing import (
     UNKNOWN,
     CallMaker,
@@ -71,7 +82,7 @@ class Space:
     cluster: Cluster
     costs: CostModel
     lengths: TextLengths
-    chooser: Chooser
+    enumerator: OptionEnumerator
     has_shadows: bool = False
     said: frozenset[str] = frozenset()
 
@@ -156,16 +167,16 @@ class Space:
         return beside[0] if beside and self.spec.rollout.sleep else None
 
     @cached_property
-    def members(self) -> tuple[Member, ...]:
-        calls: dict[str, list[Work]] = {name: [] for name in self.names}
+    def models(self) -> tuple[SearchModel, ...]:
+        calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
         for task, _ in self.steps:
             operator = task.operator
-            work = Work(operator.kind, self.mini_batches(task), asked_by(operator), texts_of(operator))
+            work = PlacedCall(operator.kind, self.mini_batches(task), asked_by(operator), texts_of(operator))
             calls[self.model_of(operator).name].append(work)
         if self.sleeper is not None:
-            calls[self.sleeper] += [Work("switch", self.batch.mini_batches)] * 2
+            calls[self.sleeper] += [PlacedCall("switch", self.batch.mini_batches)] * 2
         return tuple(
-            Member(
+            SearchModel(
                 name,
                 name in self.roles.trained,
                 tuple(calls[name]),
@@ -183,9 +194,9 @@ class Space:
             found[name] = self.cluster.figures(self.cluster.ranks_on(name)[0]) or UNKNOWN
         return found
 
-    def problem(self) -> Problem:
-        parts = tuple(Part(member.name, partial(self._options, member)) for member in self.members)
-        return Problem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
+    def problem(self) -> SearchProblem:
+        parts = tuple(SearchPart(model.name, partial(self._options, model)) for model in self.models)
+        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
 
     @cached_property
     def node_sizes(self) -> dict[str, int]:
@@ -198,7 +209,7 @@ class Space:
         return sizes
 
     @cached_property
-    def pool(self) -> Pool:
+    def pool(self) -> DevicePool:
         """Nodes as the search counts them: all of one size, so larger ones as several."""
         memory: dict[str, float] = {}
         for device in self.cluster.devices:
@@ -207,7 +218,7 @@ class Space:
         ranks = [self.cluster.ranks_on_node(node) for node in range(self.cluster.num_nodes)]
         unit = gcd(*map(len, ranks))
         kinds = [self.cluster.devices[mine[at]].device_class for mine in ranks for at in range(0, len(mine), unit)]
-        return Pool(tuple(kinds), unit, memory)
+        return DevicePool(tuple(kinds), unit, memory)
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -225,29 +236,29 @@ class Space:
         runs = [(first, last - first) for i, first in enumerate(starts) for last in starts[i + 1 :]]
         return Meshes((), (*inside, *runs), "powers of two inside a node, runs of whole nodes")
 
-    def _options(self, member: Member, shape: Shape) -> tuple[Option, ...]:
+    def _options(self, model: SearchModel, shape: MeshShape) -> tuple[Option, ...]:
         """A model stays on devices of one class."""
         if len(shape.kinds) > 1:
             return ()
         kind = shape.kinds[0]
-        return self.chooser.options(
-            member, Place(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+        return self.enumerator.options(
+            model, UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
         )
 
-    def _calls(self) -> Iterator[Task | Sync]:
+    def _calls(self) -> Iterator[SearchTask | SearchSync]:
         steps = self.steps
         last = {self.model_of(task.operator).name: task for task, _ in steps if task.operator.kind == "train"}
         # behind the last of its calls: two may stand beside each other
         falls_asleep = next(
             (task for task, _ in reversed(steps) if self.model_of(task.operator).name == self.sleeper), None
         )
-        lagging, end = bool(self.spec.schedule.lag) and self.has_shadows, list[Sync]()
+        lagging, end = bool(self.spec.schedule.lag) and self.has_shadows, list[SearchSync]()
         for task, lag in steps:
             model = self.model_of(task.operator).name
             reads = tuple(name_of(writer) for writer in (*self._writers(task), *self._apart(task)))
-            yield Task(name_of(task), model, reads, lag)
+            yield SearchTask(name_of(task), model, reads, lag)
             if task is falls_asleep:
-                yield Task("offload", model)
+                yield SearchTask("offload", model)
             if last.get(model) is task:
                 syncs = [self._sync(task, follower) for follower in self.sketch.followers if follower.role == model]
                 if lagging or not self.has_shadows:
@@ -255,7 +266,7 @@ class Space:
                 else:
                     yield from syncs
         if self.sleeper is not None:
-            yield Task("reload", self.sleeper)
+            yield SearchTask("reload", self.sleeper)
         order = [follower.name for follower in self.sketch.followers]
         yield from sorted(end, key=lambda sync: order.index(ModelName(sync.to)))
 
@@ -265,18 +276,18 @@ class Space:
             if is_read and not set(self.mini_batches(task)).isdisjoint(self.mini_batches(reader)):
                 yield task
 
-    def _sync(self, task: schedule.Task, follower: PlacedModel) -> Sync:
-        return Sync(name_of(task), follower.name, partial(self._sync_seconds, follower), self.spec.sync.every)
+    def _sync(self, task: schedule.Task, follower: PlacedModel) -> SearchSync:
+        return SearchSync(name_of(task), follower.name, partial(self._sync_seconds, follower), self.spec.sync.every)
 
-    def _rows(self) -> Iterator[Rows]:
+    def _rows(self) -> Iterator[RowTransfer]:
         for reader, _ in self.steps:
             for writer in self._writers(reader):
                 sides = self.model_of(writer.operator), self.model_of(reader.operator)
                 size = self._rows_bytes(writer, reader)
                 seconds = partial(self._rows_seconds, size, self._must_part(*sides))
-                yield Rows(name_of(writer), name_of(reader), seconds)
+                yield RowTransfer(name_of(writer), name_of(reader), seconds)
             for writer in self._apart(reader):
-                yield Rows(name_of(writer), name_of(reader), self._border_seconds)
+                yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds)
 
     def _apart(self, reader: schedule.Task) -> Iterator[schedule.Task]:
         """Of each other model that must not share a device with that of ``reader``, though nothing travels between, a
@@ -301,7 +312,7 @@ class Space:
         return found
 
     @staticmethod
-    def _border_seconds(source: End, to: End, relation: Relation) -> float:
+    def _border_seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         return 0.0 if relation == "disjoint" else FORBIDDEN
 
     def _rows_bytes(self, writer: schedule.Task, reader: schedule.Task) -> int:
@@ -314,25 +325,27 @@ class Space:
         lengths = Lengths(data.max_prompt_tokens, data.max_response_tokens)
         return rows_bytes(self.batch, lengths, writer.operator, reader.operator, common)
 
-    def _rows_seconds(self, size: int, must_part: bool, source: End, to: End, relation: Relation) -> float:
+    def _rows_seconds(self, size: int, must_part: bool, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if must_part and relation != "disjoint":
             return FORBIDDEN
         # many readers read as much of writers that lie alike
         key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation
-        return self.chooser.once(key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds)
+        return self.enumerator.cached(
+            key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
+        )
 
     def _must_part(self, first: PlacedModel, second: PlacedModel) -> bool:
         """With shadows no device serves both training and inference."""
         trains = [model.name in self.roles.trained for model in (first, second)]
         return self.has_shadows and trains[0] != trains[1]
 
-    def _sync_seconds(self, follower: PlacedModel, source: End, to: End, relation: Relation) -> float:
+    def _sync_seconds(self, follower: PlacedModel, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if relation != ("disjoint" if self.has_shadows else "same"):
             return FORBIDDEN
         weights = self._weights(follower, to)
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
-    def _weights(self, follower: PlacedModel, to: End) -> Weights:
+    def _weights(self, follower: PlacedModel, to: LinkEnd) -> Weights:
         side = side_of(to)
         if (follower.name, side) not in self._sent:
             layout = Layout(tuple(range(side.size)), side.tp)
@@ -346,7 +359,7 @@ class Space:
         """What syncs send: what has been asked for."""
         return {}
 
-    def _between(self, source: End, to: End, relation: Relation) -> Between:
+    def _between(self, source: LinkEnd, to: LinkEnd, relation: Relation) -> Between:
         kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
         return Between(side_of(source), side_of(to), relation, links, self.cluster.num_nodes > 1)
@@ -369,7 +382,7 @@ def name_of(task: schedule.Task) -> str:
     return task.operator.name if task.chunk is None else f"{task.operator.name}.{task.chunk}"
 
 
-def side_of(end: End) -> Side:
+def side_of(end: LinkEnd) -> Side:
     assert isinstance(end.layout, Side), "options of a Space tell their side"
     return end.layout
 
@@ -384,10 +397,10 @@ def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> Spa
     longest = Lengths(data.max_prompt_tokens, data.max_response_tokens)
     shapes = model_shapes(spec, graph, {})
     _check_models(spec, shapes, graph.roles)
-    chooser = Chooser(spec, shapes, batch, costs, CallMaker(batch, longest, texts, algorithm.epochs))
+    enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, algorithm.epochs))
     said = frozenset(spec.schedule.model_fields_set)
     return Space(
-        spec, graph, roles_of(graph, spec), shapes, make_cluster(spec.cluster), costs, texts, chooser, said=said
+        spec, graph, roles_of(graph, spec), shapes, make_cluster(spec.cluster), costs, texts, enumerator, said=said
     )
 
 
