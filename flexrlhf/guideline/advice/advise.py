@@ -38,7 +38,8 @@ from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies import colocated, disaggregated, interleaving
 from flexrlhf.text import bytes_text
 

@@ -19,7 +19,7 @@ from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_
 from flexrlhf.guideline.simulation.scoring_time import cost_beside
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
-from flexrlhf.operators.graph import Kind
+from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
@@ -29,8 +29,8 @@ from flexrlhf.weights.shapes import ModelShape
 
 T = TypeVar("T")
 
-PlacedCallKind = Kind | Literal["switch"]
-"""Kind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
+PlacedCallKind = OperatorKind | Literal["switch"]
+"""OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
 PASS_TOKENS = (0, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one prompt's."""
@@ -280,7 +280,7 @@ class OptionEnumerator:
         for call in model.calls:
             kind = call.kind
             if kind == "switch":
-                yield kind, self.costs.switch(self._state(placed, state_key).parked, mesh.device).seconds, 0
+                yield kind, self.costs.switch(self._state(placed, state_key).offloaded, mesh.device).seconds, 0
                 continue
             rows = self._most_rows(placed, kind, call.mini_batches)
             key = state_key, kind, _relevant_settings(kind, placed.settings)
@@ -295,7 +295,7 @@ class OptionEnumerator:
         value: T = self._cache[key]
         return value
 
-    def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: Kind, call: PlacedCall) -> float:
+    def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
         rows = row_patterns(self.batch, placed.layout, call.mini_batches)
         if kind == "combine" or kind == "score":
             most, width = max(map(sum, rows)), self.maker.lengths.width
@@ -309,7 +309,7 @@ class OptionEnumerator:
         assert isinstance(state, State), "shapes are known"
         return state
 
-    def _most_rows(self, placed: PlacedModel, kind: Kind, batches: range) -> int:
+    def _most_rows(self, placed: PlacedModel, kind: OperatorKind, batches: range) -> int:
         """Most rows of one pass, or of those decoded together, that the settings allow."""
         patterns = row_patterns(self.batch, placed.layout, batches)
         most = max(map(max if kind == "train" else sum, patterns))
@@ -317,7 +317,7 @@ class OptionEnumerator:
             return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
         return self._lengths.rows_within(placed.settings.micro_batch_tokens, most)
 
-    def _bytes(self, placed: PlacedModel, state_key: object, kind: Kind, rows: int) -> int:
+    def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int) -> int:
         """Most bytes that a call needs in addition to the resting ones."""
         if kind == "combine" or kind == "score":
             return 0
@@ -357,7 +357,7 @@ def _layout(size: int, tp: int) -> Layout:
     return Layout(tuple(range(size)), tp)
 
 
-def _relevant_settings(kind: Kind, settings: ModelSpec) -> tuple[object, ...]:
+def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:
     """Settings that a call of ``kind`` depends on, of those that differ between options of one mesh."""
     if kind == "generate":
         return (settings.generate_tokens,)
