@@ -1,4 +1,4 @@
-"""How the devices of two placed models relate: costs of rows and weights between them depend on it."""
+"""Relation of the devices of two placed models, on which the costs of rows and weights between them depend."""
 
 from __future__ import annotations
 

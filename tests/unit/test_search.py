@@ -272,7 +272,7 @@ def test_a_problem_that_makes_no_sense_is_refused(calls: tuple[SearchTask, ...])
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8, 12, 24, 96, 256])
-def test_meshes_lie_in_a_node_or_are_whole_nodes(devices: int) -> None:
+def test_meshes_are_inside_a_node_or_whole_nodes(devices: int) -> None:
     per_node = 4 if devices > 4 and devices % 8 else 8
     problem = SearchProblem(DevicePool.of(devices, per_node, 1.0), (), ())
     each = problem.pool.per_node

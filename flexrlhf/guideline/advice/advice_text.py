@@ -121,7 +121,7 @@ def _generates(model: PlacedModel, item: FeasibleCandidate) -> bool:
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
-    """Where the time of the best is spent, and how much it saves compared with the others."""
+    """Lines on where the time of the best is spent, and how much it saves compared with the others."""
     best = advice.best
     runs = [item for item in best.simulation.priced if isinstance(item.instruction, Run) and not item.is_rare]
     for item in sorted(runs, key=lambda item: -item.cost.seconds)[:SHOWN]:

@@ -1,4 +1,4 @@
-"""Which placement to use: the published rules, an exact search, and the usual placements of published systems.
+"""Comparison of placements: by the published rules, an exact search, and the usual ones of published systems.
 
 Every candidate is a Spec that is planned and simulated like any other; what does not fit is listed with its reason.
 """
@@ -189,10 +189,10 @@ def advise(spec: Spec, costs: CostModel, lengths: TextLengths | None = None, sec
         SpaceSearch(label, search(space.problem(), _search_seconds(began, seconds_limit), GAP))
         for label, space in spaces
     )
-    found = [_by_search(space, label, item.result) for (label, space), item in zip(spaces, searches, strict=True)]
+    searched = [_by_search(space, label, item.result) for (label, space), item in zip(spaces, searches, strict=True)]
     # a lag that the YAML sets leaves nothing without shadows
     others = [] if base.spec.schedule.lag else [_by_guideline(by_rules), *usual(plain)]
-    feasible, rejected = _ranked([_with_strategy(candidate, base) for candidate in (*found, *others)])
+    feasible, rejected = _ranked([_with_strategy(candidate, base) for candidate in (*searched, *others)])
     return Advice(feasible, rejected, by_rules.rules, searches, perf_counter() - began)
 
 
@@ -203,7 +203,7 @@ def _search_seconds(began: float, seconds_limit: float) -> float:
 
 def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
     """(label, space) of what is searched: with the lag that the YAML sets, else without and with one."""
-    schedule, is_set = base.spec.schedule, "lag" in base.said
+    schedule, is_set = base.spec.schedule, "lag" in base.fixed_schedule
     if not (is_set and schedule.lag):
         yield "without shadows", with_schedule(base, schedule.num_chunks, 0)
     if base.graph.can_shadow and base.pool.num_devices > 1:

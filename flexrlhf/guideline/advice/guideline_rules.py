@@ -31,7 +31,7 @@ PUBLISHED = "FlexRLHF, guideline"
 class GuidelineRule:
     """A rule that fired.
 
-    name:    what it says.
+    name:    the rule in a few words.
     source:  where it is published.
     reason:  why it fired.
     """

@@ -1,4 +1,4 @@
-"""From meshes and options back to a Spec that ``flexrlhf plan`` accepts, and settings for models on given ranks."""
+"""Conversion of meshes and options to a Spec that ``flexrlhf plan`` accepts; settings for models on given ranks."""
 
 from __future__ import annotations
 

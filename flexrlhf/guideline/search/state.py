@@ -129,7 +129,7 @@ class SearchState:
             self.stored.discard(heapq.heappop(heap)[1])
 
     def result(self, bound: float, began: float, is_finished: bool) -> SearchResult:
-        """Return what was found. ``bound``: least bound of what was not searched. ``began``: by ``perf_counter``."""
+        """Return the result. ``bound``: least bound of what was not searched. ``began``: by ``perf_counter``."""
         best = [
             TimedAssignment(-value, assignment_of(self.tables, *key))
             for value, key in sorted(self.fastest, reverse=True)
