@@ -1,7 +1,8 @@
 """ReaL's space as a search problem: every model call on any mesh, with any dp, tp, pp and micro-batches of its own.
 
-Weights of a role are reallocated between the meshes of its calls (ReaL: Mei et al., MLSys 2025, section 4). It contains
-plans that no YAML can state (pipeline stages, a third copy of a role): its optimum is the most that placement can give.
+The weights of a role are reallocated between the meshes of its calls (ReaL: Mei et al., MLSys 2025, section 4). The
+space contains plans that no YAML can state (pipeline stages, a third copy of a role): its optimum is the most that
+placement can give.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class PerCallSpace:
 
     def _sync_seconds(self, role: str, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         first, second = source.layout, to.layout
-        assert isinstance(first, Side) and isinstance(second, Side), "options of PerCallSpace have a side as layout"
+        assert isinstance(first, Side) and isinstance(second, Side), "layouts are sides"
         if relation == "same" and first == second:
             return 0.0
         whole = 2 * self.models[role].parameters

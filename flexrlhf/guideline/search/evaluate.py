@@ -142,7 +142,8 @@ def walk_input_of(problem: SearchProblem, assignment: Assignment) -> WalkInput:
         edges = graph.edges_to(call)
         after = tuple(edge.writer for edge in edges)
         delays = tuple(links[edge.rows] if edge.rows >= 0 else 0.0 for edge in edges)
-        nodes.append(Node(mine, seconds[call], after, delays=delays, lag=graph.lags[call], every=graph.every[call]))
+        lag, every = graph.lags[call], graph.every[call]
+        nodes.append(Node(mine, seconds[call], after, delays=delays, lag=lag, every=every))
     return WalkInput(tuple(nodes), sum(1 for _ in set().union(*blocks)))
 
 
