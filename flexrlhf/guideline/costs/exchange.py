@@ -7,14 +7,11 @@ between nodes unless both sides fit the same devices of one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
+from flexrlhf.placement.relation import Relation
 from flexrlhf.placement.routes import Primitive
-
-Relation = Literal["same", "overlapping", "disjoint"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,6 @@ class Side:
         if self.cut == 1:
             return Traffic(0, 0, 0)
         return Traffic(whole, whole if self.cut > self.per_node else 0)
-
-
-def relation_of(first: Collection[int], second: Collection[int]) -> Relation:
-    both = set(first) & set(second)
-    if not both:
-        return "disjoint"
-    return "same" if len(both) == len(first) == len(second) else "overlapping"
 
 
 def lacks_rows(writer: Side, reader: Side, relation: Relation) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of whole plans: the mesh and the option of every part as numbers."""
+"""Many assignments at once, one a row: the mesh and the option of every part as numbers."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from flexrlhf.guideline.search.problem import Assignment, Choice
 from flexrlhf.guideline.search.tables import DISJOINT, OVERLAPPING, SAME, Bools, Ints, Tables
 
 ROUNDING = 1e-9
-"""Relative difference below which two plans take the same time; memory may be exceeded by as much."""
+"""Relative difference below which two assignments take the same time; memory may be exceeded by as much."""
 
 
 def relations(start: Ints, size: Ints, other_start: Ints, other_size: Ints) -> Ints:
-    """Of pairs of meshes."""
+    """Relations of pairs of meshes, as indices of ``RELATIONS``."""
     shared = (start < other_start + other_size) & (other_start < start + size)
     same = (start == other_start) & (size == other_size)
     return np.where(same, SAME, np.where(shared, OVERLAPPING, DISJOINT))
 
 
 def pairwise(starts: Ints, sizes: Ints, parts: Sequence[int]) -> Overlaps:
-    """Overlaps between columns, by the parts that they stand for."""
-    found: dict[tuple[int, int], Bools | bool] = {}
+    """Overlaps between the meshes of ``parts``. ``starts``, ``sizes``: (n, len(parts))."""
+    overlaps: dict[tuple[int, int], Bools | bool] = {}
     ends = starts + sizes
     for i, one in enumerate(parts):
         for j in range(i + 1, len(parts)):
             shared: Bools = (starts[:, i] < ends[:, j]) & (starts[:, j] < ends[:, i])
             pair = (min(one, parts[j]), max(one, parts[j]))
-            found[pair] = bool(shared[0]) if len(shared) and (shared == shared[0]).all() else shared
-    return found
+            overlaps[pair] = bool(shared[0]) if len(shared) and (shared == shared[0]).all() else shared
+    return overlaps
 
 
 def most_over(tables: Tables, starts: Ints, sizes: Ints, resting: Floats, active: Floats) -> Floats:
-    """Bytes by which the fullest device of each row exceeds its memory (negative: it fits). A column for each part.
+    """Bytes by which the fullest device of each row exceeds its memory, (n,); negative: it fits.
 
-    Parts that share a device all lie on the first device of one of them, or on the first of its run of alike devices.
+    All arguments are (n, parts). Parts that share a device all have the first device of one of them, or the first of
+    its run of alike devices.
     """
     worst = np.full(len(starts), -np.inf)
     first, end = np.ascontiguousarray(starts.T), np.ascontiguousarray((starts + sizes).T)
@@ -46,15 +47,15 @@ def most_over(tables: Tables, starts: Ints, sizes: Ints, resting: Floats, active
     for point in (*first, *runs):
         used, most = np.zeros(len(starts)), np.zeros(len(starts))
         for part in range(len(first)):
-            there = (first[part] <= point) & (point < end[part])
-            used += there * resting[part]
-            np.maximum(most, there * active[part], out=most)
+            covers = (first[part] <= point) & (point < end[part])
+            used += covers * resting[part]
+            np.maximum(most, covers * active[part], out=most)
         np.maximum(worst, used + most - _memory(tables, point), out=worst)
     return worst
 
 
 def _memory(tables: Tables, point: Ints) -> Floats:
-    """Bytes of the devices."""
+    """Bytes of the devices ``point``, (n,)."""
     if tables.is_uniform:
         return np.full(len(point), tables.memory_at[0][1])
     firsts = np.array([first for first, _ in tables.memory_at])
@@ -63,24 +64,25 @@ def _memory(tables: Tables, point: Ints) -> Floats:
 
 
 def rooms(tables: Tables, starts: Ints, sizes: Ints, resting: Floats) -> Floats:
-    """Bytes that the others' ``resting`` leaves to each part on the fullest device of its mesh."""
+    """Bytes that the others' ``resting`` leaves to each part on the fullest device of its mesh, (n, parts)."""
     room = np.full(starts.shape, np.inf)
     runs = [np.full(len(starts), first) for first, _ in tables.memory_at[1:]]
     for point in (*starts.T, *runs):
-        there = (starts <= point[:, None]) & (point[:, None] < starts + sizes)
-        used = np.where(there, resting, 0.0)
+        covers = (starts <= point[:, None]) & (point[:, None] < starts + sizes)
+        used = np.where(covers, resting, 0.0)
         left = _memory(tables, point)[:, None] - used.sum(axis=1, keepdims=True) + used
-        room = np.minimum(room, np.where(there, left, np.inf))
+        room = np.minimum(room, np.where(covers, left, np.inf))
     return room
 
 
 def fits(tables: Tables, over: Floats) -> Bools:
+    """Whether ``over`` bytes too many are a matter of rounding, (n,)."""
     room = max(memory for _, memory in tables.memory_at)
     return np.asarray(over <= ROUNDING * room)
 
 
-def plan_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
-    """By the clock, memory aside. ``options``: a column of positions in ``options`` for each part."""
+def assignment_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
+    """Seconds of a settled step of each row, whatever it needs of memory. ``starts``, ``options``: (n, parts)."""
     sizes = np.stack([part.size[options[:, p]] for p, part in enumerate(tables.parts)], axis=1)
     overlaps = pairwise(starts, sizes, range(len(tables.parts)))
     seconds, delays = call_seconds(tables, options)
@@ -96,7 +98,7 @@ def plan_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
 
 
 def call_seconds(tables: Tables, options: Ints) -> tuple[list[Floats], list[Floats]]:
-    """Of tasks; syncs and rows are still to be filled in."""
+    """Seconds of each call and delay of each link; only those of tasks are filled in, others are 0."""
     graph, zeros = tables.graph, np.zeros(len(options))
     seconds = [
         tables.parts[parts[0]].seconds[options[:, parts[0]], column] if column >= 0 else zeros
@@ -105,8 +107,8 @@ def call_seconds(tables: Tables, options: Ints) -> tuple[list[Floats], list[Floa
     return seconds, [zeros] * len(tables.links)
 
 
-def plans_over(tables: Tables, starts: Ints, options: Ints) -> Floats:
-    """``most_over`` of whole plans."""
+def assignments_over(tables: Tables, starts: Ints, options: Ints) -> Floats:
+    """``most_over`` of whole assignments. ``starts``, ``options``: (n, parts)."""
     columns = list(enumerate(tables.parts))
     sizes = np.stack([part.size[options[:, p]] for p, part in columns], axis=1)
     resting = np.stack([part.resting[options[:, p]] for p, part in columns], axis=1)
@@ -115,6 +117,7 @@ def plans_over(tables: Tables, starts: Ints, options: Ints) -> Floats:
 
 
 def assignment_of(tables: Tables, starts: Sequence[int], options: Sequence[int]) -> Assignment:
+    """Return one row as an assignment."""
     return tuple(
         Choice(part.name, start, int(table.size[option]), table.options[option])
         for part, table, start, option in zip(tables.problem.parts, tables.parts, starts, options, strict=True)
