@@ -80,7 +80,7 @@ def test_a_policy_that_leaves_is_penalised_more_and_more_until_it_returns() -> N
 def test_a_coefficient_cannot_change_its_sign() -> None:
     """A step of 512 answers with a horizon of 100 would turn 1 - 0.2 * 512 / 100 negative."""
     settings: dict[str, Any] = {"prompts_per_step": 512, "kl": {"target": 4.0, "horizon": 100}}
-    with pytest.raises(ValidationError, match="kl.horizon 100 .* 512 answers.* use at least 103"):
+    with pytest.raises(ValidationError, match="kl.horizon 100 .* 512 responses.* use at least 103"):
         PpoSpec.model_validate(settings)
     smallest = PpoSpec.model_validate(settings | {"kl": {"target": 4.0, "horizon": 103}})
     assert after(smallest, kl=[0.0] * 512)["kl_coefficient"] > 0
