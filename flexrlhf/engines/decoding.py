@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.sampling import draw
+from flexrlhf.engines.sampling import sample_tokens
 
 _WORTHWHILE = 0.25
 """The share of ended rows that pays for copying the keys and values of the others."""
@@ -114,7 +114,9 @@ class Decoding:
     def _draw(self, texts: _Together, position: int) -> Tensor:
         """The next token of every row; what is drawn behind an end is left out of the columns."""
         places = texts.places
-        tokens, logprobs = draw(texts.next_logits(self._model), self._sampling, self._batch.rows[places], position)
+        tokens, logprobs = sample_tokens(
+            texts.next_logits(self._model), self._sampling, self._batch.rows[places], position
+        )
         self._tokens[places, position], self._logprobs[places, position] = tokens, logprobs
         ends = (torch.isin(tokens, self._ends) | self._completed_stops(texts, tokens)) & ~texts.ended
         self._lengths[places] = self._lengths[places].where(~ends, position + 1)

@@ -29,26 +29,26 @@ class HostOffload:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parked: list[_OffloadedStorage] = []
+        self._offloaded: list[_OffloadedStorage] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(item.copy.nbytes() for item in self._parked)
+        return sum(item.copy.nbytes() for item in self._offloaded)
 
-    def put(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy to host memory and free the device's."""
-        assert not self._parked, "already offloaded"
+        assert not self._offloaded, "already offloaded"
         for storage in _storages(tensors):
             if storage.device.type != self._device.type:
                 continue  # in host memory anyway
             # a copy on the CPU too, where it saves nothing but runs the same way
             copy = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-            self._parked.append(_OffloadedStorage(storage, copy))
+            self._offloaded.append(_OffloadedStorage(storage, copy))
             storage.resize_(0)
 
-    def take(self) -> None:
+    def reload(self) -> None:
         """Allocate on the device again and copy back."""
-        for item in self._parked:
+        for item in self._offloaded:
             item.storage.resize_(item.copy.nbytes())
             item.storage.copy_(item.copy)
-        self._parked.clear()
+        self._offloaded.clear()

@@ -40,7 +40,7 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, voc
     return -torch.log(-torch.log(uniform))
 
 
-def draw(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
     """The next token (n,) of every row, and its log-prob (n,), float32, under the distribution it was drawn from.
 
     ``logits`` (n, vocabulary) of any floating type; ``rows``: global numbers; ``position``: tokens that an answer has

@@ -13,14 +13,14 @@ from torch import Tensor
 from flexrlhf.config.algorithms import PpoSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
-from flexrlhf.objectives.reward_shaping import experience, kl_penalty, last_positions
+from flexrlhf.objectives.reward_shaping import kl_penalty, last_positions, shape_rewards
 
 
 def ppo_advantages(spec: PpoSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Advantages and returns of PPO; returns come before whitening."""
-    found = experience(spec, batch, context)
+    found = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, found.mask, context.state)
-    advantages, returns = estimated(spec, batch, found.rewards - penalty, batch["values"], found.mask)
+    advantages, returns = estimate_advantages(spec, batch, found.rewards - penalty, batch["values"], found.mask)
     statistics = {
         **found.statistics,
         **kl,
@@ -28,11 +28,11 @@ def ppo_advantages(spec: PpoSpec, batch: Batch, context: CombineContext) -> tupl
         "return": moments(returns, found.mask),
         "value": moments(batch["values"][:, :-1], found.mask),
     }
-    advantages = whitened(spec, advantages, found.mask, context)
+    advantages = whiten_advantages(spec, advantages, found.mask, context)
     return {"loss_mask": found.mask, "advantages": advantages, "returns": returns}, statistics
 
 
-def estimated(
+def estimate_advantages(
     spec: PpoSpec, batch: Batch, rewards: Tensor, values: Tensor, mask: Tensor, is_told: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (n, R) by GAE. ``values`` (n, R+1): a truncated answer may end in the last of its own.
@@ -67,7 +67,7 @@ def gae(
     return advantages, (advantages + values[:, :-1]) * weights
 
 
-def whitened(spec: PpoSpec, advantages: Tensor, mask: Tensor, context: CombineContext) -> Tensor:
+def whiten_advantages(spec: PpoSpec, advantages: Tensor, mask: Tensor, context: CombineContext) -> Tensor:
     """``advantages`` (n, R), whitened over what ``whiten`` says."""
     if spec.whiten == "none":
         return advantages

@@ -32,7 +32,7 @@ def diversity(_: Any, batch: Batch, context: CombineContext) -> tuple[Columns, M
     return {}, {"eval_distinct_2": moments(share), "eval_response_length": moments(mask.sum(1).float())}
 
 
-def held_out_scores(settings: EvalSpec, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
+def evaluation_scores(settings: EvalSpec, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
     """What the answers scored, and pass@1 and pass@k over their prompts. A score that is no finite number is a wrong
     answer's, and is left out of the mean."""
     scores, samples = batch["scores"], batch.samples_per_prompt
@@ -41,14 +41,14 @@ def held_out_scores(settings: EvalSpec, batch: Batch, _: CombineContext) -> tupl
     right = is_right.view(-1, samples).sum(1)
     return {}, {
         "eval_reward": moments(scores.where(is_valid, 0.0), is_valid),
-        "eval_pass_at_1": moments(pass_at(1, right, samples)),
-        "eval_pass_at_k": moments(pass_at(settings.pass_at or samples, right, samples)),
+        "eval_pass_at_1": moments(pass_at_k(1, right, samples)),
+        "eval_pass_at_k": moments(pass_at_k(settings.pass_at or samples, right, samples)),
         "eval_truncated": moments(1.0 - batch["finished"].float()),
         "eval_score_invalid": moments((~is_valid).float()),
     }
 
 
-def pass_at(k: int, right: Tensor, samples: int) -> Tensor:
+def pass_at_k(k: int, right: Tensor, samples: int) -> Tensor:
     """1 - C(samples - right, k) / C(samples, k), float64 (n,): the unbiased estimate of the share of prompts of which
     at least one of k answers is right (Chen et al. 2021, eq. 1). ``right`` (n,): how many of a prompt's answers are."""
     wrong = (samples - right).double()

@@ -9,7 +9,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.evaluation_metrics import diversity, held_out_scores, likelihood, pair_accuracy
+from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores, likelihood, pair_accuracy
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
 from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, ptx_loss, shared_loss, value_loss
 from flexrlhf.objectives.parity import parity
@@ -39,7 +39,7 @@ COMBINES: dict[str, Combine] = {
     "pair_accuracy": pair_accuracy,
     "preference_accuracy": preference_accuracy,
     "diversity": diversity,
-    "held_out_scores": held_out_scores,
+    "held_out_scores": evaluation_scores,
     "parity": parity,
     "reward": weighted_scores,
     "cost": weighted_scores,

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.reward_shaping import Experience, experience, kl_penalty
+from flexrlhf.objectives.reward_shaping import ShapedRewards, kl_penalty, shape_rewards
 
 EPSILON = 1e-6
 """Beside a group's deviation (verl's)."""
@@ -20,10 +20,10 @@ EPSILON = 1e-6
 def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Every token has its answer's advantage: the score, less the KL penalty where it is in the reward, over the
     group's baseline; Shao et al. 2024, section 4.1.2; RLOO: Ahmadian et al. 2024, eq. 9."""
-    found = experience(spec, batch, context)
+    found = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, found.mask, context.state)
     totals = (found.rewards - penalty).sum(1)
-    centred, deviation = compared(totals, found.counts, batch.samples_per_prompt, spec.baseline)
+    centred, deviation = centre_in_groups(totals, found.counts, batch.samples_per_prompt, spec.baseline)
     if spec.scale == "group":
         centred = centred / (deviation + EPSILON)
     mask, statistics = found.mask, {**found.statistics, **kl}
@@ -42,7 +42,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
 def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Advantage 1 for the first of the answers of a group that score best (Dong et al. 2023, section 3); no other one
     is trained on."""
-    found = experience(spec, batch, context)
+    found = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, found.mask, context.state)
     totals = (found.rewards - penalty).sum(1).masked_fill(~found.counts, -torch.inf)
     best = totals.view(-1, batch.samples_per_prompt).argmax(1, keepdim=True)
@@ -52,7 +52,7 @@ def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tupl
     return {"loss_mask": mask, "advantages": mask.float()}, statistics
 
 
-def compared(scores: Tensor, counts: Tensor, samples: int, baseline: str) -> tuple[Tensor, Tensor]:
+def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str) -> tuple[Tensor, Tensor]:
     """``scores`` (n,) over the baseline of their group, and its standard deviation (n,), with Bessel's correction.
 
     Of the answers of a group those count that ``counts`` (n,) says; one alone has advantage 0.
@@ -77,7 +77,7 @@ def _alike(grouped: Tensor, weights: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def _taken(spec: GroupSpec, batch: Batch, found: Experience, context: CombineContext) -> Tensor:
+def _taken(spec: GroupSpec, batch: Batch, found: ShapedRewards, context: CombineContext) -> Tensor:
     """(n,): whether the answer's group is one of those that its mini-batch trains on."""
     taken = torch.zeros_like(found.counts)
     for part in context.segments:

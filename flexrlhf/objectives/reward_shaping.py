@@ -19,7 +19,7 @@ from flexrlhf.objectives.losses import kl_estimate
 
 
 @dataclass(frozen=True)
-class Experience:
+class ShapedRewards:
     """``counts`` (n,): which answers do. ``mask`` (n, R): 1 on their response tokens. ``told`` (n,): scores as they
     were told, ``scores`` (n,): shaped; 0 where there is none.
 
@@ -34,13 +34,13 @@ class Experience:
     statistics: Moments
 
 
-def experience(spec: PolicySpec, batch: Batch, context: CombineContext) -> Experience:
+def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> ShapedRewards:
     """What the answers of ``batch`` are worth.
 
     Raises RunStopped for scores that are no finite numbers, where ``invalid_scores`` says so.
     """
     raw = batch["scores"]
-    finite = checked(spec, batch, raw, context.reducer)
+    finite = finite_scores(spec, batch, raw, context.reducer)
     truncated = 1 - batch["finished"].float()
     counts = finite & (truncated == 0) if spec.truncation == "mask" else finite
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
@@ -53,7 +53,7 @@ def experience(spec: PolicySpec, batch: Batch, context: CombineContext) -> Exper
     if spec.reward_clip is not None:
         scores = normalised.clamp(-spec.reward_clip, spec.reward_clip)
     # one that is cut off, of whose tokens some have scores of their own, keeps these
-    scores = scores.where(scored, own_scores(batch, mask).sum(1))
+    scores = scores.where(scored, token_scores_of(batch, mask).sum(1))
     statistics = {
         "reward": moments(told, finite),
         "shaped_score": moments(ruled, scored),
@@ -64,11 +64,11 @@ def experience(spec: PolicySpec, batch: Batch, context: CombineContext) -> Exper
     }
     if spec.reward_clip is not None:
         statistics["reward_clipped"] = moments((normalised.abs() > spec.reward_clip).float(), scored)
-    rewards = placed_scores(scores, batch, mask)
-    return Experience(counts, mask, told, scores, rewards, statistics)
+    rewards = token_rewards(scores, batch, mask)
+    return ShapedRewards(counts, mask, told, scores, rewards, statistics)
 
 
-def checked(spec: PolicySpec, batch: Batch, scores: Tensor, reducer: Reducer) -> Tensor:
+def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, reducer: Reducer) -> Tensor:
     """(n,): which scores are finite numbers. Raises RunStopped where the others are to end the run.
 
     All replicas see the same rows, so they stop together.
@@ -112,20 +112,20 @@ def _normalised(spec: PolicySpec, scores: Tensor, counts: Tensor, context: Combi
     return (scores - mean) / (deviation + 1e-8)
 
 
-def placed_scores(scores: Tensor, batch: Batch, mask: Tensor, qualifier: str = "") -> Tensor:
+def token_rewards(scores: Tensor, batch: Batch, mask: Tensor, qualifier: str = "") -> Tensor:
     """Rewards (n, R): the scores on the last response tokens; where tokens have scores of their own these, and on the
     last one what shaping has changed of their sum."""
-    by_token = own_scores(batch, mask, qualifier)
-    return by_token + on_last(scores - by_token.sum(1), mask)
+    by_token = token_scores_of(batch, mask, qualifier)
+    return by_token + on_last_token(scores - by_token.sum(1), mask)
 
 
-def on_last(values: Tensor, mask: Tensor) -> Tensor:
+def on_last_token(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` (n,) on the last response tokens (n, R); those of empty responses are nowhere."""
     position, weights = last_positions(mask.bool())[:, None], mask.float()
     return torch.zeros_like(weights).scatter_add(1, position, values[:, None] * weights.gather(1, position))
 
 
-def own_scores(batch: Batch, mask: Tensor, qualifier: str = "") -> Tensor:
+def token_scores_of(batch: Batch, mask: Tensor, qualifier: str = "") -> Tensor:
     """Scores (n, R) that tokens have of their own; zeros where there are none."""
     name = f"token_scores{qualifier}"
     if name not in batch.columns:
@@ -138,7 +138,7 @@ def last_positions(mask: Tensor) -> Tensor:
     return (mask.shape[1] - 1 - mask.flip(1).long().argmax(1)) * mask.any(1)
 
 
-def drawn_logprobs(batch: Batch) -> Tensor:
+def behaviour_logprobs(batch: Batch) -> Tensor:
     """Log-probs (n, R) under the policy that drew the answers, whose KL it is: column ``logprobs`` unless one policy
     draws and another is trained."""
     return batch["rollout_logprobs"] if "rollout_logprobs" in batch.columns else batch["logprobs"]
@@ -148,7 +148,7 @@ def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str,
     """Penalty (n, R) of every token for leaving the reference, and the measured KL; zeros where there is none."""
     if spec.kl is None:
         return torch.zeros_like(mask, dtype=torch.float32), {}
-    log_ratio = (drawn_logprobs(batch) - batch["ref_logprobs"]) * mask
+    log_ratio = (behaviour_logprobs(batch) - batch["ref_logprobs"]) * mask
     coefficient = state["kl_coefficient"]
     statistics = {
         "kl": moments(log_ratio.sum(1), mask.any(1)),

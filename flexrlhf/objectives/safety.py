@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flexrlhf.config.algorithms import SafeRlhfSpec
 from flexrlhf.engines.base import Batch, Moments, moments
-from flexrlhf.objectives.advantages import estimated, whitened
+from flexrlhf.objectives.advantages import estimate_advantages, whiten_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.reward_shaping import checked, experience, kl_penalty, placed_scores
+from flexrlhf.objectives.reward_shaping import finite_scores, kl_penalty, shape_rewards, token_rewards
 
 
 def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -14,14 +14,14 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
 
     The KL penalty lowers the reward and raises the cost, so its weight in the advantage does not depend on lambda.
     """
-    found = experience(spec, batch, context)
-    finite = checked(spec, batch, batch["scores.cost"], context.reducer)
+    found = shape_rewards(spec, batch, context)
+    finite = finite_scores(spec, batch, batch["scores.cost"], context.reducer)
     costs = batch["scores.cost"].where(finite, 0.0)
     mask = found.mask * finite[:, None].to(found.mask.dtype)
     penalty, kl = kl_penalty(spec, batch, mask, context.state)
-    by_token = placed_scores(costs, batch, mask, ".cost")
-    gained, returns = estimated(spec, batch, found.rewards * mask - penalty, batch["values"], mask)
-    spent, cost_returns = estimated(spec, batch, by_token + penalty, batch["values.cost"], mask, is_told=True)
+    by_token = token_rewards(costs, batch, mask, ".cost")
+    gained, returns = estimate_advantages(spec, batch, found.rewards * mask - penalty, batch["values"], mask)
+    spent, cost_returns = estimate_advantages(spec, batch, by_token + penalty, batch["values.cost"], mask, is_told=True)
     multiplier = context.state["lagrange"]
     advantages = (gained - multiplier * spent) / (1 + multiplier)
     statistics = {
@@ -35,4 +35,4 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
         "value": moments(batch["values"][:, :-1], mask),
     }
     columns = {"returns": returns, "returns.cost": cost_returns}
-    return {"loss_mask": mask, "advantages": whitened(spec, advantages, mask, context), **columns}, statistics
+    return {"loss_mask": mask, "advantages": whiten_advantages(spec, advantages, mask, context), **columns}, statistics

@@ -7,7 +7,7 @@ import torch
 from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.reward_shaping import on_last
+from flexrlhf.objectives.reward_shaping import on_last_token
 from flexrlhf.operators.sources import CALLED
 
 
@@ -25,5 +25,5 @@ def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[
             total, by_token = total + tokens.sum(1), by_token + tokens
         elif f"scores.{source}" in batch.columns:
             scores = weight * batch[f"scores.{source}"]
-            total, by_token = total + scores, by_token + on_last(scores, mask)
+            total, by_token = total + scores, by_token + on_last_token(scores, mask)
     return {"scores": total, "token_scores": by_token}, {}

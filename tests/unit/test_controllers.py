@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answered, context_of
 from pydantic import ValidationError
 from replicas import mask_of
+from scored_batches import context_of, scored_batch
 from small_runs import plan_of
 
 from flexrlhf.config.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
 from flexrlhf.execution.controller_states import make_controls
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.controllers import State, first_state, next_state
-from flexrlhf.objectives.reward_shaping import experience
+from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.strategies.instructions import Run
 
 
@@ -138,8 +138,8 @@ def test_scores_are_normalised_by_the_steps_before_theirs() -> None:
     state, seen = first_state(spec), list[float]()
     for step in range(4):
         scores = (torch.randn(6, generator=draw) * 5 + 20 + step).tolist()
-        batch = answered(mask_of(*["1"] * 6), scores)
-        found = experience(spec, batch, context_of(spec, batch, **state))
+        batch = scored_batch(mask_of(*["1"] * 6), scores)
+        found = shape_rewards(spec, batch, context_of(spec, batch, **state))
         mean, deviation = (statistics.mean(seen), statistics.stdev(seen)) if seen else (0.0, 1.0)
         expected = [(score - mean) / deviation for score in scores]
         assert found.scores.tolist() == pytest.approx(expected, abs=1e-5)

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from answers import ragged
 from replicas import batch_of, mask_of
+from scored_batches import ragged
 from torch import Tensor
 
 from flexrlhf.config.algorithms import (

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, EngineContext, Sampling
-from flexrlhf.engines.sampling import draw, gumbel_noise
+from flexrlhf.engines.sampling import gumbel_noise, sample_tokens
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS, Lengths
 
@@ -120,7 +120,7 @@ def test_tokens_are_a_sample_and_log_probs_those_of_their_distribution(
 ) -> None:
     """Of the token at position 7, so that a least number of 8 forbids it to end the answer."""
     count, sampling = 20_000, replace(SAMPLING, **changes)
-    tokens, logprobs = draw(LOGITS.expand(count, 5), sampling, torch.arange(count), 7)
+    tokens, logprobs = sample_tokens(LOGITS.expand(count, 5), sampling, torch.arange(count), 7)
     wanted = shares(sampling, kept)
     assert torch.allclose(logprobs, wanted.log()[tokens], atol=1e-6, rtol=0) and logprobs.dtype == torch.float32
     for token, share in enumerate(wanted.tolist()):
@@ -131,7 +131,7 @@ def test_tokens_are_a_sample_and_log_probs_those_of_their_distribution(
 def test_temperature_0_takes_the_likeliest_and_tells_its_share() -> None:
     greedy = replace(SAMPLING, temperature=0.0, eos_token_ids=(2,), min_tokens=4, top_p=0.5, top_k=1)
     for position, kept, best in ((3, [0, 1, 3, 4], 4), (4, [0, 1, 2, 3, 4], 2)):
-        tokens, logprobs = draw(LOGITS.expand(3, 5), greedy, rows(1, 2, 3), position)
+        tokens, logprobs = sample_tokens(LOGITS.expand(3, 5), greedy, rows(1, 2, 3), position)
         assert tokens.tolist() == [best] * 3
         assert logprobs.tolist() == pytest.approx([float(shares(greedy, kept).log()[best])] * 3)
 
@@ -140,8 +140,8 @@ def test_rows_at_positions_of_their_own_draw_as_alone() -> None:
     sampling = replace(SAMPLING, min_tokens=5, eos_token_ids=(1, 2), top_p=0.9)
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     numbers, positions = torch.arange(6), torch.tensor([0, 4, 5, 6, 4, 5])
-    together = draw(logits, sampling, numbers, positions)
-    alone = [draw(logits[i : i + 1], sampling, numbers[i : i + 1], int(positions[i])) for i in range(6)]
+    together = sample_tokens(logits, sampling, numbers, positions)
+    alone = [sample_tokens(logits[i : i + 1], sampling, numbers[i : i + 1], int(positions[i])) for i in range(6)]
     for values, pieces in zip(together, zip(*alone, strict=True), strict=True):
         assert torch.equal(values, torch.cat(pieces))
 
@@ -152,7 +152,7 @@ def test_logits_of_16_bits_are_read_as_float32_and_left_as_they_are(dtype: torch
     before, numbers = logits.clone(), torch.arange(50)
     sampling = replace(SAMPLING, temperature=0.7, min_tokens=3, top_k=9, top_p=0.9)
     for values, wide in zip(
-        draw(logits, sampling, numbers, 2), draw(logits.float(), sampling, numbers, 2), strict=True
+        sample_tokens(logits, sampling, numbers, 2), sample_tokens(logits.float(), sampling, numbers, 2), strict=True
     ):
         assert torch.equal(values, wide)
     assert torch.equal(logits, before)

@@ -114,8 +114,8 @@ class DeepSpeedEngine:
             # gradients are reduced while they are computed, and weights of stage 3 gathered layer by layer
             lockstep=placed.trained or self._settings.zero == 3,
         )
-        self._parking = HostOffload(context.device)
-        self._away: MemoryUsage | None = None
+        self._host_offload = HostOffload(context.device)
+        self._usage_at_offload: MemoryUsage | None = None
         self._gradient_bytes = 0
 
     def _align_numbers(self, context: EngineContext) -> None:
@@ -226,19 +226,19 @@ class DeepSpeedEngine:
         return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
 
     def memory_usage(self) -> MemoryUsage:
-        if self._away is not None:
-            return replace(self._away, host=self._parking.num_bytes)
-        weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._beside_weights())
+        if self._usage_at_offload is not None:
+            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
+        weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._optimizer_tensors())
         host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
         return MemoryUsage(weights, self._gradient_bytes, optimizer, host)
 
     def offload(self) -> None:
-        self._away = self.memory_usage()
-        self._parking.put([*self._stored(), *self._beside_weights(), *self._gradients()])
+        self._usage_at_offload = self.memory_usage()
+        self._host_offload.offload([*self._stored(), *self._optimizer_tensors(), *self._gradients()])
 
     def reload(self) -> None:
-        self._parking.take()
-        self._away = None
+        self._host_offload.reload()
+        self._usage_at_offload = None
 
     def close(self) -> None:
         with self._as_world():
@@ -248,7 +248,7 @@ class DeepSpeedEngine:
     def _stored(self) -> list[Tensor]:
         return [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._model.parameters()]
 
-    def _beside_weights(self) -> list[Tensor]:
+    def _optimizer_tensors(self) -> list[Tensor]:
         """Master weights and what the optimizer remembers."""
         if self._optimizer is None:
             return []

@@ -59,13 +59,13 @@ def apply_tensor_parallel(model: PreTrainedModel, head: LanguageHead | None, mes
     # every rank loaded the whole model, so nothing needs to be sent
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if head is not None and not model.config.tie_word_embeddings:
-        _cut_head(head, mesh)
+        _shard_head(head, mesh)
     partial = [path.replace("*", "").strip(".") for path, style in plan.items() if style == _PARTIAL]
     ends = tuple(path.split("..")[-1] for path in partial)
     return frozenset(name for name, _ in model.named_parameters() if ends and name.rpartition(".")[0].endswith(ends))
 
 
-def _cut_head(head: LanguageHead, mesh: DeviceMesh) -> None:
+def _shard_head(head: LanguageHead, mesh: DeviceMesh) -> None:
     weight = head.weight
     if tensor_parallel_dim("lm_head.weight", tuple(weight.shape), mesh.size()) is None:
         return

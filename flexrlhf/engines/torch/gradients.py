@@ -17,14 +17,14 @@ BUCKET_BYTES = 25_000_000
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParameter:
     """One trained parameter and how its gradient lies. ``parameter``: the float32 one that the optimizer updates.
 
-    ``is_cut``: tensor-parallel ranks hold different parts. ``is_partial``: they hold summands of one gradient.
+    ``is_tp_shard``: tensor-parallel ranks hold different parts. ``is_partial``: they hold summands of one gradient.
     """
 
     parameter: Tensor
-    is_cut: bool = False
+    is_tp_shard: bool = False
     is_partial: bool = False
 
     @property
@@ -39,7 +39,7 @@ class Trained:
 class Gradients:
     """All gradients of one model on this rank. ``is_sharded``: FSDP2 has summed them over the replicas already."""
 
-    trained: Sequence[Trained]
+    trained: Sequence[TrainedParameter]
     dp: RankGroup
     tp: RankGroup
     is_sharded: bool
@@ -74,8 +74,8 @@ class Gradients:
 
     def _norm(self) -> Tensor:
         """Every number counts once: cut ones over tensor-parallel ranks, sharded ones over replicas."""
-        cut = self._square_sum([item.gradient for item in self.trained if item.is_cut])
-        whole = self._square_sum([item.gradient for item in self.trained if not item.is_cut])
+        cut = self._square_sum([item.gradient for item in self.trained if item.is_tp_shard])
+        whole = self._square_sum([item.gradient for item in self.trained if not item.is_tp_shard])
         total = self.tp.sum(cut) + whole
         return (self.dp.sum(total) if self.is_sharded else total).sqrt().float()
 

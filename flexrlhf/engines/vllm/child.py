@@ -27,7 +27,7 @@ class RolloutProcessError(RunStopped):
     """The process of a rollout engine ended by itself."""
 
 
-class Child:
+class ChildProcess:
     """The process behind ``engine``, a vLLM engine that was started with one."""
 
     def __init__(self, name: str, engine: Any, timeout_seconds: float) -> None:

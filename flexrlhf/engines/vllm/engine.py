@@ -18,12 +18,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.value_head import saved_value_head
-from flexrlhf.engines.vllm.child import Child, RolloutProcessError, child_environment
+from flexrlhf.engines.vllm.child import ChildProcess, RolloutProcessError, child_environment
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.groups import PrivateGroups
 from flexrlhf.engines.vllm.isolation import ProcessIsolation
-from flexrlhf.engines.vllm.memory import Memory
-from flexrlhf.engines.vllm.requests import Answer, Key, asked, columns, keys_of, sampling_params, take
+from flexrlhf.engines.vllm.requests import (
+    PartialResponse,
+    RequestKey,
+    add_output,
+    new_requests,
+    request_keys,
+    response_columns,
+    sampling_params,
+)
+from flexrlhf.engines.vllm.sleep import SleepMode
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.placed import PlacedModel
@@ -53,19 +61,21 @@ class VllmEngine:
             environment = dict(_ENVIRONMENT)
             if self._groups is None:
                 environment |= starting.enter_context(child_environment(context.timeout_seconds))
-            self._home = ProcessIsolation(environment, self._groups, context.device)
+            self._isolation = ProcessIsolation(environment, self._groups, context.device)
             directory = starting.enter_context(_model_directory(context))
             self.config = AutoConfig.from_pretrained(directory)
-            starting.enter_context(self._home.entered())
+            starting.enter_context(self._isolation.active())
             self._engine = self._start(directory)
             self._child = (
-                Child(context.placed.name, self._engine, context.timeout_seconds) if self._groups is None else None
+                ChildProcess(context.placed.name, self._engine, context.timeout_seconds)
+                if self._groups is None
+                else None
             )
             self._call("use_rollout_sampler", self._is_exact)
             self._views: dict[str, Tensor] = self._call("weight_views") if self._child is None else self._child.views()
-            self._memory = Memory(self._engine, context.device)
-        self._answers: dict[Key, Answer] = {}
-        self._flying: dict[str, Key] = {}
+            self._sleep_mode = SleepMode(self._engine, context.device)
+        self._responses: dict[RequestKey, PartialResponse] = {}
+        self._running: dict[str, RequestKey] = {}
         self._is_stale = False
         self.num_requests = 0
 
@@ -110,7 +120,7 @@ class VllmEngine:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """Around every call into vLLM."""
-        with self._home.entered(), nullcontext() if self._child is None else self._child.watched():
+        with self._isolation.active(), nullcontext() if self._child is None else self._child.watched():
             yield
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -124,18 +134,18 @@ class VllmEngine:
         with self._inside():
             for each in (batch, *ahead):
                 self._submit(each, sampling)
-            keys = keys_of(batch, sampling)
-            while not all(self._answers[key].done for key in keys):
+            keys = request_keys(batch, sampling)
+            while not all(self._responses[key].done for key in keys):
                 self._step()
-        return columns(batch, [self._answers.pop(key) for key in keys], sampling, self._lengths)
+        return response_columns(batch, [self._responses.pop(key) for key in keys], sampling, self._lengths)
 
     def _submit(self, batch: Batch, sampling: Sampling) -> None:
-        for row in asked(batch, sampling, self._answers):
-            name = str(self.num_requests + len(self._flying))
-            self._answers[row.key] = Answer(sampling)
+        for row in new_requests(batch, sampling, self._responses):
+            name = str(self.num_requests + len(self._running))
+            self._responses[row.key] = PartialResponse(sampling)
             params = sampling_params(row.key, self._lengths, self.config.vocab_size, self._is_exact)
             self._engine.add_request(name, {"prompt_token_ids": row.prompt}, params)
-            self._flying[name] = row.key
+            self._running[name] = row.key
 
     def _step(self) -> None:
         """One token of every row in the engine's batch."""
@@ -143,12 +153,12 @@ class VllmEngine:
         if self._child is not None:
             self._child.heard()
         for output in outputs:
-            key = self._flying[output.request_id]
-            answer = self._answers[key]
-            if take(answer, output):
+            key = self._running[output.request_id]
+            answer = self._responses[key]
+            if add_output(answer, output):
                 self._engine.abort_request([output.request_id])
             if answer.done:
-                del self._flying[output.request_id]
+                del self._running[output.request_id]
                 self.num_requests += 1
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
@@ -162,7 +172,7 @@ class VllmEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        assert not self._answers, "weights change between the answers of two steps"
+        assert not self._responses, "weights change between the answers of two steps"
         for name, values in weights.items():
             self._views[name].copy_(values.view(self._views[name].shape))
         self._is_stale = True
@@ -177,27 +187,27 @@ class VllmEngine:
 
     def memory_usage(self) -> MemoryUsage:
         weights = sum(view.nbytes for view in self._views.values())
-        return MemoryUsage(weights, gradients=0, optimizer=0, host=self._memory.num_host_bytes)
+        return MemoryUsage(weights, gradients=0, optimizer=0, host=self._sleep_mode.num_host_bytes)
 
     def offload(self) -> None:
         assert self._child is None, "planning refuses a child beside models that need its memory"
-        assert not self._answers, "the engine still decodes"
-        with self._home.entered():
-            self._memory.free()
+        assert not self._responses, "the engine still decodes"
+        with self._isolation.active():
+            self._sleep_mode.sleep()
 
     def reload(self) -> None:
-        with self._home.entered():
-            self._memory.take()
+        with self._isolation.active():
+            self._sleep_mode.wake_up()
         self._forget()
 
     def close(self) -> None:
         self._views.clear()
-        with self._home.entered():
+        with self._isolation.active():
             if self._child is not None:
                 self._child.close()
             else:
                 self._engine.engine_core.engine_core.shutdown()
-            del self._engine, self._memory, self._child
+            del self._engine, self._sleep_mode, self._child
             gc.collect()
         if self._groups is not None:
             self._groups.close()

@@ -49,7 +49,7 @@ class ProcessIsolation:
         self._environment = {**os.environ, **environment}
         self._places: list[Place] = [(owner, name) for owner, names in _TORCH for name in names]
         self._values = [getattr(owner, name) for owner, name in self._places]
-        with self.entered():
+        with self.active():
             _load(device)
             if groups is not None:
                 dist.new_group, dist.destroy_process_group = groups.new_group, _keep  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class ProcessIsolation:
         self._values.append(None)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         outside = _swap(self._places, self._values)
         environment = dict(os.environ)
         _set_environment(self._environment)

@@ -1,4 +1,4 @@
-"""Rows as requests to vLLM: what is asked, what has come back, and the columns made of it."""
+"""Rows as requests to vLLM: what is new, what has come back, and the columns made of it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import completes_stop
 from flexrlhf.operators.columns import Lengths
 
-Key = tuple[Sampling, int]
+RequestKey = tuple[Sampling, int]
 """How a row is drawn, and its number: a row of another step is another request."""
 
 
 @dataclass
-class Answer:
+class PartialResponse:
     """What has come back of one row. ``finished``: by an end token or a stop string; ``done``: anyhow."""
 
     sampling: Sampling
@@ -30,30 +30,30 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Asked:
+class NewRequest:
     """One row that is not with vLLM yet."""
 
-    key: Key
+    key: RequestKey
     prompt: list[int]
 
 
-def keys_of(batch: Batch, sampling: Sampling) -> list[Key]:
+def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
     drawn = replace(sampling, decode=None)
     return [(drawn, row) for row in batch.rows.tolist()]
 
 
-def asked(batch: Batch, sampling: Sampling, known: Mapping[Key, Any]) -> list[Asked]:
+def new_requests(batch: Batch, sampling: Sampling, known: Mapping[RequestKey, Any]) -> list[NewRequest]:
     """The rows of ``batch`` that are not ``known``, their prompts without padding."""
     prompts, masks = batch["prompts"].tolist(), batch["prompt_mask"].tolist()
-    rows = zip(keys_of(batch, sampling), prompts, masks, strict=True)
+    rows = zip(request_keys(batch, sampling), prompts, masks, strict=True)
     return [
-        Asked(key, [token for token, real in zip(prompt, mask, strict=True) if real])
+        NewRequest(key, [token for token, real in zip(prompt, mask, strict=True) if real])
         for key, prompt, mask in rows
         if key not in known
     ]
 
 
-def sampling_params(key: Key, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
+def sampling_params(key: RequestKey, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
     """The settings of one request. Its end tokens are those of the run alone, never of the model's directory."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -83,7 +83,7 @@ def _seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def take(answer: Answer, output: Any) -> bool:
+def add_output(answer: PartialResponse, output: Any) -> bool:
     """Add what vLLM tells of a request. True: a stop string ended it, which vLLM does not know."""
     told, sampling = output.outputs[0], answer.sampling
     for token, logprobs in zip(told.token_ids, told.logprobs, strict=True):
@@ -97,7 +97,9 @@ def take(answer: Answer, output: Any) -> bool:
     return False
 
 
-def columns(batch: Batch, answers: Iterable[Answer], sampling: Sampling, lengths: Lengths) -> dict[str, Tensor]:
+def response_columns(
+    batch: Batch, answers: Iterable[PartialResponse], sampling: Sampling, lengths: Lengths
+) -> dict[str, Tensor]:
     """The columns of the engine contract, of one answer a row."""
     prompts, mask = batch["prompts"].cpu(), batch["prompt_mask"].cpu()
     tokens = torch.full((len(batch), lengths.response), sampling.pad_token_id, dtype=torch.int32)

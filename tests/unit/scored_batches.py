@@ -10,10 +10,10 @@ from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.controllers import first_state
-from flexrlhf.objectives.reward_shaping import experience, kl_penalty
+from flexrlhf.objectives.reward_shaping import kl_penalty, shape_rewards
 
 
-def answered(mask: Tensor, scores: list[float], finished: list[int] | None = None, **columns: Tensor) -> Batch:
+def scored_batch(mask: Tensor, scores: list[float], finished: list[int] | None = None, **columns: Tensor) -> Batch:
     """Answers of ``scores``, with zeros for all that models say of them."""
     zeros = torch.zeros(mask.shape)
     return batch_of(
@@ -37,7 +37,7 @@ def context_of(spec: PolicySpec, batch: Batch, reducer: Reducer | None = None, *
 def rewards_of(spec: PolicySpec, batch: Batch, **state: float) -> Tensor:
     """Rewards (n, R) of the tokens, less the KL penalty."""
     context = context_of(spec, batch, **state)
-    found = experience(spec, batch, context)
+    found = shape_rewards(spec, batch, context)
     return found.rewards - kl_penalty(spec, batch, found.mask, context.state)[0]
 
 

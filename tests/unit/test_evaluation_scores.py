@@ -12,7 +12,7 @@ from flexrlhf.config.spec import EvalSpec
 from flexrlhf.engines.base import Batch, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.context import CombineContext
-from flexrlhf.objectives.evaluation_metrics import held_out_scores, pass_at
+from flexrlhf.objectives.evaluation_metrics import evaluation_scores, pass_at_k
 
 NAN = float("nan")
 
@@ -23,14 +23,14 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(samples: int, right
     for k in range(1, samples + 1):
         draws = list(combinations(range(samples), k))
         share = sum(any(answer < right for answer in draw) for draw in draws) / len(draws)
-        assert float(pass_at(k, torch.tensor([right]), samples)[0]) == pytest.approx(share, abs=1e-12)
+        assert float(pass_at_k(k, torch.tensor([right]), samples)[0]) == pytest.approx(share, abs=1e-12)
 
 
 def told(settings: EvalSpec, scores: list[float], samples: int, finished: list[int] | None = None) -> dict[str, float]:
     done = finished or [1] * len(scores)
     batch = batch_of(scores=torch.tensor(scores), finished=torch.tensor(done, dtype=torch.uint8))
     batch = Batch(batch.columns, batch.rows, samples)
-    statistics = held_out_scores(settings, batch, CombineContext([], Alone()))[1]
+    statistics = evaluation_scores(settings, batch, CombineContext([], Alone()))[1]
     return evaluate({name: tuple(value.tolist()) for name, value in statistics.items()})
 
 
@@ -66,12 +66,12 @@ def test_what_replicas_tell_adds_up() -> None:
     settings, scores = EvalSpec(path="rows", pass_at=2), torch.tensor([0.0, 1.0, 2.0, NAN, 0.5, 0.0])
     batch = batch_of(scores=scores, finished=torch.ones(6, dtype=torch.uint8))
     batch = Batch(batch.columns, batch.rows, 2)
-    whole = held_out_scores(settings, batch, CombineContext([], Alone()))[1]
+    whole = evaluation_scores(settings, batch, CombineContext([], Alone()))[1]
     parts = [
-        held_out_scores(settings, batch.select(part), CombineContext([], Alone()))[1]
+        evaluation_scores(settings, batch.select(part), CombineContext([], Alone()))[1]
         for part in (slice(0, 4), slice(4, 6))
     ]
-    empty = held_out_scores(settings, batch.select(slice(0, 0)), CombineContext([], Alone()))[1]
+    empty = evaluation_scores(settings, batch.select(slice(0, 0)), CombineContext([], Alone()))[1]
     assert empty.keys() == whole.keys()
     total = dict(empty)
     for part in parts:
