@@ -216,9 +216,9 @@ def test_other_families_are_refused() -> None:
     model = trunk((0,))
     check_models(Placement((model,), 1), {"actor": trunk_shape()}, cluster)
     check_models(Placement((replace(model, head="causal"),), 1), {"actor": shape}, cluster)
-    with pytest.raises(UserError, match="^models.actor: policy and values share a trunk .* found gemma2; use one of"):
+    with pytest.raises(UserError, match="^models.actor: only .* can share a trunk .* found gemma2; use one of"):
         check_models(Placement((model,), 1), {"actor": shape}, cluster)
-    with pytest.raises(UserError, match="found one that only loading can tell"):
+    with pytest.raises(UserError, match="found an unknown family"):
         check_models(Placement((model,), 1), {}, cluster)
 
 

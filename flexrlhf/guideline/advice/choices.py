@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.engines.capabilities import SERVES
+from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
@@ -138,7 +138,7 @@ class Chooser:
                 )
 
     def _splits(self, member: Member, place: Place, base: ModelSpec) -> Iterator[tuple[int, int]]:
-        serves = SERVES["vllm" if member.is_rollout else (base.of_shadow if member.is_shadow else base).engine]
+        serves = CAPABILITIES["vllm" if member.is_rollout else (base.of_shadow if member.is_shadow else base).engine]
         for tp in self._tensor_parallel(member, place, base, serves.tp):
             for zero in self._stages(member, base, serves.zero):
                 if zero == 0 or tp < place.size:
