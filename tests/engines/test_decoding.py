@@ -18,10 +18,11 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.decoding import Decoding, completes_stop
-from flexrlhf.engines.head import LanguageHead, use_language_head
+from flexrlhf.engines.decoding import Decoding
+from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.engines.stop_strings import completes_stop
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS, NUM_ROWS, VOCABULARY = Lengths(prompt=7, response=12), 20, 32
@@ -275,7 +276,7 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
     left = [int((lengths > position).sum()) for position in range(len(calls))]
     assert all(rows * 0.75 < some <= rows for (rows, _), some in zip(calls, left, strict=True))
     assert sum(rows for rows, _ in calls) < 0.6 * NUM_ROWS * len(calls)
-    monkeypatch.setattr(decoding, "_WORTHWHILE", 2.0)
+    monkeypatch.setattr(decoding, "_DROP_SHARE", 2.0)
     with calls_of(model) as calls:
         assert_same(passes_of(model).generate(prompts, sampling), columns)
     assert {rows for rows, _ in calls} == {NUM_ROWS}

@@ -1,4 +1,4 @@
-"""The engine on plain PyTorch and transformers: replicas, FSDP2 shards, tensor parallel."""
+"""Engine on plain PyTorch and transformers: data parallel, FSDP2, tensor parallel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
-from flexrlhf.engines.head import LanguageHead, use_language_head
 from flexrlhf.engines.host_offload import HostOffload
+from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, load_model, recomputing
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import Passes
@@ -24,7 +24,10 @@ from flexrlhf.weights.shards import tensor_parallel_dim
 
 
 class TorchEngine:
-    """One rank's part of a model. A trained one owns an optimizer over float32 weights."""
+    """Part of a model on this rank; ``Engine`` in engines/base.py documents the methods.
+
+    A trained 16-bit model that FSDP2 does not shard has float32 master weights next to its parameters.
+    """
 
     def __init__(self, context: EngineContext) -> None:
         placed, settings = context.placed, context.placed.settings
@@ -55,6 +58,7 @@ class TorchEngine:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def _make_update(self, context: EngineContext, partial: frozenset[str]) -> Update:
+        """Make the optimizer of the trained parameters, and hooks that add up 16-bit gradients in float32."""
         settings, tp = context.placed.settings, context.placed.layout.tp
         live = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         trained = [
@@ -125,41 +129,46 @@ class TorchEngine:
         del self._model, self._passes, self._update, self._masters
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        """Master weights and what the optimizer remembers."""
+        """Master weights and the optimizer's state."""
         masters = [local(master) for master in self._masters.values()]
         return masters + (self._update.state() if self._update else [])
 
     def _publish_masters(self) -> None:
+        """Copy the master weights into the 16-bit parameters."""
         for name, parameter in self._model.named_parameters():
             if name in self._masters:
                 local(parameter).copy_(local(self._masters[name]))
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
+        """Free the weights that the passes inside have gathered."""
         yield
         if self._is_sharded:
             free_gathered(self._model)
 
 
 def _shard(model: PreTrainedModel, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
-    """Put the model on its device, cut as placed. Returns the names whose gradients are partial sums."""
+    """Shard the model as placed and move it to its device.
+
+    Returns the names of parameters whose gradients are partial sums over the tensor-parallel ranks.
+    """
     placed, settings = context.placed, context.placed.settings
-    replica_mesh, tp_mesh = make_meshes(context)
+    dp_mesh, tp_mesh = make_meshes(context)
     partial = apply_tensor_parallel(model, head, tp_mesh) if tp_mesh is not None else frozenset[str]()
     if placed.split == "whole":
         model.to(context.device)
         return partial
-    assert replica_mesh is not None, "shards need several ranks"
+    assert dp_mesh is not None, "shards need several ranks"
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
         _cast_parameter(parameter, DTYPES[settings.dtype])
-    # moves one layer at a time to the device, of which its shard stays there
-    apply_fsdp(model, replica_mesh, settings.zero, DTYPES[settings.dtype])
+    # moves one layer at a time to the device, and keeps the shard of it there
+    apply_fsdp(model, dp_mesh, settings.zero, DTYPES[settings.dtype])
     return partial
 
 
 @torch.no_grad()
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Put the parameters, not the buffers, in ``dtype``. Returns float32 copies of the trained ones it lowers."""
+    """Cast the parameters, not the buffers, to ``dtype``. Returns float32 copies of the trained ones, by name."""
     if dtype == torch.float32:
         return {}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -171,16 +180,16 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _cast_parameter(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """Put ``parameter`` in ``dtype``, as the same object for all that share it.
+    """Cast ``parameter``, which stays the same object for modules that share it.
 
-    Assigning ``.data`` would leave the local part of a DTensor as it is.
+    Assigning ``.data`` would not change the local part of a DTensor.
     """
     converted = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, converted)
 
 
 def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
-    """Add up 16-bit gradients of micro-batches in float32, and free each at once."""
+    """Return a hook that adds the 16-bit gradient of a parameter to the float32 one of ``master``, and frees it."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
