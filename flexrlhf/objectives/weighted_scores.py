@@ -1,4 +1,4 @@
-"""One score of several sources: their weighted sum."""
+"""Weighted sum of the scores of several sources."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flexrlhf.operators.sources import CALLED
 
 
 def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
-    """Columns ``scores`` (n,), and ``token_scores`` (n, R): a source of whole answers adds on their last tokens.
+    """Return ``scores`` (n,) and ``token_scores`` (n, R); scores of whole responses are on their last tokens.
 
-    What is asked from outside the models comes weighted already.
+    Scores of functions and services are one source, weighted already.
     """
     weights = {source.model: source.weight for source in sources if isinstance(source, ModelSource)} | {CALLED: 1.0}
     mask = batch["response_mask"]

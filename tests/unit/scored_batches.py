@@ -10,7 +10,8 @@ from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.controllers import first_state
-from flexrlhf.objectives.reward_shaping import kl_penalty, shape_rewards
+from flexrlhf.objectives.kl_penalty import kl_penalty
+from flexrlhf.objectives.reward_shaping import shape_rewards
 
 
 def scored_batch(mask: Tensor, scores: list[float], finished: list[int] | None = None, **columns: Tensor) -> Batch:

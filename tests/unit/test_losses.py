@@ -26,7 +26,8 @@ from flexrlhf.config.algorithms import (
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import LOSSES
-from flexrlhf.objectives.losses import aggregate, importance_weights, kl_estimate
+from flexrlhf.objectives.kl_penalty import kl_estimate
+from flexrlhf.objectives.losses import aggregate, importance_weights
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 

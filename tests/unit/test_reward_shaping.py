@@ -337,7 +337,7 @@ def test_all_replicas_stop_with_the_same_sentence(sizes: tuple[int, ...]) -> Non
         return str(caught.value)
 
     (sentence,) = set(on_replicas(len(sizes), work))
-    assert sentence.startswith("7 answers") and "rows 0, 1, 2, 3, 4 ... of the step" in sentence
+    assert sentence.startswith("7 responses") and "rows 0, 1, 2, 3, 4 ... of the step" in sentence
 
 
 # --- scores of tokens
