@@ -64,7 +64,7 @@ def test_with_lambda_one_returns_are_the_discounted_rewards() -> None:
     assert returns[0].tolist() == floats(torch.tensor([3.0, 4.0, 4.0]))
 
 
-def test_a_cut_off_answer_bootstraps_with_the_value_behind_its_last_token() -> None:
+def test_a_truncated_response_bootstraps_with_the_value_behind_its_last_token() -> None:
     values = torch.tensor([[0.0, 0.0, 6.0], [0.0, 0.0, 6.0], [0.0, 6.0, 0.0]])
     batch = scored_batch(mask_of("11", "11", "10"), [4.0, 4.0, 4.0], [0, 1, 0], values=values)
     spec = PpoSpec(truncation="bootstrap", whiten="none", gae_lambda=1.0)
@@ -73,7 +73,7 @@ def test_a_cut_off_answer_bootstraps_with_the_value_behind_its_last_token() -> N
 
 
 def gae_of(rewards: list[float], values: list[float], final: float, gamma: float, gae_lambda: float) -> list[float]:
-    """Schulman et al. 2016, eq. 16 as a sum of discounted errors, of an answer without gaps."""
+    """Schulman et al. 2016, eq. 16 as a sum of discounted errors, of a response without gaps."""
     following = [*values, final][1:]
     deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     return [
@@ -83,12 +83,12 @@ def gae_of(rewards: list[float], values: list[float], final: float, gamma: float
 
 @pytest.mark.parametrize("seed", range(8))
 def test_gae_is_the_sum_of_discounted_errors(seed: int) -> None:
-    """Of random answers with gaps, some of them empty, with and without a value after the last token."""
-    draw = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(10, 7, generator=draw) < 0.6).to(torch.uint8)
+    """Of random responses with gaps, some of them empty, with and without a value after the last token."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(10, 7, generator=generator) < 0.6).to(torch.uint8)
     mask[0] = 0
-    rewards, values = torch.randn(10, 7, generator=draw) * mask, torch.randn(10, 8, generator=draw)
-    final = torch.randn(10, generator=draw) * (seed % 2)
+    rewards, values = torch.randn(10, 7, generator=generator) * mask, torch.randn(10, 8, generator=generator)
+    final = torch.randn(10, generator=generator) * (seed % 2)
     gamma, gae_lambda = 0.3 + 0.1 * (seed % 8), 1 - 0.1 * seed
     advantages, returns = gae(rewards, values, mask, gamma, gae_lambda, final)
     for row in range(10):
@@ -180,7 +180,7 @@ def test_returns_are_those_before_whitening() -> None:
     assert float(white["advantages"].sum()) == pytest.approx(0.0, abs=1e-4)
 
 
-# --- replicas without rows
+# --- data-parallel ranks without rows
 
 
 def test_a_rank_without_rows_reports_the_same_statistics() -> None:
@@ -194,7 +194,7 @@ def test_a_rank_without_rows_reports_the_same_statistics() -> None:
 
 @pytest.mark.parametrize("sizes", SPLITS)
 def test_advantages_are_the_same_for_any_split(sizes: tuple[int, ...]) -> None:
-    """With every setting that looks over all rows, and an answer that does not count."""
+    """With every setting that looks over all rows, and a response that does not count."""
     noise, mask = ragged(10, seed=3)
     scores = noise[:, 1].tolist()
     scores[6] = math.nan
@@ -218,8 +218,8 @@ def test_advantages_are_the_same_for_any_split(sizes: tuple[int, ...]) -> None:
         assert total[name].tolist() == pytest.approx(sums.tolist(), rel=1e-6, abs=1e-6), name
 
 
-def test_raft_trains_on_the_best_answer_of_each_group() -> None:
-    """Of equal ones on the first; an answer without a score is none of them."""
+def test_raft_trains_on_the_best_response_of_each_group() -> None:
+    """Of equal ones on the first; a response without a score is none of them."""
     spec = RaftSpec(samples_per_prompt=3)
     batch = scored_batch(torch.ones(6, 2, dtype=torch.uint8), [1.0, 2.0, 2.0, float("nan"), -1.0, -3.0])
     batch = Batch(batch.columns, batch.rows, 3)

@@ -44,7 +44,7 @@ def at(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 # --- ours
 
 
-def test_a_replica_in_float32() -> None:
+def test_stage_0_in_float32() -> None:
     assert made() == {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

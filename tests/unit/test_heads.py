@@ -41,7 +41,7 @@ def writing(name: str) -> Operator:
     return Operator(name, "forward", "actor", TEXT, (name,))
 
 
-# --- what an algorithm asks for
+# --- heads that an algorithm needs
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def writing(name: str) -> Operator:
         ((TRAIN, VALUES), "both"),
         ((replace(TRAIN, quantities=("logprobs", "values")),), "both"),
         ((replace(LOGPROBS, writes=("logprobs", "values")),), "both"),
-        # mathematics beside a model reads nothing of it
+        # a combine reads nothing of the model on its ranks
         ((LOGPROBS, BESIDE), "causal"),
         ((), "causal"),
     ],

@@ -1,4 +1,4 @@
-"""From scores to rewards: rules, normalising, clipping, scores of tokens, answers that do not count, the penalty."""
+"""From scores to rewards: rules, normalising, clipping, scores of tokens, responses that do not count, the penalty."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_the_last_position_is_read_from_the_mask(mask: str, last: int) -> None:
 
 
 def test_the_score_lands_on_the_last_response_token_end_token_included() -> None:
-    """Pad and end token may be one: nothing but the mask says where an answer ends."""
+    """Pad and end token may be one: only the mask defines where a response ends."""
     rewards = rewards_of(PpoSpec(), scored_batch(mask_of("1110", "1111", "1000", "0000"), [1.0, 2.0, 3.0, 4.0]))
     assert rewards.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [3, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_the_kl_penalty_is_per_token_and_stays_inside_the_answer() -> None:
+def test_the_kl_penalty_is_per_token_and_stays_inside_the_response() -> None:
     batch = scored_batch(mask_of("110"), [0.0], logprobs=torch.tensor([[-1.0, -2.0, -3.0]]))
     batch.columns["ref_logprobs"][:] = torch.tensor([[-2.0, -1.0, 5.0]])  # type: ignore[index]
     rewards = rewards_of(PpoSpec(kl=KlSpec(coefficient=0.5)), batch)
@@ -64,7 +64,7 @@ def test_the_kl_penalty_is_not_clamped() -> None:
         ({"truncation": "bootstrap"}, [3.0, 0.0]),
     ],
 )
-def test_the_score_of_an_answer_that_was_cut_off(settings: dict[str, Any], expected: list[float]) -> None:
+def test_the_score_of_a_truncated_response(settings: dict[str, Any], expected: list[float]) -> None:
     batch = scored_batch(mask_of("10", "11"), [3.0, 4.0], [1, 0])
     assert rewards_of(PpoSpec.model_validate(settings), batch).sum(1).tolist() == expected
 
@@ -77,7 +77,7 @@ def test_clipped_scores_are_counted() -> None:
     assert "reward_clipped" not in sums
 
 
-def test_statistics_of_an_experience_by_hand() -> None:
+def test_statistics_by_hand() -> None:
     batch = scored_batch(
         mask_of("110", "100"), [1.0, 3.0], [1, 0], logprobs=torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -9.0, -9.0]])
     )
@@ -90,7 +90,7 @@ def test_statistics_of_an_experience_by_hand() -> None:
     assert means["truncated"] == 0.5
 
 
-def test_the_penalty_in_the_reward_is_that_of_the_policy_that_drew() -> None:
+def test_the_penalty_in_the_reward_is_that_of_the_sampling_policy() -> None:
     columns = {
         "logprobs": torch.tensor([[-5.0, -5.0]]),
         "rollout_logprobs": torch.tensor([[-1.0, -2.0]]),
@@ -110,8 +110,8 @@ def test_the_penalty_in_the_reward_is_that_of_the_policy_that_drew() -> None:
 def test_a_penalty_in_the_reward_by_definition(estimator: str, clamp: float | None) -> None:
     """The coefficient is that of the controller, which starts with the setting; every token pays for itself."""
     log_ratios = [-2.0, -0.5, 0.0, 0.25, 1.5]
-    cut = [r if clamp is None else min(max(r, -clamp), clamp) for r in log_ratios]
-    estimates = [{"k1": r, "k2": r * r / 2, "k3": math.exp(-r) - 1 + r}[estimator] for r in cut]
+    clamped = [r if clamp is None else min(max(r, -clamp), clamp) for r in log_ratios]
+    estimates = [{"k1": r, "k2": r * r / 2, "k3": math.exp(-r) - 1 + r}[estimator] for r in clamped]
     batch = scored_batch(mask_of("111110"), [1.0], logprobs=torch.tensor([[*log_ratios, 9.0]]))
     kl = KlSpec.model_validate({"coefficient": 0.3, "estimator": estimator, "clamp": clamp})
     for coefficient, state in ((0.3, {}), (0.7, {"kl_coefficient": 0.7})):
@@ -146,7 +146,7 @@ def scores_of(spec: PpoSpec, batch: Batch, **state: float) -> list[float]:
 
 
 @pytest.mark.parametrize("penalty", [1.0, 0.5])
-def test_overlong_answers_are_punished_by_their_length(penalty: float) -> None:
+def test_overlong_responses_are_punished_by_their_length(penalty: float) -> None:
     """DAPO, Yu et al. 2025, eq. 13 with a largest length of 10 and a buffer of 4, for every length."""
 
     def punishment(length: int) -> float:
@@ -171,7 +171,7 @@ def test_the_buffer_is_a_fifth_unless_it_is_given(width: int, expected: list[flo
 
 
 def test_rules_come_before_normalising_and_that_before_the_clip() -> None:
-    """5 - 2, being cut off, and 4 - 1, being long: less the mean, through the deviation; (9 - 1) / 2 is clipped."""
+    """5 - 2, being truncated, and 4 - 1, being long: less the mean, through the deviation; (9 - 1) / 2 is clipped."""
     spec = PpoSpec.model_validate(
         {
             "truncation": {"penalty": 2.0},
@@ -189,7 +189,7 @@ def test_rules_come_before_normalising_and_that_before_the_clip() -> None:
     assert sums["shaped_score"].tolist()[:2] == [3.0, 15.0]
 
 
-def test_answers_that_were_cut_off_may_count_for_nothing() -> None:
+def test_truncated_responses_may_be_left_out() -> None:
     batch = scored_batch(mask_of("11", "11", "10"), [3.0, 4.0, 5.0], [1, 0, 1])
     columns, sums = advantages_of(PpoSpec(truncation="mask"), batch)
     assert columns["loss_mask"].tolist() == [[1, 1], [0, 0], [1, 0]]
@@ -197,12 +197,12 @@ def test_answers_that_were_cut_off_may_count_for_nothing() -> None:
     assert columns["advantages"][1].tolist() == columns["returns"][1].tolist() == [0.0, 0.0]
     assert sums["not_counted"].tolist()[:2] == [3.0, 1.0]
     assert sums["shaped_score"].tolist()[:2] == [2.0, 8.0]
-    assert sums["reward"].tolist()[:2] == [3.0, 12.0], "what answers score is told of all of them"
+    assert sums["reward"].tolist()[:2] == [3.0, 12.0], "the mean of raw scores includes all of them"
     assert sums["kl"].tolist()[0] == 2.0
 
 
 @pytest.mark.parametrize("normalise", ["none", "running", "batch"])
-def test_a_bootstrapped_answer_has_no_score_and_no_part_in_those_of_others(normalise: str) -> None:
+def test_a_bootstrapped_response_has_no_score_and_no_part_in_those_of_others(normalise: str) -> None:
     """Nothing comes in its place, also where 0 is far from the mean; it is trained on all the same."""
     spec = PpoSpec.model_validate({"truncation": "bootstrap", "normalise_scores": normalise, "reward_clip": 5.0})
     batch = scored_batch(mask_of("1", "1", "1", "1"), [11.0, 99.0, 12.0, 13.0], [1, 0, 1, 1])
@@ -226,7 +226,7 @@ def test_scores_are_normalised_by_those_of_their_batch() -> None:
     assert scores_of(PpoSpec(normalise_scores="batch"), batch) == pytest.approx(expected, abs=1e-6)
 
 
-def test_only_answers_that_count_normalise_a_batch() -> None:
+def test_only_responses_that_count_normalise_a_batch() -> None:
     batch = scored_batch(mask_of(*["1"] * 5), [1.0, 100.0, 2.0, math.nan, 6.0], [1, 0, 1, 1, 1])
     spec = PpoSpec(normalise_scores="batch", truncation="mask")
     mean, deviation = 3.0, statistics.stdev([1.0, 2.0, 6.0])
@@ -267,12 +267,12 @@ def test_without_two_scores_before_it_a_step_is_left_as_it_is(count: float) -> N
 # --- scores that are no numbers
 
 INVALID = [math.nan, math.inf, -math.inf]
-OF_ALL_ANSWERS = {"score_invalid", "not_counted", "response_length", "truncated", "kl_coefficient"}
+OF_ALL_RESPONSES = {"score_invalid", "not_counted", "response_length", "truncated", "kl_coefficient"}
 
 
 @pytest.mark.parametrize("normalise", ["none", "running", "batch"])
 @pytest.mark.parametrize("wrong", INVALID)
-def test_an_answer_without_a_score_changes_nothing_of_the_others(wrong: float, normalise: str) -> None:
+def test_a_response_without_a_score_changes_nothing_of_the_others(wrong: float, normalise: str) -> None:
     """All columns of the others, and all that is summed, are those of a batch without it: losses and running
     statistics follow from these."""
     noise, mask = ragged(12, seed=2)
@@ -296,7 +296,7 @@ def test_an_answer_without_a_score_changes_nothing_of_the_others(wrong: float, n
         assert not found[name][left_out].any(), name
     assert torch.equal(found["loss_mask"][kept], mask[kept])
     assert set(sums) == set(its_sums)
-    for name in set(sums) - OF_ALL_ANSWERS:
+    for name in set(sums) - OF_ALL_RESPONSES:
         assert sums[name].tolist() == pytest.approx(its_sums[name].tolist(), abs=1e-5), name
     assert sums["score_invalid"].tolist()[:2] == sums["not_counted"].tolist()[:2] == [12.0, 3.0]
     assert sums["response_length"].tolist()[0] == 12.0
@@ -355,14 +355,14 @@ def test_scores_of_tokens_land_on_their_tokens() -> None:
 
 
 def test_what_shaping_changes_lands_on_the_last_token() -> None:
-    """Sums 3 and 15: clipped to 10, the second loses 5 on its last token; less 2 since the first was cut off."""
+    """Sums 3 and 15: clipped to 10, the second loses 5 on its last token; less 2 since the first was truncated."""
     tokens = torch.tensor([[1.0, -2.0, 4.0, 9.0], [3.0, 9.0, 5.0, 7.0]])
     batch = token_scored(mask_of("1110", "1011"), tokens, [0, 1])
     spec = PpoSpec.model_validate({"truncation": {"penalty": 2.0}, "reward_clip": 10.0})
     assert rewards_of(spec, batch).tolist() == [[1, -2, 2, 0], [3, 0, 5, 2]]
 
 
-def test_an_answer_without_a_score_has_none_of_its_tokens() -> None:
+def test_a_response_without_a_score_has_none_of_its_tokens() -> None:
     tokens = torch.tensor([[1.0, math.nan, 4.0], [1.0, 2.0, math.nan]])
     batch = scored_batch(mask_of("111", "110"), [math.nan, 3.0], token_scores=tokens)
     assert rewards_of(PpoSpec(), batch).tolist() == [[0, 0, 0], [1, 2, 0]]
@@ -393,8 +393,8 @@ def weighed(sources: list[dict[str, Any]], mask: Tensor, **columns: Tensor) -> t
     return found["scores"].tolist(), found["token_scores"].tolist()
 
 
-def test_scores_of_answers_weigh_and_add_up() -> None:
-    """What is asked outside the models comes weighted."""
+def test_scores_of_responses_weigh_and_add_up() -> None:
+    """Scores of functions and services are weighted already."""
     totals, tokens = weighed(
         [{"model": "reward", "weight": 2.0}, {"model": "reward_style", "weight": -0.5}, {"rule": "gsm8k", "weight": 9}],
         mask_of("10", "11"),
@@ -406,8 +406,8 @@ def test_scores_of_answers_weigh_and_add_up() -> None:
     assert tokens == [[10.0, 0.0], [0.0, 0.5]]
 
 
-def test_scores_of_tokens_and_of_answers_add_up() -> None:
-    """The model's tokens three times, beyond the answer none; an answer's score on its last token."""
+def test_scores_of_tokens_and_of_responses_add_up() -> None:
+    """The model's tokens three times, beyond the response none; a response's score on its last token."""
     totals, tokens = weighed(
         [{"model": "reward", "weight": 3.0, "level": "token"}, {"model": "reward_b"}],
         mask_of("110", "111", "000"),
@@ -430,8 +430,8 @@ def test_scores_of_tokens_from_outside_the_models_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize("level", ["answer", "token"])
-def test_a_source_without_a_number_leaves_the_answer_without_one(level: str) -> None:
-    """And no other answer."""
+def test_a_source_without_a_number_leaves_the_response_without_one(level: str) -> None:
+    """And no other response."""
     columns = {
         "scores__called": torch.tensor([math.nan, 1.0]),
         "scores__reward": torch.tensor([1.0, 1.0]),
