@@ -28,7 +28,7 @@ def test_views_come_back_over_the_same_memory() -> None:
     assert whole[2:5].tolist() == [7, 7, 7]
 
 
-def test_nothing_may_be_put_away() -> None:
+def test_nothing_may_be_offloaded() -> None:
     host_offload = HostOffload(torch.device("cpu"))
     host_offload.offload([torch.zeros(0)])
     host_offload.reload()
