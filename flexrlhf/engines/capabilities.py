@@ -114,11 +114,6 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
         raise UserError(
             f"{trained.key('shadow')}: the rollout engine replaces this copy; set rollout instead, and remove this"
         )
-    if rollout.pp > 1:
-        raise UserError(
-            f"rollout.pp: {rollout.pp} pipeline stages need vLLM's own scheduler between ranks, which engines inside "
-            f"the ranks of a run do not have; use 1, and tp for models larger than a device"
-        )
     for name in sorted(OWN_ARGUMENTS & set(rollout.config)):
         raise UserError(f"rollout.config.{name}: is set by the run; remove it")
     if rollout.process == "child" and rollout.tp > 1:
@@ -131,7 +126,7 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
 
 
 def _check_sharding(model: PlacedModel) -> None:
-    """Raise UserError for a ZeRO stage, tensor or context parallelism that the engine or the dtype rules out."""
+    """Raise UserError for a ZeRO stage or tensor parallelism that the engine or the dtype rules out."""
     capabilities, settings = CAPABILITIES[model.engine], model.settings
     # a shadow may inherit a stage of training, which has no effect on a copy without an optimizer
     if (model.trained or not model.is_shadow) and settings.zero not in capabilities.zero:
@@ -143,10 +138,6 @@ def _check_sharding(model: PlacedModel) -> None:
         raise UserError(
             f"{model.key('zero')}: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
             f"dtype float32, or engine torch"
-        )
-    if settings.cp > 1:
-        raise UserError(
-            f"{model.key('cp')}: context parallel ({settings.cp}) is not supported yet; use 1, or tp for long texts"
         )
     if settings.tp > 1 and not capabilities.tp:
         raise UserError(

@@ -51,7 +51,7 @@ def example() -> Batch:
     ],
 )
 def test_rewards_and_advantages_by_hand(like: Any, rewards: list[float], advantages: list[float]) -> None:
-    # whitening two tokens of one response would not show the rest
+    # whitening the two tokens of one response would hide the rest
     spec = PpoSpec(like=like, whiten="none")
     assert rewards_of(spec, example())[0].tolist() == pytest.approx(rewards, abs=1e-5)
     columns, _ = ppo_advantages(spec, example(), context_of(spec, example()))
@@ -170,8 +170,8 @@ def test_no_preset_takes_from_an_algorithm_what_makes_it(like: Any) -> None:
     assert RlooSpec(like=like).loss_aggregation == "seq-mean-token-sum"
 
 
-def test_groups_are_filtered_by_raw_scores() -> None:
-    """All responses of the first group are wrong, and only their lengths differ; of the second one is right."""
+def test_groups_are_filtered_by_their_raw_scores() -> None:
+    """All responses of the first group are wrong and differ in length alone; one of the second is right."""
     spec = GrpoSpec(like="dapo", samples_per_prompt=2, prompts_per_step=1)
     mask = (torch.arange(10) < torch.tensor([[10], [9], [3], [3]])).to(torch.uint8)
     batch = scored_batch(mask, [0.0, 0.0, 1.0, 0.0])

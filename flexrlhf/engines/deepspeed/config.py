@@ -37,7 +37,6 @@ OWNED = {
     "data_types": "dtype",
     "communication_data_type": "dtype",
     "tensor_parallel": "tp",
-    "sequence_parallel_size": "cp",
     "activation_checkpointing": "activation_checkpointing",
 }
 """DeepSpeed keys that our own settings set: DeepSpeed key → key of ours, of the model or of the run."""
@@ -93,7 +92,7 @@ def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) 
     """Raise UserError for a key of ``section`` that is not in ``known``."""
     for name in section:
         if name not in known:
-            raise UserError(f"{where}: DeepSpeed has no setting {name!r}{nearest(name, known)}")
+            raise UserError(f"{where}: unknown or unsupported setting {name!r} of DeepSpeed{nearest(name, known)}")
 
 
 def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:

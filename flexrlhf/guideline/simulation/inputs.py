@@ -16,7 +16,8 @@ from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.simulation.pricing import TextLengths, check_figures
 from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 
 PROFILE = "profile.json"
 """In the directory of the runs: what ``flexrlhf profile`` leaves."""
@@ -76,9 +77,9 @@ def texts_for(spec: Spec, mean_response: float | None) -> TextLengths:
 
 def texts_in_data(plan: Plan) -> TextLengths:
     """Prompts as long as the longest in the data, since passes are padded to it; a sample of its answers."""
-    from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+    from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 
-    return TextLengths(max(prompt_lengths(plan)), answer_lengths(plan))
+    return TextLengths(max(prompt_lengths(plan)), response_lengths(plan))
 
 
 def cut_exponential(mean: float, longest: float, number: int = 64) -> tuple[float, ...]:
