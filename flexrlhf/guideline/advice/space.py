@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from math import gcd
 
 from flexrlhf.config.spec import Head, ModelSpec, Spec
-from flexrlhf.engines.capabilities import ALL_KINDS, SERVES, check_engine
+from flexrlhf.engines.capabilities import ALL_KINDS, CAPABILITIES, check_engine
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
@@ -418,8 +418,8 @@ def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
         check_engine(f"models.{role}.engine", settings.engine)
-        if SERVES[settings.engine].kinds != ALL_KINDS:
-            whole = [name for name, serves in SERVES.items() if serves.kinds == ALL_KINDS]
+        if CAPABILITIES[settings.engine].kinds != ALL_KINDS:
+            whole = [name for name, serves in CAPABILITIES.items() if serves.kinds == ALL_KINDS]
             raise UserError(
                 f"models.{role}.engine: {settings.engine} only generates; use {either(whole)} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"
