@@ -11,6 +11,9 @@ from pathlib import Path
 from benchmarks.calibration.problems import Known, LeftOut, Problem, model_named, number, problem_of
 from benchmarks.calibration.rlhf import COSTS
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
+from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.steps import best_step
+from benchmarks.systems.tasks import ACTOR, Task
 from flexrlhf.guideline.costs.cost_model import Call, Links
 from flexrlhf.guideline.costs.footprint import (
     CONTEXT_BYTES,
@@ -23,9 +26,6 @@ from flexrlhf.guideline.costs.footprint import (
     trained_bytes,
 )
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.meshes import mesh_of
-from flexrlhf.guideline.systems.steps import best_step
-from flexrlhf.guideline.systems.tasks import ACTOR, Task
 from flexrlhf.memory.states import PerParameter
 from flexrlhf.placement.devices import DeviceClass
 

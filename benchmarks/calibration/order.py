@@ -12,11 +12,11 @@ from pathlib import Path
 from benchmarks.calibration.problems import Known, LeftOut
 from benchmarks.calibration.rlhf import COSTS, predict, rows_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
+from benchmarks.systems.profiles import SYSTEMS
+from benchmarks.systems.steps import best_step
+from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.profiles import SYSTEMS
-from flexrlhf.guideline.systems.steps import best_step
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
 
 Key = Callable[[Row], "tuple[str, ...] | None"]
 """What rows have in common that are compared; None: no such row."""

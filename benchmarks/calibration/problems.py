@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.calibration.rows import Row, device_of
+from benchmarks.systems.profiles import SYSTEMS, System
+from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
 from flexrlhf.placement.devices import DeviceClass
 
 NODE_GB_S = {"flexrlhf": 100.0, "real": 400.0, "hybridflow": 25.0, "nemo-rl": 400.0}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from benchmarks.calibration.problems import Known, LeftOut, Problem, number, problem_of, source_of
 from benchmarks.calibration.rows import Prediction, Row, read_models, read_rows
+from benchmarks.systems.calls import Work, call_of, transition_seconds, work_seconds
+from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.profiles import SYSTEMS, System
+from benchmarks.systems.steps import Step, best_step, part_seconds, timed_as
+from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.calls import Work, call_of, transition_seconds, work_seconds
-from flexrlhf.guideline.systems.meshes import mesh_of
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
-from flexrlhf.guideline.systems.steps import Step, best_step, part_seconds, timed_as
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement
 
 CALLS, STEPS = "rlhf calls", "rlhf steps"
 DSCHAT_SAMPLES = 264_292

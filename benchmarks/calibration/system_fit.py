@@ -11,7 +11,7 @@ from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.problems import Known, LeftOut, system_of
 from benchmarks.calibration.rlhf import predict, rows_of
 from benchmarks.calibration.rows import Row, read_models
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
+from benchmarks.systems.profiles import SYSTEMS, System
 
 Family = tuple[str, ...]
 Knob = tuple[Family, str]

@@ -343,7 +343,7 @@ def test_every_algorithm_is_advised_on_from_its_name(name: str, roles: str) -> N
     whole = make_plan(found.best.candidate.spec)
     assert simulated_seconds(whole, AnalyticCosts()) == pytest.approx(found.best.seconds, rel=1e-12)
     assert whole.batch.samples_per_prompt == {"grpo": 8, "gspo": 8, "dpo": 2}.get(name, 1)
-    assert found.on_paper is None and not found.field
+    assert found.on_paper is None
     text = format_advice(found, "figures")
     assert f"of PPO with four models alone; here {', '.join(roles.split())}" in text
     assert "split" not in {item.candidate.name for item in (*found.answers, *found.refused)}

@@ -7,6 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.systems.calls import Work, transition_seconds, work_seconds
+from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.profiles import SYSTEMS, System
+from benchmarks.systems.steps import Step, best_step, part_seconds, steps_of, timed_as
+from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task, placements_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.footprint import (
@@ -18,11 +23,6 @@ from flexrlhf.guideline.costs.footprint import (
     trained_bytes,
 )
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.calls import Work, transition_seconds, work_seconds
-from flexrlhf.guideline.systems.meshes import mesh_of
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
-from flexrlhf.guideline.systems.steps import Step, best_step, part_seconds, steps_of, timed_as, usual_steps
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task, placements_of
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 A100 = DEVICE_CLASSES["A100-80G"]
@@ -135,12 +135,6 @@ def test_steps_come_fastest_first():
     steps = steps_of(task_of(13, 32, rows=512), SYSTEMS["hybridflow"])
     assert {found.placement.name for found in steps} >= {"co-located", "split"}
     assert all(before.rows_per_second >= after.rows_per_second for before, after in pairwise(steps))
-
-
-def test_the_usual_placements_have_steps():
-    found = usual_steps(task_of(7, 16, rows=512))
-    assert len(found) == 4
-    assert all(step is not None for step in found.values())
 
 
 def test_a_known_placement_is_kept():

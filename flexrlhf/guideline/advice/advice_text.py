@@ -29,7 +29,6 @@ def format_advice(advice: Advice, source: str) -> str:
         _titled("why", _reasons(advice)),
         _titled("guideline: rules that fired", _rules(advice)),
         _titled("search", _searches(advice)),
-        _titled("systems of the field, in their own engines, on paper", _field(advice)),
         _titled("refused", _refused(advice)),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -56,14 +55,6 @@ def _mean(advice: Advice) -> str:
 def _titled(title: str, lines: Iterable[str]) -> str:
     listed = [f"  {line}".rstrip() for line in lines]
     return "\n".join([title, *listed]) if listed else ""
-
-
-def _field(advice: Advice) -> list[str]:
-    rows, lines = advice.best.plan.batch.num_rows, []
-    for name, seconds in advice.field.items():
-        told = ("does not fit", "") if seconds is None else (f"{seconds:.2f} s/step", f"{rows / seconds:.2f} samples/s")
-        lines.append((name, *told))
-    return table(lines, "<>>")
 
 
 def _refused(advice: Advice) -> Iterator[str]:
@@ -161,7 +152,7 @@ def _searches(advice: Advice) -> Iterator[str]:
         )
     elif not is_ppo(advice.best.candidate.space):
         roles = ", ".join(advice.best.candidate.space.roles.all)
-        yield f"  one placement for each call (ReaL), systems of the field: of PPO with four models alone; here {roles}"
+        yield f"  one placement for each call (ReaL): of PPO with four models alone; here {roles}"
     meshes = next((item.result.meshes for item in advice.searches if item.result.meshes), "")
     if meshes:
         yield f"  meshes: {meshes}"

@@ -5,7 +5,7 @@ Every answer is a Spec that was planned and simulated like any other; what does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -32,15 +32,13 @@ from flexrlhf.guideline.advice.proposals import (
 )
 from flexrlhf.guideline.advice.rules import Rule, Ruling, guideline
 from flexrlhf.guideline.advice.space import USABLE, Space, is_allowed, make_space, with_schedule
-from flexrlhf.guideline.costs.cost_model import CostModel, Links
+from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch import search
 from flexrlhf.guideline.search.found import Result
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.simulation.pricing import TextLengths, transformer_of_shape
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.guideline.systems.steps import usual_steps
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
 from flexrlhf.plan.plan import Plan, make_plan
 from flexrlhf.strategies import colocated, disaggregated, interleaving
 from flexrlhf.text import bytes_text
@@ -133,15 +131,13 @@ class Searched:
 
 @dataclass(frozen=True)
 class Advice:
-    """``answers``: fastest first. ``on_paper``: ReaL's space, one placement for each call. ``field``: seconds of a step
-    in systems of the field with their own engines; None where one does not fit."""
+    """``answers``: fastest first. ``on_paper``: ReaL's space, one placement for each call."""
 
     answers: tuple[Answer, ...]
     refused: tuple[Refused, ...]
     rules: tuple[Rule, ...]
     searches: tuple[Searched, ...]
     on_paper: Searched | None
-    field: Mapping[str, float | None]
     seconds: float
 
     @property
@@ -173,8 +169,7 @@ def advise(
     others = [] if asked.spec.schedule.lag else [_ruled(ruling), *usual(plain)]
     answers, refused = _judged([_as_asked(candidate, asked) for candidate in (*found, *others)])
     paper = _paper(plain, _left(began, seconds_limit)) if on_paper else None
-    field = _field(plain) if on_paper else {}
-    return Advice(answers, refused, ruling.rules, searches, paper, field, perf_counter() - began)
+    return Advice(answers, refused, ruling.rules, searches, paper, perf_counter() - began)
 
 
 def _left(began: float, seconds_limit: float) -> float:
@@ -305,26 +300,7 @@ def _fullest(plan: Plan) -> tuple[float, float]:
 
 def is_ppo(space: Space) -> bool:
     """Whether it has PPO's four models, so its six calls: what other systems published plans and times of."""
-    return set(space.roles.all) == {ACTOR, CRITIC, REF, REWARD}
-
-
-def _field(space: Space) -> dict[str, float | None]:
-    """For PPO on devices of one class."""
-    if not is_ppo(space) or len(space.devices) > 1:
-        return {}
-    (device,) = space.devices.values()
-    task = Task(
-        models=_transformers(space),
-        devices=space.pool.num_devices,
-        device=device,
-        links=Links(device.link_gb_s, device.node_gb_s),
-        rows=space.batch.num_rows,
-        prompt=space.lengths.prompt,
-        responses=space.lengths.responses,
-        minibatches=space.spec.algorithm.num_mini_batches * space.spec.algorithm.epochs,
-        per_node=space.pool.per_node,
-    )
-    return {name: None if step is None else step.seconds for name, step in usual_steps(task).items()}
+    return set(space.roles.all) == {"actor", "critic", "ref", "reward"}
 
 
 def _transformers(space: Space) -> dict[str, Transformer]:

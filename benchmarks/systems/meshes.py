@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.systems.profiles import Layout, System
+from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
 from flexrlhf.guideline.costs.cost_model import Mesh
 from flexrlhf.guideline.costs.footprint import FLOAT_GRADIENTS, MIXED, capacity_bytes, frozen_bytes, trained_bytes
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.profiles import Layout, System
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
 
 
 def mesh_of(task: Task, size: int, tp: int = 1, pp: int = 1, zero: int = 0) -> Mesh:

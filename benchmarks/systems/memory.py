@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
+from benchmarks.systems.calls import Work, works_of
+from benchmarks.systems.meshes import Layouts, state_bytes
+from benchmarks.systems.profiles import System
+from benchmarks.systems.tasks import ACTOR, CRITIC, ROLLOUT, Placement, Task
 from flexrlhf.guideline.costs.cost_model import Call, Kind
 from flexrlhf.guideline.costs.footprint import (
     HOST_BYTES,
@@ -15,10 +19,6 @@ from flexrlhf.guideline.costs.footprint import (
     pass_bytes,
     rows_that_fit,
 )
-from flexrlhf.guideline.systems.calls import Work, works_of
-from flexrlhf.guideline.systems.meshes import Layouts, state_bytes
-from flexrlhf.guideline.systems.profiles import System
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, ROLLOUT, Placement, Task
 
 RESTLESS = 0.1
 """Of a device, what an allocator that never gives back leaves in pieces besides."""

@@ -5,7 +5,7 @@ The constants are fitted on published steps (``benchmarks/calibration``), never 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flexrlhf.guideline.costs.cost_model import Recompute
@@ -183,10 +183,3 @@ SYSTEMS = {
         System("real v1", layout="searched", placements=("co-located", "halves"), **_REAL_EAGER),
     )
 }
-USUAL = {
-    "co-located, ZeRO-3 and hybrid engine": SYSTEMS["deepspeed-chat, hybrid engine"],
-    "standalone, rollout engine apart": SYSTEMS["openrlhf"],
-    "split, actor beside critic": replace(SYSTEMS["hybridflow"], placements=("split",)),
-    "symmetric 3D on all devices": SYSTEMS["real, heuristic"],
-}
-"""The usual placements of the field, as a plan is compared with them."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks.systems.meshes import Layouts
+from benchmarks.systems.profiles import System
+from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Kind, Mesh, Traffic
 from flexrlhf.guideline.costs.decoders import host_factor
 from flexrlhf.guideline.costs.links import gather_seconds
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.meshes import Layouts
-from flexrlhf.guideline.systems.profiles import System
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.systems.calls import Work, transition_seconds, work_seconds, works_of
+from benchmarks.systems.memory import Held, fitted, has_host_memory, held_bytes, most_rows, peak_bytes, sized
+from benchmarks.systems.meshes import Layouts, layouts_of, mesh_of, splits, state_bytes
+from benchmarks.systems.profiles import System
+from benchmarks.systems.tasks import ACTOR, ROLLOUT, Placement, Task, placements_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel, Mesh
 from flexrlhf.guideline.costs.footprint import capacity_bytes, frozen_bytes
 from flexrlhf.guideline.simulation.walk import Node, steady_seconds, walk_nodes
-from flexrlhf.guideline.systems.calls import Work, transition_seconds, work_seconds, works_of
-from flexrlhf.guideline.systems.memory import Held, fitted, has_host_memory, held_bytes, most_rows, peak_bytes, sized
-from flexrlhf.guideline.systems.meshes import Layouts, layouts_of, mesh_of, splits, state_bytes
-from flexrlhf.guideline.systems.profiles import USUAL, System
-from flexrlhf.guideline.systems.tasks import ACTOR, ROLLOUT, Placement, Task, placements_of
 
 ROOMY = 0.75
 """Share of a device that states may take before a user turns to the next ZeRO stage."""
@@ -56,11 +56,6 @@ def best_step(
 ) -> Step | None:
     """The fastest; None where none fits."""
     return next(iter(steps_of(task, system, costs, placement)), None)
-
-
-def usual_steps(task: Task, costs: CostModel | None = None) -> dict[str, Step | None]:
-    """The usual placements of the field, each at its best; None where one does not fit."""
-    return {name: best_step(task, system, costs) for name, system in USUAL.items()}
 
 
 def _placed_steps(task: Task, system: System, placement: Placement, costs: CostModel) -> Iterator[Step]:
