@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
+from benchmarks.systems.engines import DECODERS
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh
-from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile
+from flexrlhf.guideline.costs.decoders import DecodeProfile
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
@@ -84,7 +85,7 @@ class Case:
     def goal(self) -> str:
         return self.row["kind"]
 
-    def seconds(self, profile: DecodeProfile | None = None) -> float:
+    def seconds(self, profile: DecodeProfile) -> float:
         if self.goal == "prefill":
             return prefill_cost(self.call, self.mesh, profile).seconds
         if self.rows:

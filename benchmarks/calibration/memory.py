@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.calibration.problems import Known, LeftOut, Problem, model_named, number, problem_of
-from benchmarks.calibration.rlhf import COSTS
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
+from benchmarks.systems.engines import COSTS
 from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.steps import best_step
 from benchmarks.systems.tasks import ACTOR, Task

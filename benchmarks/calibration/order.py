@@ -10,8 +10,9 @@ from itertools import combinations
 from pathlib import Path
 
 from benchmarks.calibration.problems import Known, LeftOut
-from benchmarks.calibration.rlhf import COSTS, predict, rows_of
+from benchmarks.calibration.rlhf import predict, rows_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
+from benchmarks.systems.engines import COSTS
 from benchmarks.systems.profiles import SYSTEMS
 from benchmarks.systems.steps import best_step
 from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task

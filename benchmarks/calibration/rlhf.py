@@ -11,11 +11,11 @@ from pathlib import Path
 from benchmarks.calibration.problems import Known, LeftOut, Problem, number, problem_of, source_of
 from benchmarks.calibration.rows import Prediction, Row, read_models, read_rows
 from benchmarks.systems.calls import Work, call_of, transition_seconds, work_seconds
+from benchmarks.systems.engines import COSTS
 from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.steps import Step, best_step, part_seconds, timed_as
 from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.transformer import Transformer
 
 CALLS, STEPS = "rlhf calls", "rlhf steps"
@@ -25,7 +25,6 @@ DSCHAT_ROWS = 1024
 """The most of a step in them."""
 NAIVE_MFU = 0.10
 """Share of the peak at which the median step runs."""
-COSTS = AnalyticCosts()
 
 _CALLS = {
     "actor_generate": ("generate", ACTOR),

@@ -6,8 +6,10 @@ The constants are fitted on published steps (``benchmarks/calibration``), never 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
+from flexrlhf.guideline.costs.constants import named_rows, read_rows
 from flexrlhf.guideline.costs.cost_model import Recompute
 
 Gathers = Literal["every step", "at once", "tensor parallel", "own copy", "reshard"]
@@ -63,123 +65,15 @@ class System:
     recompute: Recompute = "full"
 
 
-_REAL: dict[str, Any] = {
-    "trainer": "megatron",
-    "generator": "megatron",
-    "gathers": "reshard",
-    "scores_again": False,
-    "all_heads": True,
-}
-_REAL_GRAPHS: dict[str, Any] = _REAL | {"passes": 0.75, "tensor": 0.32, "decode_rows": 64, "gaps": 0.065}
-_NO_GRAPHS: dict[str, Any] = {"launch_seconds": 0.4e-3, "launch_tp_seconds": 0.5e-3}
-_REAL_EAGER: dict[str, Any] = _REAL | {
-    "passes": 0.65,
-    "tensor": 0.67,
-    "launch_seconds": 0.21e-3,
-    "launch_tp_seconds": 0.38e-3,
-    "gaps": 0.23,
-}
-# The placements on DeepSpeed that FlexRLHF's paper compares. They train adapters, faster than the trainer's profile,
-# which was fitted on whole weights: hence a share above 1.
-_FLEX: dict[str, Any] = {
-    "generator": "megatron",
-    "gathers": "at once",
-    "rests": False,
-    "passes": 1.5,
-    "gather": 0.32,
-    "gather_within": 0.5,
-}
-_TRLX: dict[str, Any] = {
-    "stages": (3,),
-    "gathers": "every step",
-    "rests": False,
-    "scores_again": False,
-    "passes": 1.35,
-    "gather": 0.7,
-}
-_OPENRLHF: dict[str, Any] = {"gathers": "own copy", "placements": ("standalone",), "offloads": True, "sync_gb_s": 1.6}
+def read_systems(directory: Path) -> dict[str, System]:
+    """Return the systems of two tables: ``systems.csv``, how each of them works, and ``speeds.csv``, its constants."""
+    speeds = {row["name"]: row for row in read_rows(directory / "speeds.csv")}
+    return named_rows(System, (speeds[row["name"]] | _lists(row) for row in read_rows(directory / "systems.csv")))
 
-SYSTEMS = {
-    system.name: system
-    for system in (
-        System("deepspeed-chat", **_FLEX),
-        System("flexrlhf, interleaving 1", placements=("interleaved",), **_FLEX),
-        System("flexrlhf, interleaving 2", placements=("split",), **_FLEX),
-        System(
-            "flexrlhf, disaggregated",
-            generator="megatron",
-            gathers="own copy",
-            placements=("disaggregated",),
-            passes=0.45,
-        ),
-        System("deepspeed-chat, no hybrid engine", gathers="at once", passes=0.3, offloads=True),
-        System(
-            "deepspeed-chat 0.9, hybrid engine",
-            generator="megatron",
-            launch_seconds=0.13e-3,
-            gathers="tensor parallel",
-            passes=0.55,
-            offloads=True,
-        ),
-        System(
-            "deepspeed-chat, hybrid engine",
-            generator="megatron",
-            gathers="tensor parallel",
-            stages=(3,),
-            passes=0.26,
-            gather=0.055,
-            launch_seconds=0.3e-3,
-            launch_tp_seconds=0.55e-3,
-            offloads=True,
-        ),
-        System("trlx", decode_rows=16, **_TRLX),
-        System("trlx, reward alone", placements=("reward alone",), decode_rows=16, **_TRLX),
-        System("openrlhf", generator="vllm", passes=0.75, decode=1.9, decode_rows=64, **_OPENRLHF),
-        System(
-            "openrlhf, untuned",
-            generator="vllm-0.6",
-            passes=0.4,
-            gather=0.015,
-            launch_seconds=2e-3,
-            stages=(3,),
-            **{**_OPENRLHF, "sync_gb_s": 0.0},
-        ),
-        System(
-            "openrlhf, no vllm",
-            gathers="every step",
-            placements=("standalone without rollout",),
-            passes=0.75,
-            offloads=True,
-        ),
-        System("hybridflow", "megatron", "vllm-0.3", "smallest", "reshard", ("co-located", "split", "standalone")),
-        System(
-            "verl",
-            "torch",
-            "vllm",
-            gathers="own copy",
-            passes=0.7,
-            decode=0.8,
-            sleeps=True,
-            sync_seconds=3.2,
-            sync_gb_s=6.0,
-        ),
-        # four steps of it are published, without meshes and prompts: one constant for all that is slow
-        System("nemo-aligner", "megatron", "tensorrt-llm", "smallest", "reshard", ("split",), passes=0.09),
-        System(
-            "nemo-rl",
-            "megatron",
-            "vllm",
-            "smallest",
-            "own copy",
-            passes=0.87,
-            sleeps=True,
-            sync_seconds=24.0,
-            sync_gb_s=6.0,
-        ),
-        System("real, heuristic", layout="symmetric", **_REAL_GRAPHS),
-        System("real", layout="searched", placements=("co-located", "halves"), **_REAL_GRAPHS),
-        System("real, no graphs", layout="searched", placements=("co-located", "halves"), **_REAL_GRAPHS, **_NO_GRAPHS),
-        System("real v1, heuristic", layout="symmetric", **_REAL_EAGER),
-        System("real v1", layout="searched", placements=("co-located", "halves"), **_REAL_EAGER),
-    )
-}
+
+def _lists(row: dict[str, str]) -> dict[str, str | list[str]]:
+    """Return ``row`` with its lists split at semicolons."""
+    return {column: cell.split("; ") if column in ("placements", "stages") else cell for column, cell in row.items()}
+
+
+SYSTEMS = read_systems(Path(__file__).parent)

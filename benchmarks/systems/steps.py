@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.systems.calls import Work, transition_seconds, work_seconds, works_of
+from benchmarks.systems.engines import COSTS
 from benchmarks.systems.memory import Held, fitted, has_host_memory, held_bytes, most_rows, peak_bytes, sized
 from benchmarks.systems.meshes import Layouts, layouts_of, mesh_of, splits, state_bytes
 from benchmarks.systems.profiles import System
 from benchmarks.systems.tasks import ACTOR, ROLLOUT, Placement, Task, placements_of
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel, Mesh
 from flexrlhf.guideline.costs.footprint import capacity_bytes, frozen_bytes
 from flexrlhf.guideline.simulation.walk import Node, steady_seconds, walk_nodes
@@ -44,7 +44,7 @@ def steps_of(
     task: Task, system: System, costs: CostModel | None = None, placement: Placement | None = None
 ) -> list[Step]:
     """Every way of ``system`` to run ``task`` that fits, the fastest first; on ``placement`` where that is known."""
-    costs = costs or AnalyticCosts()
+    costs = costs or COSTS
     usual = (found for name in system.placements for found in placements_of(name, task))
     placements = (placement,) if placement is not None else usual
     steps = [step for found in placements for step in _placed_steps(task, system, found, costs)]

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.systems.calls import Work, transition_seconds, work_seconds
+from benchmarks.systems.engines import COSTS
 from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.steps import Step, best_step, part_seconds, steps_of, timed_as
 from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task, placements_of
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.footprint import (
     MIXED,
@@ -168,8 +168,8 @@ def test_a_slower_system_takes_longer_on_the_same_meshes():
     found = best_step(task_of(7, 8, rows=256), fast)
     assert found is not None
     slow = replace(fast, name="slow", passes=fast.passes / 2)
-    assert timed_as(found, slow, AnalyticCosts()).seconds > found.seconds
-    assert timed_as(found, fast, AnalyticCosts()).seconds == pytest.approx(found.seconds)
+    assert timed_as(found, slow, COSTS).seconds > found.seconds
+    assert timed_as(found, fast, COSTS).seconds == pytest.approx(found.seconds)
 
 
 class Fixed:
@@ -179,7 +179,7 @@ class Fixed:
         return Cost({"compute": 1.0, "optimizer": float(call.updates) if call.kind == "train" else 0.0})
 
     def __getattr__(self, name: str):
-        return getattr(AnalyticCosts(), name)
+        return getattr(COSTS, name)
 
 
 def work(kind, portions: int = 1, updates: int = 1, pp: int = 1) -> Work:
@@ -204,7 +204,7 @@ def test_a_system_reaches_a_share_of_its_engines():
 def test_weights_are_sent_as_slowly_as_the_system_sends_them():
     task, system = task_of(7, 16), System("slow", gathers="own copy", sync_seconds=3.0, sync_gb_s=2.0)
     placement = Placement("halves", (8, 8), {ACTOR: (0,), ROLLOUT: (1,)})
-    seconds = transition_seconds(task, system, placement, mesh_of(task, 8), AnalyticCosts())
+    seconds = transition_seconds(task, system, placement, mesh_of(task, 8), COSTS)
     assert seconds == pytest.approx(3 + 2 * llama(7).parameters / 2e9)
 
 

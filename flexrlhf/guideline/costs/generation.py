@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from flexrlhf.guideline.costs.batching import Phase, phases_of
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
-from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile, host_factor
+from flexrlhf.guideline.costs.decoders import DecodeProfile, host_factor
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.links import all_reduce_seconds, shared_gather_seconds
 from flexrlhf.guideline.costs.training import forward_cost
@@ -20,23 +20,20 @@ ONE_SHOT_SHARE = 0.7
 """Of the bandwidth of a device's links, when it reads all the others' messages at once."""
 
 
-def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile | None = None) -> Cost:
-    """Of ``call.rows`` prompts and their answers on one replica. ``profile``: other than the call's engine names, for a
-    fit."""
-    profile = profile or DECODERS[call.engine]
+def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
+    """Return the seconds of ``call.rows`` prompts and their responses on one replica."""
     phases = phases_of(profile.batching, call.rows, call.decode_rows, call.responses)
     prefill = {"prefill": prefill_cost(call, mesh, profile).seconds}
     return Cost(prefill | _Step.of(call, mesh, profile).through(phases, call.prompt))
 
 
-def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile | None = None) -> Cost:
-    """Of one decoding step of ``rows`` rows of ``context`` tokens."""
-    return Cost(_Step.of(call, mesh, profile or DECODERS[call.engine]).through([Phase(1, rows, context)], 0))
+def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile) -> Cost:
+    """Return the seconds of one decoding step of ``rows`` rows of ``context`` tokens."""
+    return Cost(_Step.of(call, mesh, profile).through([Phase(1, rows, context)], 0))
 
 
-def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile | None = None) -> Cost:
-    """Of forward passes over all prompts, that yield the first token of every answer."""
-    profile = profile or DECODERS[call.engine]
+def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
+    """Return the seconds of forward passes over all prompts, which yield the first token of every response."""
     micro_rows = max(1, min(call.rows, int(PREFILL_TOKENS / max(call.prompt, 1.0))))
     forward = replace(call, kind="forward", width=call.prompt, responses=(1.0,), micro_rows=micro_rows)
     parts = dict(forward_cost(forward, _unthrottled(mesh), profile.passes).parts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pow
+from pathlib import Path
 
+from flexrlhf.guideline.costs.constants import read_rows
 from flexrlhf.placement.devices import DeviceClass
 
 TILE = 128
@@ -12,24 +14,26 @@ TILE = 128
 
 @dataclass(frozen=True)
 class KernelFigures:
-    """Constants of all devices, fitted on kernel timings (``benchmarks/calibration/kernels.py``).
+    """Constants of all devices (``kernels.csv``), fitted on kernel timings by ``benchmarks/calibration/kernels.py``.
 
-    ``wave``: the part of one wave of tiles that stays idle, on the average, at the end of a matrix product. ``depth``:
-    terms of the inner dimension that starting and ending a tile costs. ``start_seconds``: of a kernel. ``blend``: how
-    sharply arithmetic and memory traffic replace each other as the limit (exponent; infinite: their maximum).
-    ``weights``: share of the memory bandwidth that a product reaches, ``elements``: that element-wise passes over
-    activations reach.
+    wave:           part of one wave of tiles that stays idle, on the average, at the end of a matrix product
+    depth:          terms of the inner dimension that starting and ending a tile costs
+    start_seconds:  start of a kernel
+    blend:          how sharply arithmetic and memory traffic replace each other as the limit (exponent; infinite: their
+                    maximum)
+    weights:        share of the memory bandwidth that a product reaches
+    elements:       share of it that element-wise passes over activations reach
     """
 
-    wave: float = 0.117
-    depth: float = 66.0
-    start_seconds: float = 4.1e-6
-    blend: float = 3.0
-    weights: float = 0.806
-    elements: float = 0.6
+    wave: float
+    depth: float
+    start_seconds: float
+    blend: float
+    weights: float
+    elements: float
 
 
-FIGURES = KernelFigures()
+FIGURES = KernelFigures(**{row["name"]: float(row["value"]) for row in read_rows(Path(__file__).with_suffix(".csv"))})
 
 
 def matmul_seconds(

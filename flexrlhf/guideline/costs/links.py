@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, sqrt
+from pathlib import Path
 
+from flexrlhf.guideline.costs.constants import named_rows, read_rows
 from flexrlhf.guideline.costs.cost_model import Cost, Links, Traffic
 from flexrlhf.placement.routes import Primitive
 
@@ -31,8 +33,8 @@ class LinkFigures:
         return size / (self.share * gb_s * 1e9)
 
 
-WITHIN = LinkFigures(message_seconds=7.6e-6, collective_seconds=28e-6, share=0.805, slow_bytes=3.6e6)
-ACROSS = LinkFigures(message_seconds=19e-6, collective_seconds=55e-6, share=0.66, slow_bytes=0.7e6)
+_FIGURES = named_rows(LinkFigures, read_rows(Path(__file__).with_suffix(".csv")))
+WITHIN, ACROSS = _FIGURES["within"], _FIGURES["across"]
 Figures = tuple[LinkFigures, LinkFigures]
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
+from flexrlhf.guideline.costs.engines import EngineProfile
 from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import (
     all_reduce_seconds,
@@ -79,18 +79,16 @@ class Stage:
         return self.layers.seconds + self.head + self.launch + self.tensor
 
 
-def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile | None = None) -> Cost:
-    """``profile``: other than the call's engine names, for a fit."""
-    profile = profile or PROFILES[call.engine]
+def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
+    """Return the seconds of a forward pass over all rows of a replica."""
     parts, micro_batches = _stages(call, mesh, profile, training=False)
     weights = call.item * call.model.parameters / (mesh.tp * mesh.pp)
     gather = micro_batches * _gather(weights, mesh) if mesh.zero == 3 else 0.0
     return Cost(_with_traffic(parts, {"gather": gather}, profile.overlap))
 
 
-def train_cost(call: Call, mesh: Mesh, profile: EngineProfile | None = None) -> Cost:
-    """``profile``: other than the call's engine names, for a fit."""
-    profile = profile or PROFILES[call.engine]
+def train_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
+    """Return the seconds of forward and backward passes over all rows of a replica, and of its optimizer steps."""
     parts, micro_batches = _stages(call, mesh, profile, training=True)
     parts = _with_traffic(parts, _replica_traffic(call, mesh, micro_batches), profile.overlap)
     parts["optimizer"] = call.updates * _optimizer_seconds(call, mesh)
