@@ -18,7 +18,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.hosts import Hosts, equal_nodes, under_torchrun, with_device
 from flexrlhf.plan.memory_text import measured_memory
-from flexrlhf.plan.plan import Plan, make_plans
+from flexrlhf.plan.pipeline import make_plans
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, format_summary
 from flexrlhf.plan.suggestions import check_fits
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from flexrlhf.execution.launch import RankFailure, launch
 from flexrlhf.execution.run_directory import prepare_directory
 from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
 

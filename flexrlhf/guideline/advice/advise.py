@@ -39,7 +39,8 @@ from flexrlhf.guideline.search.found import Result
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.simulation.pricing import TextLengths, transformer_of_shape
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies import colocated, disaggregated, interleaving
 from flexrlhf.text import bytes_text
 
