@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 
+from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Kind, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch import search
 from flexrlhf.guideline.search.evaluate import overlaps_of, play
@@ -63,7 +64,7 @@ class Model:
     """What is placed: ``kinds`` of its calls, ``rows`` of a step."""
 
     shape: Transformer
-    kinds: tuple[Kind, ...]
+    kinds: tuple[CallKind, ...]
     rows: int
 
     @property
@@ -85,7 +86,7 @@ class Model:
         seconds = tuple(self._seconds(kind, shape, settings) for kind in self.kinds)
         return Option(seconds, resting, active, settings.layout, settings)
 
-    def _seconds(self, kind: Kind, shape: Shape, settings: Settings) -> float:
+    def _seconds(self, kind: CallKind, shape: Shape, settings: Settings) -> float:
         dp, tp, pp = settings.layout
         rows = -(-self.rows // dp)
         micro = -(-rows // settings.micro_batches)
@@ -122,7 +123,7 @@ def resting_bytes(model: Model, settings: Settings) -> float:
     return 18 * shard / dp if settings.zero == 3 else 4 * shard + 14 * shard / dp
 
 
-def active_bytes(kind: Kind, model: Model, settings: Settings) -> float:
+def active_bytes(kind: CallKind, model: Model, settings: Settings) -> float:
     """Keys and values; activations at the borders of layers and inside one; logits in 32 bits; weights gathered."""
     dp, tp, pp = settings.layout
     shape, tokens = model.shape, -(-model.rows // (dp * settings.micro_batches)) * (PROMPT + RESPONSE)
@@ -168,7 +169,7 @@ def pool_of(num_devices: int) -> Pool:
 def by_calls(num_devices: int, actor: str, critic: str) -> Problem:
     """PPO as ReaL searches it: a part for each call."""
     large, small, rows = MODELS[actor], MODELS[critic].as_scorer(), rows_of(num_devices)
-    kinds: dict[str, tuple[Transformer, Kind]] = {
+    kinds: dict[str, tuple[Transformer, CallKind]] = {
         "generate": (large, "generate"),
         "reward": (small, "forward"),
         "ref": (large, "forward"),

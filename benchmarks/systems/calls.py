@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from benchmarks.systems.meshes import Layouts
 from benchmarks.systems.profiles import System
 from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Kind, Mesh, Traffic
+from flexrlhf.config.spec import CallKind
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Mesh, Traffic
 from flexrlhf.guideline.costs.decoders import host_factor
 from flexrlhf.guideline.costs.links import gather_seconds
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -50,7 +51,9 @@ def works_of(task: Task, system: System, placement: Placement, layouts: Layouts,
             yield Work(f"{role} train", role, call, mesh, where[role], read or ("actor generate",))
 
 
-def call_of(task: Task, system: System, kind: Kind, role: str, mesh: Mesh, rows: int, offload: bool = False) -> Call:
+def call_of(
+    task: Task, system: System, kind: CallKind, role: str, mesh: Mesh, rows: int, offload: bool = False
+) -> Call:
     return Call(
         kind=kind,
         model=task.models[role],

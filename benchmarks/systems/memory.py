@@ -9,7 +9,8 @@ from benchmarks.systems.calls import Work, works_of
 from benchmarks.systems.meshes import Layouts, state_bytes
 from benchmarks.systems.profiles import System
 from benchmarks.systems.tasks import ACTOR, CRITIC, ROLLOUT, Placement, Task
-from flexrlhf.guideline.costs.cost_model import Call, Kind
+from flexrlhf.config.spec import CallKind
+from flexrlhf.guideline.costs.cost_model import Call
 from flexrlhf.guideline.costs.footprint import (
     HOST_BYTES,
     capacity_bytes,
@@ -35,7 +36,7 @@ class Held:
     copy: tuple[float, ...]
     sleeps: bool
 
-    def during(self, kind: Kind) -> tuple[float, ...]:
+    def during(self, kind: CallKind) -> tuple[float, ...]:
         if not self.sleeps:
             return tuple(map(sum, zip(self.states, self.copy, strict=True)))
         return self.copy if kind == "generate" else self.states

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from flexrlhf.guideline.costs.cost_model import Call, CostModel, Kind, Links, Mesh
+from flexrlhf.config.spec import CallKind
+from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
 from flexrlhf.guideline.costs.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -32,7 +33,7 @@ class OneCall:
 
     name: str
     role: str
-    kind: Kind
+    kind: CallKind
     reads: tuple[str, ...] = ()
 
 

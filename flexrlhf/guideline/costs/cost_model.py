@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
-Kind = Literal["generate", "forward", "train"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -60,7 +60,7 @@ class Call:
     ``decode_rows``: rows decoded together. ``item``: bytes of a weight; ``cache_item``: of a key's or value's number.
     """
 
-    kind: Kind
+    kind: CallKind
     model: Transformer
     engine: str
     rows: int

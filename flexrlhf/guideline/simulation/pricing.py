@@ -13,9 +13,9 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import ceil
 
-from flexrlhf.config.spec import Head, Spec
+from flexrlhf.config.spec import CallKind, Head, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Kind, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.exchange import Between, Side, Weights, relation_of
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.guideline.simulation.scoring_time import cost_beside
@@ -87,7 +87,7 @@ class CallMaker:
     epochs: int
 
     def call(
-        self, kind: Kind, model: PlacedModel, shape: ModelShape, rows: Sequence[Sequence[int]], texts: int = 1
+        self, kind: CallKind, model: PlacedModel, shape: ModelShape, rows: Sequence[Sequence[int]], texts: int = 1
     ) -> Call:
         """``rows``: of the replicas, by mini-batch. ``texts``: of a row, each in passes of its own (``texts_of``)."""
         settings, trains = model.settings, kind == "train"
