@@ -53,7 +53,7 @@ class Case:
 
     def seconds(self, figures: Figures = (WITHIN, ACROSS)) -> float:
         if self.row["collective"] == "all_reduce":
-            return all_reduce_seconds(self.size, self.ranks, self.per_node, self.links, figures)
+            return all_reduce_seconds(self.size, self.ranks, self.per_node, self.links, figures=figures)
         inside = self.ranks <= self.per_node
         traffic = Traffic(self.size, 0) if inside else Traffic(0, self.size)
         return travel_seconds(traffic, self.links, figures)

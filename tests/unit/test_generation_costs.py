@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.calibration import generation
 from benchmarks.systems.engines import COSTS, DECODERS
-from flexrlhf.guideline.costs.batching import EVEN_PIECES, TAIL_PIECES, phases_of, pieces_of
+from flexrlhf.guideline.costs.batching import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.decoders import host_factor
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
@@ -112,7 +112,7 @@ def test_more_places_are_never_slower_where_rows_enter_as_others_end(engine: str
 def test_of_the_same_lengths_every_batching_takes_the_same() -> None:
     """And that is steps times the seconds of one, beside the prefill."""
     for batching in ("refill", "group", "static"):
-        phases = list(phases_of(batching, 64, 32, (101.0,)))
+        phases = list(decode_phases(batching, 64, 32, (101.0,)))
         assert sum(phase.steps for phase in phases) == pytest.approx(200)
         assert all(phase.rows == 32 and phase.age == 50 for phase in phases)
     call, mesh = call_of(), mesh_of()
@@ -136,7 +136,7 @@ def test_ended_rows_cost_nothing_where_they_leave() -> None:
 def test_steps_are_those_of_a_walk_over_every_row(rows: int, places: int) -> None:
     draw = random.Random(rows)
     sample = tuple(draw.expovariate(1 / 200) for _ in range(2000))
-    phases = list(phases_of("refill", rows, places, sample))
+    phases = list(decode_phases("refill", rows, places, sample))
     walks = [_walked(draw.choices(sample, k=rows), places) for _ in range(20)]
     assert sum(phase.steps for phase in phases) == pytest.approx(sum(walks) / len(walks), rel=0.25)
     tokens = rows * (sum(sample) / len(sample) - 1)
@@ -154,8 +154,8 @@ def _walked(lengths: list[float], places: int) -> float:
 def test_a_large_sample_is_cut_into_few_pieces_that_keep_its_mean_and_its_tail() -> None:
     draw = random.Random(1)
     sample = tuple(2 + draw.expovariate(1 / 300) for _ in range(500))
-    pieces = pieces_of(sample)
-    assert len(pieces) <= EVEN_PIECES + TAIL_PIECES
+    pieces = length_bins(sample)
+    assert len(pieces) <= EVEN_BINS + TAIL_BINS
     assert pieces[-1].end == pytest.approx(max(sample) - 1)
     assert sum(piece.steps * piece.alive for piece in pieces) == pytest.approx(sum(sample) / 500 - 1)
 

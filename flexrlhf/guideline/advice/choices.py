@@ -16,7 +16,7 @@ from flexrlhf.engines.capabilities import SERVES
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
-from flexrlhf.guideline.simulation.scoring_time import cost_beside
+from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
@@ -273,7 +273,7 @@ class Chooser:
         rows = row_patterns(self.batch, model.layout, work.mini_batches)
         if kind == "combine" or kind == "score":
             most, width = max(map(sum, rows)), self.maker.lengths.width
-            return cost_beside(self.costs, self.spec, work.asked, most, width).seconds
+            return model_free_cost(self.costs, self.spec, work.asked, most, width).seconds
         held = [each for each in rows if any(each)]
         return self.costs.call(self.maker.call(kind, model, self.shapes[model.role], held, work.texts), mesh).seconds
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh
-from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
+from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, Relation, SyncWeights
 from flexrlhf.guideline.costs.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.problem import End, Option, Part, Pool, Problem, Shape, Sync, Task
@@ -98,7 +98,7 @@ class PerCall:
         mesh = Mesh(device, links, dp, tp, pp, shape.per_node, zero)
         asked = self._question(call, -(-self.rows // dp), rows)
         resting, active = self._bytes(asked, mesh, rows)
-        side = Side(shape.size, shape.per_node, dp, tp * pp, cut=tp * pp)
+        side = MeshSide(shape.size, shape.per_node, dp, tp * pp, shards=tp * pp)
         return Option((self.costs.call(asked, mesh).seconds,), resting, active, side, (dp, tp, pp, rows))
 
     def _question(self, call: OneCall, rows: int, together: int) -> Call:
@@ -124,7 +124,7 @@ class PerCall:
 
     def _sync_seconds(self, role: str, source: End, to: End, relation: Relation) -> float:
         first, second = source.layout, to.layout
-        assert isinstance(first, Side) and isinstance(second, Side), "options of PerCall tell their side"
+        assert isinstance(first, MeshSide) and isinstance(second, MeshSide), "options of PerCall tell their side"
         if relation == "same" and first == second:
             return 0.0
         whole = 2 * self.models[role].parameters
@@ -133,6 +133,6 @@ class PerCall:
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
         # layouts differ, so weights move though devices may be the same
         way: Relation = "overlapping" if relation == "same" else relation
-        between = Between(first, second, way, links, len(self.pool.nodes) > 1)
-        weights = Weights(part, whole, -(-whole // int(BUCKET_BYTES)), 12 * self.models[role].layers)
+        between = ModelLink(first, second, way, links, len(self.pool.nodes) > 1)
+        weights = SyncWeights(part, whole, -(-whole // int(BUCKET_BYTES)), 12 * self.models[role].layers)
         return between.sync_cost(self.costs, weights).seconds

@@ -15,16 +15,16 @@ from flexrlhf.engines.capabilities import ALL_KINDS, SERVES, check_engine
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.choices import Chooser, Member, Place, Work
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
-from flexrlhf.guideline.costs.exchange import Between, Relation, Side, Weights
+from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, Relation, SyncWeights
 from flexrlhf.guideline.search.problem import End, Meshes, Option, Part, Pool, Problem, Rows, Shape, Sync, Task
 from flexrlhf.guideline.simulation.pricing import (
     UNKNOWN,
     CallMaker,
     TextLengths,
-    asked_by,
     rows_bytes,
+    source_section,
     synced_weights,
-    texts_of,
+    texts_per_row,
 )
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
@@ -152,7 +152,7 @@ class Space:
         calls: dict[str, list[Work]] = {name: [] for name in self.names}
         for task, _ in self.steps:
             operator = task.operator
-            work = Work(operator.kind, self.mini_batches(task), asked_by(operator), texts_of(operator))
+            work = Work(operator.kind, self.mini_batches(task), source_section(operator), texts_per_row(operator))
             calls[self.model_of(operator).name].append(work)
         if self.sleeper is not None:
             calls[self.sleeper] += [Work("switch", self.batch.mini_batches)] * 2
@@ -322,7 +322,7 @@ class Space:
         weights = self._weights(follower, to)
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
-    def _weights(self, follower: PlacedModel, to: End) -> Weights:
+    def _weights(self, follower: PlacedModel, to: End) -> SyncWeights:
         side = side_of(to)
         if (follower.name, side) not in self._sent:
             layout = Layout(tuple(range(side.size)), side.tp)
@@ -332,14 +332,14 @@ class Space:
         return self._sent[follower.name, side]
 
     @cached_property
-    def _sent(self) -> dict[tuple[str, Side], Weights]:
+    def _sent(self) -> dict[tuple[str, MeshSide], SyncWeights]:
         """What syncs send: what has been asked for."""
         return {}
 
-    def _between(self, source: End, to: End, relation: Relation) -> Between:
+    def _between(self, source: End, to: End, relation: Relation) -> ModelLink:
         kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
-        return Between(side_of(source), side_of(to), relation, links, self.cluster.num_nodes > 1)
+        return ModelLink(side_of(source), side_of(to), relation, links, self.cluster.num_nodes > 1)
 
 
 def with_schedule(space: Space, num_chunks: int, lag: int) -> Space:
@@ -359,8 +359,8 @@ def name_of(task: schedule.OperatorTask) -> str:
     return task.operator.name if task.chunk is None else f"{task.operator.name}.{task.chunk}"
 
 
-def side_of(end: End) -> Side:
-    assert isinstance(end.layout, Side), "options of a Space tell their side"
+def side_of(end: End) -> MeshSide:
+    assert isinstance(end.layout, MeshSide), "options of a Space tell their side"
     return end.layout
 
 

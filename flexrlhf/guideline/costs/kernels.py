@@ -39,7 +39,8 @@ FIGURES = KernelFigures(**{row["name"]: float(row["value"]) for row in read_rows
 def matmul_seconds(
     m: float, k: float, n: float, device: DeviceClass, item: float = 2, figures: KernelFigures = FIGURES
 ) -> float:
-    """Of [m, k] times [k, n]: the roofline with a smooth ridge, and what tiles waste. Never falls in m, k or n."""
+    """Return the seconds of [m, k] times [k, n]: the roofline with a smooth ridge, plus what tiles waste. Never
+    decreases in m, k or n."""
     idle = figures.wave * device.cores * min(m, TILE) * min(n, TILE)
     arithmetic = 2 * (m * n + idle) * (k + figures.depth) / (device.matmul * device.tflops * 1e12)
     traffic = item * (m * k + k * n + m * n) / (figures.weights * device.memory_gb_s * 1e9)
@@ -48,15 +49,15 @@ def matmul_seconds(
 
 
 def attention_seconds(rows: float, width: float, channels: float, device: DeviceClass, speed: float = 1.0) -> float:
-    """Of the causal attention of ``rows`` of ``width`` tokens in one layer, fused; ``channels``: heads times head size.
+    """Return the seconds of fused causal attention over ``rows`` rows of ``width`` tokens in one layer.
 
-    Half of the square and the blocks on its diagonal in whole (FlashAttention 2, section 3.1). ``speed``: of other
-    kernels beside those of FlashAttention 2; attention is no faster than matrix products.
+    Half of the square and the whole blocks on its diagonal (FlashAttention 2, section 3.1). ``channels``: heads times
+    head size. ``speed``: relative to the kernels of FlashAttention 2; attention is no faster than matrix products.
     """
     flops = 2 * rows * channels * width * (width + TILE)
     return flops / (min(speed * device.attention, device.matmul) * device.tflops * 1e12)
 
 
 def elements_seconds(size: float, device: DeviceClass, figures: KernelFigures = FIGURES) -> float:
-    """Of element-wise kernels that move ``size`` bytes."""
+    """Return the seconds of element-wise kernels that move ``size`` bytes."""
     return size / (figures.elements * device.memory_gb_s * 1e9)

@@ -16,9 +16,9 @@ from math import ceil
 from flexrlhf.config.spec import CallKind, Head, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
-from flexrlhf.guideline.costs.exchange import Between, Side, Weights, relation_of
+from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights, relation_of
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
-from flexrlhf.guideline.simulation.scoring_time import cost_beside
+from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import SequenceLengths
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import saved_bytes
@@ -89,7 +89,8 @@ class CallMaker:
     def call(
         self, kind: CallKind, model: PlacedModel, shape: ModelShape, rows: Sequence[Sequence[int]], texts: int = 1
     ) -> Call:
-        """``rows``: of the replicas, by mini-batch. ``texts``: of a row, each in passes of its own (``texts_of``)."""
+        """Return the call of all replicas. ``rows``: their rows by mini-batch. ``texts``: texts of a row, each in its own
+        passes."""
         settings, trains = model.settings, kind == "train"
         epochs = self.epochs if trains else 1
         # replicas wait for each other at every update, else at the end
@@ -133,7 +134,7 @@ class Pricer:
     costs: CostModel
     lengths: TextLengths
     _figures: dict[object, DeviceClass] = field(default_factory=dict)
-    _between: dict[tuple[str, str], Between] = field(default_factory=dict)
+    _between: dict[tuple[str, str], ModelLink] = field(default_factory=dict)
 
     def price(self, instruction: Instruction) -> Cost:
         match instruction:
@@ -180,7 +181,7 @@ class Pricer:
     def _operator(self, operator: Operator, model: PlacedModel, run: Run) -> Cost:
         if operator.call is None:
             most = max(sum(rows) for rows in replica_rows(self.plan.batch, model.layout, run.mini_batches).values())
-            return cost_beside(self.costs, self.plan.spec, asked_by(operator), most, self.lengths.width)
+            return model_free_cost(self.costs, self.plan.spec, source_section(operator), most, self.lengths.width)
         found = [self.costs.call(*question) for question in self.questions(run)]
         return max(found, key=lambda cost: cost.seconds, default=Cost())
 
@@ -194,7 +195,7 @@ class Pricer:
                 homes.setdefault(min((self.device(rank) for rank in ranks), key=_speed), []).append(replica)
         for device, replicas in homes.items():
             found = [rows[replica] for replica in replicas]
-            kind, texts = run.operator.call, texts_of(run.operator)
+            kind, texts = run.operator.call, texts_per_row(run.operator)
             assert kind is not None, f"{run.operator.name} is no model call"
             yield self._maker.call(kind, model, self.shape(model), found, texts), self.mesh(model, device)
 
@@ -225,19 +226,19 @@ class Pricer:
         size = rows_bytes(self.plan.batch, self.plan.lengths, writer.operator, reader.operator, common)
         return self.between(writer.model, reader.model).rows_cost(self.costs, size)
 
-    def between(self, source: str, destination: str) -> Between:
+    def between(self, source: str, destination: str) -> ModelLink:
         """Two placed models."""
         if (source, destination) not in self._between:
             self._between[source, destination] = self._make_between(source, destination)
         return self._between[source, destination]
 
-    def _make_between(self, source: str, destination: str) -> Between:
+    def _make_between(self, source: str, destination: str) -> ModelLink:
         first, second = self.plan.placement[source], self.plan.placement[destination]
         relation = relation_of(first.ranks, second.ranks)
         links = self.links((*first.ranks, *second.ranks))
-        return Between(self._side(first), self._side(second), relation, links, self.plan.cluster.num_nodes > 1)
+        return ModelLink(self._side(first), self._side(second), relation, links, self.plan.cluster.num_nodes > 1)
 
-    def _side(self, model: PlacedModel) -> Side:
+    def _side(self, model: PlacedModel) -> MeshSide:
         return side_of(model, self._per_node(model))
 
     def _per_node(self, model: PlacedModel) -> int:
@@ -247,7 +248,7 @@ class Pricer:
     def _sync(self, sync: Sync) -> Cost:
         return self.between(sync.source, sync.destination).sync_cost(self.costs, self.weights(sync))
 
-    def weights(self, sync: Sync) -> Weights:
+    def weights(self, sync: Sync) -> SyncWeights:
         destination = self.plan.placement[sync.destination]
         return synced_weights(destination, self.shape(destination), self.plan.spec)
 
@@ -267,20 +268,20 @@ class Pricer:
         return Cost(parts)
 
 
-def asked_by(operator: Operator) -> str:
+def source_section(operator: Operator) -> str:
     """The section of the YAML whose sources are asked, where ``operator`` asks."""
     return operator.function if operator.kind == "score" else ""
 
 
-def texts_of(operator: Operator) -> int:
+def texts_per_row(operator: Operator) -> int:
     """Of a row: what is trained on beside an answer (``ptx``) is taken to be as long."""
     return 2 if operator.extra_loss else 1
 
 
-def side_of(model: PlacedModel, per_node: int) -> Side:
+def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """How ``model`` lies, as what is exchanged with it sees it."""
     cut = max(map(len, model.gather_sets))
-    return Side(len(model.ranks), per_node, model.layout.dp, model.layout.tp, model.settings.zero, cut)
+    return MeshSide(len(model.ranks), per_node, model.layout.dp, model.layout.tp, model.settings.zero, cut)
 
 
 def engine_of(model: PlacedModel, kind: str) -> str:
@@ -325,7 +326,7 @@ def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Operator, reader: Op
     return num_rows * sum(lengths.row_bytes(column) for column in writer.writes if column in reader.reads)
 
 
-def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> Weights:
+def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> SyncWeights:
     """What a Sync sends to ``destination``: in its type; what is merged there is gathered in float32, with adapters."""
     item = item_bytes(destination)
     is_sum = is_merged(destination, shape)
@@ -335,7 +336,7 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> W
     whole = 4 * count_elements(tuple(each for each in shape.parameters if each[0] in names)) if is_sum else size
     # where shards are uneven the first rank holds most
     part = item * elements_on_rank(destination, sent, destination.ranks[0])
-    return Weights(part, whole, -(-size // bucket_bytes(spec)), len(sent))
+    return SyncWeights(part, whole, -(-size // bucket_bytes(spec)), len(sent))
 
 
 def transformer_of_shape(shape: ModelShape, head: Head, is_adapted: bool) -> Transformer:

@@ -7,7 +7,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 
 
-def cost_beside(costs: CostModel, spec: Spec, asked: str, rows: int, width: float) -> Cost:
+def model_free_cost(costs: CostModel, spec: Spec, asked: str, rows: int, width: float) -> Cost:
     """Of a combine or a score on the ``rows`` of the fullest replica, each of ``width`` tokens.
 
     ``asked``: the section with the sources of a score; a combine has none.

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flexrlhf.guideline.costs.exchange import Weights
+from flexrlhf.guideline.costs.exchange import SyncWeights
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
@@ -41,14 +41,14 @@ def move_flows(plan: Plan, move: Move) -> list[Flow]:
     return [Flow(source, destination, size) for (source, destination), size in sizes.items()]
 
 
-def sync_flows(sync: Sync, weights: Weights) -> Iterator[Flow]:
+def sync_flows(sync: Sync, weights: SyncWeights) -> Iterator[Flow]:
     """A message for each bucket of what a rank of the destination holds."""
     for transfer in sync.transfers:
         if transfer.source != transfer.destination:
             yield Flow(transfer.source, transfer.destination, weights.part, weights.num_buckets)
 
 
-def gather_flows(sync: Sync, weights: Weights) -> Iterator[Flow]:
+def gather_flows(sync: Sync, weights: SyncWeights) -> Iterator[Flow]:
     """All-gather in a ring: each rank passes on what the others hold."""
     for ranks in sync.gathers:
         for place, rank in enumerate(ranks):
