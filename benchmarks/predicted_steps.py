@@ -20,7 +20,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
-from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
+from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 
@@ -58,7 +58,7 @@ def foretell(steps: int, profile: Path) -> dict[str, Simulation]:
     found = {}
     for name, vector in PLACEMENTS.items():
         plan = make_plan(spec_of("foretold", vector, steps))
-        found[name] = simulate(plan, choose_costs(plan, profile).costs, read_lengths(None, plan))
+        found[name] = simulate(plan, costs_for(plan.spec, profile).costs, read_lengths(None, plan))
     return found
 
 

@@ -18,7 +18,7 @@ from benchmarks.systems.profiles import System
 from benchmarks.systems.tasks import ACTOR, ROLLOUT, Placement, Task, placements_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Mesh
 from flexrlhf.guideline.costs.footprint import capacity_bytes, frozen_bytes
-from flexrlhf.guideline.simulation.walk import Node, steady_seconds, walk_nodes
+from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
 
 ROOMY = 0.75
 """Share of a device that states may take before a user turns to the next ZeRO stage."""
@@ -26,7 +26,7 @@ ROOMY = 0.75
 
 @dataclass(frozen=True)
 class Step:
-    """``calls``: seconds by name of a call or transition. ``bytes``: the most that a device of each group holds."""
+    """``calls``: seconds by name of a call or transition. ``bytes``: the most that a device of each group blocking."""
 
     placement: Placement
     works: tuple[Work, ...]
@@ -113,7 +113,7 @@ def part_seconds(step: Step, kinds: tuple[str, ...]) -> float:
     works = [work for work in step.works if work.call.kind in kinds]
     order = {work.name: index for index, work in enumerate(works)}
     nodes = [
-        Node(work.blocks, step.calls[work.name], tuple(order[name] for name in work.after if name in order))
+        TimedInstruction(work.blocks, step.calls[work.name], tuple(order[name] for name in work.after if name in order))
         for work in works
     ]
     return whole_seconds(nodes, step.placement)
@@ -126,7 +126,7 @@ def _walked(
     seconds = {work.name: work_seconds(work, system, costs) for work in works}
     order = {work.name: index for index, work in enumerate(works)}
     nodes = [
-        Node(
+        TimedInstruction(
             work.blocks,
             seconds[work.name],
             tuple(order[name] for name in work.after),
@@ -136,15 +136,15 @@ def _walked(
     ]
     if transition:
         blocks = {*placement.where[ACTOR], *placement.where.get(ROLLOUT, ())}
-        nodes.append(Node(tuple(sorted(blocks)), transition, (len(works) - 1,), lag=int(system.ahead)))
+        nodes.append(TimedInstruction(tuple(sorted(blocks)), transition, (len(works) - 1,), lag=int(system.ahead)))
         seconds["transition"] = transition
     total = steady_seconds(nodes, len(placement.blocks)) if system.ahead else whole_seconds(nodes, placement)
     return total / (1 - system.gaps), seconds
 
 
-def whole_seconds(nodes: list[Node], placement: Placement) -> float:
+def whole_seconds(nodes: list[TimedInstruction], placement: Placement) -> float:
     """Of a step that ends before the next one begins, as every on-policy system runs it."""
-    return walk_nodes(nodes, len(placement.blocks), 1).ends[0]
+    return walk_steps(nodes, len(placement.blocks), 1).ends[0]
 
 
 BUDGETS = (0.1, 0.2, 0.3, 0.5)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flexrlhf.guideline.search.graph import Graph, Link, graph_of
 from flexrlhf.guideline.search.problem import Assignment, Choice, End, Problem, relation_of
-from flexrlhf.guideline.simulation.walk import PERIODS, Node, walk_nodes
+from flexrlhf.guideline.simulation.walk import PERIODS, TimedInstruction, walk_steps
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> float:
@@ -110,12 +110,12 @@ def _end(problem: Problem, choice: Choice) -> End:
 class Instructions:
     """What ``walk`` plays."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[TimedInstruction, ...]
     num_blocks: int
 
     def seconds(self, graph: Graph) -> float:
         """What ``evaluate`` says, by the walk."""
-        return settled(walk_nodes(self.nodes, self.num_blocks, num_steps(graph)).ends, graph)
+        return settled(walk_steps(self.nodes, self.num_blocks, num_steps(graph)).ends, graph)
 
 
 def instructions_of(problem: Problem, assignment: Assignment) -> Instructions:
@@ -124,13 +124,15 @@ def instructions_of(problem: Problem, assignment: Assignment) -> Instructions:
     links = [_link_seconds(problem, link, assignment) for link in graph.links]
     seconds = _call_seconds(graph, assignment, links)
     blocks = _blocks(problem, assignment)
-    nodes: list[Node] = []
+    nodes: list[TimedInstruction] = []
     for call, parts in enumerate(graph.parts):
         mine = tuple(sorted({block for part in parts for block in blocks[part]}))
         edges = graph.edges_to(call)
         after = tuple(edge.writer for edge in edges)
         delays = tuple(links[edge.rows] if edge.rows >= 0 else 0.0 for edge in edges)
-        nodes.append(Node(mine, seconds[call], after, delays=delays, lag=graph.lags[call], every=graph.every[call]))
+        nodes.append(
+            TimedInstruction(mine, seconds[call], after, delays=delays, lag=graph.lags[call], every=graph.every[call])
+        )
     return Instructions(tuple(nodes), sum(1 for _ in set().union(*blocks)))
 
 
