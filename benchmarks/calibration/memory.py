@@ -11,11 +11,7 @@ from pathlib import Path
 from benchmarks.calibration.problems import Known, LeftOut, Problem, model_named, number, problem_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
 from benchmarks.systems.engines import COSTS
-from benchmarks.systems.meshes import mesh_of
-from benchmarks.systems.steps import best_step
-from benchmarks.systems.tasks import ACTOR, Task
-from flexrlhf.guideline.costs.cost_model import Call, Links
-from flexrlhf.guideline.costs.footprint import (
+from benchmarks.systems.footprint import (
     CONTEXT_BYTES,
     LOGIT_BYTES,
     MIXED,
@@ -25,6 +21,10 @@ from flexrlhf.guideline.costs.footprint import (
     pass_bytes,
     trained_bytes,
 )
+from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.steps import best_step
+from benchmarks.systems.workload import ACTOR, Workload
+from flexrlhf.guideline.costs.cost_model import Call, Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.memory.states import PerParameter
 from flexrlhf.placement.devices import DeviceClass
@@ -130,7 +130,7 @@ def _measurement(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdic
     if row["metric"] == "fits":
         yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem))
         return
-    step = best_step(problem.task, problem.system, COSTS, problem.placement)
+    step = best_step(problem.workload, problem.system, COSTS, problem.placement)
     if step is None:
         raise LeftOut("predicted not to fit")
     yield Peak(row["id"], row["group"], float(row["value"]) * 1e9, max(step.bytes))
@@ -166,7 +166,7 @@ def _systems(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
 
 
 def _fits(problem: Problem) -> bool:
-    return best_step(problem.task, problem.system, COSTS, problem.placement) is not None
+    return best_step(problem.workload, problem.system, COSTS, problem.placement) is not None
 
 
 def _as_measurement(row: Row) -> Row:
@@ -208,9 +208,9 @@ _COLUMNS = (
 )
 
 
-def _task(row: Row, model: Transformer, device: DeviceClass, devices: int) -> Task:
+def _workload(row: Row, model: Transformer, device: DeviceClass, devices: int) -> Workload:
     links = Links(device.link_gb_s, device.node_gb_s)
-    return Task({ACTOR: model}, devices, device, links, devices, 0.0, (1.0,))
+    return Workload({ACTOR: model}, devices, device, links, devices, 0.0, (1.0,))
 
 
 def _device(row: Row) -> DeviceClass:
@@ -224,7 +224,7 @@ def _shadow(row: Row, models: Mapping[str, Transformer]) -> bool:
     """One replica on one device."""
     device, model = _device(row), models[model_named(row["model"], models)]
     call = Call("generate", model, "vllm", 1, 256.0, (256.0,), 512.0)
-    mesh = mesh_of(_task(row, model, device, 1), 1)
+    mesh = mesh_of(_workload(row, model, device, 1), 1)
     return frozen_bytes(model, mesh) + decode_bytes(call, mesh, 1) <= capacity_bytes(device)
 
 
@@ -238,7 +238,7 @@ def _context(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
     model = models[model_named(re.sub("-FP8$", "", row["model"]), models)]
     item = 1 if row["dtype"] == "fp8" else 2
     tp = int(number(row["n_gpus"]) or 1)
-    mesh = mesh_of(_task(row, model, device, tp), tp, tp)
+    mesh = mesh_of(_workload(row, model, device, tp), tp, tp)
     for thousands in (value, value / 2) if value else (1.0,):
         call = Call("generate", model, "vllm", 1, 1024 * thousands - 1, (1.0,), 1024 * thousands)
         prefill = replace(call, kind="forward", width=float(VLLM_TOKENS // 4), prompt=float(VLLM_TOKENS // 4))
@@ -286,7 +286,7 @@ def _training_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
         model = replace(model, adapters=int(rank.group(1)) * outer * model.layers)
     devices = int(number(row["n_gpus"]) or 1)
     shards = re.search(r"FSDP2? ?(?:over )?(\d+)", setting)
-    mesh = mesh_of(_task(row, model, _device(row), devices), int(shards.group(1)) if shards else devices, zero=3)
+    mesh = mesh_of(_workload(row, model, _device(row), devices), int(shards.group(1)) if shards else devices, zero=3)
     width = number(row["seq_len"]) or 0
     in_chunks = setting.startswith("rl")
     call = Call(

@@ -15,7 +15,7 @@ from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
 from benchmarks.systems.engines import COSTS
 from benchmarks.systems.profiles import SYSTEMS
 from benchmarks.systems.steps import best_step
-from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
+from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, Workload
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
 
@@ -139,7 +139,7 @@ def _placed_seconds(row: Row, models: Mapping[str, Transformer]) -> Iterator[tup
     device = device_of(row)
     assert device is not None
     for name in SYSTEMS["hybridflow"].placements:
-        task = Task(
+        workload = Workload(
             {
                 ACTOR: models[sizes[actor]],
                 REF: models[sizes[actor]],
@@ -154,6 +154,6 @@ def _placed_seconds(row: Row, models: Mapping[str, Transformer]) -> Iterator[tup
             (float(row["gen_len"]),),
             int(row["minibatches"]),
         )
-        step = best_step(task, replace(SYSTEMS["hybridflow"], placements=(name,)), COSTS)
+        step = best_step(workload, replace(SYSTEMS["hybridflow"], placements=(name,)), COSTS)
         if step is not None:
             yield name, step.seconds

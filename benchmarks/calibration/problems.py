@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.calibration.rows import Row, device_of
 from benchmarks.systems.profiles import SYSTEMS, System
-from benchmarks.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
+from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
@@ -91,8 +91,8 @@ class Problem:
 
     row: Row
     system: System
-    task: Task
-    placement: Placement | None = None
+    workload: Workload
+    placement: SystemPlacement | None = None
     planner: System | None = None
 
 
@@ -139,7 +139,7 @@ def problem_of(row: Row, known: Known) -> Problem:
     if not devices:
         raise LeftOut("number of devices unstated")
     generate_tp, train_split = _meshes(row)
-    task = Task(
+    workload = Workload(
         models=_roles(row, known.models),
         devices=devices,
         device=device,
@@ -155,7 +155,7 @@ def problem_of(row: Row, known: Known) -> Problem:
         train_split=train_split,
     )
     planner = known.systems["real"] if system.name == "real, no graphs" else None
-    return Problem(row, system, task, _placement(row, task), planner)
+    return Problem(row, system, workload, _placement(row, workload), planner)
 
 
 def _rows(row: Row) -> int | None:
@@ -262,24 +262,24 @@ def model_named(text: str, models: Mapping[str, Transformer]) -> str:
     return name
 
 
-def _placement(row: Row, task: Task) -> Placement | None:
+def _placement(row: Row, workload: Workload) -> SystemPlacement | None:
     text = row["placement"]
     counts = {key: int(count) for key, count in re.findall(r"(ref|rm|actor|critic|vllm)(\d+)", text)}
     if len(counts) >= 4:
         order = [key for key in ("ref", "rm", "critic", "actor", "vllm") if key in counts]
         names = {"ref": REF, "rm": REWARD, "critic": CRITIC, "actor": ACTOR, "vllm": ROLLOUT}
         where = {names[key]: (index,) for index, key in enumerate(order)}
-        return Placement("standalone", tuple(counts[key] for key in order), where)
+        return SystemPlacement("standalone", tuple(counts[key] for key in order), where)
     nodes = re.search(r"actor (\d+) nodes, critic\S* (\d+) nodes", text)
     if nodes:
-        first, second = (int(count) * task.per_node for count in nodes.groups())
+        first, second = (int(count) * workload.per_node for count in nodes.groups())
         where = {ACTOR: (0,), REF: (0,), CRITIC: (1,), REWARD: (1,)}
-        return Placement("split", (first, second), where)
+        return SystemPlacement("split", (first, second), where)
     halves = re.search(r"(\d+) generation GPUs \+ (\d+) training GPUs", text)
     if halves:
         generation, training = (int(count) for count in halves.groups())
-        where = {role: (0,) for role in task.models} | {ROLLOUT: (1,)}
-        return Placement("disaggregated", (training, generation), where)
+        where = {role: (0,) for role in workload.models} | {ROLLOUT: (1,)}
+        return SystemPlacement("disaggregated", (training, generation), where)
     return None
 
 

@@ -1,1 +1,1 @@
-"""How the systems of the field place and run the calls of a step: what published steps are compared with."""
+"""Systems of the field: how each of them places and runs the calls of a step, for comparison with published steps."""

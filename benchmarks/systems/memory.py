@@ -1,17 +1,12 @@
-"""What a step leaves of the devices' memory, and the micro-batches that fit into it."""
+"""Memory of a step: states between calls, and the micro-batches that fit into what is left."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
 
-from benchmarks.systems.calls import Work, works_of
-from benchmarks.systems.meshes import Layouts, state_bytes
-from benchmarks.systems.profiles import System
-from benchmarks.systems.tasks import ACTOR, CRITIC, ROLLOUT, Placement, Task
-from flexrlhf.config.spec import CallKind
-from flexrlhf.guideline.costs.cost_model import Call
-from flexrlhf.guideline.costs.footprint import (
+from benchmarks.systems.calls import PlacedCall, calls_of
+from benchmarks.systems.footprint import (
     HOST_BYTES,
     capacity_bytes,
     decode_bytes,
@@ -20,16 +15,23 @@ from flexrlhf.guideline.costs.footprint import (
     pass_bytes,
     rows_that_fit,
 )
+from benchmarks.systems.meshes import ModelMeshes, state_bytes
+from benchmarks.systems.profiles import System
+from benchmarks.systems.workload import ACTOR, CRITIC, ROLLOUT, SystemPlacement, Workload
+from flexrlhf.config.spec import CallKind
+from flexrlhf.guideline.costs.cost_model import Call
 
 RESTLESS = 0.1
-"""Of a device, what an allocator that never gives back leaves in pieces besides."""
+"""Share of a device that an allocator without release leaves fragmented."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of each group's devices between calls: ``states`` of the models, ``copy``: weights that only generate.
+class MemoryUse:
+    """Bytes on a device of each group between calls.
 
-    ``sleeps``: each leaves the device while the other is at work.
+    states:  states of the models
+    copy:    weights that only generate
+    sleeps:  whether each of both leaves the device while the other is in use
     """
 
     states: tuple[float, ...]
@@ -46,126 +48,145 @@ class Held:
         return tuple(map(max, zip(self.during("generate"), self.during("train"), strict=True)))
 
 
-def held_bytes(task: Task, system: System, placement: Placement, layouts: Layouts) -> Held:
-    """Of models that keep their meshes."""
+def memory_use(workload: Workload, system: System, placement: SystemPlacement, meshes: ModelMeshes) -> MemoryUse:
+    """Return the memory of models that keep their meshes."""
     states, copy = [0.0] * len(placement.blocks), [0.0] * len(placement.blocks)
-    for role in task.models:
-        size = state_bytes(task, system, role, layouts.models[role], layouts.offload)
+    for role in workload.models:
+        size = state_bytes(workload, system, role, meshes.models[role], meshes.offload)
         for block in placement.where[role] if not _swapped(system, role) else ():
             states[block] += size
     if system.gathers == "own copy" or ROLLOUT in placement.where:
         for block in placement.where.get(ROLLOUT, placement.where[ACTOR]):
-            copy[block] += frozen_bytes(task.models[ACTOR], layouts.generate)
-    return Held(tuple(states), tuple(copy), system.sleeps)
+            copy[block] += frozen_bytes(workload.models[ACTOR], meshes.generate)
+    return MemoryUse(tuple(states), tuple(copy), system.sleeps)
 
 
 def _swapped(system: System, role: str) -> bool:
-    """Whether a model that is only read lies in host memory while others work."""
+    """Whether a model that is only read is in host memory while others work."""
     return system.sleeps and role not in (ACTOR, CRITIC)
 
 
-def _own_bytes(system: System, work: Work, placement: Placement) -> float:
-    """Bytes of a call besides states and rows: the slice of the weights that generation gathers or exchanges."""
-    if _swapped(system, work.role):
-        return frozen_bytes(work.call.model, work.mesh)
-    if work.call.kind != "generate" or system.gathers == "own copy" or ROLLOUT in placement.where:
+def _own_bytes(system: System, placed: PlacedCall, placement: SystemPlacement) -> float:
+    """Return the bytes of a call in addition to states and rows: the part of the weights that generation gathers or
+    exchanges."""
+    if _swapped(system, placed.role):
+        return frozen_bytes(placed.call.model, placed.mesh)
+    if placed.call.kind != "generate" or system.gathers == "own copy" or ROLLOUT in placement.where:
         return 0.0
-    return frozen_bytes(work.call.model, work.mesh) if work.gathered or system.gathers == "reshard" else 0.0
+    return frozen_bytes(placed.call.model, placed.mesh) if placed.gathered or system.gathers == "reshard" else 0.0
 
 
 _BATCHES = tuple(sorted(factor * 2**power for power in range(12) for factor in (1, 3)))
 
 
-def _capacity(task: Task, system: System) -> float:
-    return capacity_bytes(task.device) * (1 if system.rests else 1 - RESTLESS)
+def _capacity(workload: Workload, system: System) -> float:
+    return capacity_bytes(workload.device) * (1 if system.rests else 1 - RESTLESS)
 
 
 def _as_counted(call: Call, system: System) -> Call:
-    """With keys and values as the system's own planner counts them."""
+    """Return ``call`` with keys and values as the system's own planner counts them."""
     return replace(call, model=replace(call.model, kv_heads=call.model.heads)) if system.all_heads else call
 
 
-def sized(task: Task, system: System, placement: Placement, work: Work, held: Held) -> Work | None:
-    """With the largest micro-batch that fits beside the states; None where not even one row does."""
-    free = _capacity(task, system) - max(held.during(work.call.kind)[block] for block in work.blocks)
-    most = rows_that_fit(_as_counted(work.call, system), work.mesh, free - _own_bytes(system, work, placement))
+def sized(
+    workload: Workload, system: System, placement: SystemPlacement, placed: PlacedCall, usage: MemoryUse
+) -> PlacedCall | None:
+    """Return ``placed`` with the largest micro-batch that fits next to the states; None where not even one row does."""
+    free = _capacity(workload, system) - max(usage.during(placed.call.kind)[block] for block in placed.blocks)
+    most = rows_that_fit(_as_counted(placed.call, system), placed.mesh, free - _own_bytes(system, placed, placement))
     if not most:
         return None
-    call = work.call
+    call = placed.call
     if call.kind == "generate":
-        together = min(most, task.decode_rows or most, system.decode_rows or most, call.rows)
-        return replace(work, call=replace(call, decode_rows=together))
+        together = min(most, workload.decode_rows or most, system.decode_rows or most, call.rows)
+        return replace(placed, call=replace(call, decode_rows=together))
     share = max(1, call.rows // call.updates)
-    wanted = min(share, task.micro_rows or most)
-    rows = min(most, max(1, -(-wanted // work.mesh.pp) if work.mesh.pp > 1 else wanted))
-    return replace(work, call=replace(call, micro_rows=rows))
+    together = min(share, workload.micro_rows or most)
+    rows = min(most, max(1, -(-together // placed.mesh.pp) if placed.mesh.pp > 1 else together))
+    return replace(placed, call=replace(call, micro_rows=rows))
 
 
-def most_rows(task: Task, system: System, placement: Placement, works: tuple[Work, ...], held: Held) -> int:
-    """A step's rows where they are free: as many for each device, one of the numbers that people choose."""
+def most_rows(
+    workload: Workload, system: System, placement: SystemPlacement, calls: tuple[PlacedCall, ...], usage: MemoryUse
+) -> int:
+    """Return the rows of a step where the workload leaves them open: for each device one of the numbers that people
+    choose."""
     most = min(
-        _rows_at_once(system, placement, works, block, _capacity(task, system) - held.most[block])
+        _rows_at_once(system, placement, calls, block, _capacity(workload, system) - usage.most[block])
         for block in range(len(placement.blocks))
     )
     if system.layout != "ZeRO":
         return most
-    each = most // task.devices
-    return max((size for size in _BATCHES if size <= each), default=0) * task.devices
+    each = most // workload.devices
+    return max((size for size in _BATCHES if size <= each), default=0) * workload.devices
 
 
-def _rows_at_once(system: System, placement: Placement, works: tuple[Work, ...], block: int, free: float) -> int:
-    """Of the whole step, as far as the devices of one group let it. An allocator that never rests keeps what generation
-    and training took, and eager generation makes its cache anew, a token longer, beside the old one."""
-    here = [work for work in works if block in work.blocks]
-    wanted = min(
-        (work.mesh.dp * (system.decode_rows or sys.maxsize) for work in here if _generates(work)), default=sys.maxsize
+def _rows_at_once(
+    system: System, placement: SystemPlacement, calls: tuple[PlacedCall, ...], block: int, free: float
+) -> int:
+    """Return the rows of the whole step that fit the devices of one group. An allocator without release keeps the
+    memory of generation and training, and eager generation copies its cache, a token longer, in every step."""
+    here = [placed for placed in calls if block in placed.blocks]
+    most = min(
+        (placed.mesh.dp * (system.decode_rows or sys.maxsize) for placed in here if _generates(placed)),
+        default=sys.maxsize,
     )
     if system.rests:
-        return min((*(_rows_of(work) * work.mesh.dp for work in here), wanted))
-    kinds = {kind: [work for work in here if work.call.kind == kind] for kind in ("generate", "forward", "train")}
-    each = {
-        kind: max((_row_bytes(work) / work.mesh.dp for work in found), default=0.0) for kind, found in kinds.items()
+        return min((*(_rows_of(placed) * placed.mesh.dp for placed in here), most))
+    kinds = {kind: [placed for placed in here if placed.call.kind == kind] for kind in ("generate", "forward", "train")}
+    row_bytes = {
+        kind: max((_row_bytes(placed) / placed.mesh.dp for placed in of_kind), default=0.0)
+        for kind, of_kind in kinds.items()
     }
-    own = max((_own_bytes(system, work, placement) for work in here), default=0.0)
-    per_row = 2 * each["generate"] + max(each["train"], each["forward"])
-    return min(wanted, int((free - own) / per_row)) if per_row else wanted
+    own = max((_own_bytes(system, placed, placement) for placed in here), default=0.0)
+    per_row = 2 * row_bytes["generate"] + max(row_bytes["train"], row_bytes["forward"])
+    return min(most, int((free - own) / per_row)) if per_row else most
 
 
-def _generates(work: Work) -> bool:
-    return work.call.kind == "generate"
+def _generates(placed: PlacedCall) -> bool:
+    return placed.call.kind == "generate"
 
 
-def _rows_of(work: Work) -> int:
-    call = work.call
+def _rows_of(placed: PlacedCall) -> int:
+    call = placed.call
     return min(call.rows, call.decode_rows if call.kind == "generate" else call.micro_rows)
 
 
-def _row_bytes(work: Work) -> float:
-    need = decode_bytes if work.call.kind == "generate" else pass_bytes
-    return need(work.call, work.mesh, 2) - need(work.call, work.mesh, 1)
+def _row_bytes(placed: PlacedCall) -> float:
+    need = decode_bytes if placed.call.kind == "generate" else pass_bytes
+    return need(placed.call, placed.mesh, 2) - need(placed.call, placed.mesh, 1)
 
 
-def has_host_memory(task: Task) -> bool:
-    """Whether the nodes' memory holds the offloaded states of all trained models."""
-    size = sum(offloaded_bytes(task.models[role]) for role in (ACTOR, CRITIC) if role in task.models)
-    return size <= HOST_BYTES * max(1, task.devices // task.per_node)
+def has_host_memory(workload: Workload) -> bool:
+    """Whether the offloaded states of all trained models fit the memory of the nodes."""
+    size = sum(offloaded_bytes(workload.models[role]) for role in (ACTOR, CRITIC) if role in workload.models)
+    return size <= HOST_BYTES * max(1, workload.devices // workload.per_node)
 
 
 def fitted(
-    task: Task, system: System, placement: Placement, layouts: Layouts, held: Held, rows: int
-) -> tuple[Work, ...] | None:
-    works = [sized(task, system, placement, work, held) for work in works_of(task, system, placement, layouts, rows)]
-    found = tuple(work for work in works if work is not None)
-    return found if len(found) == len(works) else None
+    workload: Workload,
+    system: System,
+    placement: SystemPlacement,
+    meshes: ModelMeshes,
+    usage: MemoryUse,
+    rows: int,
+) -> tuple[PlacedCall, ...] | None:
+    """Return the calls of a step with their micro-batches; None where one of them does not fit."""
+    drafts = calls_of(workload, system, placement, meshes, rows)
+    calls = [sized(workload, system, placement, placed, usage) for placed in drafts]
+    fitting = tuple(placed for placed in calls if placed is not None)
+    return fitting if len(fitting) == len(calls) else None
 
 
-def peak_bytes(system: System, placement: Placement, works: tuple[Work, ...], held: Held) -> tuple[float, ...]:
-    """The most that a device of each group holds."""
-    peaks = list(held.most)
-    for work in works:
-        rows = work.call.decode_rows if _generates(work) else work.call.micro_rows
-        need = decode_bytes if _generates(work) else pass_bytes
-        size = need(work.call, work.mesh, rows) + _own_bytes(system, work, placement)
-        for block in work.blocks:
-            peaks[block] = max(peaks[block], held.during(work.call.kind)[block] + size)
+def peak_bytes(
+    system: System, placement: SystemPlacement, calls: tuple[PlacedCall, ...], usage: MemoryUse
+) -> tuple[float, ...]:
+    """Return the peak memory of a device of each group."""
+    peaks = list(usage.most)
+    for placed in calls:
+        rows = placed.call.decode_rows if _generates(placed) else placed.call.micro_rows
+        need = decode_bytes if _generates(placed) else pass_bytes
+        size = need(placed.call, placed.mesh, rows) + _own_bytes(system, placed, placement)
+        for block in placed.blocks:
+            peaks[block] = max(peaks[block], usage.during(placed.call.kind)[block] + size)
     return tuple(peaks)

@@ -1,6 +1,6 @@
-"""The systems of the field: their engines, placements, and the few constants that are theirs, one set for each.
+"""Systems of the field: engines, placements and a few constants of each.
 
-The constants are fitted on published steps (``benchmarks/calibration``), never on one row of them.
+The constants are fitted on published steps (``benchmarks/calibration``), never on a single one of them.
 """
 
 from __future__ import annotations
@@ -13,35 +13,52 @@ from flexrlhf.guideline.costs.constants import named_rows, read_rows
 from flexrlhf.guideline.costs.cost_model import Recompute
 
 Gathers = Literal["every step", "at once", "tensor parallel", "own copy", "reshard"]
-"""How weights come to generation: ZeRO-3 gathers them for every token, or once for all; DeepSpeed's hybrid engine cuts
-them into the slices of a node; an engine of its own has a copy that is sent; 3D meshes exchange their parts."""
-Layout = Literal["ZeRO", "symmetric", "smallest", "searched"]
-"""How a model's devices share its work: replicas alone; tensor parallel in the node, a pipeline as short as fits;
-as little of both as fits; each call its best mesh."""
+"""How weights come to generation: ZeRO-3 gathers them for every token, or once for all; DeepSpeed's hybrid engine
+shards them over a node; a separate engine has a copy that is sent; 3D meshes exchange their shards."""
+MeshRule = Literal["ZeRO", "symmetric", "smallest", "searched"]
+"""How a model's devices share its work: replicas alone; tensor parallel in the node, with the shortest pipeline that
+fits; as little of both as fits; the best mesh for each call."""
 
 
 @dataclass(frozen=True)
 class System:
-    """``trainer``, ``generator``: engine profiles. Fitted on the published steps of the system, one set for all:
+    """One system of the field. How it works (``systems.csv``):
 
-    ``passes``, ``decode``: shares that it reaches, in a step, of its trainer's and generator's speed alone; ``tensor``:
-    of collectives of tensor parallelism; ``gather``: of ZeRO-3's collectives between nodes, ``gather_within``: inside
-    one. ``launch_seconds``: of one layer in one decoding step on the host, where kernels are launched one by one, in
-    nodes with PCIe 5; ``launch_tp_seconds``: besides, with tensor parallelism; 0: the generator's own. ``gaps``: share
-    of a step in which nothing is done. ``decode_rows``: the most that a replica decodes together. ``sync_seconds``,
-    ``sync_gb_s``: of sending the weights to a copy; 0: as fast as the links.
+    name:               the system
+    trainer:            engine profile of its forward and training passes
+    generator:          decode profile of its generation
+    layout:             how a model's devices share its work
+    gathers:            how weights come to generation
+    placements:         names of the placements that it chooses among
+    decode_rows:        most rows that a replica decodes together
+    scores_again:       whether the actor computes the log-probs of what it has generated
+    offloads:           whether gradients and optimizer go to host memory where nothing else fits
+    ahead:              whether it generates the next batch while it trains
+    sleeps:             whether trained states and the copy that generates leave the device for each other
+    all_heads:          whether its planner counts keys and values of all heads
+    stages:             ZeRO stages in order of preference
+    rests:              whether the memory of one call is released before the next
+    recompute:          activations that the backward pass computes again
 
-    What it does: ``scores_again``: the actor computes the log-probs of what it has generated. ``offloads``: gradients
-    and optimizer go to host memory where nothing else fits. ``ahead``: it generates the next batch while it trains.
-    ``sleeps``: trained states and the copy that generates leave the device for each other. ``all_heads``: its planner
-    counts keys and values of all heads. ``stages``: of ZeRO, in order of preference. ``rests``: False where memory of
-    one call is not given back before the next.
+    Its constants (``speeds.csv``), one set for all published steps:
+
+    passes:             share of its trainer's own speed that it reaches in a step
+    decode:             share of its generator's own speed
+    tensor:             share of the speed of tensor-parallel collectives
+    gather:             share of the links' speed of ZeRO-3's collectives between nodes
+    gather_within:      the same inside a node
+    launch_seconds:     launching one layer in one decoding step on the host, in nodes with PCIe 5, where kernels are
+                        launched one by one; 0: that of the generator's profile
+    launch_tp_seconds:  addition to it with tensor parallelism
+    gaps:               share of a step in which nothing runs
+    sync_seconds:       start of sending the weights to a copy
+    sync_gb_s:          speed of sending them; 0: that of the links
     """
 
     name: str
     trainer: str = "deepspeed"
     generator: str = "transformers"
-    layout: Layout = "ZeRO"
+    layout: MeshRule = "ZeRO"
     gathers: Gathers = "at once"
     placements: tuple[str, ...] = ("co-located",)
     passes: float = 1.0

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.systems.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
 from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, Relation, SyncWeights
-from flexrlhf.guideline.costs.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.problem import End, Option, Part, Pool, Problem, Shape, Sync, Task
 from flexrlhf.guideline.simulation.pricing import TextLengths
