@@ -72,7 +72,7 @@ def simulate_(
 ) -> None:
     """Print how long a step will take and why, and what waits meanwhile. Starts nothing."""
     from flexrlhf.guideline.simulation.compare import compare, read_run
-    from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
+    from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
     from flexrlhf.guideline.simulation.simulate import simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 
@@ -84,7 +84,7 @@ def simulate_(
         if len(plans) > 1 and (against or output):
             raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
         for made in plans:
-            source = choose_costs(made, profile)
+            source = costs_for(made.spec, profile)
             simulation = simulate(made, source.costs, read_lengths(response_tokens, made, mean_response))
             typer.echo(format_simulation(simulation, source.name) + "\n")
             if measured is not None:
@@ -125,7 +125,7 @@ def advise_(
     from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advise import advise, write_advised
     from flexrlhf.guideline.advice.request import AdviceOptions
-    from flexrlhf.guideline.simulation.inputs import costs_for, texts_for
+    from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
     options = AdviceOptions(
         model,
@@ -149,7 +149,7 @@ def advise_(
             check_output(output, "--output", "advised.yaml")
         spec = options.spec(config, tuple(set_ or ()))
         source = costs_for(spec, profile)
-        advice = advise(spec, source.costs, texts_for(spec, mean_response), seconds)
+        advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
         typer.echo(format_advice(advice, source.name))
         if output is not None:
             write_advised(advice.best, output)

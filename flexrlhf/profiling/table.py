@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexrlhf.guideline.costs.measurements import Line, Measurements, ModelTimes, Points
+from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, Points
 
 UNSTEADY = 0.4
 """A spread that points to something else on the machine."""
@@ -60,7 +60,7 @@ def _rest(measured: Measurements) -> Iterator[str]:
     for count, ratio in sorted(measured.contention.items()):
         yield f"  {f'forward with {count} ranks at work':<34}{ratio:.2f} x its time alone"
     yield f"  {'memory read by each rank':<34}{measured.memory_bytes_s / 1e9:.3g} GB/s"
-    lines: dict[str, Line | None] = {"sum over ranks": measured.reduce}
+    lines: dict[str, LinearTime | None] = {"sum over ranks": measured.reduce}
     lines |= {str(primitive): line for primitive, line in measured.moves.items()}
     lines |= {"sync": measured.sync, "host memory": measured.switch, "save": measured.save}
     for name, line in lines.items():
@@ -68,7 +68,7 @@ def _rest(measured: Measurements) -> Iterator[str]:
             yield f"  {name.replace('_', ' '):<34}{_line(name, line)}"
 
 
-def _line(name: str, line: Line) -> str:
+def _line(name: str, line: LinearTime) -> str:
     item = "tensor" if name == "sync" else "message"
     parts = [f"{1000 * line.start:.3g} ms"] if line.start else []
     parts += [f"{1000 * line.per_item:.3g} ms a {item}"] if line.per_item else []

@@ -16,7 +16,7 @@ from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.execution.checkpoint import save_model
 from flexrlhf.execution.loaded_models import LoadedModel
-from flexrlhf.guideline.costs.measurements import Line, Moving
+from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
@@ -47,7 +47,7 @@ class Channel:
     ranks: tuple[int, ...]
 
 
-def measure_reduce(bench: Bench) -> Line:
+def measure_reduce(bench: Bench) -> LinearTime:
     everyone = bench.stopwatch.everyone
     works = {str(4 * size): _summing(bench, size) for size in SUMMED}
     timed = bench.stopwatch.time(works, bench.budget)
@@ -60,11 +60,11 @@ def _summing(bench: Bench, size: int) -> Work:
     return lambda: bench.stopwatch.everyone.sum(tensor)
 
 
-def measure_moves(channel: Channel) -> dict[Moving, Line]:
+def measure_moves(channel: Channel) -> dict[MeasuredPrimitive, LinearTime]:
     """Each primitive among all ranks, from the call to rows that can be read."""
     rows = channel.bench.plan.batch.num_rows
     sizes = sorted({max(1, rows // 4), rows, 8 * rows})
-    plans: dict[Moving, Callable[[int], list[Transfer]]] = {
+    plans: dict[MeasuredPrimitive, Callable[[int], list[Transfer]]] = {
         "all_gather": lambda count: _everything(channel.ranks, count),
         "all_to_all": lambda count: _everything(channel.ranks, count),
         "point_to_point": lambda count: [Transfer(COLUMN, channel.ranks[0], channel.ranks[1], tuple(range(count)))],
@@ -86,9 +86,9 @@ def measure_moves(channel: Channel) -> dict[Moving, Line]:
     }
 
 
-def _per_message(line: Line, messages: int) -> Line:
+def _per_message(line: LinearTime, messages: int) -> LinearTime:
     """What a move takes whatever its size, shared out over its messages."""
-    return Line(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
+    return LinearTime(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
 
 
 def _everything(ranks: Sequence[int], count: int) -> list[Transfer]:
@@ -101,7 +101,7 @@ def _everything(ranks: Sequence[int], count: int) -> list[Transfer]:
     ]
 
 
-def _moving(channel: Channel, primitive: Moving, transfers: list[Transfer]) -> tuple[Work, float]:
+def _moving(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Transfer]) -> tuple[Work, float]:
     """The work on this rank, and the most bytes that a rank sends or receives."""
     bench, rank = channel.bench, channel.bench.rank
     ranks = channel.ranks[:2] if primitive == "point_to_point" else channel.ranks
@@ -130,7 +130,7 @@ def _moving(channel: Channel, primitive: Moving, transfers: list[Transfer]) -> t
     return work, float(received * bench.plan.lengths.row_bytes(COLUMN))
 
 
-def measure_sync(channel: Channel) -> Line:
+def measure_sync(channel: Channel) -> LinearTime:
     """Weights from the first rank to the second, checksums included where the run has them."""
     works, sizes = {}, {}
     for tensors, numbers in SENT:
@@ -168,7 +168,7 @@ def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
     return work
 
 
-def measure_switch(bench: Bench, loaded: LoadedModel) -> Line:
+def measure_switch(bench: Bench, loaded: LoadedModel) -> LinearTime:
     """A model to host memory and back."""
     usage = loaded.engine.memory_usage()
     size = usage.weights + usage.optimizer
@@ -178,10 +178,10 @@ def measure_switch(bench: Bench, loaded: LoadedModel) -> Line:
         loaded.engine.reload()
 
     timed = bench.stopwatch.time({"switch": work}, bench.budget)
-    return Line(start=0.0, per_byte=timed["switch"].seconds / 2 / size)
+    return LinearTime(start=0.0, per_byte=timed["switch"].seconds / 2 / size)
 
 
-def measure_save(bench: Bench, loaded: LoadedModel, directory: Path) -> Line:
+def measure_save(bench: Bench, loaded: LoadedModel, directory: Path) -> LinearTime:
     """Weights to a directory, by one rank."""
     source = bench.plan.spec.data.tokenizer
     works = {str(4 * size): _saving(loaded, directory / str(size), torch.zeros(size), source) for size in SAVED}
@@ -201,7 +201,7 @@ def measure_memory(bench: Bench) -> float:
     return STREAM_BYTES / timed["read"].seconds
 
 
-def fit(points: Sequence[tuple[float, float, float]]) -> Line:
+def fit(points: Sequence[tuple[float, float, float]]) -> LinearTime:
     """Through (items, bytes, seconds): least squares of what is left, relative to each point; no part negative."""
     table = torch.tensor(points, dtype=torch.float64)
     seconds = table[:, 2]
@@ -214,4 +214,4 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Line:
             break
         del kept[lowest]
     parts = dict.fromkeys(range(3), 0.0) | dict(zip(kept, found.tolist(), strict=True))
-    return Line(start=max(0.0, parts[0]), per_item=max(0.0, parts[1]), per_byte=max(0.0, parts[2]))
+    return LinearTime(start=max(0.0, parts[0]), per_item=max(0.0, parts[1]), per_byte=max(0.0, parts[2]))

@@ -16,7 +16,7 @@ from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
-from flexrlhf.guideline.simulation.scoring_time import cost_beside
+from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
@@ -299,7 +299,7 @@ class OptionEnumerator:
         rows = row_patterns(self.batch, placed.layout, call.mini_batches)
         if kind == "combine" or kind == "score":
             most, width = max(map(sum, rows)), self.maker.lengths.width
-            return cost_beside(self.costs, self.spec, call.score_source, most, width).seconds
+            return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
         used = [each for each in rows if any(each)]
         priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts)
         return self.costs.call(priced, mesh).seconds
