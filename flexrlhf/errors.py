@@ -22,6 +22,14 @@ class RunStopped(Exception):
     """
 
 
+class RankFailure(RuntimeError):
+    """A rank that ended its job; the message names it."""
+
+
+class Interrupted(RuntimeError):
+    """A signal that ended a job."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string.
 

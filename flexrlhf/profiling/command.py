@@ -22,11 +22,11 @@ def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path
     """Measure the models of ``plans`` with as many ranks on this machine as its first node has, and write ``path``.
 
     ``earlier``: plans of the same command that write models which ``plans`` start from. ``seconds``: for which the
-    calls of each model are repeated. Raises UserError, launch.RankFailure or launch.Interrupted; no process is left.
+    calls of each model are repeated. Raises UserError, RankFailure or Interrupted; no process is left.
     """
     check_output(path, "-o", "profile.json", makes_directories=True)
     ranks = len(plans[0].cluster.ranks_on_node(0))
-    device = launch.settle_device(plans[0].spec.cluster.device, ranks)
+    device = launch.choose_device(plans[0].spec.cluster.device, ranks)
     made = [make_plan(rehearsed(plan, earlier, ranks, device)) for plan in plans]
     for plan in made:
         check_packages(plan.placement)

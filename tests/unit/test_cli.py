@@ -323,7 +323,7 @@ def test_a_placement_is_not_chosen_by_several_processes(
         monkeypatch.setenv(name, value)
     auto = ("run", "a.yaml", "--devices", "2", "--set", "placement=auto", "--dry-run", *words)
     sentence = refused(invoke(*auto))
-    assert sentence.startswith("placement: auto of test is chosen by each process anew")
+    assert sentence.startswith("placement: auto of test would be chosen by each of several processes")
     assert "`flexrlhf advise CONFIG -o FILE`" in sentence
 
 
