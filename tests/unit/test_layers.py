@@ -82,6 +82,12 @@ RULES = (
     # run again by the processes that a rank starts, so without torch
     Layer("execution.rank", lazily="execution.worker"),
     Layer("execution.run_directory", "plan config"),
+    # a config is checked before torch is loaded
+    Layer(
+        "execution.job execution.execution_engine",
+        f"execution.job execution.run_directory {PURE_ENGINES} plan {PLANNING}",
+        lazily="execution guideline.advice",
+    ),
     Layer("profiling.subjects profiling.table", f"profiling guideline.costs plan {PLANNING}"),
 )
 
