@@ -22,7 +22,7 @@ from flexrlhf.data.quickstart import config_paths
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
 from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 
 PLACEMENTS = {
     "co-located": "[1,1,1,1]",

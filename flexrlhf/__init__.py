@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexrlhf.config.spec_file import load_spec
     from flexrlhf.execution.execution_engine import ExecutionEngine
-    from flexrlhf.plan.plan import make_plan
+    from flexrlhf.plan.pipeline import make_plan
 
 __all__ = ["ExecutionEngine", "load_spec", "make_plan"]
 _MODULES = {
     "ExecutionEngine": "flexrlhf.execution.execution_engine",
     "load_spec": "flexrlhf.config.spec_file",
-    "make_plan": "flexrlhf.plan.plan",
+    "make_plan": "flexrlhf.plan.pipeline",
 }
 
 

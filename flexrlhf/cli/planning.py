@@ -9,7 +9,8 @@ import typer
 from flexrlhf.cli.errors import print_error
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.plan.plan import Plan, make_plans
+from flexrlhf.plan.pipeline import make_plans
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
 
 

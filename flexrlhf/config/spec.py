@@ -55,6 +55,8 @@ class LoraSpec(StrictModel):
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
+CallKind = Literal["generate", "forward", "train"]
+"""What a model computes in one call."""
 Head = Literal["causal", "scalar", "both"]
 """What a model ends in: the vocabulary, one number for every token, or both of them on one trunk."""
 

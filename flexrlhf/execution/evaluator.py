@@ -10,8 +10,7 @@ from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.data.examples import Example
 from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.evaluation_batches import held_out_shape
-from flexrlhf.strategies.held_out import walk_held_out
+from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run
 
 
@@ -28,7 +27,7 @@ class Evaluation:
         groups: Groups,
         wait: Wait,
     ) -> None:
-        self.shape = held_out_shape(len(examples), instruction.batch)
+        self.shape = evaluation_shape(len(examples), instruction.batch)
         self.rows = RowStore(plan.lengths, world.device)
         self._plan = plan
         self._instruction = instruction
@@ -40,7 +39,7 @@ class Evaluation:
 
     def walk(self) -> Iterator[tuple[int, Run | Move, range]]:
         """What this rank does: (place in the list, instruction, batches)."""
-        return walk_held_out(self._instruction, self.shape, self._world.rank)
+        return walk_evaluation(self._instruction, self.shape, self._world.rank)
 
     def move(self, move: Move) -> None:
         group = self._groups.get("move", move.ranks)

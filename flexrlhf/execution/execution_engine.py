@@ -13,7 +13,8 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.execution.job import prepare_job
 from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.placement.hosts import Hosts, check_single_planner
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
 
 

@@ -26,7 +26,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.trainer import Trainer
 from flexrlhf.plan.inputs import load_run_data
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 
 
 def work(specs: Sequence[Spec]) -> None:

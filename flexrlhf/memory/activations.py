@@ -10,7 +10,7 @@ a row and b bytes per number, autograd keeps
     gated MLP           4b * f                    gate, its activation, up, product
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
 
-tests/unit/test_memory.py compares this with what autograd really keeps, and the rest with peaks of the allocator.
+tests/unit/test_memory.py compares this with the tensors that autograd keeps, the rest with the allocator's peaks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from flexrlhf.weights.shapes import Sizes
 
 CACHE = "KV cache"
 NOISE_BYTES = 41
-"""For each row and word of the vocabulary while one token is drawn: float32 and float64 logits, hash and noise."""
+"""Bytes per row and vocabulary entry while one token is sampled: float32 and float64 logits, hash and noise."""
 
 
 def larger(**parts: int) -> dict[str, int]:
-    """The largest of parts that never exist at the same time."""
+    """Return the largest of parts that never exist at the same time."""
     name = max(parts, key=lambda name: parts[name])
     return {name: parts[name]}
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The layers of one model on one tensor-parallel rank. ``item``: bytes of a number; ``adapters``: low-rank ones."""
+    """Layers of one model on one tensor-parallel rank.
+
+    item:      bytes of a number.
+    adapters:  whether linear layers have low-rank adapters.
+    """
 
     sizes: Sizes
     item: int
@@ -48,21 +52,21 @@ class Blocks:
         return self.sizes.kv_heads * self.sizes.head_dim
 
     def saved_by_layer(self, width: int) -> int:
-        """Bytes per token of a row of ``width`` tokens that autograd keeps of one layer."""
+        """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens."""
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4)
         attention = (4 * item * self._query + 4 * sizes.heads) // tp + item * width
         heads = ((4 + item) * (self._query + self._key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
         return norms + attention + 4 * item * sizes.ffn // tp + (heads if sizes.family == "qwen3" else 0)
 
-    def saved_beside_layers(self) -> int:
-        """Bytes per token: token ids, rotary angles, the last norm."""
+    def saved_outside_layers(self) -> int:
+        """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
         return 8 + 2 * self.item * self.sizes.head_dim + (4 + self.item) * self.sizes.hidden + 4
 
     def forward_bytes(self, rows: int, width: int) -> int:
-        """The most that exists at a time without gradients: inside one layer, at its MLP or at its attention.
+        """Return the peak bytes of a pass without gradients: inside one layer, at its MLP or at its attention.
 
-        An adapter's output is added to what it stands beside.
+        An adapter's output exists in addition to that of its linear layer.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
         mlp = item * ((3 + self.adapters) * sizes.ffn // tp + 4 * sizes.hidden)
@@ -70,17 +74,17 @@ class Blocks:
         return rows * width * (max(mlp, attention) + 2 * item * sizes.head_dim + width)
 
     def train_bytes(self, rows: int, width: int, recompute: bool) -> int:
-        """What is kept for the backward pass and what that needs besides, without the head.
+        """Return the bytes kept for the backward pass and those that it needs in addition, without the head.
 
-        With ``recompute`` the input of every layer is kept, and all of the one layer at work.
+        With ``recompute`` the input of every layer is kept, and all activations of one layer.
         """
         sizes, item = self.sizes, self.item
         layer = self.saved_by_layer(width)
         layers = sizes.layers * item * sizes.hidden + layer if recompute else sizes.layers * layer
-        return rows * width * (layers + self.saved_beside_layers() + self._backward(width, recompute))
+        return rows * width * (layers + self.saved_outside_layers() + self._backward(width, recompute))
 
     def _backward(self, width: int, recompute: bool) -> int:
-        """Bytes per token beside what is kept: gradients of the widest activations.
+        """Return the bytes per token of the backward pass itself: gradients of the widest activations.
 
         In 16 bits the last norm computes its own in float32, before any layer is computed again.
         """
@@ -90,11 +94,13 @@ class Blocks:
         return 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
 
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Return the bytes per token of keys and values of all layers."""
         return 2 * self.sizes.layers * self._key * self.item // self.tp
 
     def decode_bytes(self, rows: int, prompt: int, response: int) -> dict[str, int]:
-        """While ``rows`` are decoded together: at the first pass over prompts, in the last layers, or when drawing."""
+        """Return bytes by name while ``rows`` are decoded together: the cache, and the larger of activations and
+        logits.
+        """
         cache = rows * self.kv_bytes_per_token()
         prefill = self.forward_bytes(rows, prompt) - cache * response
         activations = max(prefill, self._attention_over_cache(rows, prompt + response))
@@ -102,12 +108,14 @@ class Blocks:
         return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}
 
     def _attention_over_cache(self, rows: int, length: int) -> int:
-        """One token in one layer: its keys and values repeated for all heads; without groups, a copy of the keys."""
+        """Return the bytes of one token in one layer: keys and values repeated for all heads; without groups, the
+        keys.
+        """
         repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
         return rows * length * self.item * repeated // self.tp + self.forward_bytes(rows, 1)
 
     def head_bytes(self, tokens: int, chunk_bytes: int, train: bool) -> int:
-        """Log-probs of ``tokens`` in chunks of float32 logits, two of which exist; hidden states and their gradient.
+        """Return the bytes of log-probs of ``tokens``: two chunks of float32 logits, hidden states and their gradient.
 
         A chunk has at least one row of the vocabulary.
         """
@@ -117,5 +125,5 @@ class Blocks:
         return 2 * chunk + tokens * hidden
 
     def value_bytes(self, tokens: int) -> int:
-        """Training of a scalar head beside the language head: values, and its gradient for the hidden states."""
+        """Return the bytes of training a scalar head in addition: values, and its gradient for the hidden states."""
         return tokens * (self.item * self.sizes.hidden + 8)

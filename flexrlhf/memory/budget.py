@@ -1,7 +1,7 @@
-"""Bytes on a rank while a run lasts, known before it: states of the placed models, and what their work takes besides.
+"""Memory budget of a rank, computed before a run: states of its placed models, and what their work needs in addition.
 
-``Sizing`` answers for one piece of work; ``rank_memory`` puts a rank's work together and names the peak. Not counted:
-the context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the rows.
+``Sizing`` computes one piece of work; ``rank_memory`` combines a rank's work and finds the peak. Not counted: the
+context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.spec import SyncSpec
+from flexrlhf.config.spec import CallKind, SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.states import State, item_bytes, model_state
 from flexrlhf.memory.transfers import WeightSync, saved_bytes, saving_parts, sync_parts
@@ -24,12 +24,13 @@ from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, count_elements
 
 @dataclass(frozen=True)
 class Compute:
-    """A model call. ``rows``: the most of one call on this rank; None: as many as its settings let in.
+    """A model call.
 
-    ``samples``: of a prompt, which stay together; None: as a step has.
+    rows:     rows of the largest call on this rank; None: as many as its settings allow.
+    samples:  samples of a prompt, which stay together; None: those of a step.
     """
 
-    kind: Literal["generate", "forward", "train"]
+    kind: CallKind
     model: ModelName
     rows: int | None
     samples: int | None = None
@@ -37,44 +38,46 @@ class Compute:
 
 @dataclass(frozen=True)
 class Saving:
-    """``ranks`` make the model whole; the first of them keeps all of it in host memory."""
+    """A Save: ``ranks`` gather the model; the first of them keeps all of it in host memory."""
 
     model: ModelName
     ranks: tuple[int, ...]
 
 
 Work = Compute | WeightSync | Saving
-Kind = Literal["generate", "forward", "train", "update", "sync", "save"]
-Parts = Mapping[str, int | None]
-"""Name → bytes; None where only loading the model can tell."""
+PhaseKind = CallKind | Literal["update", "sync", "save"]
+NamedBytes = Mapping[str, int | None]
+"""Bytes by name; None where they are known only once the model is loaded."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a rank needs while one kind of work on one model lasts.
+    """Bytes on a rank during one kind of work on one model.
 
-    ``parts``: besides the states. ``states``: bytes of the models on the device, with the gradients of the one that
-    trains. ``host``: bytes in host memory.
+    parts:   bytes by name in addition to the states.
+    states:  bytes of the models on the device, with the gradients of the one that trains.
+    host:    bytes in host memory.
     """
 
-    kind: Kind
+    kind: PhaseKind
     model: str
-    parts: Parts
+    parts: NamedBytes
     states: int = 0
     host: int = 0
 
     @property
     def besides(self) -> int:
-        """All known parts."""
+        """Bytes of all known parts."""
         return sum(size or 0 for size in self.parts.values())
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.states + self.besides
 
     @property
     def trains(self) -> bool:
-        """Whether the model's gradients exist meanwhile."""
+        """Whether the model's gradients exist during the phase."""
         return self.kind in ("train", "update")
 
     @property
@@ -85,7 +88,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """Padded tokens of a row, and how many rows of one prompt stay together."""
+    """Padded tokens of a row, and the number of rows of one prompt, which stay together."""
 
     prompt: int
     response: int
@@ -96,20 +99,22 @@ class SequenceLengths:
         return self.prompt + self.response
 
     def rows_within(self, budget: int, rows: int | None) -> int:
-        """Rows of a micro-batch of ``budget`` tokens, at least one prompt's, of ``rows`` that there are."""
+        """Return the rows of a micro-batch of ``budget`` tokens, at least one prompt's, of ``rows`` (None: any
+        number).
+        """
         group = self.samples_per_prompt
         fitting = max(1, budget // (self.width * group)) * group
         return fitting if rows is None else min(fitting, rows)
 
     def rows_decoded(self, budget: int, rows: int | None) -> int:
-        """Rows decoded together."""
+        """Return the rows that are decoded together."""
         fitting = max(1, budget // self.width)
         return fitting if rows is None else min(fitting, rows)
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """What bytes follow from. ``shapes``: by role; a role is absent when only loading the model can tell."""
+    """Inputs of a memory plan. ``shapes``: by role; a role is absent when its shape is known only once it is loaded."""
 
     placement: Placement
     shapes: Mapping[str, ModelShape]
@@ -117,26 +122,30 @@ class Sizing:
     sync: SyncSpec
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
-        """What ``model`` holds on ``rank``; None before an unknown architecture is loaded."""
+        """Return the state of ``model`` on ``rank``; None before an unknown architecture is loaded."""
         shape = self.shapes.get(model.role)
         if (model.name, rank) not in self._states:
             self._states[model.name, rank] = None if shape is None else model_state(model, shape, rank)
         return self._states[model.name, rank]
 
     def kv_bytes(self, model: PlacedModel) -> int:
-        """Keys and values that a rollout engine keeps on each of its ranks; other engines make theirs for a call."""
+        """Return the bytes of a rollout engine's KV cache on each of its ranks; other engines allocate theirs per
+        call.
+        """
         state = self.state(model, model.ranks[0])
         return 0 if state is None else state.cache
 
     def phases(self, work: Work, rank: int) -> tuple[Phase, ...]:
-        """What ``work`` takes on ``rank`` besides the states. Training ends in the optimizer step, its own phase."""
+        """Return the phases of ``work`` on ``rank``, without states. Training ends in the optimizer step, its own
+        phase.
+        """
         if (work, rank) not in self._phases:
             self._phases[work, rank] = self._phases_of(work, rank)
         return self._phases[work, rank]
 
     @cached_property
     def _states(self) -> dict[tuple[str, int], State | None]:
-        """Those that have been asked for: a schedule asks again and again."""
+        """States computed so far: a schedule needs the same ones many times."""
         return {}
 
     @cached_property
@@ -149,7 +158,7 @@ class Sizing:
                 return self._compute(work, self.placement[work.model], rank)
             case WeightSync():
                 source, destination = self.placement[work.source], self.placement[work.destination]
-                parts: Parts = {"buckets": None}
+                parts: NamedBytes = {"buckets": None}
                 if source.role in self.shapes:
                     parts = sync_parts(work, source, destination, self.shapes[source.role], self.sync, rank)
                 return (Phase("sync", destination.name, parts),)
@@ -157,7 +166,9 @@ class Sizing:
                 return (self._save(work, self.placement[work.model], rank),)
 
     def loading_bytes(self, rank: int) -> int:
-        """Host memory while models are loaded, one by one: each whole and in float32, before it is cut."""
+        """Return the host memory while models are loaded, one by one: each whole and in float32, before it is
+        sharded.
+        """
         shapes = [self.shapes.get(model.role) for model in self.placement.on_rank(rank)]
         return max((4 * count_elements(shape.parameters) for shape in shapes if shape is not None), default=0)
 
@@ -166,15 +177,15 @@ class Sizing:
         if shape is None:
             return (Phase(work.kind, work.model, {"activations": None}),)
         parts = dict(self._pass_parts(work, model, shape))
-        parts["gathered"] = gathered_bytes(model, shape, rank, beside=sum(size or 0 for size in parts.values()))
+        parts["gathered"] = gathered_bytes(model, shape, rank, activations=sum(size or 0 for size in parts.values()))
         if work.kind != "train":
             return (Phase(work.kind, work.model, parts),)
         parts["new gradients"] = new_gradient_bytes(model, shape, rank)
         update = {"working space": update_bytes(model, shape, rank)}
         return Phase("train", work.model, parts), Phase("update", work.model, update)
 
-    def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape) -> Parts:
-        """Activations, logits and caches."""
+    def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape) -> NamedBytes:
+        """Return the bytes of activations, logits and caches."""
         if shape.sizes is None:
             return {"activations": None}
         settings, texts = model.settings, self.texts
@@ -183,7 +194,7 @@ class Sizing:
         if work.kind == "generate":
             rows = texts.rows_decoded(settings.generate_tokens, work.rows)
             parts = blocks.decode_bytes(rows, texts.prompt, texts.response)
-            # a rollout engine's cache is there all the time
+            # a rollout engine's cache is part of its state
             return {name: size for name, size in parts.items() if model.rollout is None or name != CACHE}
         rows, train = texts.rows_within(settings.micro_batch_tokens, work.rows), work.kind == "train"
         logits = 0
@@ -208,9 +219,11 @@ class Sizing:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The plan of one rank's memory. ``states``: by model; ``phases``: the largest of each kind and model.
+    """Memory plan of one rank.
 
-    ``loading``: bytes of host memory while models are loaded.
+    states:   by placed model.
+    phases:   the largest of each kind and model.
+    loading:  bytes of host memory while models are loaded.
     """
 
     rank: int
@@ -220,23 +233,23 @@ class RankMemory:
 
     @property
     def peak(self) -> Phase | None:
-        """The phase that needs most; None on a rank without work."""
+        """Phase with the highest total; None on a rank without work."""
         return max(self.phases, key=lambda phase: phase.total, default=None)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is needed on the device, as far as it is known."""
+        """Peak bytes on the device, as far as they are known."""
         resting = sum(state.resting for state in self.states.values() if state is not None)
         return resting if self.peak is None else self.peak.total
 
     @property
     def process_bytes(self) -> int:
-        """The most that is needed by a rank on CPU, whose device memory is host memory."""
+        """Peak bytes of a rank on CPU, whose device memory is host memory."""
         return max((phase.total + phase.host for phase in self.phases), default=self.peak_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """The most that is needed in host memory."""
+        """Peak bytes in host memory."""
         offloaded = sum(state.host for state in self.states.values() if state is not None)
         return max(self.loading + offloaded, *(phase.host for phase in self.phases), 0)
 
@@ -248,25 +261,25 @@ class RankMemory:
 
 
 def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[ModelName]]]) -> RankMemory:
-    """``work``: what ``rank`` does, in order, each with the models that lie in host memory meanwhile."""
+    """Return the memory plan of ``rank``. ``work``: in order, each with the models that are offloaded during it."""
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
     largest: dict[tuple[str, str], Phase] = {}
-    for item, away in dict.fromkeys(work):
+    for item, offloaded in dict.fromkeys(work):
         for bare in sizing.phases(item, rank):
-            phase = _beside_states(bare, states, away)
+            phase = _with_states(bare, states, offloaded)
             known = largest.setdefault((phase.kind, phase.model), phase)
             if phase.total > known.total:
                 largest[phase.kind, phase.model] = phase
     return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank))
 
 
-def _beside_states(phase: Phase, states: Mapping[ModelName, State | None], away: frozenset[ModelName]) -> Phase:
+def _with_states(phase: Phase, states: Mapping[ModelName, State | None], offloaded: frozenset[ModelName]) -> Phase:
     device = host = 0
     for name, state in states.items():
         if state is None:
             continue
-        host += state.host + (state.parked if name in away else 0)
-        if name in away:
+        host += state.host + (state.offloaded if name in offloaded else 0)
+        if name in offloaded:
             device += state.resting - state.freed
         else:
             device += state.training if phase.trains and name == phase.model else state.resting

@@ -9,7 +9,10 @@ from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 
 
 def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
-    """Keys and values of ``generate_tokens`` tokens on each rank of ``model``; vLLM never hands out its first block."""
+    """Return the bytes of keys and values of ``generate_tokens`` tokens on each rank of ``model``.
+
+    One block more is counted: vLLM never allocates its first one.
+    """
     assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
     blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
     per_token = Blocks(shape.sizes, DTYPE_BYTES[model.settings.dtype], model.settings.tp, False).kv_bytes_per_token()

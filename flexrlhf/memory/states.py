@@ -1,6 +1,6 @@
-"""Bytes of weights, gradients and optimizer state that a placed model holds on a rank, by engine and ZeRO stage.
+"""Bytes of weights, gradients and optimizer state of a placed model on a rank, by engine and ZeRO stage.
 
-What DeepSpeed 0.19.8 holds was counted on its live tensors. It differs from the ZeRO paper: from stage 1 on it keeps
+DeepSpeed 0.19.8 was counted on its live tensors. It differs from the ZeRO paper: from stage 1 on it keeps
 float32 master weights even of a float32 model, and at stage 3 it keeps its gradients between steps.
 """
 
@@ -28,30 +28,32 @@ DEEPSPEED_ELEMENTS = {
 
 
 @dataclass(frozen=True)
-class Split:
-    """Over how many ranks each part of a model's state is split."""
+class ZeroSplit:
+    """Number of ranks over which each part of a model's state is split."""
 
     weights: int = 1
     gradients: int = 1
     optimizer: int = 1
 
 
-def zero_split(stage: int, num_ranks: int) -> Split:
-    """ZeRO (Rajbhandari et al. 2020, sec. 5): stage 1 splits the optimizer's state, 2 gradients too, 3 weights too."""
+def zero_split(stage: int, num_ranks: int) -> ZeroSplit:
+    """Return the split of a ZeRO stage (Rajbhandari et al. 2020, sec. 5): 1 optimizer, 2 gradients too, 3 weights
+    too.
+    """
     weights, gradients, optimizer = (num_ranks if stage >= first else 1 for first in (3, 2, 1))
-    return Split(weights, gradients, optimizer)
+    return ZeroSplit(weights, gradients, optimizer)
 
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Bytes per parameter before any split. ``optimizer``: its state and float32 master weights (K of the paper)."""
+    """Bytes per parameter before any split. ``optimizer``: state and float32 master weights (K of the ZeRO paper)."""
 
     weights: int
     gradients: int
     optimizer: int
 
-    def on_rank(self, num_parameters: float, split: Split) -> float:
-        """Bytes on each rank (figure 1 and table 1 of the paper)."""
+    def on_rank(self, num_parameters: float, split: ZeroSplit) -> float:
+        """Return the bytes on each rank (figure 1 and table 1 of the ZeRO paper)."""
         parts = (self.weights / split.weights, self.gradients / split.gradients, self.optimizer / split.optimizer)
         return num_parameters * sum(parts)
 
@@ -60,9 +62,14 @@ class PerParameter:
 class State:
     """Bytes of one placed model on one rank.
 
-    ``gradients``: while it trains, and always where ``keeps_gradients``. ``buffers``: what its library keeps besides.
-    ``cache``: keys and values, lost when it is offloaded. ``host``: in host memory, by the settings that offload.
-    ``stays``: nothing of it can be offloaded.
+    weights:          as the passes read them.
+    gradients:        while it trains, and always where ``keeps_gradients``.
+    optimizer:        moments and master weights.
+    buffers:          allocated by its library in addition.
+    host:             in host memory, by the settings that offload.
+    cache:            keys and values of a rollout engine, lost when it is offloaded.
+    keeps_gradients:  whether gradients stay allocated between instructions.
+    stays:            nothing of it can be offloaded.
     """
 
     weights: int
@@ -76,31 +83,31 @@ class State:
 
     @property
     def resting(self) -> int:
-        """On the device between instructions."""
+        """Bytes on the device between instructions."""
         kept = self.gradients * self.keeps_gradients
         return self.weights + self.optimizer + self.buffers + self.cache + kept
 
     @property
     def freed(self) -> int:
-        """Of ``resting``, what offloading frees; buffers of a library stay."""
+        """Bytes of ``resting`` that offloading frees; buffers of a library stay."""
         return 0 if self.stays else self.resting - self.buffers
 
     @property
-    def parked(self) -> int:
-        """Of ``freed``, what offloading puts into host memory."""
+    def offloaded(self) -> int:
+        """Bytes of ``freed`` that offloading copies to host memory."""
         return 0 if self.stays else self.freed - self.cache
 
     @property
     def training(self) -> int:
-        """On the device while the model trains."""
+        """Bytes on the device while the model trains."""
         return self.weights + self.optimizer + self.buffers + self.gradients
 
 
 def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
-    """What ``model`` holds on ``rank``, one of its ranks."""
+    """Return the state of ``model`` on ``rank``, one of its ranks."""
     shape = shape_of(model, shape)
     if model.rollout is not None:
-        # a process of its own decodes on while others work
+        # a child process goes on decoding while other models compute
         stays = model.rollout.process == "child"
         return replace(_frozen_state(model, shape, rank), cache=kv_cache_bytes(model, shape), stays=stays)
     if not model.trained:
@@ -109,7 +116,7 @@ def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
 
 
 def bytes_per_parameter(model: PlacedModel) -> PerParameter:
-    """Of the trained parameters: weights as the passes read them, float32 gradients, moments and master weights."""
+    """Return the bytes per trained parameter: weights, float32 gradients, moments and master weights."""
     item, moments = item_bytes(model), _moment_bytes(model.settings.optimizer)
     if model.engine != "deepspeed" and model.split != "whole":
         return PerParameter(4, 4, moments)  # the float32 shards of FSDP2 are their own master weights
@@ -118,7 +125,7 @@ def bytes_per_parameter(model: PlacedModel) -> PerParameter:
 
 
 def _moment_bytes(optimizer: OptimizerSpec) -> int:
-    """What the update rule remembers of one parameter, in float32: two moments, a momentum or nothing."""
+    """Return the bytes of float32 moments per parameter: two of AdamW, a momentum of SGD, or none."""
     if optimizer.name == "sgd":
         return 4 if optimizer.momentum else 0
     return 8
@@ -128,15 +135,15 @@ def _frozen_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     if model.engine == "deepspeed" and model.settings.zero == 3:
         weights = item_bytes(model) * _zero3_elements(shape.parameters, model.layout.dp)
     else:
-        weights = item_bytes(model) * held_elements(model, shape.parameters, rank)
+        weights = item_bytes(model) * elements_on_rank(model, shape.parameters, rank)
     return State(0, host=weights) if model.settings.offload_parameters else State(weights)
 
 
 def _torch_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
-    """Parts are the slices of tensor parallelism and the shards of FSDP2, so there is nothing more to split."""
+    """Return the state under FSDP2 and tensor parallelism, whose parts are all that is split."""
     per = bytes_per_parameter(model)
-    trained = held_elements(model, shape.trained, rank)
-    frozen = held_elements(model, shape.parameters, rank) - trained
+    trained = elements_on_rank(model, shape.trained, rank)
+    frozen = elements_on_rank(model, shape.parameters, rank) - trained
     return State(per.weights * trained + item_bytes(model) * frozen, per.gradients * trained, per.optimizer * trained)
 
 
@@ -159,12 +166,12 @@ def _deepspeed_state(model: PlacedModel, shape: ModelShape) -> State:
 
 
 def is_bf16_optimizer(settings: ModelSpec) -> bool:
-    """DeepSpeed has a class of its own for this case; it keeps float32 gradients of the whole model."""
+    """Whether DeepSpeed uses its BF16_Optimizer, which keeps float32 gradients of the whole model."""
     return settings.zero == 1 and settings.dtype == "bfloat16" and not settings.offload_optimizer
 
 
 def _optimizer_on_host(state: State, model: PlacedModel, shape: ModelShape) -> State:
-    """Moments and master weights go to host memory, with copies of gradients and weights for the way there and back.
+    """Return ``state`` with moments and master weights in host memory, and the copies that transfers need.
 
     Stage 1 keeps whole gradients on the device; stage 2 in 16 bits keeps its partition there.
     """
@@ -180,7 +187,9 @@ def _optimizer_on_host(state: State, model: PlacedModel, shape: ModelShape) -> S
 
 
 def _deepspeed_elements(parameters: Parameters, stage: int, num_ranks: int) -> int:
-    """A rank's part: stage 3 cuts every tensor, the others one flat vector of all, aligned to 2 elements a rank."""
+    """Return a rank's elements: stage 3 splits every tensor, the others one flat vector, aligned to 2 elements a
+    rank.
+    """
     if num_ranks == 1:
         return count_elements(parameters)
     if stage == 3:
@@ -189,21 +198,22 @@ def _deepspeed_elements(parameters: Parameters, stage: int, num_ranks: int) -> i
 
 
 def _zero3_elements(parameters: Parameters, num_ranks: int) -> int:
-    """Every rank stores as much of a tensor as any, the last one with padding."""
+    """Return a rank's elements of stage 3: every rank stores as much of a tensor as any, the last one with padding."""
     return sum(-(-math.prod(size) // num_ranks) for _, size in parameters)
 
 
 def deepspeed_elements(settings: ModelSpec, name: str) -> int:
-    """A size of DeepSpeed's, in elements: the user's, else ours."""
+    """Return one of DeepSpeed's buffer sizes, in elements: the user's setting, else our default."""
     return int(settings.config.get("zero_optimization", {}).get(name, DEEPSPEED_ELEMENTS[name]))
 
 
 def item_bytes(model: PlacedModel) -> int:
+    """Return the bytes of one number of the model's dtype."""
     return DTYPE_BYTES[model.settings.dtype]
 
 
-def held_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:
-    """Elements of ``parameters`` on ``rank``: its tensor-parallel slices, and of those its shards."""
+def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int) -> int:
+    """Return the elements of ``parameters`` on ``rank``: its shards of its tensor-parallel slices."""
     return sum(
         count * parts_on(model, ModelShape((kind,)), rank)[kind[0]].num_elements
         for kind, count in _kinds(parameters).items()
@@ -211,12 +221,12 @@ def held_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:
 
 
 def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:
-    """Elements of ``parameters`` that ``rank`` computes with once its shards are gathered."""
+    """Return the elements of ``parameters`` that ``rank`` computes with once shards are gathered."""
     gathered = replace(model, settings=model.settings.model_copy(update={"zero": 0}))
-    return held_elements(gathered, parameters, rank)
+    return elements_on_rank(gathered, parameters, rank)
 
 
 @lru_cache(maxsize=256)
 def _kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
-    """How many parameters are cut alike: layers repeat, and a cut depends on the shape and the last two names."""
+    """Count parameters that are split alike: layers repeat, and a split depends on shape and the last two names."""
     return Counter((".".join(name.split(".")[-2:]), size) for name, size in parameters)

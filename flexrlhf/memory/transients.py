@@ -1,4 +1,4 @@
-"""Bytes that sharding and updating take besides the state, while a pass or an optimizer step lasts.
+"""Transient bytes of sharding and updating, in addition to the state, during a pass or an optimizer step.
 
 FSDP2 gathers the embeddings and the head as one unit and each layer as another; ZeRO-3 gathers tensor by tensor, ahead
 of their use. The factors were counted on the live tensors of torch 2.13 and DeepSpeed 0.19.8, and are upper bounds.
@@ -23,9 +23,13 @@ UNREDUCED_BYTES = 12
 
 @dataclass(frozen=True)
 class Units:
-    """Elements that a rank computes with: of all weights, those outside layers, the largest layer, the largest tensor.
+    """Elements that a rank computes with.
 
-    ``head``: those of the language head.
+    total:    of all weights.
+    root:     outside layers.
+    layer:    of the largest layer.
+    largest:  of the largest tensor.
+    head:     of the language head.
     """
 
     total: int
@@ -36,15 +40,17 @@ class Units:
 
 
 def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
+    """Return the units of all parameters."""
     return _units(model, shape.parameters, rank)
 
 
 def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
+    """Return the units of the trained parameters."""
     return _units(model, shape.trained, rank)
 
 
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
-    """They depend on little of a model, and plans ask for those of many that differ in other things."""
+    """Return units from a cache: they depend on few settings, and plans need them for many models that share these."""
     layout = Layout(tuple(range(model.layout.tp)), model.layout.tp)
     bare = PlacedModel(ModelName(model.role), layout, trained=False, rollout=model.rollout, head=model.head)
     return _units_of(bare, parameters, model.layout.tp_index(rank))
@@ -66,7 +72,7 @@ def _largest(parameters: Parameters) -> Parameters:
 
 
 def _head(parameters: Parameters) -> Parameters:
-    """The language head; tied weights are those of the embedding."""
+    """Return the language head; tied weights are those of the embedding."""
     found = dict(parameters)
     name = LANGUAGE_HEAD if LANGUAGE_HEAD in found else "model.embed_tokens.weight"
     return ((name, found[name]),) if name in found else ()
@@ -74,7 +80,7 @@ def _head(parameters: Parameters) -> Parameters:
 
 @lru_cache(maxsize=256)
 def _root_and_layer(parameters: Parameters) -> tuple[Parameters, Parameters]:
-    """Parameters outside layers, and those of the largest layer. A layer is what has a number in its name."""
+    """Return parameters outside layers, and those of the largest layer. A layer has a number in its name."""
     layers: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, size in parameters:
         words = name.split(".")
@@ -85,33 +91,35 @@ def _root_and_layer(parameters: Parameters) -> tuple[Parameters, Parameters]:
     return root, tuple(layers[max(sizes, key=lambda name: sizes[name])]) if sizes else ()
 
 
-def gathered_bytes(model: PlacedModel, shape: ModelShape, rank: int, beside: int = 0) -> int:
-    """Weights of other ranks that a pass holds at a time; 0 where every rank has its own.
+def gathered_bytes(model: PlacedModel, shape: ModelShape, rank: int, activations: int = 0) -> int:
+    """Return the peak bytes of gathered weights of other ranks during a pass; 0 where every rank stores all.
 
-    ``beside``: bytes of activations, which do not exist yet while the first unit arrives.
+    ``activations``: bytes that do not exist yet while the first unit arrives.
     """
     if model.split == "whole":
         return 0
     units, item = all_units(model, shape, rank), item_bytes(model)
     if model.engine == "deepspeed":
         return item * _zero3_gathered(model, units)
-    # a unit arrives in one buffer and is copied out of it; float32 shards are sent as a 16-bit copy
+    # a unit arrives in one buffer and is copied from there; float32 shards are sent as a 16-bit copy
     cast = model.layout.dp if model.trained and item < 4 else 0
     at_first = 2 * units.root + 2 * units.layer + (units.root // cast if cast else 0)
     later = units.root + 3 * units.layer if model.settings.zero == 3 else units.total + 2 * units.layer
-    return max(item * (later + (units.layer // cast if cast else 0)), item * at_first - beside)
+    return max(item * (later + (units.layer // cast if cast else 0)), item * at_first - activations)
 
 
 def _zero3_gathered(model: PlacedModel, units: Units) -> int:
-    """Elements. What comes back within the reuse distance stays: at the turn from forward to backward half of that."""
+    """Return elements. A tensor needed again within the reuse distance stays: half of that distance at the turn to
+    backward.
+    """
     ahead = min(units.total, deepspeed_elements(model.settings, "stage3_prefetch_bucket_size"))
     reused = deepspeed_elements(model.settings, "stage3_max_reuse_distance") // 2 if model.trained else 0
-    # what is fetched ahead arrives in one buffer and is copied out of it
+    # prefetched tensors arrive in one buffer and are copied from there
     return min(units.total, reused + ahead + 2 * units.largest) + ahead
 
 
 def new_gradient_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
-    """Gradients of a micro-batch before they are added to those of the mini-batch."""
+    """Return the bytes of a micro-batch's gradients before they are added to the mini-batch's."""
     trained = trained_units(model, shape, rank)
     item = item_bytes(model)
     # the head sums its gradient in float32 and casts it; other tensors' are computed in their type, and then cast
@@ -144,7 +152,7 @@ def _deepspeed_gradients(model: PlacedModel, trained: Units) -> int:
 
 
 def update_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
-    """The end of a mini-batch: the last gradients are summed over the replicas, then the optimizer steps.
+    """Return the bytes at the end of a mini-batch: gradients are reduced over the replicas, then the optimizer steps.
 
     On CUDA torch updates all tensors at once, with a float32 number more for each; DTensors one after the other.
     """

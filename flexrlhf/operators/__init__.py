@@ -1,1 +1,1 @@
-"""Operators: the model calls of an algorithm, as data (graphs) and as mathematics on tensors (functions, run)."""
+"""Graphs: the operators of an algorithm as data, one file an algorithm. Pure Python."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
+
+from flexrlhf.config.spec import Spec
 
 Width = Literal["row", "prompt", "response", "response+1", "sequence"]
 DType = Literal["int32", "uint8", "float32"]
@@ -19,7 +21,11 @@ _ITEM_BYTES: dict[DType, int] = {"int32": 4, "uint8": 1, "float32": 4}
 
 @dataclass(frozen=True)
 class Column:
-    """``width`` "row" is one number per sample. ``quantity``: what a model computes when a forward writes it."""
+    """A named tensor with one row per sample.
+
+    width:     numbers per row; "row" is one number.
+    quantity:  what a model computes when a forward writes the column.
+    """
 
     name: str
     width: Width
@@ -52,36 +58,42 @@ COLUMNS = {
 
 
 TEXT = ("tokens", "attention_mask")
-"""What a model reads of a sample: prompt and response."""
+"""Columns that a model reads of a sample: prompt and response."""
 
 
 def column_of(name: str) -> Column:
-    """The column ``name``. Behind a dot stands which one of several alike: ``tokens.greedy``, ``scores.cost``."""
+    """Return the column ``name``, which may have a qualifier behind a dot: ``tokens.greedy``, ``scores.cost``."""
     return replace(COLUMNS[plain(name)], name=name)
 
 
 def plain(name: str) -> str:
-    """``tokens`` of ``tokens.greedy``: what a model that reads or writes it calls it."""
+    """Return ``name`` without its qualifier: ``tokens`` of ``tokens.greedy``."""
     return name.partition(".")[0]
 
 
 def qualified(names: Iterable[str], qualifier: str) -> tuple[str, ...]:
-    """``names`` of the columns called ``qualifier``."""
+    """Return ``names`` with ``qualifier`` behind a dot."""
     return tuple(f"{name}.{qualifier}" for name in names)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """P and R of the run, in tokens."""
+    """Padded lengths in tokens: P of prompts, R of responses."""
 
     prompt: int
     response: int
 
+    @classmethod
+    def of(cls, spec: Spec) -> Self:
+        """Return P and R of ``spec``."""
+        return cls(spec.data.max_prompt_tokens, spec.data.max_response_tokens)
+
     def width(self, column: Column) -> int | None:
-        """Numbers per row; None for a column without a second dim."""
+        """Return the numbers per row; None for a column without a second dim."""
         widths = {"prompt": self.prompt, "response": self.response, "response+1": self.response + 1}
         return None if column.width == "row" else widths.get(column.width, self.prompt + self.response)
 
     def row_bytes(self, name: str) -> int:
+        """Return the bytes of one row of the column ``name``."""
         column = column_of(name)
         return (self.width(column) or 1) * _ITEM_BYTES[column.dtype]

@@ -1,4 +1,4 @@
-"""DPO: the reference scores pairs of answers, then the actor trains on them; nothing is generated."""
+"""DPO: the reference computes log-probs of pairs, then the actor trains on them; nothing is generated."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ REF_LOGPROBS = Operator("ref_logprobs", "forward", "ref", TEXT, ("ref_logprobs",
 
 
 def dpo(spec: DpoSpec) -> Graph:
+    """Return the graph of direct preference optimisation (Rafailov et al. 2023)."""
     read = (*TEXT, "response_mask", "ref_logprobs")
     train = Operator("train_actor", "train", "actor", read, function="preference_loss", barrier=spec.epochs > 1)
     compared = ("logprobs", "ref_logprobs", "response_mask")

@@ -1,4 +1,4 @@
-"""Operators that evaluations of several algorithms have in common, what they tell, and what may be asked of them."""
+"""Operators that evaluations of several algorithms share, the metrics that follow, and the settings that they allow."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DIVERSITY = Operator("diversity", "combine", "actor", ("tokens", "response_mask"
 HELD_OUT_SCORES = Operator(
     "held_out_scores", "combine", "actor", ("scores", "response_mask", "finished"), function="held_out_scores"
 )
-DRAWN = ".drawn"
-"""Behind the names of what is generated where the data set has answers, too."""
+GENERATED = ".drawn"
+"""Suffix of generated columns where the data set has responses, too."""
 
-TOLD: Mapping[str, tuple[str, ...]] = {
+METRICS: Mapping[str, tuple[str, ...]] = {
     "likelihood": ("eval_nll",),
     "pair_accuracy": ("eval_accuracy",),
     "preference_accuracy": ("eval_accuracy", "eval_preference_margin"),
@@ -34,37 +34,37 @@ TOLD: Mapping[str, tuple[str, ...]] = {
         *("eval_truncated", "eval_score_invalid"),
     ),
 }
-"""Function of a combine → the metrics of evaluations that follow from what it tells."""
+"""Function of a combine → the metrics of evaluations that follow from its statistics."""
 
 
-def beside_answers(operator: Operator) -> Operator:
-    """``operator`` on generated answers where the data set has answers, too."""
+def next_to_data(operator: Operator) -> Operator:
+    """Return ``operator`` on generated responses, for a data set that has responses, too."""
     own = {*TEXT, "response_mask", "finished", "policy_version"}
 
     def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{name}{DRAWN}" if name in own else name for name in names)
+        return tuple(f"{name}{GENERATED}" if name in own else name for name in names)
 
-    return replace(operator, reads=renamed(operator.reads), writes=renamed(operator.writes), suffix=DRAWN)
+    return replace(operator, reads=renamed(operator.reads), writes=renamed(operator.writes), suffix=GENERATED)
 
 
-def metrics_told(graph: Graph) -> tuple[str, ...]:
-    """The metrics that evaluations of ``graph`` have."""
-    return tuple(name for operator in graph.evaluation for name in TOLD.get(operator.function, ()))
+def evaluation_metrics(graph: Graph) -> tuple[str, ...]:
+    """Return the names of the metrics that evaluations of ``graph`` report."""
+    return tuple(name for operator in graph.evaluation for name in METRICS.get(operator.function, ()))
 
 
 def check_evaluation(graph: Graph, spec: Spec) -> None:
-    """Raise UserError for settings of evaluations that the algorithm has no use for, and for a best without metric."""
+    """Raise UserError for settings of evaluations that do nothing for the algorithm, and for a best without metric."""
     settings, algorithm = spec.eval, spec.algorithm
     if settings is not None:
-        told = metrics_told(graph)
+        metrics = evaluation_metrics(graph)
         if settings.samples_per_prompt is not None and graph.data != "prompts":
             raise UserError(
-                f"eval.samples_per_prompt: the held-out rows of {algorithm.name} have their answers, as many as they "
-                f"are; remove it"
+                f"eval.samples_per_prompt: the evaluation set of {algorithm.name} has its responses, which are not "
+                f"sampled; remove it"
             )
         for name, plain in (("pass_score", 1.0), ("pass_at", None)):
-            if getattr(settings, name) != plain and "eval_pass_at_k" not in told:
-                raise UserError(f"eval.{name}: evaluations of {algorithm.name} give answers no scores; remove it")
+            if getattr(settings, name) != plain and "eval_pass_at_k" not in metrics:
+                raise UserError(f"eval.{name}: evaluations of {algorithm.name} score no responses; remove it")
         samples = settings.num_samples(spec.algorithm.samples_per_prompt)
         if settings.pass_at is not None and settings.pass_at > samples:
             raise UserError(
@@ -76,12 +76,12 @@ def check_evaluation(graph: Graph, spec: Spec) -> None:
 
 
 def _check_best(best: str, graph: Graph, spec: Spec) -> None:
-    told = metrics_told(graph)
+    metrics = evaluation_metrics(graph)
     if spec.eval is None:
-        raise UserError(f"save.best: {best} is known of evaluations alone; give eval.path, or remove save.best")
-    if best not in told:
-        hint = nearest(best, told)
+        raise UserError(f"save.best: {best} is a metric of evaluations; give eval.path, or remove save.best")
+    if best not in metrics:
+        hint = nearest(best, metrics)
         raise UserError(
             f"save.best: {best!r} is no metric of the evaluations of {spec.algorithm.name}"
-            f"{hint or '; use one of ' + ', '.join(told)}"
+            f"{hint or '; use one of ' + ', '.join(metrics)}"
         )

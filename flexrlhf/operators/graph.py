@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.spec import Head
+from flexrlhf.config.spec import CallKind, Head
 from flexrlhf.data.examples import Needs
 from flexrlhf.operators.columns import Quantity, column_of
 
-CallKind = Literal["generate", "forward", "train"]
-Kind = CallKind | Literal["score", "combine"]
+OperatorKind = CallKind | Literal["score", "combine"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Operator:
     """
 
     name: str
-    kind: Kind
+    kind: OperatorKind
     role: str
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
@@ -62,21 +61,24 @@ class Operator:
 
     @property
     def call(self) -> CallKind | None:
-        """What a model does; None where none computes it."""
+        """Kind of the model call; None for what no model computes."""
         return None if self.kind == "combine" or self.kind == "score" else self.kind
 
     @property
     def extra_reads(self) -> tuple[str, ...]:
-        """Columns of the further texts."""
+        """Columns of the further texts that ``extra_loss`` trains on."""
         return tuple(name for name in self.reads if self.extra_loss and name.endswith(f".{self.extra_loss}"))
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Operators in the order a person would read them.
+    """Operators of one step, in the order a person would read them.
 
-    ``roles``: in vector order. ``inputs``: columns that come from the data set. ``evaluation``: operators
-    that look at held-out rows. ``can_shadow``: whether inference may run on a copy while the trained weights change.
+    roles:       in the order of the ratio vector.
+    data:        responses that the data set must have.
+    inputs:      columns that come from the data set.
+    evaluation:  operators that run on the evaluation set.
+    can_shadow:  whether inference may run on a copy while the trained weights change.
     """
 
     operators: tuple[Operator, ...]
@@ -88,17 +90,18 @@ class Graph:
 
     @property
     def trained(self) -> tuple[str, ...]:
+        """Roles with a train operator, in vector order."""
         trained = {operator.role for operator in self.operators if operator.kind == "train"}
         return tuple(role for role in self.roles if role in trained)
 
     @property
     def generated(self) -> str | None:
-        """The role that draws what is trained on; None where the data set has it."""
+        """Role that generates what is trained on; None where the data set has it."""
         return next((operator.role for operator in self.operators if operator.kind == "generate"), None)
 
     @cached_property
     def heads(self) -> dict[str, Head]:
-        """Role → the head that its model needs for what its operators read of it."""
+        """Head that each role's model needs for what its operators read of it."""
         return {role: self._head(role) for role in self.roles}
 
     def _head(self, role: str) -> Head:
@@ -110,20 +113,21 @@ class Graph:
 
     @cached_property
     def producers(self) -> dict[str, Operator]:
+        """Operator that writes each column."""
         return {column: operator for operator in self.operators for column in operator.writes}
 
     def first_step(self, role: str) -> int:
-        """The first step in which ``role`` is trained."""
+        """Return the first step in which ``role`` is trained."""
         return next((o.first_step for o in self.operators if (o.kind, o.role) == ("train", role)), 0)
 
     def parents(self, operator: Operator) -> list[Operator]:
-        """Operators that write what ``operator`` reads, in graph order."""
-        wanted = {self.producers[column].name for column in operator.reads if column in self.producers}
-        return [candidate for candidate in self.operators if candidate.name in wanted]
+        """Return the operators that write what ``operator`` reads, in graph order."""
+        writers = {self.producers[column].name for column in operator.reads if column in self.producers}
+        return [candidate for candidate in self.operators if candidate.name in writers]
 
     @cached_property
     def waves(self) -> dict[str, int]:
-        """Depth of every operator by name: 0 without parents, else one more than the deepest parent."""
+        """Depth of every operator, by name: 0 without parents, else one more than the deepest parent."""
         waves: dict[str, int] = {}
         for operator in self.operators:
             assert all(p.name in waves for p in self.parents(operator)), f"{operator.name} stands before a parent"
@@ -141,20 +145,20 @@ class Graph:
 
 
 def _computed(operator: Operator) -> set[Quantity]:
-    """What ``operator`` has its model compute."""
+    """Return the quantities that the model computes for ``operator``."""
     match operator.kind:
         case "generate":
             return {"logprobs"}
         case "forward":
-            found = {column_of(name).quantity for name in operator.writes}
-            return {quantity for quantity in found if quantity is not None}
+            written = {column_of(name).quantity for name in operator.writes}
+            return {quantity for quantity in written if quantity is not None}
         case "train":
             return set(operator.quantities)
     return set()
 
 
 def share_weights(graph: Graph, role: str, owner: str) -> Graph:
-    """``role`` has no copy of its own: its operators run on ``owner``'s weights without adapters."""
+    """Return ``graph`` with the operators of ``role`` on ``owner``'s weights without adapters; ``role`` has no copy."""
 
     def shared(operator: Operator) -> Operator:
         return replace(operator, role=owner, adapters=False) if operator.role == role else operator

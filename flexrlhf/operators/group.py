@@ -1,12 +1,13 @@
-"""Algorithms without a critic that compare the answers of one prompt: GRPO and its kin."""
+"""Algorithms without a critic that compare the responses to one prompt: GRPO, RLOO, GSPO."""
 
 from __future__ import annotations
 
 from flexrlhf.config.algorithms import GroupSpec
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.policy import advantages, drawn, policy_graph, reference, train_actor
+from flexrlhf.operators.policy import advantages, policy_graph, reference, sampled_and_scored, train_actor
 
 
 def group(spec: GroupSpec) -> Graph:
-    operators = (*drawn(spec), advantages(spec, "group_advantages"), train_actor(spec))
+    """Return the graph of an algorithm whose advantages are relative to the group of a prompt."""
+    operators = (*sampled_and_scored(spec), advantages(spec, "group_advantages"), train_actor(spec))
     return policy_graph(spec, operators, ("actor", *reference(spec), "reward"))

@@ -1,4 +1,4 @@
-"""Operators that the graphs of policy-gradient algorithms have in common."""
+"""Operators that the graphs of policy-gradient algorithms share."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SCORES = Operator("scores", "forward", "reward", TEXT, ("scores",))
 PTX = "ptx"
 
 
-def drawn(spec: PolicySpec, told: tuple[str, ...] = ("logprobs",)) -> tuple[Operator, ...]:
-    """Answers, their log-probs, those under the reference where leaving it is penalised, and their scores.
+def sampled_and_scored(spec: PolicySpec, forwarded: tuple[str, ...] = ("logprobs",)) -> tuple[Operator, ...]:
+    """Return the operators up to the scores: generate, log-probs of actor and (with a KL penalty) reference, scores.
 
-    ``told``: the columns that the actor's own pass over them writes.
+    ``forwarded``: columns that the actor's forward over the responses writes.
     """
-    logprobs = Operator("logprobs", "forward", "actor", TEXT, told)
+    logprobs = Operator("logprobs", "forward", "actor", TEXT, forwarded)
     ref_logprobs = Operator("ref_logprobs", "forward", "ref", TEXT, ("ref_logprobs",))
     return (GENERATE, logprobs, *([ref_logprobs] if spec.kl is not None else []), SCORES)
 
 
 def reference(spec: PolicySpec) -> tuple[str, ...]:
-    """The role of the reference model, where there is one."""
+    """Return the role of the reference model; nothing without a KL penalty."""
     return () if spec.kl is None else ("ref",)
 
 
@@ -35,7 +35,7 @@ def advantages(
     writes: tuple[str, ...] = (),
     barrier: bool = False,
 ) -> Operator:
-    """From scores to advantages by ``function``, which reads the columns ``further`` besides."""
+    """Return the combine from scores to advantages by ``function``. ``further``: columns that it reads in addition."""
     penalised = ("logprobs", "ref_logprobs") if spec.kl is not None else ()
     return Operator(
         "advantages",
@@ -55,7 +55,7 @@ def train_actor(
     further: tuple[str, ...] = (),
     quantities: tuple[Quantity, ...] = ("logprobs",),
 ) -> Operator:
-    """The optimizer steps of the actor by the loss ``function``, which reads the columns ``further`` besides."""
+    """Return the training of the actor by the loss ``function``. ``further``: columns that it reads in addition."""
     penalised = ("ref_logprobs",) if spec.kl is not None and spec.kl.place == "loss" else ()
     return Operator(
         "train_actor",
@@ -70,7 +70,7 @@ def train_actor(
 
 
 def train_critic(spec: PolicySpec, role: str = "critic", suffix: str = "") -> Operator:
-    """The optimizer steps of a critic. ``suffix``: of the columns of its values and returns."""
+    """Return the training of a critic. ``suffix``: stands behind the names of its columns of values and returns."""
     return Operator(
         f"train_{role}",
         "train",
@@ -84,13 +84,13 @@ def train_critic(spec: PolicySpec, role: str = "critic", suffix: str = "") -> Op
 
 
 def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple[str, ...]) -> Graph:
-    """A graph that draws its answers to the prompts of the data set."""
+    """Return a graph that generates responses to the prompts of the data set, with its evaluation."""
     inputs: tuple[str, ...] = ("prompts", "prompt_mask")
     if spec.ptx is not None:
         texts = qualified((*TEXT, "response_mask"), PTX)
         inputs += texts
         operators = tuple(
-            _beside(operator, texts) if operator.name == "train_actor" else operator for operator in operators
+            _with_extra_texts(operator, texts) if operator.name == "train_actor" else operator for operator in operators
         )
     return Graph(
         operators=operators,
@@ -102,5 +102,5 @@ def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple
     )
 
 
-def _beside(train: Operator, texts: tuple[str, ...]) -> Operator:
+def _with_extra_texts(train: Operator, texts: tuple[str, ...]) -> Operator:
     return replace(train, reads=(*train.reads, *texts), extra_loss=PTX)

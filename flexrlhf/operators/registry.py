@@ -36,7 +36,9 @@ GRAPHS: dict[str, Callable[[Any], Graph]] = {
 
 
 def make_graph(spec: Spec) -> Graph:
-    """The graph of the algorithm; roles that share another's weights are part of that role."""
+    """Return the graph of the algorithm before its models are placed, with the sources of scores; roles that share
+    another's weights are part of that role. Raises UserError for sources that the algorithm does not use.
+    """
     graph = with_sources(GRAPHS[spec.algorithm.name](spec.algorithm), spec)
     for role in graph.roles:
         model = spec.models.of(role)

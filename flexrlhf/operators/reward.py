@@ -8,6 +8,7 @@ from flexrlhf.operators.graph import Graph, Operator
 
 
 def reward(spec: RewardSpec) -> Graph:
+    """Return the graph of reward-model training: the chosen response scores above the rejected one."""
     return Graph(
         operators=(
             Operator(

@@ -1,7 +1,7 @@
-"""What changes in a graph when another engine generates, or another policy than the one that is trained.
+"""Rewrite a graph for a rollout engine, or for a policy that generates while another one is trained.
 
 Column ``logprobs``: of the sampled tokens under the weights that training of the step starts from, which the loss takes
-its ratio to. ``rollout_logprobs``: under the distribution that they were drawn from. Where nothing corrects for their
+its ratio to. ``rollout_logprobs``: under the distribution that they were sampled from. Where nothing corrects for their
 difference one of them serves for both, and a gate (``parity``) compares the two engines.
 """
 
@@ -17,11 +17,11 @@ from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 
 LEAST_TEMPERATURE = 0.01
-"""Of vLLM, which silently takes it for anything smaller but 0."""
+"""vLLM silently raises smaller temperatures other than 0 to this one."""
 
 
 def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
-    """``graph`` for the rollout engine of ``spec``. ``is_remote``: it sits on other ranks than the trained copy.
+    """Return ``graph`` for the rollout engine of ``spec``. ``is_remote``: it is on other ranks than the trained copy.
 
     Raises UserError for settings of rollouts that do not go with the algorithm.
     """
@@ -31,18 +31,18 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     is_separate = rollout.engine != "transformers"
     if importance is None and not is_separate:
         return graph
-    is_told = importance is None and is_remote
-    told = _told_by_engine(graph) if is_told else _told_by_both(graph, importance)
+    from_engine = importance is None and is_remote
+    graph = _logprobs_from_engine(graph) if from_engine else _logprobs_from_both(graph, importance)
     if is_separate and rollout.parity is not None:
-        told = _compared(told, rollout.parity, spec, is_told)
-    return _beside_its_forwards(told, is_separate and is_remote) if spec.schedule.lag else told
+        graph = _with_parity(graph, rollout.parity, spec, from_engine)
+    return _after_late_forwards(graph, is_separate and is_remote) if spec.schedule.lag else graph
 
 
 def check_rollout(graph: Graph, spec: Spec) -> None:
-    """Raise UserError for an engine that nothing is generated with, and for log-probs that cannot agree."""
+    """Raise UserError for an engine that generates nothing, and for log-probs that cannot agree."""
     algorithm, rollout = spec.algorithm, spec.rollout
-    draws = any(operator.kind == "generate" for operator in graph.evaluation)
-    if spec.eval is not None and spec.eval.temperature is not None and not draws:
+    generates = any(operator.kind == "generate" for operator in graph.evaluation)
+    if spec.eval is not None and spec.eval.temperature is not None and not generates:
         raise UserError(f"eval.temperature: evaluations of {algorithm.name} generate nothing; remove it")
     if rollout.engine == "transformers":
         return
@@ -53,8 +53,8 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         )
     if graph.generated is None:
         raise UserError(
-            f"rollout.engine: {rollout.engine} has nothing to do, since {algorithm.name} trains on answers of the data "
-            f"set; remove rollout"
+            f"rollout.engine: {rollout.engine} has nothing to do, since {algorithm.name} trains on responses of the "
+            f"data set; remove rollout"
         )
     if isinstance(algorithm, SampledSpec) and algorithm.is_cut and rollout.parity is not None:
         raise UserError(
@@ -63,8 +63,8 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         )
 
 
-def _told_by_engine(graph: Graph) -> Graph:
-    """No copy beside the engine forwards: its log-probs are the policy's."""
+def _logprobs_from_engine(graph: Graph) -> Graph:
+    """Return ``graph`` without the forward of ``logprobs``: the engine's log-probs are the policy's."""
     kept = [_not_writing(operator, "logprobs") for operator in graph.operators if operator.writes != ("logprobs",)]
     return replace(graph, operators=tuple(_also_writing(operator, "logprobs") for operator in kept))
 
@@ -73,30 +73,30 @@ def _not_writing(operator: Operator, column: str) -> Operator:
     return replace(operator, writes=tuple(name for name in operator.writes if name != column))
 
 
-def _told_by_both(graph: Graph, importance: ImportanceSpec | None) -> Graph:
-    """Engine and trained copy each tell log-probs of the tokens."""
+def _logprobs_from_both(graph: Graph, importance: ImportanceSpec | None) -> Graph:
+    """Return ``graph`` with log-probs of the tokens from the engine and from the trained copy."""
     corrected = [_corrected(operator) if importance is not None else operator for operator in graph.operators]
     return replace(graph, operators=tuple(_also_writing(operator, "rollout_logprobs") for operator in corrected))
 
 
 def _also_writing(operator: Operator, column: str) -> Operator:
-    """``operator``; if it generates what is trained on, with ``column`` among what it writes."""
-    is_drawn = operator.kind == "generate" and not operator.is_greedy
-    return replace(operator, writes=(*operator.writes, column)) if is_drawn else operator
+    """Return ``operator``; if it generates what is trained on, it also writes ``column``."""
+    is_sampled = operator.kind == "generate" and not operator.is_greedy
+    return replace(operator, writes=(*operator.writes, column)) if is_sampled else operator
 
 
-def _compared(graph: Graph, parity: ParitySpec, spec: Spec, is_told: bool) -> Graph:
-    """``graph`` with the gate, at steps in which engine and trained copy hold the same weights.
+def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, from_engine: bool) -> Graph:
+    """Return ``graph`` with the parity gate, at steps in which engine and trained copy hold the same weights.
 
-    Those that the engine draws batch b with are as old as k * floor(max(0, b - lag) / k), k = sync.every. With a lag
-    that is step 0 alone; else also the first step behind a sync, which may have gone wrong. ``is_told``: the engine's
-    log-probs stand for the policy's, so the trained copy has to compute its own.
+    The engine generates batch b with the weights after k * floor(max(0, b - lag) / k) batches, k = sync.every. With a
+    lag that is step 0 alone; else also the first step after a sync, which may have gone wrong. ``from_engine``: the
+    engine's log-probs stand for the policy's, so the trained copy computes its own for the gate.
     """
     role, k = _role_of(graph), spec.sync.every
     every, also = (spec.steps, 0) if spec.schedule.lag else (lcm(parity.every, k), k)
     operators = list(graph.operators)
     compared = ("rollout_logprobs", "logprobs")
-    if is_told:
+    if from_engine:
         compared = ("logprobs", "trainer_logprobs")
         own = ("trainer_logprobs",)
         operators.append(Operator(own[0], "forward", role, TEXT, own, every=every, also=also, on_trained=True))
@@ -117,8 +117,8 @@ def _compared(graph: Graph, parity: ParitySpec, spec: Spec, is_told: bool) -> Gr
 
 
 def _corrected(operator: Operator) -> Operator:
-    """The trained copy computes ``logprobs`` before it trains; a penalty in the reward is that of the policy which
-    drew the tokens; the loss reads both."""
+    """Return ``operator`` under importance correction: the trained copy computes ``logprobs`` before it trains, a KL
+    penalty in the reward is that of the policy that sampled the tokens, and the loss reads both."""
     if "logprobs" in operator.writes:
         return replace(operator, on_trained=True)
     if operator.kind == "combine" and "logprobs" in operator.reads:
@@ -129,10 +129,9 @@ def _corrected(operator: Operator) -> Operator:
     return operator
 
 
-def _beside_its_forwards(graph: Graph, is_alone: bool) -> Graph:
-    """What the trained copy forwards comes with a lag a step later: what is combined with that waits for it there.
-
-    ``is_alone``: no copy beside the engine can forward, so that one does it all.
+def _after_late_forwards(graph: Graph, is_alone: bool) -> Graph:
+    """Return ``graph`` with combines on the trained copy where they read what it forwards: with a lag that comes a step
+    later. ``is_alone``: no other copy than the trained one can forward.
     """
     role = _role_of(graph)
     forwards = [o for o in graph.operators if (o.kind, o.role) == ("forward", role) and (is_alone or o.on_trained)]
@@ -146,10 +145,10 @@ def _beside_its_forwards(graph: Graph, is_alone: bool) -> Graph:
 
 
 def _role_of(graph: Graph) -> str:
-    assert graph.generated is not None, "an engine is asked for only where something is generated"
+    assert graph.generated is not None, "a rollout engine needs an operator that generates"
     return graph.generated
 
 
 def _before_training(operators: list[Operator]) -> tuple[Operator, ...]:
-    """A graph stands in the order that a person would read it."""
+    """Return ``operators`` in reading order: training last."""
     return tuple(sorted(operators, key=lambda operator: operator.kind == "train"))

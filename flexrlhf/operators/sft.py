@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from flexrlhf.config.algorithms import SftSpec
 from flexrlhf.operators.columns import TEXT
-from flexrlhf.operators.evaluation import DIVERSITY, GENERATE, beside_answers
+from flexrlhf.operators.evaluation import DIVERSITY, GENERATE, next_to_data
 from flexrlhf.operators.graph import Graph, Operator
 
 
 def sft(spec: SftSpec) -> Graph:
+    """Return the graph of supervised fine-tuning: likelihood of the data set's responses."""
     return Graph(
         operators=(
             Operator(
@@ -26,7 +27,7 @@ def sft(spec: SftSpec) -> Graph:
         evaluation=(
             Operator("logprobs", "forward", "actor", TEXT, ("logprobs",)),
             Operator("perplexity", "combine", "actor", ("logprobs", "response_mask"), function="likelihood"),
-            beside_answers(GENERATE),
-            beside_answers(DIVERSITY),
+            next_to_data(GENERATE),
+            next_to_data(DIVERSITY),
         ),
     )

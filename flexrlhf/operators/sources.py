@@ -1,7 +1,7 @@
-"""What changes in a graph where scores come from other sources than one model of that name.
+"""Rewrite a graph whose scores come from other sources than one model of that name.
 
-A model of several is a role of its own. Functions, services and rules take no place: they are asked where the answers
-are. Where they are all there is, the role goes, and the ratio vector loses its entry.
+Each model of several is a role of its own. Functions, services and rules take no devices: they are called where the
+responses are. Without any model the role goes, and the ratio vector loses its entry.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from flexrlhf.operators.graph import Graph, Operator
 
 SECTIONS = ("reward", "cost")
 CALLED = "called"
-"""In the names of columns: what is no model."""
+"""Qualifier of columns that functions, services and rules write."""
 
 
 def with_sources(graph: Graph, spec: Spec) -> Graph:
-    """``graph`` with the sources of ``spec``. Raises UserError where the algorithm asks for no such scores."""
+    """Return ``graph`` with the sources of ``spec``. Raises UserError where the algorithm uses no such scores."""
     for section, sources in (("reward", spec.reward), ("cost", spec.cost)):
         if sources is None or _is_plain(sources, section):
             continue
         if not any(_scores(operator, section) for operator in graph.operators):
-            raise UserError(f"{section}: {spec.algorithm.name} asks for no such scores; remove it")
+            raise UserError(f"{section}: {spec.algorithm.name} uses no such scores; remove it")
         graph = _with(graph, section, sources)
     return graph
 
 
 def _is_plain(sources: Sources, section: str) -> bool:
-    """Whether the graph has them as it is."""
+    """Whether the sources are what the graph already has: one model of that name."""
     return sources == (ModelSource(model=section),)
 
 
@@ -69,7 +69,7 @@ def _check_names(section: str, sources: Sources, models: tuple[str, ...]) -> Non
 
 
 def _replaced(operator: Operator, section: str, sources: Sources) -> Iterator[Operator]:
-    """The operators that tell what ``operator``, a forward of the section's model, has told."""
+    """Yield the operators that take the place of ``operator``, a forward of the section's model."""
     models = [source for source in sources if isinstance(source, ModelSource)]
     called = [source for source in sources if not isinstance(source, ModelSource)]
     (column,) = operator.writes
@@ -77,9 +77,9 @@ def _replaced(operator: Operator, section: str, sources: Sources) -> Iterator[Op
     by_token = any(source.level == "token" for source in sources)
     own = (column, f"token_scores{suffix}") if by_token else (column,)
     texts = (*operator.reads, f"response_mask{operator.suffix}")
-    asked = replace(operator, kind="score", role="actor", function=section, suffix=suffix)
+    call = replace(operator, kind="score", role="actor", function=section, suffix=suffix)
     if not models:
-        yield replace(asked, reads=(*texts, f"finished{operator.suffix}"), writes=own)
+        yield replace(call, reads=(*texts, f"finished{operator.suffix}"), writes=own)
         return
     parts: list[str] = []
     for source in models:
@@ -91,22 +91,22 @@ def _replaced(operator: Operator, section: str, sources: Sources) -> Iterator[Op
         if any(source.level == "token" for source in called):
             names.append(f"token_scores.{CALLED}{suffix}")
         yield replace(
-            asked,
+            call,
             name=f"{operator.name}_{CALLED}",
             reads=(*texts, f"finished{operator.suffix}"),
             writes=tuple(names),
         )
         parts += names
-    yield replace(asked, kind="combine", reads=(*parts, f"response_mask{operator.suffix}"), writes=own)
+    yield replace(call, kind="combine", reads=(*parts, f"response_mask{operator.suffix}"), writes=own)
 
 
 def _with_token_scores(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Whoever reads scores that tokens have of their own, reads these, too."""
-    told = {name for operator in operators for name in operator.writes if plain(name) == "token_scores"}
+    """Return ``operators`` where readers of scores also read the token scores that exist."""
+    written = {name for operator in operators for name in operator.writes if plain(name) == "token_scores"}
 
     def reading(operator: Operator) -> Operator:
-        further = tuple(f"token_{name}" for name in operator.reads if f"token_{name}" in told - set(operator.reads))
-        is_weighing = operator.kind == "combine" and set(operator.writes) & told
+        further = tuple(f"token_{name}" for name in operator.reads if f"token_{name}" in written - set(operator.reads))
+        is_weighing = operator.kind == "combine" and set(operator.writes) & written
         return operator if is_weighing else replace(operator, reads=(*operator.reads, *further))
 
     return tuple(reading(operator) for operator in operators)

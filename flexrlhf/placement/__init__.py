@@ -1,1 +1,1 @@
-"""Who sits where: ratios to ranks, rows to ranks, routes between them. Pure Python."""
+"""Placement: models on ranks by ratios, rows on ranks by layouts, routes between layouts. Pure Python."""

@@ -12,7 +12,13 @@ from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 
 @dataclass(frozen=True)
 class Device:
-    """``link_gb_s``, ``network_gb_s``: where the YAML says otherwise than the catalogue; the latter of its node."""
+    """One device of a cluster.
+
+    rank:          number in the job.
+    node:          number of its node.
+    device_class:  name of its class, such as ``A100-80G``; ``any`` without a class.
+    memory_gb, link_gb_s, network_gb_s: of the YAML, in place of the figures of the class; the network is its node's.
+    """
 
     rank: int
     node: int
@@ -24,6 +30,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
+    """Devices by rank, node after node."""
+
     devices: tuple[Device, ...]
 
     @property
@@ -51,23 +59,25 @@ class Cluster:
             nodes.setdefault(device.node, []).append(device.rank)
         return {node: tuple(ranks) for node, ranks in nodes.items()}
 
-    def resolve_class(self, wanted: str) -> str:
-        """``V100`` names ``V100-32G`` when the cluster has just one class that starts so."""
-        matches = [name for name in self.classes if name == wanted] or [n for n in self.classes if n.startswith(wanted)]
+    def resolve_class(self, name: str) -> str:
+        """Return the class called ``name``, or the only one that starts so: ``V100`` is ``V100-32G``. Raises
+        UserError.
+        """
+        matches = [each for each in self.classes if each == name] or [c for c in self.classes if c.startswith(name)]
         if len(matches) != 1:
             found = ", ".join(self.classes)
-            raise UserError(f"placement: on: {wanted!r} names no single device class; the cluster has {found}")
+            raise UserError(f"placement: on: {name!r} names no single device class; the cluster has {found}")
         return matches[0]
 
     def memory_bytes(self, rank: int) -> int | None:
-        """What one device holds: as the YAML says, else as its class is sold; None when nobody says."""
+        """Return the bytes of a device's memory: of the YAML, else of its class; None where neither gives a size."""
         device = self.devices[rank]
         figures = DEVICE_CLASSES.get(device.device_class)
         gigabytes = device.memory_gb or (figures.memory_gb if figures else None)
         return None if gigabytes is None else int(gigabytes * 1e9)
 
     def figures(self, rank: int) -> DeviceClass | None:
-        """What the catalogue says of a device, with the links that the YAML names; None for a class without figures."""
+        """Return the figures of a device's class with the YAML's links; None for a class without figures."""
         device = self.devices[rank]
         known = DEVICE_CLASSES.get(device.device_class)
         if known is None:
@@ -76,13 +86,13 @@ class Cluster:
         return replace(known, link_gb_s=link, node_gb_s=network)
 
     def speed(self, rank: int) -> int:
-        """Relative speed for default row shares; a class without figures counts 1."""
+        """Return the relative speed for default row shares; 1 for a class without figures."""
         figures = DEVICE_CLASSES.get(self.devices[rank].device_class)
         return int(figures.tflops) if figures else 1
 
 
 def make_cluster(spec: ClusterSpec) -> Cluster:
-    """Number the devices node by node. A cluster given as one number is one node."""
+    """Return the devices of ``spec``, numbered node by node. A cluster given as one number is one node."""
     if not spec.nodes:
         return Cluster(tuple(Device(rank, 0, "any", spec.memory_gb) for rank in range(spec.devices or 1)))
     devices: list[Device] = []

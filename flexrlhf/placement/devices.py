@@ -1,4 +1,4 @@
-"""The catalogue of device classes: what one device can do, with where each figure is from.
+"""Device classes: peak speed, memory and links of one device, with the source of each figure.
 
 Bandwidths are in GB/s (1e9 bytes), one direction; vendors' sheets print both directions of a link together.
 """
@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 class DeviceClass:
     """Figures of one device class.
 
-    ``tflops``: dense 16-bit tensor-core peak, TFLOP/s. ``memory_gb``: as sold, in 1e9 bytes. ``memory_gb_s``: of its
-    memory. ``link_gb_s``: between two devices of a node. ``host_gb_s``: to host memory. ``node_gb_s``: of a usual
-    node of such devices to the network. ``cores``: multiprocessors, which whole waves of a kernel fill.
-
-    Shares of ``tflops`` (``benchmarks/calibration``): ``matmul``: large matrix products in a benchmark of kernels;
-    ``sustained``: of that, what remains in passes that last, where the board's power limit lowers its clock;
-    ``attention``: FlashAttention 2.
+    tflops:       dense 16-bit tensor-core peak, TFLOP/s.
+    memory_gb:    as sold, in 1e9 bytes.
+    memory_gb_s:  bandwidth of its memory.
+    link_gb_s:    between two devices of a node.
+    host_gb_s:    to host memory.
+    node_gb_s:    of a usual node of such devices to the network.
+    cores:        multiprocessors, which whole waves of a kernel fill.
+    bf16:         whether it computes in bfloat16.
+    matmul:       share of ``tflops`` of large matrix products in a benchmark of kernels (``benchmarks/calibration``).
+    sustained:    share of that in long passes, where the board's power limit reduces its clock.
+    attention:    share of ``tflops`` of FlashAttention 2.
     """
 
     name: str

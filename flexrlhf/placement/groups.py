@@ -1,4 +1,4 @@
-"""Which ranks communicate for what. The plan lists the groups, comm/ creates them."""
+"""Process groups by purpose. The plan lists them, comm/ creates them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flexrlhf.placement.placed import PlacedModel
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose: compute or tp (a placed model), move, sync or gather.
+    """Ranks that communicate for one purpose: compute or tp (of a placed model), move, sync or gather.
 
-    Purposes never share a group. A single rank needs none, unless a library asks for one (``alone``).
+    Purposes never share a group. A single rank needs none, unless a library requires one (``alone``).
     """
 
     purpose: str
@@ -20,7 +20,7 @@ class Group:
 
 
 def compute_groups(model: PlacedModel) -> list[Group]:
-    """The groups that an engine is handed: of replicas, of tensor-parallel ranks; DeepSpeed also wants single ranks."""
+    """Return the groups of an engine: data-parallel, tensor-parallel and, for DeepSpeed, of single ranks."""
     layout = model.layout
     groups = [Group(f"compute {model.name}", layout.dp_set(rank)) for rank in model.ranks[: layout.tp]]
     if layout.tp > 1:

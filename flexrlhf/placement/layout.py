@@ -1,7 +1,7 @@
-"""Which rows a rank holds: a layout splits the prompts of every mini-batch over its replicas.
+"""Layouts: how a placed model's ranks form replicas, and how the prompts of every mini-batch are split over these.
 
-The unit is the prompt, because samples of one prompt never part: row = prompt * samples_per_prompt + sample. Every
-mini-batch is split by itself, so that forward and training want the same rows on the same rank whatever the chunks.
+The unit is the prompt, because samples of one prompt are never separated: row = prompt * samples_per_prompt + sample.
+Every mini-batch is split by itself, so that forward and training use the same rows on the same rank for any chunks.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Self
+
+from flexrlhf.config.spec import Spec
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``dp * tp * pp`` ranks: tp fastest, then dp, pp (Megatron's order). Ranks of a replica hold the same rows."""
+    """``dp * tp * pp`` ranks: tp fastest, then dp, pp (Megatron's order). Ranks of a replica compute the same rows.
+
+    row_shares:  relative share of rows of each replica; empty: equal.
+    """
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -29,38 +35,40 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once: layouts are keys of many tables, and may have ten thousand ranks."""
+        """Hash, computed once: layouts are keys of many tables, and may have ten thousand ranks."""
         return hash((self.ranks, self.tp, self.pp, self.row_shares))
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Rank → its place among ``ranks``."""
+        """Position of each rank in ``ranks``."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     @property
     def dp(self) -> int:
+        """Number of replicas."""
         return len(self.ranks) // (self.tp * self.pp)
 
     def replica(self, rank: int) -> int:
+        """Return the number of the replica that ``rank`` belongs to."""
         return self.places[rank] // self.tp % self.dp
 
     def tp_index(self, rank: int) -> int:
-        """Which tensor-parallel part of its replica a rank holds."""
+        """Return the number of the tensor-parallel part on ``rank``."""
         return self.places[rank] % self.tp
 
     @property
     def tp_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that together hold one replica's layers."""
+        """Tensor-parallel groups: ranks that share one replica's tensors."""
         return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
 
     def dp_set(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold what ``rank`` holds, or its ZeRO shards, for other rows: one of each replica."""
+        """Return the data-parallel group of ``rank``: the ranks at the same position in every replica."""
         assert self.pp == 1, "no engine has pipeline stages yet"
         return self.ranks[self.tp_index(rank) :: self.tp]
 
     @cached_property
     def bounds(self) -> tuple[Fraction, ...]:
-        """Where the replicas' shares end, in (0, 1]."""
+        """Upper bounds of the replicas' shares, in (0, 1]."""
         shares = self.row_shares or (Fraction(1),) * self.dp
         total, seen, bounds = sum(shares), Fraction(0), []
         for share in shares:
@@ -69,11 +77,12 @@ class Layout:
         return tuple(bounds)
 
     def slice(self, items: range, replica: int, turn: int = 0) -> range:
-        """The contiguous part of ``items`` that a replica holds. Exact: parts are disjoint and cover; may be empty.
+        """Return the contiguous part of ``items`` of a replica. Parts are disjoint and cover ``items``; they may be
+        empty.
 
-        ``turn`` shifts where the bounds are rounded, so that over several turns what does not divide goes round.
+        ``turn`` shifts the rounding of bounds, so that over several turns remainders go round the replicas.
         """
-        if not self.row_shares:  # the same in whole numbers: a thousand replicas are asked often
+        if not self.row_shares:  # in whole numbers: called often for a thousand replicas
             first = (len(items) * replica + turn % self.dp) // self.dp
             return items[first : (len(items) * (replica + 1) + turn % self.dp) // self.dp]
         shift = Fraction(turn % self.dp, self.dp)
@@ -83,12 +92,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The prompts of one step, its mini-batches and its chunks."""
+    """Numbers of prompts, samples, mini-batches and chunks of one step."""
 
     num_prompts: int
     samples_per_prompt: int = 1
     num_mini_batches: int = 1
     num_chunks: int = 1
+
+    @classmethod
+    def of(cls, spec: Spec) -> Self:
+        """Return the shape of a step of ``spec``."""
+        algorithm = spec.algorithm
+        return cls(
+            algorithm.num_prompts,
+            algorithm.samples_per_prompt,
+            algorithm.num_mini_batches,
+            spec.schedule.num_chunks,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -99,20 +119,21 @@ class BatchShape:
         return range(self.num_mini_batches)
 
     def prompts(self, mini_batch: int) -> range:
-        """Contiguous prompts of one mini-batch; sizes differ by at most one."""
+        """Return the contiguous prompts of one mini-batch; sizes differ by at most one."""
         start = mini_batch * self.num_prompts // self.num_mini_batches
         return range(start, (mini_batch + 1) * self.num_prompts // self.num_mini_batches)
 
     def chunk(self, index: int) -> range:
-        """The consecutive whole mini-batches of one chunk."""
+        """Return the consecutive whole mini-batches of one chunk."""
         size = self.num_mini_batches // self.num_chunks
         return range(index * size, (index + 1) * size)
 
     def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
-        """Prompts of ``mini_batches`` that ``rank`` holds, ascending."""
+        """Return the prompts of ``mini_batches`` that ``rank`` computes under ``layout``, ascending."""
         replica = layout.replica(rank)
         return tuple(prompt for m in mini_batches for prompt in layout.slice(self.prompts(m), replica, turn=m))
 
     def rows(self, prompts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the rows of ``prompts``: all samples of each."""
         n = self.samples_per_prompt
         return tuple(prompt * n + sample for prompt in prompts for sample in range(n))

@@ -14,8 +14,8 @@ from flexrlhf.placement.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class Request:
-    """A placed model that wants ``count`` devices."""
+class DeviceRequest:
+    """A placed model that needs ``count`` devices."""
 
     name: str
     count: int
@@ -23,14 +23,14 @@ class Request:
 
 @dataclass
 class Packing:
-    """Ranks by placed model; warnings name the models that straddle two nodes."""
+    """Ranks by placed model, and warnings that name the models that straddle two nodes."""
 
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
-def pack(requests: list[Request], ranks: tuple[int, ...], cluster: Cluster) -> Packing:
-    """Lay every request on consecutive positions of ``ranks``. A request never exceeds ``len(ranks)``."""
+def pack(requests: list[DeviceRequest], ranks: tuple[int, ...], cluster: Cluster) -> Packing:
+    """Assign consecutive positions of ``ranks`` to every request. A request never exceeds ``len(ranks)``."""
     nodes = [cluster.devices[rank].node for rank in ranks]
     lanes: list[int] = []  # positions used in each lane
     packing = Packing()
@@ -53,7 +53,7 @@ def _straddles(nodes: list[int], start: int, count: int) -> bool:
 
 
 def _start(nodes: list[int], used: int, count: int) -> int:
-    """The lane's next free position, or the next node boundary when that avoids a straddle and still fits."""
+    """Return the lane's next free position, or the next node boundary where that avoids a straddle and still fits."""
     if used and _straddles(nodes, used, count):
         boundaries = (i for i in range(used, len(nodes)) if nodes[i - 1] != nodes[i])
         boundary = next(boundaries, len(nodes))

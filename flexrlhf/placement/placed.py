@@ -12,15 +12,19 @@ from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
 
 Split = Literal["whole", "rows", "flat"]
 _SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "rows", ("deepspeed", 3): "flat"}
-"""How weights lie between passes, by engine and ZeRO stage: FSDP2 cuts each tensor's rows, ZeRO-3 its flat numbers."""
+"""How replicas split weights between passes, by engine and ZeRO stage: FSDP2 by rows of a tensor, ZeRO-3 flat."""
 
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """One copy of ``role``'s weights. ``trained`` copies own an optimizer; shadows and rollouts follow them by Sync.
+    """One copy of a role's weights on given ranks.
 
-    ``settings``: how this copy computes. ``rollout``: of one that does nothing but generate. ``head``: that of this
-    copy, which follows from what its operators compute.
+    name:      role and copy.
+    layout:    its ranks, and how they form replicas.
+    trained:   whether it has an optimizer; shadows and rollout engines follow a trained copy by Sync.
+    settings:  how this copy computes.
+    rollout:   settings of a copy that only generates.
+    head:      follows from what its operators compute.
     """
 
     name: ModelName
@@ -40,12 +44,12 @@ class PlacedModel:
 
     @property
     def split(self) -> Split:
-        """How the replicas share the weights between passes."""
+        """Split of the weights over replicas between passes."""
         return "whole" if self.layout.dp == 1 else _SPLITS.get((self.engine, self.settings.zero), "whole")
 
     @property
     def gather_sets(self) -> tuple[tuple[int, ...], ...]:
-        """The smallest sets of ranks that hold all weights together."""
+        """Smallest sets of ranks that together store all weights."""
         return self.layout.tp_sets if self.split == "whole" else (self.ranks,)
 
     @property
@@ -58,11 +62,11 @@ class PlacedModel:
 
     @property
     def follows(self) -> bool:
-        """Whether its weights are another copy's, sent by Sync."""
+        """Whether its weights come from another copy by Sync."""
         return self.is_shadow or self.rollout is not None
 
     def key(self, setting: str) -> str:
-        """Where the YAML says ``setting``; a shadow has from its role what its own section cannot say."""
+        """Return the YAML key of ``setting``; a shadow takes from its role what its own section does not have."""
         if self.rollout is not None:
             own = {"generate_tokens": "kv_tokens"}.get(setting, setting)
             return f"rollout.{own}" if own in RolloutSpec.model_fields else f"models.{self.role}.{setting}"
@@ -72,7 +76,7 @@ class PlacedModel:
 
 @dataclass(frozen=True)
 class Placement:
-    """All placed models of a run, in vector order, and what a person should know about them."""
+    """All placed models of a run, in vector order, with warnings for the user."""
 
     models: tuple[PlacedModel, ...]
     num_ranks: int
@@ -85,29 +89,34 @@ class Placement:
         return any(model.name == name for model in self.models)
 
     def on_rank(self, rank: int) -> tuple[PlacedModel, ...]:
+        """Return the placed models that have ``rank``."""
         return tuple(model for model in self.models if rank in model.layout.places)
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
+        """Ranks without a placed model."""
         used = {rank for model in self.models for rank in model.ranks}
         return tuple(rank for rank in range(self.num_ranks) if rank not in used)
 
     @property
     def followers(self) -> tuple[PlacedModel, ...]:
+        """Copies whose weights come from a trained copy by Sync."""
         return tuple(model for model in self.models if model.follows)
 
     @property
     def shadows(self) -> tuple[PlacedModel, ...]:
-        """Copies for inference on other ranks than those that train: a rollout engine may be the actor's."""
+        """Copies for inference on other ranks than the trained copy's; the actor's may be a rollout engine."""
         return tuple(model for model in self.followers if not set(model.ranks) & set(self[model.role].ranks))
 
     def inference_copy(self, role: str) -> PlacedModel:
-        """The copy beside which rows of ``role`` are made: the shadow where there is one."""
+        """Return the copy on whose ranks rows of ``role`` are generated and scored: the shadow where there is one."""
         return next((model for model in self.shadows if model.role == role), self[role])
 
     def copy_for(self, role: str, kind: str, on_trained: bool = False) -> PlacedModel:
-        """The copy that an operator of ``kind`` runs on: the trained copy trains, everything else happens where rows
-        are made; but a rollout engine generates, and does not forward."""
+        """Return the copy that an operator of ``kind`` runs on.
+
+        The trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
+        """
         if kind == "train" or on_trained:
             return self[role]
         engine = ModelName.of(role, ROLLOUT)
@@ -117,5 +126,5 @@ class Placement:
         return self[role] if kind == "forward" and copy.rollout is not None else copy
 
     def co_located_pairs(self) -> list[tuple[str, str]]:
-        """Pairs of placed models that share a device."""
+        """Return the pairs of placed models that share a device."""
         return [(a.name, b.name) for a, b in combinations(self.models, 2) if set(a.ranks) & set(b.ranks)]

@@ -1,8 +1,8 @@
-"""From a ratio vector, a mapping or explicit ranks to placed models.
+"""Placement ratios: a ratio vector, a mapping or explicit ranks become placed models.
 
 Ratios are exact fractions of a pool of devices. A pool is the whole cluster, or one device class when models are pinned
-``on`` it, then the others share what remains. With shadows a pool that serves both training and inference models is cut
-into a training side (first ranks) and an inference side (the rest); FlexRLHF, section 3 (Disaggregated).
+``on`` it, then the others share what remains. With shadows a pool for both training and inference models is split into
+a training side (first ranks) and an inference side (the rest); FlexRLHF, section 3 (Disaggregated).
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
-from flexrlhf.placement.packing import Packing, Request, pack
+from flexrlhf.placement.packing import DeviceRequest, Packing, pack
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a graph in vector order; the trained ones may have shadows. ``rollout``: the role that an engine of
-    its own generates for; with shadows that engine is this role's. ``heads``: by role."""
+    """Roles of a graph.
+
+    all:      in vector order.
+    trained:  those that may have shadows.
+    heads:    by role.
+    rollout:  the role that a rollout engine generates for; with shadows that engine is its shadow.
+    """
 
     all: tuple[str, ...]
     trained: tuple[str, ...]
@@ -53,15 +58,15 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
         _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
     )
     if roles.rollout is not None and ModelName.of(roles.rollout, ROLLOUT) not in request.models:
-        models += (_rollout_beside(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
+        models += (_rollout_on_trained_ranks(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
     if roles.rollout is not None:
         warnings = warnings + rollout_warnings(spec, roles.rollout)
     _check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
     return Placement(models, len(cluster.devices), tuple(warnings))
 
 
-def _rollout_beside(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:
-    """The rollout engine on the ranks of the copy that is trained; its replicas take rows as that copy's do."""
+def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:
+    """Return the rollout engine on the ranks of the trained copy; its replicas take rows as that copy's do."""
     entry = PlacementEntry(ranks=trained.ranks)
     if spec.rollout.tp == trained.layout.tp and trained.layout.row_shares:
         entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
@@ -69,8 +74,8 @@ def _rollout_beside(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Clu
 
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
-    """The mapping form of whatever the user wrote, in vector order."""
-    assert spec.placement != "auto", "the command line asks the guideline before it plans"
+    """Return the mapping form of ``spec.placement``, in vector order."""
+    assert spec.placement != "auto", "the command line resolves auto before it plans"
     if spec.placement is None:
         return PlacementMap(models={name: PlacementEntry(ratio=Fraction(1)) for name in roles.all})
     if isinstance(spec.placement, PlacementMap):
@@ -100,13 +105,13 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
                     f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}.{ROLLOUT}"
                 )
             raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-    wanted = roles.with_shadows if _has_shadows(placement.models) else roles.all
-    missing = [name for name in wanted if name not in placement.models]
+    required = roles.with_shadows if _has_shadows(placement.models) else roles.all
+    missing = [name for name in required if name not in placement.models]
     if missing:
-        raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(wanted)}")
-    if placement.train_share is not None and wanted == roles.all:
+        raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(required)}")
+    if placement.train_share is not None and required == roles.all:
         raise UserError("placement.train_share: needs shadow models (a disaggregated placement); remove it")
-    return placement.model_copy(update={"models": {name: placement.models[name] for name in wanted}})
+    return placement.model_copy(update={"models": {name: placement.models[name] for name in required}})
 
 
 def _has_shadows(names: Iterable[str]) -> bool:
@@ -114,7 +119,7 @@ def _has_shadows(names: Iterable[str]) -> bool:
 
 
 def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Ranks by placed model: explicit ones as written, the others pool by pool."""
+    """Return ranks by placed model: explicit ones as written, the others pool by pool; and warnings."""
     ranks = {name: _explicit(name, e.ranks, cluster) for name, e in request.models.items() if e.ranks is not None}
     warnings: list[str] = []
     for pool, names in _pools(request, cluster).items():
@@ -137,7 +142,7 @@ def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int,
 
 
 def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
-    """With shadows, no device serves both training and inference, else one side would wait for the other."""
+    """Raise UserError for a device of both training and inference with shadows: one side would wait for the other."""
     if not _has_shadows(ranks):
         return
     for trained in roles.trained:
@@ -146,12 +151,12 @@ def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
             if both:
                 raise UserError(
                     f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, "
-                    f"both sit on rank {both[0]}; give them disjoint ranks"
+                    f"both are on rank {both[0]}; give them disjoint ranks"
                 )
 
 
 def _pools(request: PlacementMap, cluster: Cluster) -> dict[tuple[int, ...], list[str]]:
-    """Devices → the placed models whose ratios count them."""
+    """Return the placed models whose ratios are shares of the same devices, by these devices."""
     pinned = {name: cluster.resolve_class(e.on) for name, e in request.models.items() if e.on and e.ranks is None}
     rest = tuple(d.rank for d in cluster.devices if d.device_class not in pinned.values())
     pools: dict[tuple[int, ...], list[str]] = {}
@@ -174,7 +179,7 @@ def _place_in_pool(
     training = [name for name in counts if name in roles.trained]
     inference = [name for name in counts if name not in roles.trained]
     if not (_has_shadows(request.models) and training and inference):
-        return pack([Request(name, count) for name, count in counts.items()], pool, cluster)
+        return pack([DeviceRequest(name, count) for name, count in counts.items()], pool, cluster)
     fitting = [
         _pack_sides(counts, training, inference, pool, side, cluster)
         for side in _side_readings(counts, training, len(pool), request.train_share)
@@ -186,7 +191,7 @@ def _place_in_pool(
 
 
 def whole_devices(name: str, ratio: Fraction, num_devices: int) -> int:
-    """``ratio`` of ``num_devices``, which must be whole: never rounded silently."""
+    """Return ``ratio`` of ``num_devices``. Raises UserError with the nearest ratios where it is no whole number."""
     if not 0 < ratio <= 1:
         raise UserError(f"placement: ratio of {name} must lie in (0, 1], found {_number(ratio)}")
     count = ratio * num_devices
@@ -201,7 +206,7 @@ def whole_devices(name: str, ratio: Fraction, num_devices: int) -> int:
 
 
 def _side_readings(counts: dict[str, int], training: list[str], size: int, train_share: Fraction | None) -> list[int]:
-    """Sizes of the training side to try; side by side first, so that it wins a tie."""
+    """Return the sizes of the training side to try; side by side first, so that it wins a tie."""
     if train_share is not None:
         return [whole_devices("train_share", train_share, size)]
     sizes = [counts[name] for name in training]
@@ -220,8 +225,8 @@ def _pack_sides(
     side: int,
     cluster: Cluster,
 ) -> Packing:
-    left = pack([Request(name, counts[name]) for name in training], pool[:side], cluster)
-    right = pack([Request(name, counts[name]) for name in inference], pool[side:], cluster)
+    left = pack([DeviceRequest(name, counts[name]) for name in training], pool[:side], cluster)
+    right = pack([DeviceRequest(name, counts[name]) for name in inference], pool[side:], cluster)
     return Packing(left.ranks | right.ranks, left.warnings + right.warnings)
 
 
@@ -236,11 +241,11 @@ def _no_reading(
     request: PlacementMap,
     size: int,
 ) -> str:
-    """Name the nearest ratios that fit: those that take the fewest devices away."""
+    """Return the error sentence with the nearest ratios that fit: those that remove the fewest devices."""
     train_share = request.train_share
 
     def text(shown: Iterable[Fraction]) -> str:
-        """The vector; where only some models share the pool, their names beside their ratios."""
+        """Return the vector; where only some models share the pool, names with ratios."""
         if len(ratios) == len(request.models):
             return _shown(shown)
         return ", ".join(f"{name}: {_number(ratio)}" for name, ratio in zip(ratios, shown, strict=True))
@@ -274,7 +279,7 @@ def _placed(
 def _layout(
     name: ModelName, entry: PlacementEntry, ranks: tuple[int, ...], written: tuple[int, ...], tp: int, cluster: Cluster
 ) -> Layout:
-    """Ranks in ascending order; ``row_shares`` stand in the order in which the user wrote the ranks."""
+    """Return the layout on ascending ranks; ``row_shares`` are in the order in which the user wrote the ranks."""
     _check_tensor_parallel(name, ranks, tp, cluster)
     dp = len(ranks) // tp
     shares = entry.row_shares
@@ -291,7 +296,7 @@ def _layout(
 
 
 def _check_tensor_parallel(name: ModelName, ranks: tuple[int, ...], tp: int, cluster: Cluster) -> None:
-    """A replica's tensor-parallel ranks stay on one node, where links are fast."""
+    """Raise UserError for tensor-parallel ranks of a replica on several nodes, whose links are slow."""
     where = "rollout.tp" if name.is_rollout else f"models.{name}.tp"
     works = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _stays_on_node(ranks, n, cluster)]
     if len(ranks) % tp:
@@ -309,10 +314,12 @@ _PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"
 
 
 def _check_classes(models: tuple[PlacedModel, ...], request: PlacementMap, cluster: Cluster, is_vector: bool) -> None:
-    """A model over two device classes runs at the slower one's pace, so it must be asked for."""
+    """Raise UserError for a model over two device classes, which runs at the slower one's pace, unless it is
+    explicit.
+    """
     for model in models:
         classes = {cluster.devices[rank].device_class for rank in model.ranks}
-        # a rollout engine that nobody placed sits where its role does
+        # a rollout engine without an entry is where its role is
         entry = request.models.get(model.name) or request.models[model.role]
         if len(classes) > 1 and not request.span_classes and entry.ranks is None:
             raise UserError(
@@ -322,7 +329,7 @@ def _check_classes(models: tuple[PlacedModel, ...], request: PlacementMap, clust
 
 
 def _as_mapping(request: PlacementMap, name: str, device_class: str) -> str:
-    """How a mapping says what a vector cannot."""
+    """Return the mapping that expresses what a vector cannot."""
     ratios = {key: _number(entry.ratio) for key, entry in request.models.items() if entry.ratio is not None}
     pinned = f"{{{name}: {{ratio: {ratios[name]}, on: {device_class}}}, ...}}"
     spanning = ", ".join(f"{key}: {ratio}" for key, ratio in ratios.items())

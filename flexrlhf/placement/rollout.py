@@ -9,24 +9,25 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import BatchShape, Layout
 
 KV_BLOCK_TOKENS = 32
-"""Tokens of a block of vLLM's cache: what its attention takes on CPUs and on GPUs."""
+"""Tokens of a block of vLLM's cache, a size that its attention supports on CPUs and on GPUs."""
 
 
 def padded_row(spec: Spec) -> int:
-    """Tokens of the longest prompt and answer, in whole blocks."""
+    """Return the tokens of the longest prompt and response, in whole blocks."""
     width = spec.data.max_prompt_tokens + spec.data.max_response_tokens
     return -(-width // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
 
 
 def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
-    """The weights of ``model`` for an engine that only generates.
+    """Return the settings of ``model`` for an engine that only generates.
 
-    ``generate_tokens``: what its cache holds, at most all rows of a step on one rank.
+    ``generate_tokens``: capacity of its cache, at most all rows of a step on one rank. Raises UserError for a cache
+    smaller than one row.
     """
     rollout, row = spec.rollout, padded_row(spec)
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
         raise UserError(
-            f"rollout.kv_tokens: {rollout.kv_tokens} do not hold one row of {row} tokens (prompt and response, in "
+            f"rollout.kv_tokens: {rollout.kv_tokens} are less than one row of {row} tokens (prompt and response, in "
             f"blocks of {KV_BLOCK_TOKENS}); use at least {row}"
         )
     tokens = rollout.kv_tokens or max(model.generate_tokens, row)
@@ -41,22 +42,21 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
 
 
 def rollout_warnings(spec: Spec, role: str) -> list[str]:
-    """What a person should know of an engine in another type than what it draws for."""
+    """Return warnings for an engine that samples in another dtype than the policy has."""
     model, dtype = spec.models.of(role), spec.rollout.dtype
     is_corrected = getattr(spec.algorithm, "importance", None) is not None
     if model is None or dtype in (None, model.dtype) or is_corrected:
         return []
     return [
-        f"rollout.dtype {dtype} beside {model.dtype} of models.{role} draws from a policy that differs by rounding; "
+        f"rollout.dtype {dtype} with {model.dtype} of models.{role} samples from a policy that differs by rounding; "
         f"algorithm.importance: {{}} corrects for it"
     ]
 
 
 def _most_rows(layout: Layout, spec: Spec) -> int:
-    """Rows of a step on the replica that has most."""
-    algorithm = spec.algorithm
-    batch = BatchShape(algorithm.num_prompts, algorithm.samples_per_prompt, algorithm.num_mini_batches)
-    return algorithm.samples_per_prompt * _most_prompts(batch, layout)
+    """Return the rows of a step on the replica with most."""
+    batch = BatchShape.of(spec)
+    return batch.samples_per_prompt * _most_prompts(batch, layout)
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Which rows go where, and by which primitive. Planned here, executed by comm/move.py.
+"""Routes of rows between layouts, and the primitive that carries them. comm/move.py executes them.
 
 A transfer is the rows of one column that one rank sends to another. The primitive over the union of ranks, first match:
 
@@ -17,7 +17,7 @@ from typing import Literal
 
 Primitive = Literal["none", "all_gather", "point_to_point", "all_to_all"]
 Holdings = dict[int, set[int]]
-"""Rank → prompts of one column."""
+"""Prompts of one column, by rank."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Transfer:
     prompts: tuple[int, ...]
 
 
-def route(column: str, produced: Holdings, held: Holdings, needed: Holdings) -> list[Transfer]:
-    """Send each rank of ``needed`` the prompts that it lacks, from the ranks that produced them.
+def route(column: str, produced: Holdings, available: Holdings, needed: Holdings) -> list[Transfer]:
+    """Return transfers that bring each rank of ``needed`` the prompts that it lacks, from ranks that produced them.
 
     Of several producers (tp and pp ranks of one replica produce the same rows) receivers take turns.
     """
@@ -42,18 +42,18 @@ def route(column: str, produced: Holdings, held: Holdings, needed: Holdings) -> 
     transfers: list[Transfer] = []
     for turn, destination in enumerate(sorted(needed)):
         parts: dict[int, list[int]] = defaultdict(list)
-        for prompt in sorted(needed[destination] - held.get(destination, set())):
+        for prompt in sorted(needed[destination] - available.get(destination, set())):
             holders = owners[prompt]
-            assert holders, f"nobody produced prompt {prompt} of {column}"
+            assert holders, f"no rank produced prompt {prompt} of {column}"
             parts[holders[turn % len(holders)]].append(prompt)
         transfers += [Transfer(column, source, destination, tuple(part)) for source, part in sorted(parts.items())]
     return transfers
 
 
 def primitive_of(transfers: Iterable[Transfer], ranks: tuple[int, ...], ends_with_all: bool) -> Primitive:
-    """The primitive that carries ``transfers`` among ``ranks``, by the module's rule.
+    """Return the primitive that carries ``transfers`` among ``ranks``, by the module's rule.
 
-    ``ends_with_all``: afterwards every one of ``ranks`` holds every row of the columns.
+    ``ends_with_all``: whether afterwards every one of ``ranks`` has every row of the columns.
     """
     payloads: dict[int, dict[int, list[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(list))
     receivers = set()

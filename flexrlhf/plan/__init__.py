@@ -1,1 +1,1 @@
-"""From a spec to a plan: what every rank does, what it takes, and how a person reads it."""
+"""Plans: from a spec to what every rank does and needs, and the text of it."""

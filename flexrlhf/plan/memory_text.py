@@ -1,4 +1,4 @@
-"""Memory as a person reads it: the plan of every rank before a run, planned beside measured after it."""
+"""Text of memory plans: of every rank before a run, planned against measured after it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
 from flexrlhf.text import bytes_text, ranks_text
 
 NUM_MEASURED = 4
-NUM_REMEDIES = 6
+NUM_SUGGESTIONS = 6
 SMALLEST_DEVICE_BYTES = min(int(1e9 * device.memory_gb) for device in DEVICE_CLASSES.values())
 
 
 def planned_memory(plan: Plan) -> list[str]:
-    """For ranks with the same models and device the one that needs most; then what would free memory."""
+    """Return lines for the fullest of ranks with the same models and device, then the suggestions."""
     alike: dict[tuple[tuple[str, ...], str, int | None], list[RankMemory]] = {}
     for memory in plan.memories:
         device = plan.cluster.devices[memory.rank].device_class, plan.cluster.memory_bytes(memory.rank)
@@ -32,7 +32,7 @@ def planned_memory(plan: Plan) -> list[str]:
         where = "" if size is None else f" ({device_class}, {bytes_text(size)})"
         lines.append(f"{ranks_text(tuple(memory.rank for memory in members))}{where}: {_peak(highest)}")
         lines += [f"  {line}" for line in _memory_table(highest)]
-    return lines + _remedies(plan)
+    return lines + _suggestions(plan)
 
 
 def _peak(memory: RankMemory) -> str:
@@ -43,7 +43,7 @@ def _peak(memory: RankMemory) -> str:
 
 
 def _memory_table(memory: RankMemory) -> list[str]:
-    """A line for each model, which holds that much between its calls too, and for each phase with its parts."""
+    """Return a line for each model, allocated also between its calls, and for each phase with its parts."""
     if not memory.states:
         return []
     return [
@@ -66,7 +66,7 @@ def _states(states: Mapping[ModelName, State | None]) -> list[str]:
 
 
 def _is_worth_a_line(phase: Phase, memory: RankMemory) -> bool:
-    """Left out is what takes next to nothing beside the states, unless it is a model call."""
+    """Whether a phase is shown: the peak, every model call, and what needs a hundredth in addition to the states."""
     return phase == memory.peak or phase.kind in ("generate", "forward", "train") or _share(phase.besides, phase)
 
 
@@ -84,48 +84,48 @@ def _host(memory: RankMemory) -> str:
 
 
 def _share(size: int, phase: Phase) -> bool:
-    """Whether ``size`` is at least a hundredth."""
+    """Whether ``size`` is at least a hundredth of the phase."""
     return 100 * size >= phase.total > 0
 
 
-def _remedies(plan: Plan) -> list[str]:
-    """What would lower the highest peak, where it is not far below what devices hold."""
+def _suggestions(plan: Plan) -> list[str]:
+    """Return the settings that reduce the highest peak, unless it is far below the device's memory."""
     rank = tightest_rank(plan)
     size = plan.cluster.memory_bytes(rank) or SMALLEST_DEVICE_BYTES
     if 2 * plan.memories[rank].peak_bytes < size:
         return []
     lines = [
-        f"  {bytes_text(remedy.freed):>8}  {remedy.change}{'' if remedy.same_numbers else '  (other numbers)'}"
-        for remedy in memory_suggestions(plan, rank)[:NUM_REMEDIES]
+        f"  {bytes_text(each.freed):>8}  {each.change}{'' if each.same_numbers else '  (other numbers)'}"
+        for each in memory_suggestions(plan, rank)[:NUM_SUGGESTIONS]
     ]
     return [f"to free memory on rank {rank}:", *lines] if lines else []
 
 
-MemoryUsage = Mapping[str, Mapping[str, int]]
-"""Placed model → bytes by kind."""
+TensorBytes = Mapping[str, Mapping[str, int]]
+"""Bytes of a rank's tensors by placed model and kind."""
 
 
 def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
-    """Planned beside measured, for the ranks whose measured peak is highest.
+    """Return lines of planned against measured memory, for the ranks whose measured peak is highest.
 
-    ``facts`` of the timeline: ``held_bytes`` of each rank, counted on tensors; ``peak_bytes``, what the process (on a
-    GPU, torch) took beyond what it had before its models were loaded.
+    ``facts`` of the timeline: ``held_bytes`` of each rank, counted on tensors; ``peak_bytes`` of the process (on a GPU,
+    of torch) in addition to those before its models were loaded.
     """
-    held, peaks = facts["held_bytes"], facts["peak_bytes"]
+    tensors, peaks = facts["held_bytes"], facts["peak_bytes"]
     ranks = sorted(peaks, key=lambda rank: -peaks[rank])[:NUM_MEASURED]
     lines = []
     for rank in ranks:
         memory = plan.memories[int(rank)]
         planned: int | None = memory.process_bytes if facts["device"] == "cpu" else memory.peak_bytes
         planned = planned if memory.is_complete else None
-        lines.append(f"  rank {rank}: {_held(memory, held[rank])}; {_peaks(planned, peaks[rank])}")
+        lines.append(f"  rank {rank}: {_tensors(memory, tensors[rank])}; {_peaks(planned, peaks[rank])}")
     return ["  memory, planned and measured", *(f"  {line}" for line in lines)]
 
 
-def _held(memory: RankMemory, held: MemoryUsage) -> str:
+def _tensors(memory: RankMemory, tensors: TensorBytes) -> str:
     states = [state for state in memory.states.values() if state is not None]
     planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
-    measured = sum(size for sizes in held.values() for key, size in sizes.items() if key != "host")
+    measured = sum(size for sizes in tensors.values() for key, size in sizes.items() if key != "host")
     known = bytes_text(planned if len(states) == len(memory.states) else None)
     return f"tensors of models {known} planned, {bytes_text(measured)} held"
 

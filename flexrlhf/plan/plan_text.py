@@ -1,4 +1,4 @@
-"""What a person reads: the plan before a run, the summary after it. Plain text, fixed width."""
+"""Text of a plan before a run, and of the summary after it: plain, of fixed width."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexrlhf.text import bytes_text, rank_marks, ranks_text
 
 
 def format_plan(plan: Plan) -> str:
-    """The whole plan: sizes, placement, memory of weights, groups, schedule with bytes."""
+    """Return the whole plan as text: batch, placement, memory, overlap, groups, schedule with bytes."""
     spec = plan.spec
     head = (
         f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices, {spec.steps} steps"
@@ -87,7 +87,7 @@ def _placement(plan: Plan) -> list[str]:
 
 
 def _computing(model: PlacedModel) -> str:
-    """Engine, and of the sharding and the type what is not the default."""
+    """Return the engine, and sharding and dtype where they are not the default."""
     settings, layout = model.settings, model.layout
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
     shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
@@ -104,7 +104,7 @@ def _shared(plan: Plan) -> dict[str, str]:
 
 
 def _overlap(plan: Plan) -> list[str]:
-    """Operators that run at the same time, and what keeps others from it."""
+    """Return lines of operators that run at the same time, and the settings that prevent overlap."""
     lines = overlapping_operators(plan.schedule) or ["none"]
     whole = [name for name in plan.graph.waves if name in whole_step(plan.graph, plan.placement)]
     if plan.batch.num_chunks > 1 and whole:
@@ -120,9 +120,9 @@ def _groups(plan: Plan) -> list[str]:
 
 
 def schedule_table(plan: Plan) -> list[str]:
-    """One line for each instruction: ranks, kind, label, and for moves and syncs the primitive and the bytes.
+    """Return a line for each instruction: ranks, kind, label, and for moves and syncs the primitive and the bytes.
 
-    Behind an evaluation the instructions of its own list, for one batch of held-out rows.
+    The instructions of an evaluation, for one batch of its rows, follow it.
     """
     rows = [row for i in plan.schedule.instructions for row in _rows(i, plan.batch)]
     width = max(len(_label(i)) for i, _, _ in rows)
@@ -134,7 +134,7 @@ def schedule_table(plan: Plan) -> list[str]:
 
 
 def _rows(instruction: Instruction, batch: BatchShape) -> list[tuple[Instruction, str, BatchShape]]:
-    """Of the table, each with how far it is set in, and the batch that it works on."""
+    """Return the rows of the table: instruction, indent, and the batch that it works on."""
     rows: list[tuple[Instruction, str, BatchShape]] = [(instruction, "", batch)]
     if isinstance(instruction, Eval):
         rows += [(inner, "  ", instruction.batch) for inner in instruction.instructions]
@@ -148,7 +148,7 @@ def _label(instruction: Instruction) -> str:
 
 
 def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]:
-    """Primitive, bytes, period, chunk, lag: whatever the instruction has."""
+    """Return primitive, bytes, period, chunk and lag, where the instruction has them."""
     notes: list[str] = []
     match instruction:
         case Move():
@@ -175,7 +175,7 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
 
 
 def _turns(operator: Operator, steps: int) -> str:
-    """In which steps an operator runs that does not in all."""
+    """Return the steps in which an operator with a period runs."""
     first = [str(step) for step in dict.fromkeys((0, operator.also)) if step < steps]
     shown = f"at step {' and '.join(first)}"
     return shown if operator.every >= steps else f"{shown}, {_period(operator.every)}"
@@ -188,7 +188,7 @@ def _period(every: int) -> str:
 def format_summary(
     name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Mapping[str, str]]
 ) -> str:
-    """First and last three steps of the main metrics, answers of the last evaluation, and where the files are."""
+    """Return the first and last three steps of the main metrics, the last evaluation's samples, and the directory."""
     lines = [f"{name}: {len(rows)} steps, {sum(row['seconds'] for row in rows):.1f} s, results in {directory}"]
     for metric in METRICS:
         values = [row[metric.name] for row in rows if metric.name in row]

@@ -1,39 +1,39 @@
-"""Which settings free how much memory where a run needs most of it, found by planning the run anew with each of them.
+"""Suggestions to free memory: settings and the bytes that each frees, found by planning the run again with each.
 
-A change is offered as the override that makes it, and only where the catalogue of engines and the devices allow it.
+A change is suggested as its override on the command line, where engines and devices allow it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
-from flexrlhf.engines.capabilities import check_engines, check_models
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Compute
+from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.ratios import place
 from flexrlhf.placement.rollout import padded_row
-from flexrlhf.plan.plan import Plan, roles_of
-from flexrlhf.strategies.choice import STRATEGIES
-from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.workload import workload
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape
 
 WORTH = 0.01
-"""Share of the peak that a remedy must free to be named."""
+"""Share of the peak that a suggestion must free."""
 
 
 @dataclass(frozen=True)
 class MemorySuggestion:
-    """``change``: an override as on the command line; ``freed``: bytes by which the rank's peak falls.
+    """A change of settings that frees memory.
 
-    ``same_numbers``: the run computes what it did; else the change is one of what is trained, or how exactly.
+    change:        override as on the command line.
+    freed:         bytes by which the rank's peak falls.
+    same_numbers:  whether results stay the same; else it changes what is trained, or the precision.
     """
 
     change: str
@@ -43,7 +43,9 @@ class MemorySuggestion:
 
 @dataclass(frozen=True)
 class _Change:
-    """A setting of ``section``: sync, rollout, or of the model ``role`` (its shadow's own where ``of_shadow``)."""
+    """A new value for a setting of ``section`` (sync, rollout), or of the model ``role`` (its shadow where
+    ``of_shadow``).
+    """
 
     key: str
     value: Any
@@ -58,7 +60,7 @@ class _Change:
 
     @property
     def shown(self) -> str:
-        """The value, as behind ``setting`` on the command line."""
+        """Value as it follows ``setting`` on the command line."""
         return f"={{rank: {self.value.rank}}}" if isinstance(self.value, LoraSpec) else f"={str(self.value).lower()}"
 
     @property
@@ -66,6 +68,7 @@ class _Change:
         return self.setting + self.shown
 
     def applied(self, spec: Spec) -> Spec:
+        """Return ``spec`` with the change."""
         if self.section:
             changed_section = getattr(spec, self.section).model_copy(update={self.key: self.value})
             return spec.model_copy(update={self.section: changed_section})
@@ -79,7 +82,7 @@ class _Change:
 
 
 def tightest_rank(plan: Plan) -> int:
-    """The rank that lacks most memory; where nobody says what devices hold, the one that needs most."""
+    """Return the rank that lacks most memory; among devices of unknown size the one that needs most."""
 
     def tightness(rank: int) -> tuple[bool, int]:
         size = plan.cluster.memory_bytes(rank)
@@ -89,31 +92,31 @@ def tightest_rank(plan: Plan) -> int:
 
 
 def memory_suggestions(plan: Plan, rank: int) -> list[MemorySuggestion]:
-    """What would lower the peak of ``rank``, most first: every setting at the value that frees most.
+    """Return the changes that reduce the peak of ``rank``, largest first: every setting at the value that frees most.
 
     Each is tried on every model alone, and on all that can have it together: where several models need nearly as much,
-    a change of one only hands the peak to the next.
+    a change of one only makes the next one the peak.
     """
-    found = _tried(plan, rank, [(change,) for change in _candidates(plan, rank)])
-    alone = {changes[0]: freed for changes, freed in found}
+    tried = _tried(plan, rank, [(change,) for change in _candidates(plan, rank)])
+    alone = {changes[0]: freed for changes, freed in tried}
     for changes, freed in _tried(plan, rank, _together(alone)):
         if freed > (1 + WORTH) * max(alone[change] for change in changes):
-            found.append((changes, freed))
+            tried.append((changes, freed))
     best: dict[str, MemorySuggestion] = {}
-    for changes, freed in found:
+    for changes, freed in tried:
         settings = " ".join(change.setting for change in changes)
         least = best[settings].freed if settings in best else WORTH * plan.memories[rank].peak_bytes
         if freed > least:
             text = " ".join(change.text for change in changes)
             best[settings] = MemorySuggestion(text, freed, changes[0].key not in ("dtype", "lora"))
-    return sorted(best.values(), key=lambda remedy: -remedy.freed)
+    return sorted(best.values(), key=lambda suggestion: -suggestion.freed)
 
 
 Changes = tuple[_Change, ...]
 
 
 def _tried(plan: Plan, rank: int, trials: Iterable[Changes]) -> list[tuple[Changes, int]]:
-    """Those changes that are allowed, and by how much each lowers the peak of ``rank``."""
+    """Return the trials that are allowed, each with the bytes by which it reduces the peak of ``rank``."""
     found = []
     for changes in trials:
         try:
@@ -125,7 +128,7 @@ def _tried(plan: Plan, rank: int, trials: Iterable[Changes]) -> list[tuple[Chang
 
 
 def _together(changes: Iterable[_Change]) -> list[Changes]:
-    """The same change of several models; batches are halved, whatever they are."""
+    """Return the same changes of several models; batches are halved, whatever their size."""
     alike: dict[str, list[_Change]] = defaultdict(list)
     for change in changes:
         alike[change.key + ("" if change.key.endswith("_tokens") else change.shown)].append(change)
@@ -133,36 +136,34 @@ def _together(changes: Iterable[_Change]) -> list[Changes]:
 
 
 def check_fits(plan: Plan) -> None:
-    """Raise UserError where a rank needs more than its device holds. Devices of unknown size are not checked."""
+    """Raise UserError where a rank needs more than its device's memory. Devices of unknown size are not checked."""
     rank = tightest_rank(plan)
     memory, size = plan.memories[rank], plan.cluster.memory_bytes(rank)
     if size is None or memory.peak_bytes <= size:
         return
     at = f" for {memory.peak.label}" if memory.peak is not None else ""
-    found = memory_suggestions(plan, rank)
-    best = f"{found[0].change} frees {bytes_text(found[0].freed)}" if found else "use more or larger devices"
+    suggestions = memory_suggestions(plan, rank)
+    best = (
+        f"{suggestions[0].change} frees {bytes_text(suggestions[0].freed)}"
+        if suggestions
+        else "use more or larger devices"
+    )
     raise UserError(
         f"memory: rank {rank} needs {bytes_text(memory.peak_bytes)}{at}, and its device "
-        f"({plan.cluster.devices[rank].device_class}) holds {bytes_text(size)}; {best}"
+        f"({plan.cluster.devices[rank].device_class}) has {bytes_text(size)}; {best}"
     )
 
 
 def _replanned(plan: Plan, changes: Changes) -> Plan:
-    """``plan`` with ``changes``. Raises UserError where engines or devices do not allow them."""
-    spec, graph = plan.spec, plan.graph
+    """Return ``plan`` with ``changes``. Raises UserError where engines or devices do not allow them."""
+    spec, shapes = plan.spec, dict(plan.shapes)
     for change in changes:
         spec = change.applied(spec)
-    placement = place(spec, roles_of(graph, spec), graph.can_shadow, plan.cluster)
-    check_engines(graph, placement)
-    shapes = dict(plan.shapes)
     for change in changes:
         if isinstance(change.value, LoraSpec):
             shapes[change.role] = with_adapters(change.role, shapes[change.role], change.value)
-    check_models(placement, shapes, plan.cluster)
-    instructions = tuple(STRATEGIES[plan.strategy].order(graph, placement, plan.batch, spec))
-    schedule = Schedule(instructions, plan.schedule.lag)
-    changed = replace(plan, spec=spec, placement=placement, shapes=shapes, schedule=schedule, offloaded={})
-    return changed.with_residency()
+    resolved = ResolvedSpec(spec, make_graph(spec), plan.cluster)
+    return plan_on(resolved, resolved.place(), shapes)
 
 
 def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
@@ -173,7 +174,7 @@ def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
         shape = plan.shapes.get(model.role)
         changes = {**_anywhere(model), **_smaller_batches(plan, model, rank)}
         if not model.is_shadow:
-            changes |= _beside_training(model, shape)
+            changes |= _of_role(model, shape)
         for key, values in changes.items():
             yield from (_Change(key, value, "", model.role, model.is_shadow) for value in values)
     if plan.spec.sync.snapshot:
@@ -182,7 +183,7 @@ def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
 
 
 def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[_Change]:
-    """What a rollout engine may do: keep less, hold a part, wait asleep."""
+    """Yield changes of a rollout engine: a smaller cache, tensor parallelism, fewer bits, sleep."""
     rollout = plan.spec.rollout
     yield _Change("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
     yield _Change("tp", 2 * rollout.tp, "rollout")
@@ -193,7 +194,7 @@ def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[_Change]:
 
 
 def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
-    """What any copy may do: more sharding, fewer bits."""
+    """Return changes that any copy allows: more sharding, fewer bits."""
     settings = model.settings
     return {
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
@@ -202,8 +203,8 @@ def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
     }
 
 
-def _beside_training(model: PlacedModel, shape: ModelShape | None) -> dict[str, list[Any]]:
-    """What is set for a role; the engines refuse what does not go with a model."""
+def _of_role(model: PlacedModel, shape: ModelShape | None) -> dict[str, list[Any]]:
+    """Return changes of a role's settings; engines refuse those that do not go with a model."""
     settings = model.settings
     changes: dict[str, list[Any]] = {
         key: [] if getattr(settings, key) else [True]
@@ -215,7 +216,7 @@ def _beside_training(model: PlacedModel, shape: ModelShape | None) -> dict[str, 
 
 
 def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, list[Any]]:
-    """Half of the tokens that are really computed together."""
+    """Return half of the tokens that are computed together."""
     settings, texts = model.settings, plan.sizing.texts
     mine = workload(plan.schedule.for_rank(rank), plan.placement, plan.batch, rank)
     calls = [work for work, _ in mine if isinstance(work, Compute) and work.model == model.name]

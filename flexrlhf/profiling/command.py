@@ -14,7 +14,8 @@ from flexrlhf.engines.capabilities import check_device, check_packages
 from flexrlhf.execution import launch
 from flexrlhf.guideline.costs.measurements import Measurements, read_measurements, write_measurements
 from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.profiling.subjects import rehearsed, subjects, text_sample
 
 

@@ -29,7 +29,8 @@ from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTi
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.profiling.model_calls import (
     Bench,
     measure_alone,

@@ -1,4 +1,4 @@
-"""The strategies; the one that matches a placement is taken."""
+"""Choice of the strategy: the one that matches a placement."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ STRATEGIES: dict[str, ModuleType] = {module.NAME: module for module in (colocate
 
 
 def choose_strategy(spec: Spec, placement: Placement) -> str:
-    """The strategy that the placement means. ``schedule.strategy``, lag and sync may only confirm it."""
+    """Return the name of the strategy that matches. Raises UserError where ``schedule.strategy``, lag or sync
+    contradict it.
+    """
     name = next(name for name, module in STRATEGIES.items() if module.matches(placement))
     if spec.schedule.strategy not in (None, name):
         raise UserError(
-            f"schedule.strategy: {spec.schedule.strategy!r} asked for, but the placement means {name!r}; "
+            f"schedule.strategy: {spec.schedule.strategy!r} contradicts the placement, which means {name!r}; "
             f"remove it or change the placement"
         )
     if name != disaggregated.NAME and spec.schedule.lag:

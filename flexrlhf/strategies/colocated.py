@@ -10,4 +10,5 @@ order = by_wave
 
 
 def matches(placement: Placement) -> bool:
+    """Whether ``placement`` is run by this strategy."""
     return not placement.shadows and all(len(model.ranks) == placement.num_ranks for model in placement.models)

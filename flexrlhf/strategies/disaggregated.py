@@ -18,10 +18,12 @@ NAME = "disaggregated"
 
 
 def matches(placement: Placement) -> bool:
+    """Whether ``placement`` is run by this strategy."""
     return bool(placement.shadows)
 
 
 def order(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
+    """Return the instructions of one step."""
     if spec.schedule.lag == 0:
         return by_wave(graph, placement, shape, spec)
     builder = Builder(placement, shape)

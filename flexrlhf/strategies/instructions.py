@@ -1,8 +1,4 @@
-"""Instructions: what a rank does next. Small frozen data that the trainer executes and the simulator times.
-
-``lag``: how many steps behind the newest batch the instruction works. ``every``: it is due after each so many batches;
-``at_end``: and after the last one.
-"""
+"""Instructions: small frozen data that the trainer executes and the simulator times."""
 
 from __future__ import annotations
 
@@ -17,8 +13,12 @@ from flexrlhf.weights.reshard import WeightTransfer
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """Fields of every instruction. ``ranks``: those that execute it; all others walk past. ``chunk``: None where it
-    works on whole steps."""
+    """Fields of every instruction.
+
+    ranks:  ranks that execute it; all others skip it.
+    lag:    number of steps that it works behind the newest batch.
+    chunk:  None where it works on whole steps.
+    """
 
     ranks: tuple[int, ...]
     lag: int = 0
@@ -30,15 +30,19 @@ class Instruction:
         return type(self).__name__.lower()
 
     def due(self, step: int, steps: int) -> bool:
+        """Whether it executes for the batch ``step`` of a run of ``steps``."""
         return 0 <= step < steps
 
     @property
     def label(self) -> str:
+        """Text that names it in tables, timelines and errors."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Periodic(Instruction):
+    """An instruction that is due after every ``every`` batches and, with ``at_end``, after the last one."""
+
     every: int = 1
     at_end: bool = False
 
@@ -57,7 +61,7 @@ class Run(Instruction):
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it computes nothing for another operator."""
+        """Whether it writes no column, so computes statistics alone."""
         return not self.operator.writes
 
     def due(self, step: int, steps: int) -> bool:
@@ -71,7 +75,7 @@ class Run(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Move(Instruction):
-    """Columns from the models that wrote them to the models that read them."""
+    """Transfer of columns from the models that wrote them to the models that read them."""
 
     columns: tuple[str, ...]
     sources: tuple[str, ...]
@@ -90,9 +94,10 @@ class Move(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Sync(_Periodic):
-    """Weights of a trained model to a copy that follows it.
+    """Transfer of the weights of a trained model to a copy that follows it.
 
-    ``gathers``: sets of source ranks that put their shards together. ``is_local``: nothing crosses between ranks then.
+    transfers:  pairs of source and destination ranks.
+    gathers:    sets of source ranks that gather their shards.
     """
 
     source: ModelName
@@ -102,6 +107,7 @@ class Sync(_Periodic):
 
     @property
     def is_local(self) -> bool:
+        """Whether no weights cross between ranks."""
         return all(transfer.source == transfer.destination for transfer in self.transfers)
 
     @property
@@ -111,9 +117,10 @@ class Sync(_Periodic):
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(_Periodic):
-    """A list of its own, walked once for each batch of held-out prompts; ranks that none of it names walk past.
+    """An evaluation: a list of its own, walked once for each batch of the evaluation set.
 
-    ``batch``: the most that one walk works on. Statistics are computed once, over the rows of all batches.
+    instructions:  its list. Statistics run once, over the rows of all batches.
+    batch:         shape of the largest batch.
     """
 
     instructions: tuple[Run | Move, ...]
@@ -138,9 +145,9 @@ class Eval(_Periodic):
 
 @dataclass(frozen=True, kw_only=True)
 class Save(_Periodic):
-    """Gather the weights of one trained model on its ranks; the first of them writes a Hugging Face directory.
+    """Gather of one trained model's weights on its ranks; the first of them writes a Hugging Face directory.
 
-    ``best``: a metric of the evaluation before it; then only if that is better than in all evaluations before.
+    ``best``: metric of the evaluation before it; the model is written only if that is the best so far.
     """
 
     model: ModelName
@@ -153,10 +160,10 @@ class Save(_Periodic):
 
 @dataclass(frozen=True, kw_only=True)
 class _Residence(_Periodic):
-    """Moves a model between device and host memory on each of ``ranks`` by itself.
+    """Transfer of a model between device and host memory, on each of ``ranks`` by itself.
 
-    It is due in every round of the list, also those in which a lagging batch is all that is left; beside an instruction
-    that most steps do without (``rare``), when that one is.
+    It is due in every round of the list, also while a lagging batch drains. ``rare``: it stands next to an instruction
+    that most steps skip, and is due when that one is.
     """
 
     model: ModelName
@@ -171,8 +178,8 @@ class _Residence(_Periodic):
 
 
 class Offload(_Residence):
-    """Put a placed model's weights and optimizer state into host memory."""
+    """Transfer of a placed model's weights and optimizer state to host memory."""
 
 
 class Reload(_Residence):
-    """Take them back."""
+    """Transfer of them back to the device."""

@@ -1,6 +1,6 @@
 """Interleaving: some models on parts of the devices, side by side, so that their operators of one wave overlap.
 
-The order is that of co-located: ranks that an instruction does not name walk past it, and that is the overlap.
+The order is that of co-located: ranks skip the instructions that do not name them, which is the overlap.
 """
 
 from __future__ import annotations
@@ -13,4 +13,5 @@ order = by_wave
 
 
 def matches(placement: Placement) -> bool:
+    """Whether ``placement`` is run by this strategy."""
     return not placement.shadows and any(len(model.ranks) < placement.num_ranks for model in placement.models)

@@ -1,4 +1,4 @@
-"""Which operators may run at the same time: those that neither a shared rank nor a column puts in order.
+"""Overlap: operators that may run at the same time, since neither a shared rank nor a column orders them.
 
 The schedule is unrolled over three steps; an instruction comes after the one before it on each of its ranks, and after
 whatever writes the columns that it reads. Two runs may overlap when neither comes after the other.
@@ -17,8 +17,8 @@ STEPS = 3
 
 
 @dataclass
-class _Node:
-    """One instruction of one step. ``after``: indices of all nodes that must end before it begins, as a bit set."""
+class _UnrolledInstruction:
+    """Instruction of one step. ``after``: bit set of the indices of all nodes that must end before it starts."""
 
     instruction: Run | Sync
     step: int
@@ -27,12 +27,14 @@ class _Node:
 
 @dataclass
 class _Order:
-    nodes: list[_Node] = field(default_factory=list)
+    """Partial order of the unrolled instructions."""
+
+    nodes: list[_UnrolledInstruction] = field(default_factory=list)
     last_on_rank: dict[int, int] = field(default_factory=dict)
     writers: dict[tuple[int, str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, instruction: Run | Sync, step: int) -> None:
-        index, node = len(self.nodes), _Node(instruction, step)
+        index, node = len(self.nodes), _UnrolledInstruction(instruction, step)
         before = [self.last_on_rank[rank] for rank in instruction.ranks if rank in self.last_on_rank]
         if isinstance(instruction, Run):
             cells = [(step, c, m) for c in instruction.operator.reads for m in instruction.mini_batches]
@@ -46,7 +48,7 @@ class _Order:
         self.last_on_rank.update({rank: index for rank in instruction.ranks})
 
 
-def _unroll(schedule: Schedule) -> list[_Node]:
+def _unroll(schedule: Schedule) -> list[_UnrolledInstruction]:
     order = _Order()
     for loop in range(STEPS + schedule.lag):
         for instruction in schedule.instructions:
@@ -57,7 +59,7 @@ def _unroll(schedule: Schedule) -> list[_Node]:
 
 
 def overlapping_operators(schedule: Schedule) -> list[str]:
-    """Lines such as ``ref_logprobs with scores`` or ``train_actor with generate of the next step``."""
+    """Return lines such as ``ref_logprobs with scores`` or ``train_actor with generate of the next step``."""
     partners: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for first, second, steps_ahead in _unordered_runs(_unroll(schedule)):
         if first.operator.name != second.operator.name:
@@ -68,8 +70,8 @@ def overlapping_operators(schedule: Schedule) -> list[str]:
     return [f"{', '.join(names)} with {', '.join(others)}{relation}" for (others, relation), names in groups.items()]
 
 
-def _unordered_runs(nodes: list[_Node]) -> Iterator[tuple[Run, Run, int]]:
-    """Runs of the middle step with later ones (by step, chunk, place in the list), and the steps between them."""
+def _unordered_runs(nodes: list[_UnrolledInstruction]) -> Iterator[tuple[Run, Run, int]]:
+    """Yield runs of the middle step with later ones that may overlap them, and the number of steps between the two."""
     for index, node in enumerate(nodes):
         for other, candidate in enumerate(nodes):
             first, second = node.instruction, candidate.instruction

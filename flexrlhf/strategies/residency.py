@@ -1,7 +1,7 @@
 """Insert Offload and Reload where a rank's memory would overflow: evict the model that is used farthest in the future.
 
-That rule moves least when all uses are known (Belady 1966), and a schedule knows them. The list repeats every step, so
-it is walked until what is resident at its start repeats, too; models that are not resident then start offloaded.
+That rule moves least when all uses are given in advance (Belady 1966), as a schedule does. The list repeats every step,
+so it is walked until the set of models on the device at its start repeats, too; the other models start offloaded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flexrlhf.strategies.workload import first_alike, works_of
 
 TRAINING = ("train", "update")
 Change = tuple[type[Offload] | type[Reload], ModelName]
-"""Put a model away or take it back."""
+"""An instruction and the model that it moves."""
 MAX_ROUNDS = 8
-"""Walks after which the resident set must have repeated; two are usual."""
+"""Walks after which the set of models on the device must have repeated; two are usual."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Bytes on the ranks of a plan."""
 
     sizing: Sizing
@@ -35,7 +35,9 @@ class Memory:
     batch: BatchShape
 
     def capacity(self, rank: int) -> int | None:
-        """What the device has for models that come and go; None when nobody says, and then nothing is evicted."""
+        """Return the bytes for models that may be offloaded; None for a device of unknown size, where nothing is
+        evicted.
+        """
         size = self.cluster.memory_bytes(rank)
         states = [self.sizing.state(model, rank) for model in self.sizing.placement.on_rank(rank)]
         return (
@@ -43,12 +45,12 @@ class Memory:
         )
 
     def state(self, rank: int, model: ModelName) -> int:
-        """What a model holds between instructions, and does not hold while it is offloaded."""
+        """Return the bytes of a model between instructions that offloading frees."""
         state = self.sizing.state(self.sizing.placement[model], rank)
         return 0 if state is None else state.freed
 
     def needed_for(self, rank: int, instruction: Instruction) -> int:
-        """What an instruction takes besides what the resident models hold between instructions."""
+        """Return the bytes of an instruction in addition to the models on the device."""
         works = works_of(instruction, self.sizing.placement, self.batch, rank)
         phases = [phase for work in works for phase in self.sizing.phases(work, rank)]
         return max((phase.besides + self._gradients(phase, rank) for phase in phases), default=0)
@@ -60,14 +62,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Residency:
-    """``instructions`` with Offload and Reload among them. ``offloaded``: rank → models that start in host memory."""
+    """Instructions with Offload and Reload among them.
+
+    instructions:  of one step.
+    offloaded:     rank → models that start in host memory.
+    """
 
     instructions: tuple[Instruction, ...]
     offloaded: dict[int, tuple[ModelName, ...]]
 
 
 def models_of(instruction: Instruction, placed: Iterable[ModelName]) -> tuple[ModelName, ...]:
-    """Those of a rank's ``placed`` models that an instruction touches there."""
+    """Return the models among ``placed`` that an instruction uses."""
     match instruction:
         case Run(model=name) | Save(model=name):
             touched: tuple[ModelName, ...] = (name,)
@@ -81,7 +87,7 @@ def models_of(instruction: Instruction, placed: Iterable[ModelName]) -> tuple[Mo
 
 
 def _is_rare(instruction: Instruction) -> bool:
-    """Whether most steps do without it; what is evicted for it comes back right after it."""
+    """Whether most steps skip it; a model that is evicted for it comes back right after it."""
     return isinstance(instruction, Eval | Save) or (isinstance(instruction, Sync) and instruction.every > 1)
 
 
@@ -91,46 +97,50 @@ def _generates(instruction: Instruction, name: ModelName) -> bool:
 
 @dataclass
 class _Walk:
-    """One rank's walk over the list. ``before``, ``after``, ``closing``: what to put away and take back at an index,
-    and at the end of a step."""
+    """One rank's walk over the list.
+
+    sleepers:   models that are offloaded whenever another one computes.
+    on_device:  models that are not offloaded.
+    before, after, closing: changes around an index, and at the end of a step.
+    """
 
     rank: int
     placed: tuple[ModelName, ...]
     instructions: Sequence[Instruction]
-    memory: Memory
+    memory: DeviceMemory
     capacity: int
     sleepers: frozenset[ModelName] = frozenset()
-    resident: set[ModelName] = field(default_factory=set)
+    on_device: set[ModelName] = field(default_factory=set)
     before: dict[int, list[Change]] = field(default_factory=dict)
     after: dict[int, list[Change]] = field(default_factory=dict)
     closing: list[Change] = field(default_factory=list)
 
     @property
-    def away(self) -> tuple[ModelName, ...]:
-        return tuple(name for name in self.placed if name not in self.resident)
+    def offloaded(self) -> tuple[ModelName, ...]:
+        return tuple(name for name in self.placed if name not in self.on_device)
 
     def walk(self) -> None:
         self.before, self.after = defaultdict(list), defaultdict(list)
         for index, instruction in enumerate(self.instructions):
             needed = models_of(instruction, self.placed) if self.rank in instruction.ranks else ()
-            missing = [name for name in needed if name not in self.resident]
+            missing = [name for name in needed if name not in self.on_device]
             room = self.capacity - self.memory.needed_for(self.rank, instruction) if needed else self.capacity
             victims = self._victims(index, needed, missing, room) if needed else []
             if _is_rare(instruction):
                 self._visit(index, missing, victims)
             else:
                 self._change(self.before[index], victims, missing)
-                self.resident = self.resident - set(victims) | set(missing)
+                self.on_device = self.on_device - set(victims) | set(missing)
                 tired = [name for name in needed if name in self.sleepers and self._sleeps_after(index, name)]
                 self._change(self.after[index], tired, [])
-                self.resident -= set(tired)
+                self.on_device -= set(tired)
 
     def _victims(
         self, index: int, needed: Sequence[ModelName], missing: Sequence[ModelName], room: int
     ) -> list[ModelName]:
-        """Models to evict so that those needed fit, farthest next use first."""
-        total = sum(self.memory.state(self.rank, name) for name in self.resident.union(missing))
-        movable = (name for name in self.resident - set(needed) if self.memory.state(self.rank, name))
+        """Return the models to evict so that those needed fit, farthest next use first."""
+        total = sum(self.memory.state(self.rank, name) for name in self.on_device.union(missing))
+        movable = (name for name in self.on_device - set(needed) if self.memory.state(self.rank, name))
         idle = sorted(movable, key=lambda name: (-self._next_use(index, name), name))
         victims: list[ModelName] = []
         while total > room and idle:
@@ -139,7 +149,7 @@ class _Walk:
         return victims
 
     def _next_use(self, index: int, name: ModelName) -> int:
-        """Instructions until ``name`` is touched again, going round."""
+        """Return the number of instructions until ``name`` is used again, going round."""
         length = len(self.instructions)
         for distance in range(1, length + 1):
             instruction = self.instructions[(index + distance) % length]
@@ -149,7 +159,9 @@ class _Walk:
         return length + 1
 
     def _sleeps_after(self, index: int, name: ModelName) -> bool:
-        """Whether another model works before ``name`` does; not between two chunks of one batch that it generates."""
+        """Whether another model computes before ``name`` does; not between two chunks of one batch that it
+        generates.
+        """
         length = len(self.instructions)
         for later in range(index + 1, index + length):
             instruction = self.instructions[later % length]
@@ -171,13 +183,13 @@ class _Walk:
 
 
 def _sleepers(placement: Placement) -> frozenset[ModelName]:
-    """Rollout engines that give their memory to the models beside them whenever they do not generate."""
-    beside_training = [model for model in placement.followers if model not in placement.shadows]
-    return frozenset(model.name for model in beside_training if model.rollout is not None and model.rollout.sleep)
+    """Return the rollout engines on the ranks of their trained copy that sleep whenever they do not generate."""
+    on_trained_ranks = [model for model in placement.followers if model not in placement.shadows]
+    return frozenset(model.name for model in on_trained_ranks if model.rollout is not None and model.rollout.sleep)
 
 
-def with_residency(instructions: Sequence[Instruction], memory: Memory) -> Residency:
-    """``instructions`` with the evictions that every rank needs."""
+def with_residency(instructions: Sequence[Instruction], memory: DeviceMemory) -> Residency:
+    """Return ``instructions`` with the evictions that every rank needs."""
     walks: dict[int, _Walk] = {}
     alike = first_alike(instructions, memory.sizing.placement, memory.batch, memory.cluster)
     for rank in sorted(set(alike.values())):
@@ -194,35 +206,35 @@ def with_residency(instructions: Sequence[Instruction], memory: Memory) -> Resid
         out.append(instruction)
         out += _merged(instruction, [(rank, walk.after.get(index, [])) for rank, walk in each])
     out += _merged(None, [(rank, walk.closing) for rank, walk in each])
-    return Residency(tuple(out), {rank: walk.away for rank, walk in each if walk.away})
+    return Residency(tuple(out), {rank: walk.offloaded for rank, walk in each if walk.offloaded})
 
 
 def _settled(walk: _Walk) -> _Walk:
-    """Walk until the resident set at the start of the list is the one that a walk over it ends with."""
-    walk.resident = set(walk.placed)
+    """Walk until the models on the device at the start of the list are those at its end. Returns ``walk``."""
+    walk.on_device = set(walk.placed)
     for _ in range(MAX_ROUNDS):
-        seen = frozenset(walk.resident)
+        seen = frozenset(walk.on_device)
         walk.walk()
-        if walk.resident == seen:
+        if walk.on_device == seen:
             return walk
-    # a set that keeps changing: put all away at the end of every step
+    # a set that keeps changing: offload all at the end of every step
     stuck = {name for name in walk.placed if not walk.memory.state(walk.rank, name)}
-    walk.resident = set(stuck)
+    walk.on_device = set(stuck)
     walk.walk()
-    walk.closing = [(Offload, name) for name in sorted(walk.resident - stuck)]
-    walk.resident = stuck
+    walk.closing = [(Offload, name) for name in sorted(walk.on_device - stuck)]
+    walk.on_device = stuck
     return walk
 
 
-def _merged(beside: Instruction | None, changes: Iterable[tuple[int, list[Change]]]) -> list[Instruction]:
-    """One instruction for all ranks that put the same model away, or take it back, at the same place."""
+def _merged(neighbour: Instruction | None, changes: Iterable[tuple[int, list[Change]]]) -> list[Instruction]:
+    """Return one instruction for all ranks that offload, or reload, the same model next to ``neighbour``."""
     ranks: dict[Change, list[int]] = defaultdict(list)
-    for rank, wanted in changes:
-        for change in wanted:
+    for rank, mine in changes:
+        for change in mine:
             ranks[change].append(rank)
     made: list[Offload | Reload] = [kind(ranks=tuple(members), model=name) for (kind, name), members in ranks.items()]
-    # what is freed comes first
+    # memory is freed first
     made.sort(key=lambda item: isinstance(item, Reload))
-    if isinstance(beside, Eval | Save | Sync) and _is_rare(beside):
-        made = [replace(i, rare=True, every=beside.every, at_end=beside.at_end, lag=beside.lag) for i in made]
+    if isinstance(neighbour, Eval | Save | Sync) and _is_rare(neighbour):
+        made = [replace(i, rare=True, every=neighbour.every, at_end=neighbour.at_end, lag=neighbour.lag) for i in made]
     return list(made)

@@ -1,9 +1,9 @@
-"""From operators and placed models to the ordered list of instructions of one step.
+"""Schedule: the ordered list of instructions of one step, from operators and placed models.
 
-Every rank walks the same list and does the instructions that name it, so the earliest unfinished instruction always has
-all its ranks at it: no circular wait by construction. A tick is what may run at the same time: wave + chunk. Inside a
-tick generation stands first, since it feeds all others; then the deepest wave, so that training never waits for a later
-chunk. Columns leave for all their readers right behind the runs of the wave that wrote them.
+Every rank walks the same list and executes the instructions that name it, so the earliest unfinished instruction always
+has all its ranks at it: no circular wait by construction. A tick is what may run at the same time: wave + chunk. Inside
+a tick generation comes first, since it feeds all others; then the deepest wave, so that training never waits for a
+later chunk. Columns leave for all their readers right after the runs of the wave that wrote them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
-from flexrlhf.strategies.evaluation_batches import held_out_batch
+from flexrlhf.strategies.evaluation_batches import evaluation_batch
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Run, Save, Sync
 from flexrlhf.weights.reshard import gathering_sets, pair_ranks
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The instructions of one step. ``lag``: the largest lag among them."""
+    """Instructions of one step. ``lag``: the largest lag among them."""
 
     instructions: tuple[Instruction, ...]
     lag: int
 
     def for_rank(self, rank: int) -> tuple[Instruction, ...]:
+        """Return the instructions that name ``rank``."""
         return tuple(instruction for instruction in self.instructions if rank in instruction.ranks)
 
 
 def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, Instruction]]:
-    """What ``rank`` does in a run: (position, step of the batch, instruction), in order.
+    """Yield the instructions of ``rank`` in a run: (position, step of the batch, instruction), in order.
 
     ``position`` counts along the list that all ranks walk, so that ranks can be compared.
     """
@@ -49,7 +50,7 @@ def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, 
 
 
 def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
-    """Mini-batches of the chunks that follow ``run``, one of ``instructions``, before its model is put away."""
+    """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded."""
     chunks: list[range] = []
     for instruction in instructions[instructions.index(run) + 1 :]:
         if isinstance(instruction, Offload) and instruction.model == run.model:
@@ -60,8 +61,13 @@ def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """An operator on one chunk; ``chunk`` None is the whole step. ``is_awaited``: a process of its own works on it."""
+class OperatorTask:
+    """An operator on one chunk.
+
+    chunk:       None for the whole step.
+    tick:        wave + chunk: tasks of one tick may overlap.
+    is_awaited:  a child process computes it.
+    """
 
     operator: Operator
     wave: int
@@ -75,31 +81,34 @@ class Task:
 
 
 def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
-    """Operators that run once over all chunks: barriers, what follows them, and the training of a role without shadow.
+    """Return the operators that run once over all chunks: barriers, what follows them, training of roles without
+    shadow.
 
-    Such a role infers and trains with the same weights: no chunk may be generated or scored with those that another
-    chunk has trained already. So does one whose trained copy scores besides.
+    Such a role infers and trains with the same weights: no chunk may be generated or scored with weights that another
+    chunk has trained already. The same holds where the trained copy also forwards.
     """
     scored = {o.role for o in graph.operators if o.on_trained}
     scored |= {role for role in graph.roles if not placement.inference_copy(role).follows}
     return graph.after_barrier | {o.name for o in graph.operators if o.kind == "train" and o.role in scored}
 
 
-def make_tasks(graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]) -> list[Task]:
-    """Tasks in schedule order: by tick, inside it generation, then the deepest wave, then as the graph lists them."""
+def make_tasks(
+    graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]
+) -> list[OperatorTask]:
+    """Return tasks in schedule order: by tick, inside it generation, then the deepest wave, then in graph order."""
     whole = whole_step(graph, placement)
     tasks = []
     for operator in operators:
         wave, awaited = graph.waves[operator.name], _is_awaited(operator, placement)
         if operator.name in whole or shape.num_chunks == 1:
-            tasks.append(Task(operator, wave, None, wave + shape.num_chunks - 1, awaited))
+            tasks.append(OperatorTask(operator, wave, None, wave + shape.num_chunks - 1, awaited))
         else:
-            tasks += [Task(operator, wave, chunk, wave + chunk, awaited) for chunk in range(shape.num_chunks)]
+            tasks += [OperatorTask(operator, wave, chunk, wave + chunk, awaited) for chunk in range(shape.num_chunks)]
     return sorted(tasks, key=lambda task: task.order)
 
 
 def _is_awaited(operator: Operator, placement: Placement) -> bool:
-    """Whether a child process generates: then its rank does what it can before it waits for the next chunk."""
+    """Whether a child process generates: then its rank computes what it can before it waits for the next chunk."""
     if operator.kind != "generate":
         return False
     rollout = placement.copy_for(operator.role, operator.kind, operator.on_trained).rollout
@@ -108,19 +117,23 @@ def _is_awaited(operator: Operator, placement: Placement) -> bool:
 
 @dataclass
 class Builder:
-    """Emits runs and the moves that they need, remembering which rank holds which prompts of which column."""
+    """Emitter of runs and the moves that they need.
+
+    produced:   column → rank → prompts that the rank computed.
+    available:  column → rank → prompts that the rank has, computed or received.
+    """
 
     placement: Placement
     shape: BatchShape
     lag: int = 0
     produced: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
-    held: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    available: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
 
     def __post_init__(self) -> None:
         self._prompts = lru_cache(maxsize=None)(self.shape.prompts_on)
 
-    def emit(self, tasks: list[Task]) -> list[Instruction]:
-        """By wave and chunk: the runs, then the moves of what they wrote to whoever will read it."""
+    def emit(self, tasks: list[OperatorTask]) -> list[Instruction]:
+        """Return, wave by wave and chunk by chunk, the runs, then the moves of their columns to later readers."""
         out: list[Instruction] = []
         for _, wave in groupby(tasks, key=lambda task: task.order):
             members = list(wave)
@@ -128,14 +141,15 @@ class Builder:
             out += self.moves(members, tasks)
         return out
 
-    def run(self, task: Task) -> Run:
+    def run(self, task: OperatorTask) -> Run:
+        """Return the Run of ``task`` and record the columns that its ranks now have."""
         model = self.model_of(task.operator)
         mini_batches = self.mini_batches(task)
         for rank in model.ranks:
             prompts = self._prompts(model.layout, rank, mini_batches)
             for column in task.operator.writes:
                 self.produced[column][rank].update(prompts)
-                self.held[column][rank].update(prompts)
+                self.available[column][rank].update(prompts)
         return Run(
             ranks=model.ranks,
             lag=self.lag,
@@ -145,10 +159,12 @@ class Builder:
             chunk=task.chunk,
         )
 
-    def moves(self, writers: Iterable[Task], readers: Iterable[Task]) -> list[Move]:
-        """What ``writers`` wrote to the models of ``readers`` that lack it. Columns of one chunk for the same models
-        travel together."""
-        bundles: dict[tuple[int | None, tuple[str, ...]], list[tuple[str, Task]]] = defaultdict(list)
+    def moves(self, writers: Iterable[OperatorTask], readers: Iterable[OperatorTask]) -> list[Move]:
+        """Return the moves of what ``writers`` wrote to the models of ``readers`` that lack it.
+
+        Columns of one chunk for the same models travel together.
+        """
+        bundles: dict[tuple[int | None, tuple[str, ...]], list[tuple[str, OperatorTask]]] = defaultdict(list)
         for writer in writers:
             for column in writer.operator.writes:
                 lacking = [r for r in readers if column in r.operator.reads and self._lacks(column, r, writer)]
@@ -158,39 +174,41 @@ class Builder:
         return [self._move(columns, names, chunk) for (chunk, names), columns in bundles.items()]
 
     def model_of(self, operator: Operator) -> PlacedModel:
+        """Return the placed model that runs ``operator``."""
         return self.placement.copy_for(operator.role, operator.kind, operator.on_trained)
 
-    def mini_batches(self, task: Task) -> range:
+    def mini_batches(self, task: OperatorTask) -> range:
+        """Return the mini-batches of ``task``."""
         return self.shape.mini_batches if task.chunk is None else self.shape.chunk(task.chunk)
 
     def _needs(self, model: PlacedModel, mini_batches: range) -> Holdings:
         return {rank: set(self._prompts(model.layout, rank, mini_batches)) for rank in model.ranks}
 
-    def _lacks(self, column: str, reader: Task, writer: Task) -> bool:
+    def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on."""
         both = _common(self.mini_batches(reader), self.mini_batches(writer))
         needs = self._needs(self.model_of(reader.operator), both)
-        return any(not prompts <= self.held[column].get(rank, set()) for rank, prompts in needs.items())
+        return any(not prompts <= self.available[column].get(rank, set()) for rank, prompts in needs.items())
 
-    def _all_hold(self, columns: list[tuple[str, Task]], ranks: tuple[int, ...]) -> bool:
-        """Whether each of ``ranks`` holds all that the writers of ``columns`` wrote."""
+    def _all_have(self, columns: list[tuple[str, OperatorTask]], ranks: tuple[int, ...]) -> bool:
+        """Whether each of ``ranks`` has all rows that the writers of ``columns`` wrote."""
         return all(
-            self.held[column][rank].issuperset(self.shape.prompts(mini_batch))
+            self.available[column][rank].issuperset(self.shape.prompts(mini_batch))
             for column, writer in columns
             for mini_batch in self.mini_batches(writer)
             for rank in ranks
         )
 
-    def _move(self, columns: list[tuple[str, Task]], destinations: tuple[str, ...], chunk: int | None) -> Move:
+    def _move(self, columns: list[tuple[str, OperatorTask]], destinations: tuple[str, ...], chunk: int | None) -> Move:
         transfers: list[Transfer] = []
         for column, writer in columns:
             needed: Holdings = defaultdict(set)
             for name in destinations:
                 for rank, prompts in self._needs(self.placement[name], self.mini_batches(writer)).items():
                     needed[rank] |= prompts
-            transfers += route(column, self.produced[column], self.held[column], needed)
+            transfers += route(column, self.produced[column], self.available[column], needed)
         for transfer in transfers:
-            self.held[transfer.column][transfer.destination].update(transfer.prompts)
+            self.available[transfer.column][transfer.destination].update(transfer.prompts)
         ranks = tuple(sorted({rank for t in transfers for rank in (t.source, t.destination)}))
         return Move(
             ranks=ranks,
@@ -198,7 +216,7 @@ class Builder:
             columns=tuple(column for column, _ in columns),
             sources=tuple(dict.fromkeys(self.model_of(writer.operator).name for _, writer in columns)),
             destinations=destinations,
-            primitive=primitive_of(transfers, ranks, self._all_hold(columns, ranks)),
+            primitive=primitive_of(transfers, ranks, self._all_have(columns, ranks)),
             transfers=tuple(transfers),
             chunk=chunk,
         )
@@ -211,11 +229,11 @@ def _common(first: range, second: range) -> range:
 def with_syncs(
     instructions: list[Instruction], placement: Placement, spec: Spec, lag: int, end: list[Instruction]
 ) -> list[Instruction]:
-    """Insert a Sync behind the last train of every role that another copy follows; at the end when training lags.
+    """Return ``instructions`` with a Sync after the last train of every role that another copy follows.
 
-    With a lag the inference side reaches its syncs only after its whole batch, so one in the midst of training would
-    make the models that train after it wait. Behind ``end``, too, for a rollout engine beside the trained copy, which
-    sleeps until then.
+    With a lag it comes at the end: the inference side reaches its syncs only after its whole batch, so an earlier one
+    would block the models that train after it. For a rollout engine on the ranks of the trained copy, which sleeps
+    until then, it comes after ``end``.
     """
     out, last = list(instructions), list[Instruction]()
     for follower in placement.followers:
@@ -242,10 +260,10 @@ def with_syncs(
 
 
 def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, lag: int) -> list[Instruction]:
-    """Eval and Save of the trained models, after everything else of the step."""
+    """Return Eval and Save of the trained models, which end a step."""
     out: list[Instruction] = []
     if spec.eval is not None and graph.evaluation:
-        batch, every = held_out_batch(shape, spec.eval), spec.eval.every or spec.steps
+        batch, every = evaluation_batch(shape, spec.eval), spec.eval.every or spec.steps
         inner = evaluation_of(graph, placement, batch)
         ranks = tuple(sorted({rank for each in inner for rank in each.ranks}))
         out.append(Eval(ranks=ranks, lag=lag, every=every, at_end=True, instructions=inner, batch=batch))
@@ -255,7 +273,9 @@ def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, l
 
 
 def evaluation_of(graph: Graph, placement: Placement, batch: BatchShape) -> tuple[Run | Move, ...]:
-    """What one batch of held-out rows goes through, by the trained copies: a rollout engine may sleep or lag."""
+    """Return the instructions of one batch of an evaluation, on the trained copies: a rollout engine may sleep or
+    lag.
+    """
     operators = tuple(replace(operator, on_trained=True) for operator in graph.evaluation)
     own = replace(graph, operators=operators, evaluation=())
     instructions = Builder(placement, batch).emit(make_tasks(own, placement, batch, operators))
@@ -271,6 +291,6 @@ Order = Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
 
 
 def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
-    """Every operator in its tick, nothing lagging."""
+    """Return the instructions of one step without a lag, every operator in its tick."""
     instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
     return with_syncs(instructions, placement, spec, lag=0, end=closing(graph, placement, shape, spec, lag=0))

@@ -1,4 +1,4 @@
-"""A rank's instructions as work that takes memory, each with the models that lie in host memory meanwhile."""
+"""Work of a rank that needs memory, with the models that are offloaded during each piece of it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ def workload(
     batch: BatchShape,
     rank: int,
 ) -> Iterator[tuple[Work, frozenset[ModelName]]]:
-    """``instructions``: those of one step that name ``rank``. A model that is first reloaded starts in host memory."""
-    away = _away_at_start(instructions)
+    """Yield the work of ``instructions``, those of one step that name ``rank``, and the models offloaded during it.
+
+    A model that is first reloaded starts in host memory.
+    """
+    offloaded = _offloaded_at_start(instructions)
     for instruction in instructions:
         match instruction:
             case Offload():
-                away |= {instruction.model}
+                offloaded |= {instruction.model}
             case Reload():
-                away -= {instruction.model}
+                offloaded -= {instruction.model}
         for work in works_of(instruction, placement, batch, rank):
-            yield work, away
+            yield work, offloaded
 
 
 def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, rank: int) -> tuple[Work, ...]:
-    """What ``rank`` does at ``instruction``; nothing at those that take next to no memory."""
+    """Return the work of ``rank`` at ``instruction``; none at instructions that need next to no memory."""
     match instruction:
         case Run():
             return _compute(instruction, batch, _largest_call(instruction, placement, batch, rank))
-        case Eval(batch=held_out):
+        case Eval(batch=evaluation):
             runs = [run for run in instruction.runs if rank in run.ranks]
-            return tuple(work for run in runs for work in works_of(run, placement, held_out, rank))
+            return tuple(work for run in runs for work in works_of(run, placement, evaluation, rank))
         case Sync():
             return (WeightSync(instruction.source, instruction.destination, instruction.transfers),)
         case Save():
@@ -53,14 +56,14 @@ def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
 
 
 def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) -> int:
-    """Rows of the largest call: training takes a mini-batch at a time, all else all of them."""
+    """Return the rows of the largest call: training takes a mini-batch at a time, all else all of them."""
     layout = placement[run.model].layout
     single = [range(index, index + 1) for index in run.mini_batches]
     calls = single if run.operator.kind == "train" else [run.mini_batches]
     return batch.samples_per_prompt * max(len(batch.prompts_on(layout, rank, call)) for call in calls)
 
 
-def _away_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:
+def _offloaded_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:
     first: dict[ModelName, Instruction] = {}
     for instruction in instructions:
         if isinstance(instruction, Offload | Reload):
@@ -71,9 +74,9 @@ def _away_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:
 def first_alike(
     instructions: Sequence[Instruction], placement: Placement, batch: BatchShape, cluster: Cluster
 ) -> dict[int, int]:
-    """Rank → the first rank with the same work on the same kind of device, so that a thousand ranks are sized as a few.
+    """Return for each rank the first rank with the same work on the same kind of device, so that few ranks are sized.
 
-    Where shards are uneven the first rank holds most.
+    Where shards are uneven the first rank stores most.
     """
     firsts: dict[object, int] = {}
     roles = [_roles(instruction) for instruction in instructions]
@@ -92,13 +95,13 @@ def first_alike(
 
 
 def _rows(model: PlacedModel, batch: BatchShape, rank: int) -> Iterator[int]:
-    """Prompts of each mini-batch on ``rank``."""
+    """Return the number of prompts of each mini-batch on ``rank``."""
     replica = model.layout.replica(rank)
     return (len(model.layout.slice(batch.prompts(m), replica, turn=m)) for m in batch.mini_batches)
 
 
 def _roles(instruction: Instruction) -> Counter[int]:
-    """To how many ranks each rank sends weights."""
+    """Count the ranks that each rank sends weights to."""
     match instruction:
         case Sync():
             return Counter(transfer.source for transfer in instruction.transfers)

@@ -1,6 +1,6 @@
 """Parameters of a model with low-rank adapters, named and shaped as peft makes them (Hu et al. 2022).
 
-A rollout engine holds the same model merged: of each target one weight, W + alpha / rank * B A, under its plain name.
+A rollout engine stores the same model merged: of each target one weight, W + alpha / rank * B A, under its plain name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ _HEADS = ("embed_tokens", "lm_head", "score")
 
 
 def lora_candidates(shape: ModelShape) -> list[str]:
-    """Last names of the modules that can have adapters: linear layers other than embeddings and heads."""
+    """Return the last names of modules that can have adapters: linear layers other than embeddings and heads."""
     names = {name.split(".")[-2]: None for name, size in shape.parameters if len(size) == 2}
     return [name for name in names if name not in _HEADS]
 
 
 def with_adapters(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
-    """``shape`` with adapters: A (rank, inputs) and B (outputs, rank) beside each target. Raises UserError."""
+    """Return ``shape`` with adapters: A (rank, inputs) and B (outputs, rank) for each target.
+
+    Raises UserError for targets that the model does not have.
+    """
     candidates = lora_candidates(shape)
     if lora.targets == ():
         raise UserError(f"models.{role}.lora.targets: names no module; candidates: {', '.join(candidates)}")
@@ -57,12 +60,12 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
 
 
 def is_merged(model: PlacedModel, shape: ModelShape) -> bool:
-    """Whether ``model`` holds the adapters of its role, of this ``shape``, inside the weights that they change."""
+    """Whether ``model`` stores the adapters of its role merged into the weights that they change."""
     return model.rollout is not None and bool(shape.adapters)
 
 
 def shape_of(model: PlacedModel, shape: ModelShape) -> ModelShape:
-    """The shape of a role as this copy of it names its parameters: a rollout engine has no head for values."""
+    """Return the shape of a role as this copy names its parameters: a rollout engine has no value head."""
     if model.rollout is None:
         return shape
     merged = with_adapters_merged(shape) if is_merged(model, shape) else shape
@@ -71,7 +74,7 @@ def shape_of(model: PlacedModel, shape: ModelShape) -> ModelShape:
 
 @lru_cache(maxsize=16)
 def with_adapters_merged(shape: ModelShape) -> ModelShape:
-    """``shape`` without adapters; those weights count as trained that they change."""
+    """Return ``shape`` without adapters; the weights that they change count as trained."""
     bases = {name: name.replace(BASE, ".") for name, _ in shape.parameters if BASE in name and name.endswith(".weight")}
     plain = [(name, size) for name, size in shape.parameters if not {"lora_A", "lora_B"} & set(name.split("."))]
     parameters = {name.replace(BASE, "."): size for name, size in plain}
@@ -85,11 +88,11 @@ def _without_scalar_head(shape: ModelShape) -> ModelShape:
 
 
 def merged_from(name: str) -> tuple[str, str, str]:
-    """What the merged weight ``name`` is computed from: the base weight, A and B."""
+    """Return the names that the merged weight ``name`` is computed from: the base weight, A and B."""
     path = name.removesuffix(".weight")
     return f"{path}{BASE}weight", f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight"
 
 
 def gathered_names(names: Sequence[str]) -> list[str]:
-    """All that the merged weights ``names`` are computed from."""
+    """Return all names that the merged weights ``names`` are computed from."""
     return [part for name in names for part in merged_from(name)]

@@ -1,7 +1,7 @@
-"""Weights from one placed model to another, whatever their layouts: who gathers, who sends to whom, in which buckets.
+"""Resharding of weights from one placed model to another, for any two layouts: gathers, transfers, buckets.
 
-Bucket by bucket the source's shards are gathered into whole tensors, once, and every destination rank is sent the part
-that it holds, in the type that it holds it in. comm/sync.py executes it.
+Bucket by bucket the source's shards are gathered into whole tensors, once, and every destination rank receives its part
+in its own dtype. comm/sync.py executes the plan.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ CHECKSUM_BYTES = 8
 
 @dataclass(frozen=True)
 class WeightTransfer:
+    """Weights that rank ``source`` sends to rank ``destination``."""
+
     source: int
     destination: int
 
 
 def gathering_sets(model: PlacedModel, senders: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The sets of ``model``'s ranks that put their shards together so that ``senders`` have whole tensors."""
+    """Return the sets of ``model``'s ranks that gather their shards so that ``senders`` have whole tensors."""
     return tuple(ranks for ranks in model.gather_sets if len(ranks) > 1 and set(ranks) & set(senders))
 
 
 def pair_ranks(source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[WeightTransfer, ...]:
-    """Every destination rank gets a source rank: itself where it is one; else source ranks take turns."""
+    """Return a source rank for every destination rank: itself where it is one; else source ranks take turns."""
     return tuple(
         WeightTransfer(rank if rank in source else source[i % len(source)], rank) for i, rank in enumerate(destination)
     )
 
 
 def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
-    """Consecutive tensors (by index) of at most ``bucket_bytes`` together; a larger tensor is a bucket of its own."""
+    """Return ranges of tensor indices of at most ``bucket_bytes`` together; a larger tensor is a bucket of its own."""
     buckets: list[range] = []
     start, size = 0, 0
     for index, item in enumerate(tensor_bytes):
@@ -52,21 +54,23 @@ def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
 
 
 Parts = Mapping[str, Part]
+"""Part of each parameter on one rank, by name."""
 
 
 def bucket_names(parts: Parts, item_bytes: int, bucket_bytes: int) -> list[list[str]]:
-    """The names of each bucket, in sorted order; a bucket counts whole tensors, so that all ranks cut alike."""
+    """Return the names of each bucket, sorted; sizes are of whole tensors, so that all ranks make the same buckets."""
     names = sorted(parts)
     sizes = [math.prod(parts[name].shape) * item_bytes for name in names]
     return [[names[index] for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]
 
 
 def part_elements(parts: Parts, names: Sequence[str]) -> int:
+    """Return the elements of the parts called ``names``."""
     return sum(parts[name].num_elements for name in names)
 
 
 def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str, Part]:
-    """What ``rank`` holds of the weights that training changes."""
+    """Return the part on ``rank`` of each parameter that training changes, by name."""
     parts = parts_on(model, shape, rank)
     return {name: parts[name] for name, _ in shape_of(model, shape).trained}
 
@@ -74,7 +78,7 @@ def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str,
 def gather_bytes(
     model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], item_bytes: int, destination: PlacedModel
 ) -> int:
-    """Bytes that ``ranks`` send each other when they gather the trained weights for ``destination``.
+    """Return the bytes that ``ranks`` send each other to gather the trained weights for ``destination``.
 
     Every rank sends its part of each bucket, padded to the largest, which is the first one's, to every other. Merged
     weights are gathered in float32, with the adapters that change them, since the sum is rounded only once.
@@ -94,7 +98,7 @@ def sync_bytes(
     bucket_bytes: int,
     checksum: bool,
 ) -> int:
-    """Bytes that cross between ranks in one Sync: the gathers, each destination rank's part, a checksum per bucket."""
+    """Return the bytes that cross between ranks in one Sync: gathers, each destination rank's part, checksums."""
     item_bytes = DTYPE_BYTES[destination.settings.dtype]
     sets = gathering_sets(source, [t.source for t in transfers])
     total = sum(gather_bytes(source, shape, ranks, item_bytes, destination) for ranks in sets)

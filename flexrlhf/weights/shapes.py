@@ -1,6 +1,6 @@
-"""Parameter shapes of a model before it is loaded, so that bytes are known from the plan.
+"""Parameter shapes of a model before it is loaded, from which bytes are planned.
 
-Read from the header of the safetensors files where the directory has them (any architecture), else computed
+They are read from the header of the safetensors files where the directory has them (any architecture), else computed
 from ``config.json`` or ``init`` for the Llama-like families. Names are those of transformers.
 """
 
@@ -19,7 +19,7 @@ from flexrlhf.errors import UserError, nearest
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""In memory, whatever the file holds."""
+"""Bytes of a number in memory, whatever the dtype of the file."""
 SCALAR_HEAD = "score.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 
@@ -28,7 +28,7 @@ Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What activations and caches follow from."""
+    """Sizes of a decoder, from which activations and caches are computed."""
 
     family: str
     layers: int
@@ -42,9 +42,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameter name → shape, in sorted order of names. ``adapters``: the names that are trained; none: all are.
+    """Names and shapes of a model's parameters.
 
-    ``sizes``: None for a family whose config has other words.
+    parameters:  (name, shape), sorted by name.
+    adapters:    names that are trained; empty: all are.
+    sizes:       None for a family whose config uses other keys.
     """
 
     parameters: Parameters
@@ -53,7 +55,7 @@ class ModelShape:
 
     @cached_property
     def trained(self) -> Parameters:
-        """What training changes, and so what is synced and saved."""
+        """Parameters that training changes, so those that are synced and saved."""
         return tuple((name, shape) for name, shape in self.parameters if name in self.adapters or not self.adapters)
 
     @cached_property
@@ -66,11 +68,12 @@ class ModelShape:
 
 
 def count_elements(parameters: Parameters) -> int:
+    """Return the number of elements of all ``parameters``."""
     return sum(math.prod(shape) for _, shape in parameters)
 
 
 def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a role. Raises UserError when there is none or it is a mixture of experts."""
+    """Return the Hugging Face config of a role. Raises UserError where there is none, or for a mixture of experts."""
     config = model.init if model.init is not None else _config_file(role, model.path)
     if not config.get("model_type"):
         raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(LLAMA_LIKE)}")
@@ -93,7 +96,7 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
     file = directory / "config.json"
     if (directory / "adapter_config.json").is_file():
         raise UserError(
-            f"models.{role}.path {path}: holds adapters, not a whole model; merge them into their base model first"
+            f"models.{role}.path {path}: contains adapters, not a whole model; merge them into their base model first"
         )
     if not file.is_file():
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
@@ -102,12 +105,15 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"models.{role}.path {path}: its config.json is not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise UserError(f"models.{role}.path {path}: its config.json holds {type(config).__name__}, not a mapping")
+        raise UserError(f"models.{role}.path {path}: its config.json contains {type(config).__name__}, not a mapping")
     return config
 
 
 def model_shape(role: str, model: ModelSpec, head: Head = "causal") -> ModelShape | None:
-    """Shapes of the parameters of ``role``; None for an architecture that only loading can tell."""
+    """Return the shape of ``role``; None for an architecture whose parameters are known only when it is loaded.
+
+    Raises UserError for a config that is missing or does not fit the head.
+    """
     config = read_config(role, model)
     shapes = _from_files(Path(model.path)) if model.path is not None else {}
     if not shapes:
@@ -128,7 +134,9 @@ def _is_tied(config: dict[str, Any]) -> bool:
 
 
 def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """A scalar head replaces the vocabulary head, or stands beside it; a causal model drops a scalar head."""
+    """Return ``shapes`` with the head: a scalar head replaces the vocabulary head or is added to it; a causal model has
+    none.
+    """
     shapes = dict(shapes)
     if head == "scalar" or _is_tied(config):
         shapes.pop(LANGUAGE_HEAD, None)
@@ -147,7 +155,7 @@ def _from_files(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file: 8 bytes little-endian length, then the text."""
+    """Return the JSON header of a safetensors file: 8 bytes little-endian length, then the text."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header: dict[str, Any] = json.loads(stream.read(length))
@@ -161,7 +169,7 @@ _DEFAULTS = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-"""What transformers takes where a config leaves a size out; below, what differs by family."""
+"""Defaults of transformers for sizes that a config leaves out; below, those that differ by family."""
 _DEFAULTS_OF: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8},
@@ -181,7 +189,7 @@ def _sizes(config: dict[str, Any]) -> Sizes | None:
 
 
 def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Parameters of a dense Llama, Mistral, Qwen2 or Qwen3 causal model, named as transformers names them."""
+    """Return the parameter shapes of a dense Llama, Mistral, Qwen2 or Qwen3 causal model under transformers' names."""
     sizes = _sizes(config)
     if sizes is None:
         raise ValueError(f"{', '.join(_DEFAULTS)} must be whole numbers")

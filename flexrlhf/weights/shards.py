@@ -1,7 +1,7 @@
-"""What a rank holds of a tensor: the slice of tensor parallelism, and of that the part that ZeRO leaves it.
+"""Shards: the part of each tensor that a rank stores, by tensor parallelism and by ZeRO.
 
-Engines shard as their libraries do; this is the same on paper, so that bytes are known from the plan and weights can
-travel between any two layouts: ``comm/weights.py`` gathers parts into tensors and cuts tensors into parts.
+Engines shard as their libraries do; this module computes the same parts before a run, so that bytes can be planned and
+weights resharded between any two layouts: ``comm/weights.py`` gathers parts into tensors and splits tensors into parts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from flexrlhf.weights.shapes import ModelShape, Parameters
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
-"""Linear layers that tensor parallelism cuts along their outputs, and along their inputs (Shoeybi et al. 2019)."""
+"""Linear layers that tensor parallelism splits along their outputs, and along their inputs (Shoeybi et al. 2019)."""
 VOCABULARY = (".embed_tokens.weight", ".lm_head.weight")
 VOCABULARY_MULTIPLE = 64
-"""vLLM cuts these along the vocabulary, which it first pads to a multiple of so many rows."""
+"""vLLM splits these along the vocabulary, which it first pads to a multiple of so many rows."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Those numbers of a tensor of ``shape`` that one rank holds: a box, or of its row-major numbers ``flat``."""
+    """Part of a tensor of ``shape`` on one rank: the elements inside ``box``, of which ``flat`` is a row-major
+    range.
+    """
 
     shape: tuple[int, ...]
     box: tuple[range, ...]
@@ -42,13 +44,14 @@ class Part:
 
 
 def whole(shape: tuple[int, ...]) -> Part:
+    """Return the part that is all of a tensor of ``shape``."""
     return Part(shape, tuple(range(size) for size in shape))
 
 
 def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None:
-    """The dim of parameter ``name`` that tensor parallelism cuts; None: every rank holds all of it.
+    """Return the dim of parameter ``name`` that tensor parallelism splits; None where every rank stores all of it.
 
-    The language head is cut along the vocabulary where that divides; a tied one is the embedding and stays whole.
+    The language head is split along the vocabulary where that divides; a tied one is the embedding and stays whole.
     """
     *_, module, kind = ("", *name.split("."))
     if module in COLUMNWISE or (name == "lm_head.weight" and size[0] % tp == 0):
@@ -57,10 +60,10 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What decides which part of a tensor a rank holds: ``replica`` of ``dp``, ``tp_index`` of ``tp``.
+class _Position:
+    """Position of a rank in a layout: ``replica`` of ``dp``, ``tp_index`` of ``tp``.
 
-    ``cuts_vocabulary``: as a rollout engine does.
+    ``splits_vocabulary``: embeddings are split along the vocabulary, as a rollout engine does.
     """
 
     split: Split
@@ -68,7 +71,7 @@ class _Place:
     tp: int
     replica: int
     tp_index: int
-    cuts_vocabulary: bool
+    splits_vocabulary: bool
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
@@ -81,10 +84,10 @@ class _Place:
         return Part(size, tuple(box))
 
     def _slice(self, name: str, size: tuple[int, ...]) -> list[range]:
-        """What tensor parallelism leaves of each dim."""
+        """Return the range of each dim that tensor parallelism assigns to the rank."""
         box = list(whole(size).box)
         dim = tensor_parallel_dim(name, size, self.tp)
-        if self.cuts_vocabulary and f".{name}".endswith(VOCABULARY):
+        if self.splits_vocabulary and f".{name}".endswith(VOCABULARY):
             padded = -(-size[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
             box[0] = _at(size[0], padded // self.tp, self.tp_index)
         elif dim is not None:
@@ -93,21 +96,23 @@ class _Place:
 
 
 def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> Mapping[str, Part]:
-    """Parameter name → what ``rank`` holds of it. Ranks in the same place share the answer."""
+    """Return the part of every parameter on ``rank``, by name. Ranks at the same position share the result."""
     layout, split = model.layout, model.split
     replica = 0 if split == "whole" else layout.replica(rank)
     shape = shape_of(model, shape)
-    place = _Place(split, layout.dp, layout.tp, replica, layout.tp_index(rank), model.rollout is not None)
-    return _parts(place, shape.parameters)
+    position = _Position(split, layout.dp, layout.tp, replica, layout.tp_index(rank), model.rollout is not None)
+    return _parts(position, shape.parameters)
 
 
 @lru_cache(maxsize=1024)
-def _parts(place: _Place, parameters: Parameters) -> Mapping[str, Part]:
-    return MappingProxyType({name: place.part(name, size) for name, size in parameters})
+def _parts(position: _Position, parameters: Parameters) -> Mapping[str, Part]:
+    return MappingProxyType({name: position.part(name, size) for name, size in parameters})
 
 
 def _share(size: int, count: int, index: int) -> range:
-    """``torch.chunk``'s rule, and DeepSpeed's: equal parts, rounded up; the last ones may be smaller or empty."""
+    """Return part ``index`` of ``count``, as torch.chunk and DeepSpeed split: parts rounded up, the last may be
+    empty.
+    """
     return _at(size, -(-size // count), index)
 
 

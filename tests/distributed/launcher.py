@@ -24,7 +24,8 @@ from flexrlhf.errors import RankFailure
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory
 from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
 

@@ -18,7 +18,7 @@ from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.run_directory import prepare_directory
 from flexrlhf.execution.trainer import Trainer
 from flexrlhf.plan.inputs import load_run_data
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
 
 

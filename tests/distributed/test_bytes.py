@@ -102,5 +102,5 @@ def test_an_offloaded_model_leaves_what_the_plan_says(launches: Launches, case: 
             state = outcome.plan.state(outcome.plan.placement[name], int(rank))
             if held["host"]:
                 away += 1
-                assert state is not None and held["host"] == pytest.approx(state.parked, rel=0.02), (case.name, name)
+                assert state is not None and held["host"] == pytest.approx(state.offloaded, rel=0.02), (case.name, name)
     assert away, f"{case.name}: nothing was away"

@@ -22,7 +22,7 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory, read_lines
 from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 
 Raw = dict[str, Any]
 STEPS, BEST_STEP = 3, 1

@@ -15,7 +15,7 @@ from comparison import deviations
 from launcher import Outcome
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 
 CASE = Case("two", "halves", 2)
 SECONDS = 90

@@ -14,7 +14,7 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory
 from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
 
 pytestmark = pytest.mark.timeout(900)

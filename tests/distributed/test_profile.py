@@ -21,7 +21,7 @@ from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
-from flexrlhf.plan.plan import make_plans
+from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.profiling.subjects import RowCounts, row_counts, text_sample
 
 SECONDS = 60

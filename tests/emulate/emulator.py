@@ -31,8 +31,7 @@ from symbolic import (
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import Group, Plan
-from flexrlhf.strategies.evaluation_batches import held_out_shape
-from flexrlhf.strategies.held_out import walk_held_out
+from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
@@ -429,7 +428,7 @@ class HeldOutRank(Rank):
 
     def __init__(self, rank: Rank, instruction: Eval) -> None:
         batch, plan = instruction.batch, rank._plan
-        shape = held_out_shape(num_held_out(batch.num_prompts), batch)
+        shape = evaluation_shape(num_held_out(batch.num_prompts), batch)
         graph = replace(plan.graph, operators=plan.graph.evaluation)
         super().__init__(rank.number, replace(plan, batch=shape, graph=graph), rank._fabric, rank._mode)
         self.trace = Trace(weights=rank.trace.weights)
@@ -439,7 +438,7 @@ class HeldOutRank(Rank):
         self._batches = range(0)
 
     def walk(self, position: Position, step: int, instruction: Eval) -> None:
-        for place, inner, batches in walk_held_out(instruction, self._shape, self.number):
+        for place, inner, batches in walk_evaluation(instruction, self._shape, self.number):
             self._at = f"{self._above}, batch {batches.start}, {inner.label}"
             self._batches = batches
             each = inner if isinstance(inner, Move) else replace(inner, mini_batches=batches)

@@ -14,7 +14,8 @@ from flexrlhf.config.spec import PlacementMap
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Move, Offload, Run, Save, Sync
 
 Raw = dict[str, Any]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
-from flexrlhf.strategies.residency import Memory
+from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.schedule import walk
 
 
-def memory_of(plan: Plan) -> Memory:
-    return Memory(plan.sizing, plan.cluster, plan.batch)
+def memory_of(plan: Plan) -> DeviceMemory:
+    return DeviceMemory(plan.sizing, plan.cluster, plan.batch)
 
 
 def models_used(plan: Plan, rank: int, instruction: Instruction) -> set[str]:

@@ -22,9 +22,9 @@ from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan.plan import Plan, make_plan
-from flexrlhf.strategies.evaluation_batches import held_out_shape
-from flexrlhf.strategies.held_out import walk_held_out
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
@@ -58,8 +58,8 @@ def expanded(plan: Plan) -> dict[int, list[Item]]:
 def _items(position: int, step: int, instruction: Instruction, rank: int) -> list[Item]:
     if not isinstance(instruction, Eval):
         return [(position, step, instruction)]
-    shape = held_out_shape(num_held_out(instruction.batch.num_prompts), instruction.batch)
-    inner = walk_held_out(instruction, shape, rank)
+    shape = evaluation_shape(num_held_out(instruction.batch.num_prompts), instruction.batch)
+    inner = walk_evaluation(instruction, shape, rank)
     return [(position + PER_BATCH * len(batches) * batches.stop + place, step, each) for place, each, batches in inner]
 
 

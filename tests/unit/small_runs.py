@@ -10,7 +10,8 @@ from flexrlhf.config.spec_file import apply_override, parse_spec
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 
 TINY = {
     "model_type": "llama",

@@ -39,7 +39,7 @@ from flexrlhf.guideline.search.problem import Assignment, Choice, Problem
 from flexrlhf.guideline.simulation.inputs import read_lengths, texts_for
 from flexrlhf.guideline.simulation.simulate import evaluate as simulated_seconds
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload
 from flexrlhf.text import table

@@ -14,14 +14,15 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.pricing import Pricer, longest_texts
 from flexrlhf.metrics import METRICS, is_better
-from flexrlhf.operators.evaluation import TOLD, metrics_told
+from flexrlhf.operators import evaluation
+from flexrlhf.operators.evaluation import evaluation_metrics
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import schedule_table
-from flexrlhf.strategies.evaluation_batches import HeldOutShape, held_out_shape
-from flexrlhf.strategies.held_out import walk_held_out
+from flexrlhf.strategies.evaluation_batches import EvaluationShape, evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run, Save
 from flexrlhf.strategies.residency import models_of
 from flexrlhf.text import rank_marks
@@ -162,7 +163,7 @@ def test_its_price_is_that_of_its_operators() -> None:
 @pytest.mark.parametrize("count", [1, 3, 7, 8, 9, 20])
 @pytest.mark.parametrize("layout", [Layout((0,)), Layout((0, 1, 2)), Layout((3, 1), tp=2), Layout(tuple(range(12)))])
 def test_every_held_out_prompt_is_held_by_one_replica(count: int, layout: Layout) -> None:
-    shape = held_out_shape(count, BatchShape(8, 2))
+    shape = evaluation_shape(count, BatchShape(8, 2))
     found = [shape.prompts_on(layout, ranks[0], shape.mini_batches) for ranks in layout.tp_sets]
     assert sorted(prompt for prompts in found for prompt in prompts) == list(range(count))
     assert all(list(prompts) == sorted(prompts) for prompts in found)
@@ -174,17 +175,17 @@ def test_every_held_out_prompt_is_held_by_one_replica(count: int, layout: Layout
 def test_few_prompts_lie_all_over_the_replicas(places: int, dp: int) -> None:
     layout = Layout(tuple(range(dp)))
     for count in range(1, places + 1):
-        shape = held_out_shape(count, BatchShape(places))
+        shape = evaluation_shape(count, BatchShape(places))
         sizes = [len(shape.prompts_on(layout, rank, range(1))) for rank in layout.ranks]
         assert max(sizes) <= -(-count // dp) + 1, (count, sizes)
 
 
 def walked(plan: Plan, count: int, rank: int) -> list[tuple[str, range]]:
     evaluation = evaluation_of(plan)
-    shape = held_out_shape(count, evaluation.batch)
+    shape = evaluation_shape(count, evaluation.batch)
     return [
         (f"{each.operator.name}" if isinstance(each, Run) else f"{each.columns[0]} {each.primitive}", batches)
-        for _, each, batches in walk_held_out(evaluation, shape, rank)
+        for _, each, batches in walk_evaluation(evaluation, shape, rank)
     ]
 
 
@@ -219,10 +220,10 @@ def test_a_move_that_brings_no_prompt_of_a_batch_is_left_out() -> None:
 
 def test_a_walk_sends_the_prompts_that_there_are() -> None:
     evaluation = evaluation_of(plan_of(HALVES, 2, HELD_OUT))
-    shape: HeldOutShape = held_out_shape(10, evaluation.batch)
+    shape: EvaluationShape = evaluation_shape(10, evaluation.batch)
     sent = [
         (batches.start, sorted(prompt for transfer in each.transfers for prompt in transfer.prompts))
-        for _, each, batches in walk_held_out(evaluation, shape, 0)
+        for _, each, batches in walk_evaluation(evaluation, shape, 0)
         if isinstance(each, Move) and "scores" in each.columns
     ]
     mine = set(shape.prompts_on(Layout((0, 1)), 0, shape.mini_batches))
@@ -249,7 +250,7 @@ def test_the_best_models_are_saved_behind_the_evaluation() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ((BEST,), "save.best: eval_reward_mean is known of evaluations alone; give eval.path, or remove save.best"),
+        ((BEST,), "save.best: eval_reward_mean is a metric of evaluations; give eval.path, or remove save.best"),
         (
             (HELD_OUT, "save.best=eval_reward_men"),
             "save.best: 'eval_reward_men' is no metric of the evaluations of ppo (did you mean 'eval_reward_mean'?)",
@@ -277,10 +278,10 @@ def test_what_an_evaluation_cannot_tell_is_refused(overrides: tuple[str, ...], s
 @pytest.mark.parametrize(
     ("name", "settings", "sentence"),
     [
-        ("sft", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the held-out rows of sft have their answers"),
-        ("reward", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the held-out rows of reward have their"),
-        ("reward", {"pass_score": 0.5}, "eval.pass_score: evaluations of reward give answers no scores; remove it"),
-        ("sft", {"pass_at": 1}, "eval.pass_at: evaluations of sft give answers no scores; remove it"),
+        ("sft", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the evaluation set of sft has its responses"),
+        ("reward", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the evaluation set of reward has its"),
+        ("reward", {"pass_score": 0.5}, "eval.pass_score: evaluations of reward score no responses; remove it"),
+        ("sft", {"pass_at": 1}, "eval.pass_at: evaluations of sft score no responses; remove it"),
     ],
 )
 def test_settings_without_use_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:
@@ -303,9 +304,9 @@ def test_every_evaluation_tells_metrics_by_which_a_model_may_be_chosen(name: str
     raw = {"name": "run", "algorithm": kind, "models": {}, "data": {"path": "rows.jsonl"}}
     graph = make_graph(parse_spec(raw))
     combined = [operator.function for operator in graph.evaluation if operator.kind == "combine"]
-    assert set(combined) <= set(TOLD)
+    assert set(combined) <= set(evaluation.METRICS)
     known = {metric.name for metric in METRICS}
-    assert metrics_told(graph) and set(metrics_told(graph)) <= known
+    assert evaluation_metrics(graph) and set(evaluation_metrics(graph)) <= known
 
 
 def test_better_is_strictly_more_but_less_where_the_metric_says_so() -> None:

@@ -15,7 +15,7 @@ from small_runs import PPO, TINY
 import flexrlhf
 from flexrlhf import ExecutionEngine
 from flexrlhf.errors import UserError
-from flexrlhf.plan.plan import make_plan
+from flexrlhf.plan.pipeline import make_plan
 
 LOADED = """
 import json, sys

@@ -30,7 +30,7 @@ from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, train
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
-from flexrlhf.strategies.residency import Memory
+from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.workload import workload, works_of
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.lora import with_adapters
@@ -585,7 +585,7 @@ def test_what_is_offloaded_counts_in_host_memory() -> None:
 
 def test_the_residency_pass_is_told_the_same() -> None:
     plan = plan_of([1, 1, 0.5, 0.5], 2, "cluster.memory_gb=1")
-    memory = Memory(plan.sizing, plan.cluster, plan.batch)
+    memory = DeviceMemory(plan.sizing, plan.cluster, plan.batch)
     resting = {name: state.resting for name, state in plan.memory(1).states.items() if state is not None}
     assert {name: memory.state(1, name) for name in resting} == resting
     needed = max(memory.needed_for(1, instruction) for instruction in plan.schedule.for_rank(1))
@@ -700,7 +700,7 @@ def test_an_engine_holds_adapters_merged() -> None:
 
 def test_offloading_loses_keys_and_values_and_parks_the_rest() -> None:
     state = State(weights=100, optimizer=10, buffers=7, cache=30)
-    assert (state.resting, state.freed, state.parked, state.training) == (147, 140, 110, 117)
+    assert (state.resting, state.freed, state.offloaded, state.training) == (147, 140, 110, 117)
 
 
 def phase_of(plan: Plan, label: str, rank: int = 0) -> Any:

@@ -17,7 +17,7 @@ from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.parity import Difference, ParityError, naming_tokens
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.plan.plan import resolve_models
+from flexrlhf.plan.models import resolve_models
 
 MASK = mask_of("1110", "1000", "0000", "1111")
 TRAINER = -torch.tensor([[1.0, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])

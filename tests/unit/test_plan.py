@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.states import model_state
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
 from flexrlhf.weights.reshard import WeightTransfer, make_buckets, pair_ranks, sync_bytes
 from flexrlhf.weights.shapes import ModelShape, llama_like_shapes, model_shape

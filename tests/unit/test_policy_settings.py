@@ -173,5 +173,5 @@ def test_a_run_has_the_sources_of_both_sections() -> None:
 
 
 def test_costs_of_an_algorithm_that_asks_for_none_are_refused() -> None:
-    with pytest.raises(UserError, match="^cost: ppo asks for no such scores; remove it$"):
+    with pytest.raises(UserError, match="^cost: ppo uses no such scores; remove it$"):
         make_graph(spec_of(None, 1, "cost={rule: gsm8k}"))

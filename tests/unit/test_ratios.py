@@ -13,7 +13,7 @@ from small_runs import plan_of, spec_of
 from flexrlhf.config.spec import ClusterSpec, Head
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster, make_cluster
-from flexrlhf.placement.packing import Request, pack
+from flexrlhf.placement.packing import DeviceRequest, pack
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
 
@@ -379,7 +379,7 @@ def test_packing_never_overlaps_models_of_one_lane() -> None:
     for _ in range(500):
         cluster = random_cluster(draw)
         size = len(cluster.ranks)
-        requests = [Request(f"m{i}", draw.randint(1, size)) for i in range(draw.randint(1, 6))]
+        requests = [DeviceRequest(f"m{i}", draw.randint(1, size)) for i in range(draw.randint(1, 6))]
         packing = pack(requests, cluster.ranks, cluster)
         ends = [0]
         for request in requests:

@@ -11,7 +11,7 @@ from small_runs import plan_of
 
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload, Reload
-from flexrlhf.strategies.residency import Memory, models_of
+from flexrlhf.strategies.residency import DeviceMemory, models_of
 from flexrlhf.strategies.schedule import walk
 
 SIX = "placement=[0.5,0.5,0.5,0.5,0.5,0.5]"
@@ -37,7 +37,7 @@ def replay(plan: Plan, rank: int) -> list[int]:
     """Walk a whole run on one rank; of every instruction what it needs, with the models that are there."""
     placed = tuple(model.name for model in plan.placement.on_rank(rank))
     away = set(plan.offloaded.get(rank, ()))
-    memory = Memory(plan.sizing, plan.cluster, plan.batch)
+    memory = DeviceMemory(plan.sizing, plan.cluster, plan.batch)
     needs = []
     for _, _, item in walk(plan.schedule, rank, plan.spec.steps):
         match item:
@@ -98,7 +98,7 @@ def test_the_run_fits_where_every_instruction_fits_by_itself(overrides: tuple[st
 def least_of(plan: Plan, rank: int) -> list[int]:
     """What each instruction needs with nothing there but the models that it touches."""
     placed = tuple(model.name for model in plan.placement.on_rank(rank))
-    memory = Memory(plan.sizing, plan.cluster, plan.batch)
+    memory = DeviceMemory(plan.sizing, plan.cluster, plan.batch)
     mine = [(item, models_of(item, placed)) for item in plan.schedule.for_rank(rank)]
     return [
         sum(memory.state(rank, name) for name in touched) + memory.needed_for(rank, item)

@@ -269,21 +269,21 @@ def test_the_replica_with_most_rows_counts() -> None:
     [
         (
             ("rollout.kv_tokens=31",),
-            "rollout.kv_tokens: 31 do not hold one row of 32 tokens (prompt and response, in blocks of 32); "
+            "rollout.kv_tokens: 31 are less than one row of 32 tokens (prompt and response, in blocks of 32); "
             "use at least 32",
         ),
         (
             ("rollout.kv_tokens=47", "data.max_prompt_tokens=40"),
-            "rollout.kv_tokens: 47 do not hold one row of 64 tokens (prompt and response, in blocks of 32); "
+            "rollout.kv_tokens: 47 are less than one row of 64 tokens (prompt and response, in blocks of 32); "
             "use at least 64",
         ),
         (
             ("algorithm={name: sft}", "models.reward=null"),
-            "rollout.engine: vllm has nothing to do, since sft trains on answers of the data set; remove rollout",
+            "rollout.engine: vllm has nothing to do, since sft trains on responses of the data set; remove rollout",
         ),
         (
             ("algorithm={name: reward}", "models.actor=null"),
-            "rollout.engine: vllm has nothing to do, since reward trains on answers of the data set; remove rollout",
+            "rollout.engine: vllm has nothing to do, since reward trains on responses of the data set; remove rollout",
         ),
         *(
             (

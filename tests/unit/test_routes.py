@@ -102,8 +102,8 @@ def test_receivers_take_turns_among_the_ranks_that_hold_the_same_rows() -> None:
     assert [(t.source, t.destination) for t in transfers] == [(0, 2), (1, 3)]
 
 
-def test_a_row_that_nobody_produced_is_our_mistake() -> None:
-    with pytest.raises(AssertionError, match="nobody produced prompt 1"):
+def test_a_row_without_a_producer_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="no rank produced prompt 1"):
         route("scores", {0: {0}}, {0: {0}}, {1: {0, 1}})
 
 

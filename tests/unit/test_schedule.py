@@ -16,7 +16,8 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data import quickstart
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.plan.plan import Plan, make_plan, make_plans
+from flexrlhf.plan.pipeline import make_plan, make_plans
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, schedule_table
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators

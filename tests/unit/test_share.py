@@ -12,7 +12,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import share_weights
 from flexrlhf.operators.ppo import ppo
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import schedule_table
 from flexrlhf.strategies.instructions import Move, Run
 

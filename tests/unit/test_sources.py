@@ -171,7 +171,7 @@ def test_names_that_cannot_be_are_refused(reward: str, sentence: str) -> None:
 @pytest.mark.parametrize("section", ["reward", "cost"])
 def test_an_algorithm_without_scores_refuses_sources(algorithm: str, section: str) -> None:
     spec = spec_of(None, 1, f"algorithm={{name: {algorithm}, prompts_per_step: 8}}", f"{section}={{rule: gsm8k}}")
-    with pytest.raises(UserError, match=f"^{section}: {algorithm} asks for no such scores; remove it$"):
+    with pytest.raises(UserError, match=f"^{section}: {algorithm} uses no such scores; remove it$"):
         make_graph(spec)
 
 

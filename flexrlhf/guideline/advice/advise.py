@@ -41,7 +41,8 @@ from flexrlhf.guideline.simulation.pricing import TextLengths, transformer_of_sh
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.systems.steps import usual_steps
 from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies import colocated, disaggregated, interleaving
 from flexrlhf.text import bytes_text
 

@@ -19,7 +19,7 @@ from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_
 from flexrlhf.guideline.simulation.scoring_time import cost_beside
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
-from flexrlhf.operators.graph import Kind
+from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
@@ -29,7 +29,7 @@ from flexrlhf.weights.shapes import ModelShape
 
 T = TypeVar("T")
 
-CallKind = Kind | Literal["switch"]
+CallKind = OperatorKind | Literal["switch"]
 """What a placed model does on its devices: an operator, or on the way to its host's memory and back."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
 PASS_TOKENS = (0, 8192, 32768)
@@ -256,7 +256,7 @@ class Chooser:
         for call in member.calls:
             kind = call.kind
             if kind == "switch":
-                yield kind, self.costs.switch(self._state(model, common).parked, place.device).seconds, 0
+                yield kind, self.costs.switch(self._state(model, common).offloaded, place.device).seconds, 0
                 continue
             rows, key = self._most_rows(model, kind, call.mini_batches), (common, kind, _matters(kind, model.settings))
             seconds = self.once(("seconds", key, call), partial(self._seconds, model, mesh, kind, call))
@@ -269,7 +269,7 @@ class Chooser:
         found: T = self._parts[key]
         return found
 
-    def _seconds(self, model: PlacedModel, mesh: Mesh, kind: Kind, work: Work) -> float:
+    def _seconds(self, model: PlacedModel, mesh: Mesh, kind: OperatorKind, work: Work) -> float:
         rows = row_patterns(self.batch, model.layout, work.mini_batches)
         if kind == "combine" or kind == "score":
             most, width = max(map(sum, rows)), self.maker.lengths.width
@@ -282,7 +282,7 @@ class Chooser:
         assert isinstance(state, State), "shapes are known"
         return state
 
-    def _most_rows(self, model: PlacedModel, kind: Kind, batches: range) -> int:
+    def _most_rows(self, model: PlacedModel, kind: OperatorKind, batches: range) -> int:
         """Of one pass or of those decoded together, where settings let in no more."""
         held = row_patterns(self.batch, model.layout, batches)
         most = max(map(max if kind == "train" else sum, held))
@@ -290,7 +290,7 @@ class Chooser:
             return self._texts.rows_decoded(model.settings.generate_tokens, most)
         return self._texts.rows_within(model.settings.micro_batch_tokens, most)
 
-    def _bytes(self, model: PlacedModel, common: object, kind: Kind, rows: int) -> int:
+    def _bytes(self, model: PlacedModel, common: object, kind: OperatorKind, rows: int) -> int:
         """What a call takes at the most besides what rests."""
         if kind == "combine" or kind == "score":
             return 0
@@ -328,7 +328,7 @@ def _layout(size: int, tp: int) -> Layout:
     return Layout(tuple(range(size)), tp)
 
 
-def _matters(kind: Kind, settings: ModelSpec) -> tuple[object, ...]:
+def _matters(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:
     """Of the settings that options of one mesh differ by, those that a call of ``kind`` depends on."""
     if kind == "generate":
         return (settings.generate_tokens,)

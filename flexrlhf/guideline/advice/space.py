@@ -29,15 +29,15 @@ from flexrlhf.guideline.simulation.pricing import (
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.rollout import with_rollout
-from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ROLLOUT, ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
-from flexrlhf.plan.plan import model_shapes, resolve_models, roles_of, spread
+from flexrlhf.plan.models import model_shapes
+from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.strategies import schedule
 from flexrlhf.strategies.schedule import make_tasks
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
@@ -76,13 +76,7 @@ class Space:
 
     @cached_property
     def batch(self) -> BatchShape:
-        algorithm = self.spec.algorithm
-        return BatchShape(
-            algorithm.num_prompts,
-            algorithm.samples_per_prompt,
-            algorithm.num_mini_batches,
-            self.spec.schedule.num_chunks,
-        )
+        return BatchShape.of(self.spec)
 
     @cached_property
     def names(self) -> tuple[ModelName, ...]:
@@ -121,11 +115,10 @@ class Space:
 
     @cached_property
     def whole_graph(self) -> Graph:
-        graph = spread(self.graph, self.sketch, self.spec)
-        return with_rollout(graph, self.spec, is_remote=self.has_shadows and self.roles.rollout is not None)
+        return run_graph(self.spec, self.sketch)
 
     @cached_property
-    def steps(self) -> tuple[tuple[schedule.Task, int], ...]:
+    def steps(self) -> tuple[tuple[schedule.OperatorTask, int], ...]:
         """The operators in the order of the strategy, each with its lag."""
         tasks = partial(make_tasks, self.whole_graph, self.sketch, self.batch)
         if not self.spec.schedule.lag or not self.has_shadows:
@@ -144,7 +137,7 @@ class Space:
         """By operator: those that have been asked for."""
         return {}
 
-    def mini_batches(self, task: schedule.Task) -> range:
+    def mini_batches(self, task: schedule.OperatorTask) -> range:
         return self.batch.mini_batches if task.chunk is None else self.batch.chunk(task.chunk)
 
     @property
@@ -258,13 +251,13 @@ class Space:
         order = [follower.name for follower in self.sketch.followers]
         yield from sorted(end, key=lambda sync: order.index(ModelName(sync.to)))
 
-    def _writers(self, reader: schedule.Task) -> Iterator[schedule.Task]:
+    def _writers(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
         for task, _ in self.steps:
             is_read = not set(task.operator.writes).isdisjoint(reader.operator.reads)
             if is_read and not set(self.mini_batches(task)).isdisjoint(self.mini_batches(reader)):
                 yield task
 
-    def _sync(self, task: schedule.Task, follower: PlacedModel) -> Sync:
+    def _sync(self, task: schedule.OperatorTask, follower: PlacedModel) -> Sync:
         return Sync(name_of(task), follower.name, partial(self._sync_seconds, follower), self.spec.sync.every)
 
     def _rows(self) -> Iterator[Rows]:
@@ -277,7 +270,7 @@ class Space:
             for writer in self._apart(reader):
                 yield Rows(name_of(writer), name_of(reader), self._border_seconds)
 
-    def _apart(self, reader: schedule.Task) -> Iterator[schedule.Task]:
+    def _apart(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
         """Of each other model that must not share a device with that of ``reader``, though nothing travels between, a
         task that it waits for anyhow. With shadows all inference is waited for: advantages follow from it."""
         if not self.has_shadows or reader.operator.kind != "train":
@@ -290,9 +283,9 @@ class Space:
                 yield task
 
     @cached_property
-    def _ancestors(self) -> dict[str, dict[str, schedule.Task]]:
+    def _ancestors(self) -> dict[str, dict[str, schedule.OperatorTask]]:
         """Task → all that it waits for, by name."""
-        found: dict[str, dict[str, schedule.Task]] = {}
+        found: dict[str, dict[str, schedule.OperatorTask]] = {}
         for task, _ in self.steps:
             mine = found[name_of(task)] = {}
             for writer in self._writers(task):
@@ -303,15 +296,13 @@ class Space:
     def _border_seconds(source: End, to: End, relation: Relation) -> float:
         return 0.0 if relation == "disjoint" else FORBIDDEN
 
-    def _rows_bytes(self, writer: schedule.Task, reader: schedule.Task) -> int:
+    def _rows_bytes(self, writer: schedule.OperatorTask, reader: schedule.OperatorTask) -> int:
         """Of what ``reader`` reads of ``writer``."""
         common = range(
             max(self.mini_batches(writer).start, self.mini_batches(reader).start),
             min(self.mini_batches(writer).stop, self.mini_batches(reader).stop),
         )
-        data = self.spec.data
-        lengths = Lengths(data.max_prompt_tokens, data.max_response_tokens)
-        return rows_bytes(self.batch, lengths, writer.operator, reader.operator, common)
+        return rows_bytes(self.batch, Lengths.of(self.spec), writer.operator, reader.operator, common)
 
     def _rows_seconds(self, size: int, must_part: bool, source: End, to: End, relation: Relation) -> float:
         if must_part and relation != "disjoint":
@@ -364,7 +355,7 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
     return tuple(number for number in CHUNKS if mini_batches % number == 0) if space.has_shadows else (1,)
 
 
-def name_of(task: schedule.Task) -> str:
+def name_of(task: schedule.OperatorTask) -> str:
     return task.operator.name if task.chunk is None else f"{task.operator.name}.{task.chunk}"
 
 
@@ -375,19 +366,15 @@ def side_of(end: End) -> Side:
 
 def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> Space:
     """Without shadows. Raises UserError where the spec has models or devices that no plan could have."""
-    graph = make_graph(spec)
-    spec = resolve_models(spec, graph)
-    data, algorithm = spec.data, spec.algorithm
-    texts = lengths or TextLengths(data.max_prompt_tokens, (data.max_response_tokens,))
-    batch = BatchShape(algorithm.num_prompts, algorithm.samples_per_prompt, algorithm.num_mini_batches)
-    longest = Lengths(data.max_prompt_tokens, data.max_response_tokens)
+    resolved = resolve(spec)
+    spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
+    texts = lengths or TextLengths(longest.prompt, (longest.response,))
+    batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, {})
     _check_models(spec, shapes, graph.roles)
-    chooser = Chooser(spec, shapes, batch, costs, CallMaker(batch, longest, texts, algorithm.epochs))
+    chooser = Chooser(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
     said = frozenset(spec.schedule.model_fields_set)
-    return Space(
-        spec, graph, roles_of(graph, spec), shapes, make_cluster(spec.cluster), costs, texts, chooser, said=said
-    )
+    return Space(spec, graph, resolved.roles, shapes, resolved.cluster, costs, texts, chooser, said=said)
 
 
 def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str]) -> None:

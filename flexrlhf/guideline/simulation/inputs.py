@@ -16,7 +16,8 @@ from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.simulation.pricing import TextLengths, check_figures
 from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.plan.plan import Plan, make_plan
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 
 PROFILE = "profile.json"
 """In the directory of the runs: what ``flexrlhf profile`` leaves."""

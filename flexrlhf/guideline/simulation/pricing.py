@@ -20,7 +20,7 @@ from flexrlhf.guideline.costs.exchange import Between, Side, Weights, relation_o
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.guideline.simulation.scoring_time import cost_beside
 from flexrlhf.memory.budget import SequenceLengths
-from flexrlhf.memory.states import held_elements, item_bytes
+from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Operator
@@ -255,7 +255,7 @@ class Pricer:
         """Where shards are uneven the first rank holds most."""
         state = self.plan.state(self.plan.placement[instruction.model], instruction.ranks[0])
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
-        return self.costs.switch(0 if state is None else state.parked, slowest)
+        return self.costs.switch(0 if state is None else state.offloaded, slowest)
 
     def _eval(self, instruction: Eval) -> Cost:
         """Of one batch, one operator after the other: how many held-out prompts there are only the data can tell."""
@@ -334,7 +334,7 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> W
     names = set(gathered_names([name for name, _ in sent])) if is_sum else set()
     whole = 4 * count_elements(tuple(each for each in shape.parameters if each[0] in names)) if is_sum else size
     # where shards are uneven the first rank holds most
-    part = item * held_elements(destination, sent, destination.ranks[0])
+    part = item * elements_on_rank(destination, sent, destination.ranks[0])
     return Weights(part, whole, -(-size // bucket_bytes(spec)), len(sent))
 
 

@@ -1,4 +1,4 @@
-"""What frees memory: each remedy lowers the planned peak by what it says; runs that cannot fit are refused by name."""
+"""Suggestions: each reduces the planned peak by the bytes that it states; runs that cannot fit are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def large(placement: Any = None, devices: int = 4, *overrides: str) -> Plan:
 
 
 def settings_of(found: list[MemorySuggestion]) -> set[str]:
-    return {remedy.change.partition("=")[0] for remedy in found}
+    return {suggestion.change.partition("=")[0] for suggestion in found}
 
 
 @pytest.mark.parametrize(
@@ -48,21 +48,23 @@ def settings_of(found: list[MemorySuggestion]) -> set[str]:
     ],
     ids=["replicas", "deepspeed", "interleaving", "disaggregated", "shadow", "rollout", "rollout-beside"],
 )
-def test_a_remedy_lowers_the_peak_by_what_it_says(placement: Any, overrides: tuple[str, ...]) -> None:
+def test_a_suggestion_lowers_the_peak_by_what_it_says(placement: Any, overrides: tuple[str, ...]) -> None:
     plan = large(placement, 4, *overrides)
     for rank in (0, 3):
         found = memory_suggestions(plan, rank)
         assert found
-        for remedy in found:
-            changed = large(placement, 4, *overrides, *re.split(" (?=models|rollout)", remedy.change))
-            assert plan.memory(rank).peak_bytes - changed.memory(rank).peak_bytes == remedy.freed > 0
+        for suggestion in found:
+            changed = large(placement, 4, *overrides, *re.split(" (?=models|rollout)", suggestion.change))
+            assert plan.memory(rank).peak_bytes - changed.memory(rank).peak_bytes == suggestion.freed > 0
 
 
-def test_remedies_come_in_order_and_say_whether_numbers_change() -> None:
+def test_suggestions_come_in_order_and_say_whether_numbers_change() -> None:
     found = memory_suggestions(large(), 0)
-    assert [remedy.freed for remedy in found] == sorted((remedy.freed for remedy in found), reverse=True)
-    for remedy in found:
-        assert remedy.same_numbers == (".lora=" not in remedy.change and ".dtype=" not in remedy.change)
+    assert [suggestion.freed for suggestion in found] == sorted(
+        (suggestion.freed for suggestion in found), reverse=True
+    )
+    for suggestion in found:
+        assert suggestion.same_numbers == (".lora=" not in suggestion.change and ".dtype=" not in suggestion.change)
 
 
 def test_only_what_the_engine_serves_is_offered() -> None:
@@ -75,21 +77,23 @@ def test_only_what_the_engine_serves_is_offered() -> None:
     assert "models.actor.tp" in torch
     assert not {"models.actor.tp", "models.critic.tp"} & deepspeed
     stages = [
-        remedy.change for remedy in memory_suggestions(large(), 0) if remedy.change.startswith("models.actor.zero")
+        suggestion.change
+        for suggestion in memory_suggestions(large(), 0)
+        if suggestion.change.startswith("models.actor.zero")
     ]
     assert stages and all("=1" not in stage for stage in stages)
 
 
 def test_only_what_the_device_can_do_is_offered() -> None:
     old = large(None, 4, "cluster={nodes: [{devices: 4, class: V100-32G}]}")
-    changes = " ".join(remedy.change for remedy in memory_suggestions(old, 0))
+    changes = " ".join(suggestion.change for suggestion in memory_suggestions(old, 0))
     assert "float16" in changes and "bfloat16" not in changes
 
 
 def test_models_that_need_alike_are_changed_together() -> None:
     """Of equal models a change of one alone hands the peak to the other."""
     plan = large(None, 2, f"models.reward.init={ACTOR}")
-    found = {remedy.change: remedy.freed for remedy in memory_suggestions(plan, 0)}
+    found = {suggestion.change: suggestion.freed for suggestion in memory_suggestions(plan, 0)}
     both = "models.actor.activation_checkpointing=true models.critic.activation_checkpointing=true"
     assert found[both] > found.get("models.actor.activation_checkpointing=true", 0)
 
@@ -116,7 +120,7 @@ def test_what_cannot_fit_is_refused_with_the_best_remedy() -> None:
     message = str(caught.value)
     assert "\n" not in message
     best = memory_suggestions(plan, 0)[0]
-    for words in ("rank 0", "V100-16G", "holds 16 GB", "for train on actor", f"{best.change} frees"):
+    for words in ("rank 0", "V100-16G", "has 16 GB", "for train on actor", f"{best.change} frees"):
         assert words in message, message
 
 

@@ -1,0 +1,105 @@
+"""Models of a spec: those that follow from others are filled in, and their parameters get shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.spec import ModelSpec, RolloutSpec, Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.sources import SECTIONS
+from flexrlhf.weights.lora import with_adapters
+from flexrlhf.weights.shapes import ModelShape, model_shape
+
+
+def resolve_models(spec: Spec, graph: Graph) -> Spec:
+    """Return ``spec`` with the models that a user may leave out: ref starts as the actor, critics as what scores.
+
+    Raises UserError for a missing model, and for one that ``graph`` has no role for.
+    """
+    written = {role for role, model in spec.models if model is not None}
+    shared = {role for role in written if _shares(spec, role, graph)}
+    surplus = sorted(written - set(graph.roles) - shared)
+    if surplus:
+        raise UserError(f"models.{surplus[0]}: {_why_none(spec, surplus[0], graph)}")
+    filled = dict(spec.models)
+    # a critic starts from what scores, where that is a model
+    origins = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
+    for role in [role for role in origins if role in graph.roles]:
+        origin = origins[role] if origins[role] in graph.roles else "actor"
+        filled[role] = _weights_of(filled[role] or ModelSpec(), filled[origin])
+    for role in graph.roles:
+        if filled.get(role) is None:
+            hint = f"; or say with {role}: where scores come from" if role in SECTIONS else ""
+            raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}{hint}")
+    models = spec.models.model_copy(update=filled)
+    return spec.model_copy(update={"models": models, "rollout": _resolve_rollout(spec.rollout, filled["actor"])})
+
+
+def _why_none(spec: Spec, role: str, graph: Graph) -> str:
+    """Return the reason why this run has no such role."""
+    section = next((name for name in SECTIONS if role == name or role.startswith(f"{name}_")), None)
+    if section is not None and dict(spec)[section] is not None:
+        return f"no source of {section} is this model; add {{model: {role}}} there, or remove it here"
+    if role == "ref" and isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is None:
+        return "algorithm.kl is null, so nothing uses a reference model; give algorithm.kl, or remove it here"
+    return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
+
+
+def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None) -> RolloutSpec:
+    """Return ``rollout`` with the parity gate's limits for the dtypes of both sides."""
+    parity = rollout.parity
+    if rollout.engine == "transformers" or actor is None or parity is None:
+        return rollout
+    is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32"
+    limits = {"max_difference": 1e-3 if is_exact else 1.0, "mean_difference": 1e-4 if is_exact else 0.05}
+    missing = {name: limit for name, limit in limits.items() if getattr(parity, name) is None}
+    return rollout.model_copy(update={"parity": parity.model_copy(update=missing)})
+
+
+def _shares(spec: Spec, role: str, graph: Graph) -> bool:
+    """Whether ``role`` shares another's base weights in this graph. Raises UserError where that is not possible."""
+    model = spec.models.of(role)
+    if model is None or model.share is None:
+        return False
+    owner = spec.models.of(model.share)
+    if role != "ref":
+        raise UserError(f"models.{role}.share: only ref can share the actor's weights, found it on {role}")
+    if owner is None or owner.lora is None:
+        raise UserError(
+            f"models.ref.share: {model.share} has no lora, so its weights are trained themselves; "
+            f"give models.{model.share}.lora or remove models.ref.share"
+        )
+    return any(operator.role == model.share and not operator.adapters for operator in graph.operators)
+
+
+def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
+    if origin is None or model.path is not None or model.init is not None:
+        return model
+    return model.model_copy(update={"path": origin.path, "init": origin.init})
+
+
+def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict[str, ModelShape]:
+    """Return parameter shapes by role; a role is absent when its shape is known only once it is loaded.
+
+    ``pending``: models that an earlier run will write, by directory.
+    """
+    shapes = {}
+    for role in graph.roles:
+        model = spec.models.of(role)
+        assert model is not None, f"{role} is resolved"
+        lora = model.lora
+        while model.path is not None and Path(model.path).resolve() in pending:
+            earlier = pending[Path(model.path).resolve()]
+            if earlier.lora is not None:
+                raise UserError(
+                    f"models.{role}.path {model.path}: an earlier run writes adapters there, not a whole model; "
+                    f"remove that run's lora or give another path"
+                )
+            model = earlier
+        shape = model_shape(role, model, graph.heads[role])
+        if shape is not None:
+            shapes[role] = shape if lora is None else with_adapters(role, shape, lora)
+    return shapes

@@ -1,0 +1,160 @@
+"""The planning pipeline: from a spec to a plan, in stages that runs, suggestions and the advisor's space share.
+
+    spec ── resolve ──> models, roles ── place ──> placement ── plan_on ──> graph that runs, schedule, groups, memory
+
+All of it is pure: the same spec gives the same plan on every rank, and no plan is sent between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.engines.capabilities import check_engines, check_models
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.evaluation import check_evaluation
+from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.groups import Group, compute_groups
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.models import model_shapes, resolve_models
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_graph import run_graph
+from flexrlhf.strategies.choice import STRATEGIES, choose_strategy
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
+from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.weights.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class ResolvedSpec:
+    """A spec before its models are placed.
+
+    spec:     every model of the graph is filled in.
+    graph:    the algorithm's graph, which says which roles are placed and trained.
+    cluster:  devices by rank.
+    """
+
+    spec: Spec
+    graph: Graph
+    cluster: Cluster
+
+    @property
+    def roles(self) -> Roles:
+        """Roles to place; the one that generates has a rollout engine where the spec names one."""
+        rollout = self.graph.generated if self.spec.rollout.engine != "transformers" else None
+        return Roles(self.graph.roles, self.graph.trained, self.graph.heads, rollout)
+
+    def place(self) -> Placement:
+        """Return the placed models. Raises UserError with the nearest placement that works."""
+        return place(self.spec, self.roles, self.graph.can_shadow, self.cluster)
+
+
+def resolve(spec: Spec) -> ResolvedSpec:
+    """Make the graph of ``spec`` and fill in its models. Raises UserError for models that do not go with it."""
+    graph = make_graph(spec)
+    check_evaluation(graph, spec)
+    return ResolvedSpec(resolve_models(spec, graph), graph, make_cluster(spec.cluster))
+
+
+def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape]) -> Plan:
+    """Return the plan of ``resolved`` under ``placement``. Raises UserError for what strategy or engines refuse."""
+    spec = resolved.spec
+    strategy = choose_strategy(spec, placement)
+    graph = run_graph(spec, placement)
+    check_engines(graph, placement)
+    check_models(placement, shapes, resolved.cluster)
+    batch = BatchShape.of(spec)
+    instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
+    plan = Plan(
+        spec=spec,
+        cluster=resolved.cluster,
+        graph=graph,
+        placement=placement,
+        strategy=strategy,
+        schedule=Schedule(instructions, max((i.lag for i in instructions), default=0)),
+        batch=batch,
+        lengths=Lengths.of(spec),
+        shapes=shapes,
+        groups=tuple(_groups(placement, instructions)),
+    )
+    return plan.with_residency()
+
+
+def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Plan:
+    """Plan a run. ``pending``: directory → model, for models that an earlier run of the same command will write there.
+
+    Raises UserError for everything that a user can mend: models, placement, strategy, engine.
+    """
+    resolved = resolve(spec)
+    placement = resolved.place()
+    plan = plan_on(resolved, placement, model_shapes(resolved.spec, resolved.graph, pending or {}))
+    _check_warmup(plan)
+    return plan
+
+
+def make_plans(specs: Sequence[Spec]) -> list[Plan]:
+    """Return the plans of the runs of one command, which share their ranks.
+
+    Models that an earlier run writes need not exist yet. Raises UserError.
+    """
+    pending: dict[Path, ModelSpec] = {}
+    plans: list[Plan] = []
+    for spec in specs:
+        made = make_plan(spec, pending)
+        pending |= {path: made.model(role) for role, path in made.outputs.items()}
+        plans.append(made)
+    sizes = {made.placement.num_ranks: made.spec.name for made in plans}
+    if len(sizes) > 1:
+        found = ", ".join(f"{name} {size}" for size, name in sizes.items())
+        raise UserError(
+            f"cluster: runs of one command share their ranks, found {found} devices; give all the same with --devices"
+        )
+    devices = {made.spec.cluster.device: made.spec.name for made in plans}
+    if len(devices) > 1:
+        found = ", ".join(f"{name} {device}" for device, name in devices.items())
+        raise UserError(f"cluster.device: runs of one command share their ranks, found {found}; give all the same")
+    names = [made.spec.name for made in plans]
+    if len(set(names)) < len(names):
+        raise UserError(f"name: runs of one command need different names, found {', '.join(names)}")
+    return plans
+
+
+def _check_warmup(plan: Plan) -> None:
+    for role in plan.graph.trained:
+        steps = plan.model(role).optimizer.warmup_steps
+        updates = plan.num_updates(role)
+        if not updates:
+            raise UserError(
+                f"algorithm.freeze_actor_steps: {plan.graph.first_step(role)} of the run's {plan.spec.steps} steps, so "
+                f"the {role} is never trained; use fewer than {plan.spec.steps}"
+            )
+        if steps >= updates:
+            raise UserError(
+                f"models.{role}.optimizer.warmup_steps: {steps} of the run's {updates} optimizer steps: the "
+                f"learning rate never reaches its value; use fewer than {updates}"
+            )
+
+
+def _groups(placement: Placement, instructions: tuple[Instruction, ...]) -> list[Group]:
+    """Return all groups in the order in which every rank creates them. A single rank needs none."""
+    groups = [group for model in placement.models for group in compute_groups(model)]
+    for instruction in instructions:
+        match instruction:
+            case Move():
+                groups.append(Group("move", instruction.ranks))
+            case Eval():
+                groups += [Group("move", move.ranks) for move in instruction.moves]
+            case Sync():
+                if not instruction.is_local:
+                    groups.append(Group(f"sync {instruction.source}", instruction.ranks))
+                groups += [Group(f"gather {instruction.source}", ranks) for ranks in instruction.gathers]
+            case Save():
+                groups.append(Group(f"gather {instruction.model}", instruction.ranks))
+    return [group for group in dict.fromkeys(groups) if len(group.ranks) > 1 or group.alone]
