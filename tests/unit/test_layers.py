@@ -88,7 +88,7 @@ RULES = (
         f"execution.job execution.run_directory {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
     ),
-    Layer("profiling.subjects profiling.table", f"profiling guideline.costs plan {PLANNING}"),
+    Layer("profiling.profiled_models profiling.table", f"profiling guideline.costs plan {PLANNING}"),
 )
 
 
