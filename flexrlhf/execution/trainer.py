@@ -68,7 +68,7 @@ class Trainer:
         self._models = {model.name: self._load(model) for model in plan.placement.on_rank(world.rank)}
         for name in plan.offloaded.get(world.rank, ()):
             self._models[name].engine.offload()
-        self._meter.forget_peak()
+        self._meter.reset_peak()
         self._versions = dict.fromkeys(self._models, 0)
         self._stores: dict[int, RowStore] = {}
         self._mover = Mover(world.rank, Wire(plan.batch, plan.lengths, world.device), self._wait)

@@ -58,7 +58,8 @@ def _other_lines(measurements: Measurements) -> Iterator[str]:
     around, sums = 1000 * measurements.bookkeeping, 1000 * measurements.statistics
     yield f"  {'bookkeeping of a run':<34}{around:.3g} ms, {sums:.3g} ms with sums over replicas"
     for count, ratio in sorted(measurements.contention.items()):
-        yield f"  {f'forward on {count} ranks at once':<34}{ratio:.2f} x its time on one"
+        ranks = f"{count} ranks at once" if count > 1 else "one rank"
+        yield f"  {f'forward on {ranks}':<34}{ratio:.2f} x its time on one"
     yield f"  {'memory read by each rank':<34}{measurements.memory_bytes_s / 1e9:.3g} GB/s"
     lines: dict[str, Line | None] = {"sum over ranks": measurements.reduce}
     lines |= {str(primitive): line for primitive, line in measurements.moves.items()}
