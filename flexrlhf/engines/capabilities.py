@@ -95,11 +95,6 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
             f"{trained.key('shadow')}: the rollout engine takes the place of that copy; say in rollout how it "
             f"computes, and remove this"
         )
-    if rollout.pp > 1:
-        raise UserError(
-            f"rollout.pp: {rollout.pp} pipeline stages need ranks that run vLLM's own scheduler between them, which an "
-            f"engine inside the job's ranks has not; use 1, and tp for models larger than a device"
-        )
     for name in sorted(OWN_ARGUMENTS & set(rollout.config)):
         raise UserError(f"rollout.config.{name}: is set by the run itself; remove it")
     if rollout.process == "child" and rollout.tp > 1:
@@ -112,7 +107,7 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
 
 
 def _check_sharding(model: PlacedModel) -> None:
-    """ZeRO stages, tensor and context parallel, and the types that go with them."""
+    """ZeRO stages, tensor parallel, and the types that go with them."""
     serves, settings = SERVES[model.engine], model.settings
     # what a shadow has from its role may name a stage of training, which is nothing to a copy without an optimizer
     if (model.trained or not model.is_shadow) and settings.zero not in serves.zero:
@@ -124,10 +119,6 @@ def _check_sharding(model: PlacedModel) -> None:
         raise UserError(
             f"{model.key('zero')}: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
             f"dtype float32, or engine torch"
-        )
-    if settings.cp > 1:
-        raise UserError(
-            f"{model.key('cp')}: context parallel ({settings.cp}) is not supported yet; use 1, or tp for long texts"
         )
     if settings.tp > 1 and not serves.tp:
         raise UserError(

@@ -15,7 +15,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.rewards.base import Answer, Scores
+from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.scorer import Scorer
 
 Decode = Callable[[Sequence[int]], str]
@@ -51,14 +51,14 @@ class Scoring:
         wanted = [name.removesuffix(operator.suffix) for name in operator.writes]
         return {name: columns[plain(name)] for name in wanted}, statistics
 
-    def _answers(self, batch: Batch, examples: Sequence[Example]) -> list[Answer]:
+    def _answers(self, batch: Batch, examples: Sequence[Example]) -> list[Sample]:
         mask = batch["response_mask"].bool()
         width = batch["tokens"].shape[1] - mask.shape[1]
         tokens = batch["tokens"].cpu()
         answers = []
         for row, example in enumerate(examples):
             response: list[int] = tokens[row, width:][mask[row].cpu()].tolist()
-            answers.append(Answer(example.text, self._decode(response), len(response), example.columns))
+            answers.append(Sample(example.text, self._decode(response), len(response), example.columns))
         return answers
 
     def close(self) -> None:

@@ -19,7 +19,8 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.sync import Syncer
 from flexrlhf.comm.world import Groups, RankProgress, World, deadline
 from flexrlhf.config.algorithms import SampledSpec
-from flexrlhf.data.examples import Example, step_indices
+from flexrlhf.data.examples import Example
+from flexrlhf.data.order import step_indices
 from flexrlhf.engines.base import Moments, Sampling, add_moments
 from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.execution.controller_states import make_controls
@@ -175,7 +176,7 @@ class Trainer:
         """Walk the list of ``instruction`` over the held-out rows."""
         data = self._data
         held_out = Evaluation(
-            self.plan, instruction, data.held_out, data.pad_token_id, self._world, self._groups, self._wait
+            self.plan, instruction, data.evaluation, data.pad_token_id, self._world, self._groups, self._wait
         )
         reports: dict[int, Moments] = {}
         for index, inner, batches in held_out.walk():
@@ -194,7 +195,7 @@ class Trainer:
         """Execute ``run`` on this rank's rows of ``batches``. Returns its statistics under the names of evaluations."""
         work = self._work(run.operator, self._models[run.model], held_out.shape, batches)
         context = self._surroundings(self._eval_sampling())
-        told = run_operator(replace(work, examples=self._data.held_out), held_out.rows, context)
+        told = run_operator(replace(work, examples=self._data.evaluation), held_out.rows, context)
         return {f"eval_{name.removeprefix('eval_')}": value for name, value in told.items()}
 
     def _show_evaluated(self, run: Run, step: int, held_out: Evaluation) -> None:

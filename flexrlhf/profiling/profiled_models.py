@@ -12,7 +12,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 from flexrlhf.plan.plan import Plan
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, count_elements, read_config
 
@@ -129,7 +129,7 @@ def _spread(ordered: Sequence[int], count: int) -> list[int]:
 
 def length_sample(plan: Plan) -> LengthSample:
     """Return the lengths in the run's data files or, without any, those from half of the maximum to the maximum."""
-    prompts, responses = prompt_lengths(plan), answer_lengths(plan)
+    prompts, responses = prompt_lengths(plan), response_lengths(plan)
     if prompts == (plan.lengths.prompt,):
         prompts = _upper_half(plan.lengths.prompt)
     if responses == (plan.lengths.response,):

@@ -20,7 +20,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.profiling.profiled_models import RowCounts, length_sample, row_counts
 
@@ -151,12 +151,12 @@ def test_lengths_are_those_of_the_data_or_the_maximum(tmp_path: Path, monkeypatc
     """The quick start's prompts come without responses; its evaluation set has them."""
     monkeypatch.chdir(tmp_path)
     plan = make_plans([load_spec(path) for path in config_paths()])[-1]
-    assert (prompt_lengths(plan), answer_lengths(plan)) == ((16,), (20,))
+    assert (prompt_lengths(plan), response_lengths(plan)) == ((16,), (20,))
     assert set(length_sample(plan).responses) == set(range(10, 21))
     prepare_corpus()
-    answers, prompts = answer_lengths(plan), prompt_lengths(plan)
-    assert len(set(answers)) > 5 and 10 < sum(answers) / len(answers) < 20 == max(answers)
+    responses, prompts = response_lengths(plan), prompt_lengths(plan)
+    assert len(set(responses)) > 5 and 10 < sum(responses) / len(responses) < 20 == max(responses)
     assert len(set(prompts)) > 2 and max(prompts) <= 16
     rows = length_sample(plan).rows(8)
-    assert [max(each) for each in zip(*rows, strict=True)] == [max(prompts), max(answers)]
+    assert [max(each) for each in zip(*rows, strict=True)] == [max(prompts), max(responses)]
     assert row_counts(plan, 1) == RowCounts(calls=(16, 32, 64), decode=(4, 16, 32, 64), update=(4, 8, 16, 32))

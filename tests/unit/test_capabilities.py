@@ -50,10 +50,6 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "models.actor.zero: engine torch has no stage 1; use 0, 2 or 3, or engine deepspeed",
         ),
         (
-            ("models.critic.cp=2",),
-            "models.critic.cp: context parallel (2) is not supported yet; use 1, or tp for long texts",
-        ),
-        (
             (DEEPSPEED, "models.actor.tp=2"),
             "models.actor.tp: engine deepspeed has no tensor parallel, found tp 2; use 1, or engine torch",
         ),
@@ -134,7 +130,6 @@ def test_a_sentence_names_a_key_that_there_is(placement: object, overrides: tupl
     ("overrides", "beginning"),
     [
         (("models.actor.engine=torhc",), "models.actor.engine: unknown engine 'torhc'"),
-        (("models.critic.cp=2",), "models.critic.cp: context parallel (2)"),
         (
             (DEEPSPEED, "models.actor.config={optimizer: 1}"),
             "models.actor.config.optimizer: conflicts with models.actor.",
@@ -461,12 +456,6 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
 @pytest.mark.parametrize(
     ("placement", "overrides", "sentence"),
     [
-        (
-            None,
-            ("rollout.pp=2",),
-            "rollout.pp: 2 pipeline stages need ranks that run vLLM's own scheduler between them, which an engine "
-            "inside the job's ranks has not; use 1, and tp for models larger than a device",
-        ),
         (
             SIX,
             ("rollout.process=child", "rollout.tp=2"),

@@ -1,6 +1,6 @@
 """``like``: settings of other engines and papers, each against numbers that are worked out by hand.
 
-The example: one answer of two tokens that is cut off, score 12; log-probs -1, -2, of the reference -1.5, -2.4; values
+The example: one truncated response of two tokens, score 12; log-probs -1, -2, of the reference -1.5, -2.4; values
 1, 0.5. Rewards are -beta * (0.5, 0.4), and the shaped score on the second token.
 """
 
@@ -44,14 +44,14 @@ def example() -> Batch:
         ("verl", [0.0, 12.0], [11.0, 11.5]),
         # beta 0.01, scores to 10; lambda 1: 9.996 - 0.5, and -0.005 + 0.5 - 1 + 9.496
         ("openrlhf", [-0.005, 9.996], [8.991, 9.496]),
-        # beta 0.05, 1 less for an answer that is cut off; lambda 0.95: 10.98 - 0.5, and -0.525 + 0.95 * 10.48
+        # beta 0.05, 1 less for a truncated response; lambda 0.95: 10.98 - 0.5, and -0.525 + 0.95 * 10.48
         ("trl", [-0.025, 10.98], [9.431, 10.48]),
         # beta 0.1, scores to 5; lambda 0.95: 4.96 - 0.5, and -0.55 + 0.95 * 4.46
         ("deepspeed-chat", [-0.05, 4.96], [3.687, 4.46]),
     ],
 )
 def test_rewards_and_advantages_by_hand(like: Any, rewards: list[float], advantages: list[float]) -> None:
-    # whitening two tokens of one answer would tell nothing of the rest
+    # whitening the two tokens of one response would hide the rest
     spec = PpoSpec(like=like, whiten="none")
     assert rewards_of(spec, example())[0].tolist() == pytest.approx(rewards, abs=1e-5)
     columns, _ = ppo_advantages(spec, example(), context_of(spec, example()))
@@ -115,7 +115,7 @@ def test_dr_grpo_divides_by_neither_deviation_nor_length() -> None:
 
 
 def test_dapo_punishes_what_is_nearly_cut_off() -> None:
-    """Of 10 tokens the last fifth, 2: an answer of 9 loses half a point, one of 10 a whole one (eq. 13)."""
+    """Of 10 tokens the last fifth, 2: a response of 9 loses half a point, one of 10 a whole one (eq. 13)."""
     spec = GrpoSpec(like="dapo", samples_per_prompt=3)
     mask = (torch.arange(10) < torch.tensor([[8], [9], [10]])).to(torch.uint8)
     rewards = rewards_of(spec, answered(mask, [1.0, 1.0, 1.0]))
@@ -170,8 +170,8 @@ def test_no_preset_takes_from_an_algorithm_what_makes_it(like: Any) -> None:
     assert RlooSpec(like=like).loss_aggregation == "seq-mean-token-sum"
 
 
-def test_groups_are_filtered_by_what_was_told_of_them() -> None:
-    """All answers of the first group are wrong, and its lengths alone tell them apart; of the second one is right."""
+def test_groups_are_filtered_by_their_raw_scores() -> None:
+    """All responses of the first group are wrong and differ in length alone; one of the second is right."""
     spec = GrpoSpec(like="dapo", samples_per_prompt=2, prompts_per_step=1)
     mask = (torch.arange(10) < torch.tensor([[10], [9], [3], [3]])).to(torch.uint8)
     batch = answered(mask, [0.0, 0.0, 1.0, 0.0])

@@ -37,7 +37,6 @@ OWNED = {
     "data_types": "dtype",
     "communication_data_type": "dtype",
     "tensor_parallel": "tp",
-    "sequence_parallel_size": "cp",
     "activation_checkpointing": "activation_checkpointing",
 }
 """What a YAML says in its own words: DeepSpeed key → our key of the model, or of the run."""
@@ -92,7 +91,7 @@ def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
 def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) -> None:
     for name in section:
         if name not in known:
-            raise UserError(f"{where}: DeepSpeed has no setting {name!r}{nearest(name, known)}")
+            raise UserError(f"{where}: unknown or unsupported setting {name!r} of DeepSpeed{nearest(name, known)}")
 
 
 def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:

@@ -77,9 +77,9 @@ def texts_for(spec: Spec, mean_response: float | None) -> TextLengths:
 
 def texts_in_data(plan: Plan) -> TextLengths:
     """Prompts as long as the longest in the data, since passes are padded to it; a sample of its answers."""
-    from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+    from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 
-    return TextLengths(max(prompt_lengths(plan)), answer_lengths(plan))
+    return TextLengths(max(prompt_lengths(plan)), response_lengths(plan))
 
 
 def cut_exponential(mean: float, longest: float, number: int = 64) -> tuple[float, ...]:
