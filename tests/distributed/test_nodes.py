@@ -1,0 +1,108 @@
+"""Several nodes, and torchrun: however the ranks are started, the numbers are those of one command on one node."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cases import Assets, Case, make_assets
+from commands import PROGRAM, start
+from comparison import deviations
+from launcher import Outcome
+
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.plan.pipeline import make_plan
+
+CASE = Case("two", "halves", 2)
+SECONDS = 90
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def torchrun(num_ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", f"--master-port={free_port()}", *PROGRAM]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    return make_assets(tmp_path_factory.mktemp("machines"))
+
+
+def write_config(assets: Assets, directory: Path, **changes: Any) -> str:
+    raw = yaml.safe_load(dump_spec(assets.spec(CASE))) | {"runs": "runs"} | changes
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return str(path)
+
+
+def assert_equals_the_reference(assets: Assets, directory: Path) -> None:
+    """Columns, metrics and weights, as those of a plain run do in test_equality."""
+    spec = assets.spec(CASE).model_copy(update={"runs": str(directory / "runs")})
+    far = [str(d) for d in deviations(Outcome(CASE, make_plan(spec))) if not d.size <= d.limit]
+    assert not far, far[0]
+
+
+def test_two_nodes_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> None:
+    """Two launchers with a rank and half of the cores each, on a file system that they share."""
+    job = ["run", write_config(assets, tmp_path), "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    nodes = [start([*job, "--node-rank", str(number)], tmp_path) for number in (0, 1)]
+    cores = sorted(os.sched_getaffinity(0))
+    for number, node in enumerate(nodes):
+        os.sched_setaffinity(node.pid, cores[number::2] or cores)
+    first, second = (node.communicate(timeout=SECONDS)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0], first[-2000:] + second[-2000:]
+    assert_equals_the_reference(assets, tmp_path)
+    for sign in (*(f"{CASE.name}  step {step}/3  " for step in (1, 2, 3)), "results in runs/"):
+        assert (first.count(sign), second.count(sign)) == (1, 0), sign
+
+
+def test_under_torchrun_the_numbers_are_the_same(assets: Assets, tmp_path: Path) -> None:
+    process = start(["run", write_config(assets, tmp_path)], tmp_path, torchrun(CASE.ranks))
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, out[-2000:]
+    assert_equals_the_reference(assets, tmp_path)
+    assert out.count("results in runs/") == 1
+
+
+def test_torchrun_with_another_number_of_ranks_is_refused(assets: Assets, tmp_path: Path) -> None:
+    process = start(["run", write_config(assets, tmp_path)], tmp_path, torchrun(1))
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    sentence = next(line for line in out.splitlines() if line.startswith("flexrlhf: "))
+    assert "2 devices" in sentence and "1 rank" in sentence
+    assert not (tmp_path / "runs").exists()
+
+
+FOUR_AND_TWO = {"nodes": [{"count": 1, "devices": 4}, {"count": 1, "devices": 2}], "device": "cpu"}
+MEETING = ("--rdzv-endpoint", "localhost:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cluster", "named"),
+    [
+        (("--nnodes", "2"), {}, "--rdzv-endpoint"),
+        (("--nnodes", "2", "--node-rank", "5", *MEETING), {}, "--node-rank 5"),
+        (("--nnodes", "2", "--rdzv-endpoint", "nohost"), {}, "--rdzv-endpoint nohost"),
+        (("--nnodes", "3", "--devices", "4", *MEETING), {}, "--nnodes 3"),
+        (("--nnodes", "3", *MEETING), {"cluster": FOUR_AND_TWO}, "--nnodes 3"),
+    ],
+    ids=["no endpoint", "no such node", "no port", "unequal parts", "other nodes"],
+)
+def test_nodes_that_do_not_fit_are_refused(
+    assets: Assets, tmp_path: Path, arguments: tuple[str, ...], cluster: dict[str, Any], named: str
+) -> None:
+    config = write_config(assets, tmp_path, **cluster)
+    process = start(["run", config, *arguments], tmp_path)
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2, out[-2000:]
+    # stdout and stderr together
+    assert out.startswith("flexrlhf: ") and named in out and out.count("\n") == 1, out
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
