@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.systems.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
+from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh
-from flexrlhf.guideline.costs.exchange import Between, Side, Weights
-from flexrlhf.guideline.costs.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
+from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.problem import (
     DevicePool,
@@ -26,7 +27,6 @@ from flexrlhf.guideline.search.problem import (
     SearchTask,
 )
 from flexrlhf.guideline.simulation.pricing import TextLengths
-from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.relation import Relation
 
@@ -119,7 +119,7 @@ class PerCallSpace:
         mesh = Mesh(device, links, dp, tp, pp, shape.per_node, zero)
         priced = self._call(call, -(-self.rows // dp), rows)
         resting, active = self._bytes(priced, mesh, rows)
-        side = Side(shape.size, shape.per_node, dp, tp * pp, cut=tp * pp)
+        side = MeshSide(shape.size, shape.per_node, dp, tp * pp, shards=tp * pp)
         return Option((self.costs.call(priced, mesh).seconds,), resting, active, side, (dp, tp, pp, rows))
 
     def _call(self, call: PpoCall, rows: int, together: int) -> Call:
@@ -145,7 +145,7 @@ class PerCallSpace:
 
     def _sync_seconds(self, role: str, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         first, second = source.layout, to.layout
-        assert isinstance(first, Side) and isinstance(second, Side), "layouts are sides"
+        assert isinstance(first, MeshSide) and isinstance(second, MeshSide), "layouts are sides"
         if relation == "same" and first == second:
             return 0.0
         whole = 2 * self.models[role].parameters
@@ -154,6 +154,6 @@ class PerCallSpace:
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
         # layouts differ, so weights move even where devices are the same
         moved: Relation = "overlapping" if relation == "same" else relation
-        between = Between(first, second, moved, links, len(self.pool.nodes) > 1)
-        weights = Weights(part, whole, -(-whole // int(BUCKET_BYTES)), 12 * self.models[role].layers)
+        between = ModelLink(first, second, moved, links, len(self.pool.nodes) > 1)
+        weights = SyncWeights(part, whole, -(-whole // int(BUCKET_BYTES)), 12 * self.models[role].layers)
         return between.sync_cost(self.costs, weights).seconds

@@ -36,8 +36,8 @@ from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_s
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
-from flexrlhf.guideline.simulation.inputs import read_lengths, texts_for
-from flexrlhf.guideline.simulation.simulate import evaluate as simulated_seconds
+from flexrlhf.guideline.simulation.inputs import lengths_for, read_lengths
+from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
@@ -161,7 +161,7 @@ def random_plans(gpus: int, number: int, seed: int, rollout: str, name: str = ""
                 plan = make_plan(spec_of(space, assignment))
                 offloaded = {each.model for each in plan.schedule.instructions if isinstance(each, Offload)}
                 if offloaded <= {"actor.rollout"}:
-                    yield evaluate(problem, assignment), simulated_seconds(plan, costs)
+                    yield evaluate(problem, assignment), simulate(plan, costs).seconds
 
 
 @pytest.mark.parametrize("rollout", ["transformers", "vllm"])
@@ -209,7 +209,7 @@ def test_what_is_advised_can_be_planned_and_fits(changes: dict[str, object]) -> 
     for item in found.feasible:
         plan = make_plan(item.candidate.spec)
         check_fits(plan)
-        assert simulated_seconds(plan, AnalyticCosts()) == pytest.approx(item.seconds, rel=1e-12)
+        assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(item.seconds, rel=1e-12)
         assert 0 < item.share <= 1
 
 
@@ -344,7 +344,7 @@ def test_every_algorithm_is_advised_on_from_its_name(name: str, roles: str) -> N
     found = advice_of(f"algorithm.name={name}")
     assert found.best.candidate.space.roles.all == tuple(roles.split())
     whole = make_plan(found.best.candidate.spec)
-    assert simulated_seconds(whole, AnalyticCosts()) == pytest.approx(found.best.seconds, rel=1e-12)
+    assert simulate(whole, AnalyticCosts()).seconds == pytest.approx(found.best.seconds, rel=1e-12)
     assert whole.batch.samples_per_prompt == {"grpo": 8, "gspo": 8, "dpo": 2}.get(name, 1)
     assert "\nsearch\n" in format_advice(found, "figures")
     assert "split" not in {item.candidate.name for item in (*found.feasible, *found.rejected)}
@@ -543,17 +543,17 @@ def test_responses_of_a_mean_length_are_simulated_to_the_same_seconds(tmp_path: 
     (used,) = (line for line in result.output.splitlines() if line.startswith("  >"))
     plan = make_plan(load_spec(path))
     lengths = read_lengths(None, plan, 100)
-    assert lengths == texts_for(plan.spec, 100) and lengths.mean_response == pytest.approx(100)
-    seconds = simulated_seconds(plan, AnalyticCosts(), lengths)
+    assert lengths == lengths_for(plan.spec, 100) and lengths.mean_response == pytest.approx(100)
+    seconds = simulate(plan, AnalyticCosts(), lengths).seconds
     assert f" {seconds:.2f} " in used
     simulated = CliRunner().invoke(app, ["simulate", str(path), "--mean-response", "100"])
     assert f"{seconds_text(seconds)} a step" in simulated.output
 
 
 def test_a_mean_above_the_longest_is_refused() -> None:
-    assert "--mean-response 2000: longer than answers may be" in refusal("--mean-response", 2000)
+    assert "--mean-response 2000: longer than responses may be" in refusal("--mean-response", 2000)
     assert "of advised is 64" in refusal("--response-tokens", 64, "--mean-response", 65)
-    assert texts_for(spec_for(1, response_tokens=256), 256).responses == (256,)
+    assert lengths_for(spec_for(1, response_tokens=256), 256).responses == (256,)
 
 
 def test_models_that_fit_nowhere_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Statistics of held-out rows by hand, and over all replicas."""
+"""Metrics of evaluations by hand, and over all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def tokens_of(*rows: list[int], prompt: int = 1) -> Tensor:
     return torch.tensor([[7] * prompt + row for row in rows], dtype=torch.int32)
 
 
-ANSWERS = tokens_of([1, 2, 1, 2], [1, 2, 3, 0], [5, 0, 0, 0], prompt=2)
-ANSWER_MASK = mask_of("1111", "1110", "1000")
+RESPONSES = tokens_of([1, 2, 1, 2], [1, 2, 3, 0], [5, 0, 0, 0], prompt=2)
+RESPONSE_MASK = mask_of("1111", "1110", "1000")
 
 
 def test_distinct_2_by_hand() -> None:
     """12 21 12, 12 23: five bigrams, of which 12, 21 and 23 differ; the prompt and the padding give none."""
-    batch = batch_of(tokens=ANSWERS, response_mask=ANSWER_MASK)
+    batch = batch_of(tokens=RESPONSES, response_mask=RESPONSE_MASK)
     _, statistics = diversity(None, batch, CombineContext([], Alone()))
     assert float(statistics["eval_distinct_2"][1] / statistics["eval_distinct_2"][0]) == pytest.approx(3 / 5)
     assert statistics["eval_response_length"].tolist()[:2] == [3.0, 8.0]
 
 
-def test_distinct_2_counts_over_all_replicas() -> None:
+def test_distinct_2_counts_over_all_ranks() -> None:
     parts = [slice(0, 1), slice(1, 3), slice(3, 3)]
-    batch = batch_of(tokens=ANSWERS, response_mask=ANSWER_MASK)
+    batch = batch_of(tokens=RESPONSES, response_mask=RESPONSE_MASK)
 
     def work(rank: int, port: Port) -> Moments:
         return diversity(None, batch.select(parts[rank]), CombineContext([], port))[1]

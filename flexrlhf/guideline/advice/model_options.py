@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeVar
 
 from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.engines.capabilities import SERVES
+from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
-from flexrlhf.guideline.simulation.scoring_time import cost_beside
+from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
@@ -156,7 +156,7 @@ class OptionEnumerator:
 
     def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int]]:
         """(ZeRO stage, tp) of the ways to shard the model."""
-        serves = SERVES["vllm" if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine]
+        serves = CAPABILITIES["vllm" if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine]
         for tp in self._tensor_parallel(model, mesh, base, serves.tp):
             for zero in self._stages(model, base, serves.zero):
                 if zero == 0 or tp < mesh.size:
@@ -299,7 +299,7 @@ class OptionEnumerator:
         rows = row_patterns(self.batch, placed.layout, call.mini_batches)
         if kind == "combine" or kind == "score":
             most, width = max(map(sum, rows)), self.maker.lengths.width
-            return cost_beside(self.costs, self.spec, call.score_source, most, width).seconds
+            return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
         used = [each for each in rows if any(each)]
         priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts)
         return self.costs.call(priced, mesh).seconds

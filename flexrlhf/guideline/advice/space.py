@@ -11,11 +11,11 @@ from functools import cached_property, partial
 from math import gcd
 
 from flexrlhf.config.spec import Head, ModelSpec, Spec
-from flexrlhf.engines.capabilities import ALL_KINDS, SERVES, check_engine
+from flexrlhf.engines.capabilities import ALL_KINDS, CAPABILITIES, check_engine
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
-from flexrlhf.guideline.costs.exchange import Between, Side, Weights
+from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.search.problem import (
     DevicePool,
     LinkEnd,
@@ -32,10 +32,10 @@ from flexrlhf.guideline.simulation.pricing import (
     UNKNOWN,
     CallMaker,
     TextLengths,
-    asked_by,
     rows_bytes,
+    source_section,
     synced_weights,
-    texts_of,
+    texts_per_row,
 )
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
@@ -180,7 +180,7 @@ class Space:
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
         for task, _ in self.steps:
             operator = task.operator
-            call = PlacedCall(operator.kind, self.mini_batches(task), asked_by(operator), texts_of(operator))
+            call = PlacedCall(operator.kind, self.mini_batches(task), source_section(operator), texts_per_row(operator))
             calls[self.model_of(operator).name].append(call)
         if self.offloaded_engine is not None:
             calls[self.offloaded_engine] += [PlacedCall("switch", self.batch.mini_batches)] * 2
@@ -351,8 +351,8 @@ class Space:
         weights = self._weights(follower, to)
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
-    def _weights(self, follower: PlacedModel, to: LinkEnd) -> Weights:
-        """Weights that a sync sends to ``follower``."""
+    def _weights(self, follower: PlacedModel, to: LinkEnd) -> SyncWeights:
+        """SyncWeights that a sync sends to ``follower``."""
         side = side_of(to)
         if (follower.name, side) not in self._weights_cache:
             layout = Layout(tuple(range(side.size)), side.tp)
@@ -362,14 +362,14 @@ class Space:
         return self._weights_cache[follower.name, side]
 
     @cached_property
-    def _weights_cache(self) -> dict[tuple[str, Side], Weights]:
+    def _weights_cache(self) -> dict[tuple[str, MeshSide], SyncWeights]:
         """(follower, its side) → weights that a sync sends, filled on use."""
         return {}
 
-    def _between(self, source: LinkEnd, to: LinkEnd, relation: Relation) -> Between:
+    def _between(self, source: LinkEnd, to: LinkEnd, relation: Relation) -> ModelLink:
         kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
-        return Between(side_of(source), side_of(to), relation, links, self.cluster.num_nodes > 1)
+        return ModelLink(side_of(source), side_of(to), relation, links, self.cluster.num_nodes > 1)
 
 
 def with_schedule(space: Space, num_chunks: int, lag: int) -> Space:
@@ -391,8 +391,8 @@ def name_of(task: schedule.OperatorTask) -> str:
     return task.operator.name if task.chunk is None else f"{task.operator.name}.{task.chunk}"
 
 
-def side_of(end: LinkEnd) -> Side:
-    assert isinstance(end.layout, Side), "options of a Space have a side as layout"
+def side_of(end: LinkEnd) -> MeshSide:
+    assert isinstance(end.layout, MeshSide), "options of a Space have a side as layout"
     return end.layout
 
 
@@ -418,8 +418,8 @@ def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
         check_engine(f"models.{role}.engine", settings.engine)
-        if SERVES[settings.engine].kinds != ALL_KINDS:
-            whole = [name for name, serves in SERVES.items() if serves.kinds == ALL_KINDS]
+        if CAPABILITIES[settings.engine].kinds != ALL_KINDS:
+            whole = [name for name, serves in CAPABILITIES.items() if serves.kinds == ALL_KINDS]
             raise UserError(
                 f"models.{role}.engine: {settings.engine} only generates; use {either(whole)} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"

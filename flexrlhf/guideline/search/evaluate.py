@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flexrlhf.guideline.search.graph import CallGraph, Link, call_graph
 from flexrlhf.guideline.search.problem import Assignment, Choice, LinkEnd, SearchProblem
-from flexrlhf.guideline.simulation.walk import PERIODS, Node, walk_nodes
+from flexrlhf.guideline.simulation.walk import PERIODS, TimedInstruction, walk_steps
 from flexrlhf.placement.relation import mesh_relation
 
 
@@ -120,14 +120,14 @@ def _end(problem: SearchProblem, choice: Choice) -> LinkEnd:
 
 @dataclass(frozen=True)
 class WalkInput:
-    """Arguments of ``walk_nodes``: one node a call."""
+    """Arguments of ``walk_steps``: one node a call."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[TimedInstruction, ...]
     num_blocks: int
 
     def seconds(self, graph: CallGraph) -> float:
         """Seconds of a settled step, by the walk: those of ``evaluate``."""
-        return settled(walk_nodes(self.nodes, self.num_blocks, num_steps(graph)).ends, graph)
+        return settled(walk_steps(self.nodes, self.num_blocks, num_steps(graph)).ends, graph)
 
 
 def walk_input_of(problem: SearchProblem, assignment: Assignment) -> WalkInput:
@@ -136,14 +136,14 @@ def walk_input_of(problem: SearchProblem, assignment: Assignment) -> WalkInput:
     links = [_link_seconds(problem, link, assignment) for link in graph.links]
     seconds = _call_seconds(graph, assignment, links)
     blocks = _blocks(assignment)
-    nodes: list[Node] = []
+    nodes: list[TimedInstruction] = []
     for call, parts in enumerate(graph.parts):
         mine = tuple(sorted({block for part in parts for block in blocks[part]}))
         edges = graph.edges_to(call)
         after = tuple(edge.writer for edge in edges)
         delays = tuple(links[edge.rows] if edge.rows >= 0 else 0.0 for edge in edges)
         lag, every = graph.lags[call], graph.every[call]
-        nodes.append(Node(mine, seconds[call], after, delays=delays, lag=lag, every=every))
+        nodes.append(TimedInstruction(mine, seconds[call], after, delays=delays, lag=lag, every=every))
     return WalkInput(tuple(nodes), sum(1 for _ in set().union(*blocks)))
 
 

@@ -1,4 +1,4 @@
-"""Put an engine's memory away and take it back: its weights wait in host memory, its cache is lost."""
+"""Offload and reload of one vLLM engine: weights go to host memory, the KV cache is discarded."""
 
 from __future__ import annotations
 
@@ -10,45 +10,48 @@ from torch import Tensor
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 
 
-class Memory:
-    """The memory of one vLLM engine. On GPUs it is vLLM's to unmap; on a CPU, where vLLM cannot sleep, ours to free."""
+class SleepMode:
+    """Sleep mode of one vLLM engine: vLLM's own on GPUs; on CPUs, where vLLM has none, freed storages."""
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self._engine = engine
         self._on_cpu = device.type == "cpu"
-        self._parking = HostOffload(device)
+        self._host_offload = HostOffload(device)
         self._caches: list[tuple[torch.UntypedStorage, int]] = []
         self._asleep_bytes = 0
 
     @property
     def num_host_bytes(self) -> int:
-        """Weights that wait in host memory."""
-        return self._parking.num_bytes + self._asleep_bytes
+        """Bytes of weights that are offloaded now."""
+        return self._host_offload.num_bytes + self._asleep_bytes
 
-    def free(self) -> None:
+    def sleep(self) -> None:
+        """Offload the weights and free the KV cache."""
         parameters = self._tensors("parameters")
         if not self._on_cpu:
             self._asleep_bytes = storage_bytes(parameters)
             self._engine.sleep(level=1)
             return
-        self._parking.put(parameters)
+        self._host_offload.offload(parameters)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors("caches")}
         self._caches = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self._caches:
             storage.resize_(0)
 
-    def take(self) -> None:
+    def wake_up(self) -> None:
+        """Reload the weights and allocate an empty KV cache."""
         if not self._on_cpu:
             self._engine.wake_up()
             self._asleep_bytes = 0
             return
-        self._parking.take()
+        self._host_offload.reload()
         for storage, size in self._caches:
             storage.resize_(size)
-            # a block's unwritten places are read, and count for nothing only if they are numbers
+            # unwritten places of a block are read, and masked, which only finite numbers survive
             storage.fill_(0)  # type: ignore[attr-defined]
         self._caches.clear()
 
-    def _tensors(self, which: str) -> list[Tensor]:
-        (tensors,) = self._engine.collective_rpc(which)
+    def _tensors(self, method: str) -> list[Tensor]:
+        """Call a method of WorkerExtension that returns tensors."""
+        (tensors,) = self._engine.collective_rpc(method)
         return list(tensors)

@@ -1,12 +1,10 @@
-"""Bytes on a device for models and calls that are no plan yet: other systems' too, with pipelines and ZeRO.
+"""Bytes on a device for models and calls of any system, with pipelines and ZeRO.
 
-The formulas are those of ``placement`` (``PerParameter``, ``zero_split``, ``Blocks``), which counts a plan's bytes rank
-by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
+The formulas are those of the package's ``memory`` (``PerParameter``, ``zero_split``, ``Blocks``), which counts a plan's
+bytes rank by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from flexrlhf.guideline.costs.cost_model import Call, Mesh
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -23,21 +21,21 @@ FLOAT_GRADIENTS = PerParameter(weights=2, gradients=4, optimizer=12)
 CONTEXT_BYTES = 1.5e9
 """Driver, libraries and communication buffers of one device."""
 FRAGMENTATION = 0.06
-"""Share of the allocator's memory that holds nothing: 5 to 10 %."""
+"""Share of the allocator's memory that is unused: 5 to 10 %."""
 USABLE = 0.988
-"""Of the GiB that the name of a device says, what a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
+"""Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
 LOGIT_BYTES, READ_LOGIT_BYTES = 16, 6
-"""For each logit of a training pass: 16 bits, float32, its logarithm, and gradients of all; of a forward pass."""
+"""Bytes of each logit in a training pass (16 bits, float32, its logarithm, and gradients of all) and a forward pass."""
 SELECTIVE = 0.5
-"""Of a layer's activations, what selective recomputation keeps: results of products, not what lies between."""
+"""Share of a layer's activations that selective recomputation keeps: results of matrix products."""
 HOST_BYTES = 1e12
-"""Of a node's memory, what offloaded states can have."""
+"""Bytes of a node's memory that offloaded states can take."""
 LIVE_ELEMENTS = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered at a time (``stage3_max_live_parameters``), at most."""
 
 
 def capacity_bytes(device: DeviceClass) -> float:
-    """What models and calls can have of a device."""
+    """Return the bytes of a device that models and calls can take."""
     return (USABLE * 2**30 * device.memory_gb - CONTEXT_BYTES) * (1 - FRAGMENTATION)
 
 
@@ -56,26 +54,27 @@ def blocks_of(model: Transformer, item: int, tp: int) -> Blocks:
 
 
 def frozen_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
-    """Weights that are only read."""
+    """Return the bytes of weights that are only read."""
     return item * model.parameters / (mesh.tp * mesh.pp) / (mesh.dp if mesh.zero == 3 else 1)
 
 
 def trained_bytes(model: Transformer, mesh: Mesh, per: PerParameter, offload: bool = False) -> float:
-    """Weights, gradients and optimizer of a trained model. ``offload``: gradients and optimizer are in host memory."""
-    cut, split = mesh.tp * mesh.pp, zero_split(mesh.zero, mesh.dp)
+    """Return the bytes of weights, gradients and optimizer of a trained model. ``offload``: gradients and optimizer are
+    in host memory."""
+    shards, split = mesh.tp * mesh.pp, zero_split(mesh.zero, mesh.dp)
     trained = PerParameter(per.weights, 0, 0) if offload else per
-    frozen = (model.parameters - model.trained_parameters) / cut
-    return trained.on_rank(model.trained_parameters / cut, split) + per.weights * frozen / split.weights
+    frozen = (model.parameters - model.trained_parameters) / shards
+    return trained.on_rank(model.trained_parameters / shards, split) + per.weights * frozen / split.weights
 
 
 def offloaded_bytes(model: Transformer) -> float:
-    """In the memory of all nodes together: master weights, moments, and float32 copies for the way there and back, as
-    ``placement.states`` counts them for DeepSpeed."""
+    """Return the bytes in the host memory of all nodes together: master weights, moments, and float32 copies for both
+    directions, as ``memory.states`` counts them for DeepSpeed."""
     return 20.0 * model.trained_parameters
 
 
 def pass_bytes(call: Call, mesh: Mesh, rows: int) -> float:
-    """Activations and logits of one micro-batch of ``rows`` in a forward or training call."""
+    """Return the bytes of activations and logits of one micro-batch of ``rows`` in a forward or training call."""
     model, train = call.model, call.kind == "train"
     logits = 0.0
     if model.head == "causal":
@@ -84,8 +83,9 @@ def pass_bytes(call: Call, mesh: Mesh, rows: int) -> float:
 
 
 def _activation_bytes(call: Call, mesh: Mesh, rows: int) -> float:
-    """Attention is fused: no mask and no scores, so that a row of n tokens is as n rows of one. A pipeline's first
-    stage has a micro-batch in flight for every stage, each with its share of the layers: as many as one mesh alone."""
+    """Return the bytes of activations. Attention is fused, without mask and scores, so a row of n tokens takes what n
+    rows of one take. A pipeline's first stage has a micro-batch in flight for every stage, each with its part of the
+    layers: as many as a mesh without stages."""
     blocks, tokens = blocks_of(call.model, call.item, mesh.tp), round(rows * call.width)
     if call.kind != "train":
         return blocks.forward_bytes(tokens, 1)
@@ -94,34 +94,23 @@ def _activation_bytes(call: Call, mesh: Mesh, rows: int) -> float:
 
 
 def gathered_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
-    """Weights of other ranks that ZeRO-3 holds during a pass."""
+    """Return the bytes of other ranks' weights that ZeRO-3 keeps gathered during a pass."""
     if mesh.zero != 3 or mesh.dp == 1:
         return 0.0
     return item * min(model.parameters, LIVE_ELEMENTS + 2 * model.layer_parameters) / (mesh.tp * mesh.pp)
 
 
 def decode_bytes(call: Call, mesh: Mesh, rows: int) -> float:
-    """Keys, values and logits of ``rows`` that are decoded together by a replica."""
+    """Return the bytes of keys, values and logits of ``rows`` that a replica decodes together."""
     model = call.model
     tokens = rows * (call.prompt + call.longest_response)
     cache = model.kv_bytes(call.item) * tokens / (min(mesh.tp, model.kv_heads) * mesh.pp)
     return cache + rows * model.vocabulary * 6
 
 
-@dataclass(frozen=True)
-class Room:
-    """How many rows fit into ``free`` bytes, if ``one`` takes the bytes of one row and ``two`` of two."""
-
-    free: float
-    one: float
-    two: float
-
-    @property
-    def rows(self) -> int:
-        return max(0, int((self.free - self.one) // max(self.two - self.one, 1.0)) + 1) if self.free >= self.one else 0
-
-
 def rows_that_fit(call: Call, mesh: Mesh, free: float) -> int:
-    """Most rows of a micro-batch, or most that are decoded together, in ``free`` bytes of each device; may be 0."""
+    """Return the most rows of a micro-batch, or the most that are decoded together, in ``free`` bytes of each device;
+    0 where not even one fits."""
     need = decode_bytes if call.kind == "generate" else pass_bytes
-    return Room(free, need(call, mesh, 1), need(call, mesh, 2)).rows
+    one, two = need(call, mesh, 1), need(call, mesh, 2)
+    return max(0, int((free - one) // max(two - one, 1.0)) + 1) if free >= one else 0

@@ -17,20 +17,20 @@ def test_memory_is_counted_once_however_many_tensors_lie_in_it() -> None:
 def test_views_come_back_over_the_same_memory() -> None:
     whole = torch.arange(10.0)
     part, other = whole[2:5], torch.ones(3, dtype=torch.float16)
-    parking = HostOffload(torch.device("cpu"))
-    parking.put([part, whole, other])
-    assert parking.num_bytes == 46
+    host_offload = HostOffload(torch.device("cpu"))
+    host_offload.offload([part, whole, other])
+    assert host_offload.num_bytes == 46
     assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    parking.take()
-    assert parking.num_bytes == 0
+    host_offload.reload()
+    assert host_offload.num_bytes == 0
     assert whole.tolist() == list(range(10)) and other.tolist() == [1, 1, 1]
     part.fill_(7)
     assert whole[2:5].tolist() == [7, 7, 7]
 
 
-def test_nothing_may_be_put_away() -> None:
-    parking = HostOffload(torch.device("cpu"))
-    parking.put([torch.zeros(0)])
-    parking.take()
-    parking.put([])
-    assert parking.num_bytes == 0
+def test_nothing_may_be_offloaded() -> None:
+    host_offload = HostOffload(torch.device("cpu"))
+    host_offload.offload([torch.zeros(0)])
+    host_offload.reload()
+    host_offload.offload([])
+    assert host_offload.num_bytes == 0
