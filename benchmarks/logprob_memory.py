@@ -1,6 +1,6 @@
 """Memory and time of token log-probs: all logits at once, and in chunks. Forward and backward, float32, one thread.
 
-``python benchmarks/logprob_memory.py``. Peaks are without the weight and its gradient, which both paths hold.
+``python benchmarks/logprob_memory.py``. Peaks do not count the weight and its gradient, which both have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flexrlhf.engines.head import token_logprobs
+from flexrlhf.engines.token_logprobs import token_logprobs
 
 ROWS, HIDDEN = 1024, 64
 CHUNK_ELEMENTS = 2**22
@@ -34,7 +34,7 @@ def train(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targe
 
 
 def peak_bytes(work: Callable[[], None], ignored: int) -> int:
-    """The most bytes of tensors at one time, beside those of exactly ``ignored`` bytes: the gradient of the weight."""
+    """Return the peak bytes of tensors, without those of exactly ``ignored`` bytes: the gradient of the weight."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         work()
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())

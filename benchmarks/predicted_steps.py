@@ -1,9 +1,9 @@
-"""Seconds of a step as foretold and as measured: the quick start's PPO under three placements, on this machine.
+"""Predicted and measured seconds of a step: the quick start's PPO under three placements, on this machine.
 
     flexrlhf run                                # once: trains what PPO starts from
     python benchmarks/predicted_steps.py        # in the same directory; about five minutes
 
-Measures the machine (``flexrlhf profile``), foretells all placements, and only then runs each of them several times, in
+Measures the machine (``flexrlhf profile``), simulates all placements, and only then runs each of them several times, in
 turns, so that a machine that slows down does so for all. Compare on a machine with nothing else to do.
 """
 
@@ -20,7 +20,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
-from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
+from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 
@@ -34,7 +34,7 @@ CLEARLY = 0.1
 
 
 def spec_of(name: str, vector: str, steps: int) -> Spec:
-    """Without evaluation, which is no part of a step."""
+    """Return the quick start's PPO on a placement, without evaluation, which is no part of a step."""
     changes = (f"name={name}", f"placement={vector}", f"steps={steps}", "eval=null")
     return load_spec(config_paths()[-1], changes)
 
@@ -44,7 +44,7 @@ def command(*words: str) -> None:
 
 
 def measure(name: str, vector: str, steps: int) -> Path:
-    """One run; its timeline."""
+    """Run once; return the path of its timeline."""
     command(
         "run",
         str(config_paths()[-1]),
@@ -54,16 +54,16 @@ def measure(name: str, vector: str, steps: int) -> Path:
     return Path("runs") / name / "timeline.json"
 
 
-def foretell(steps: int, profile: Path) -> dict[str, Simulation]:
-    found = {}
+def predict(steps: int, profile: Path) -> dict[str, Simulation]:
+    simulations = {}
     for name, vector in PLACEMENTS.items():
-        plan = make_plan(spec_of("foretold", vector, steps))
-        found[name] = simulate(plan, choose_costs(plan, profile).costs, read_lengths(None, plan))
-    return found
+        plan = make_plan(spec_of("predicted", vector, steps))
+        simulations[name] = simulate(plan, costs_for(plan.spec, profile).costs, read_lengths(None, plan))
+    return simulations
 
 
 def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]) -> None:
-    print(f"{'placement':<14} {'foretold':>10} {'measured':>10} {'error':>8}   runs (ms)                 spans")
+    print(f"{'placement':<14} {'predicted':>10} {'measured':>10} {'error':>8}   runs (ms)                 spans")
     steps = {name: median(run.step.measured for run in each) for name, each in runs.items()}
     for name, each in runs.items():
         error = simulations[name].seconds / steps[name] - 1
@@ -81,9 +81,9 @@ def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]
         print(f"\n{name}, medians over the runs")
         for label in [line.label for line in each[0].lines]:
             same = [line.seconds for run in each for line in run.lines if line.label == label]
-            measured, wanted = 1e3 * median(pair.measured for pair in same), 1e3 * same[0].predicted
+            measured, predicted = 1e3 * median(pair.measured for pair in same), 1e3 * same[0].predicted
             if measured > 1:
-                print(f"  {label:<34} {wanted:>7.1f} {measured:>7.1f} ms {wanted / measured - 1:>+7.0%}")
+                print(f"  {label:<34} {predicted:>7.1f} {measured:>7.1f} ms {predicted / measured - 1:>+7.0%}")
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
     profile = Path("runs/profile.json")
     if not options.keep_profile or not profile.is_file():
         command("profile", "-o", str(profile))
-    simulations = foretell(options.steps, profile)
+    simulations = predict(options.steps, profile)
     runs: dict[str, list[Comparison]] = {name: [] for name in PLACEMENTS}
     for turn in range(options.runs):
         for name, vector in PLACEMENTS.items():

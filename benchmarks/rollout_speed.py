@@ -1,8 +1,8 @@
-"""Rollouts by transformers and by vLLM, and a weight sync beside a plain broadcast of the same bytes. Two CPU ranks.
+"""Speed of rollouts by transformers and by vLLM, and of a weight sync and a broadcast of the same bytes. Two CPU ranks.
 
-``python benchmarks/rollout_speed.py``. Rank 0 holds the trained actor and generates with transformers, rank 1 holds the
+``python benchmarks/rollout_speed.py``. Rank 0 has the trained actor and generates with transformers, rank 1 has the
 vLLM engine; one works while the other waits, each with ``--threads`` threads. Same weights, prompts and noise, so both
-draw the same answers, whose lengths differ much: many end tokens make them about geometric.
+sample the same responses, whose lengths differ much: many end tokens make them about geometric.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.sync import Destination, Source, Syncer
-from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
@@ -31,9 +31,9 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import kv_cache_bytes
-from flexrlhf.strategies.instructions import Sync
-from flexrlhf.weights.reshard import WeightTransfer, trained_parts
+from flexrlhf.weights.reshard import WeightTransfer
 from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.sync_plan import plan_sync
 
 VOCABULARY, LENGTHS, ROWS = 4096, Lengths(prompt=64, response=256), 64
 MODEL = {
@@ -47,8 +47,12 @@ MODEL = {
 }
 MEAN_LENGTH = 48
 END_TOKENS = tuple(range(VOCABULARY // MEAN_LENGTH))
-"""A random model draws each token about as often as any other."""
+"""End tokens; a random model samples each token about equally often."""
 TIMEOUT, REPEATS = 600.0, 5
+
+
+def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
+    work.wait()
 
 
 def models(kv_tokens: int) -> dict[str, PlacedModel]:
@@ -61,7 +65,7 @@ def models(kv_tokens: int) -> dict[str, PlacedModel]:
 def engine_of(model: PlacedModel, world: World) -> Engine:
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    alone = RankGroup(None, model.ranks, lambda work, _: work.wait())
+    alone = RankGroup(None, model.ranks, wait)
     return make_engine(
         EngineContext(
             placed=model,
@@ -80,15 +84,15 @@ def engine_of(model: PlacedModel, world: World) -> Engine:
 
 
 def prompts() -> Batch:
-    draw = torch.Generator().manual_seed(1)
-    lengths = torch.randint(8, LENGTHS.prompt + 1, (ROWS, 1), generator=draw)
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, LENGTHS.prompt + 1, (ROWS, 1), generator=generator)
     mask = (torch.arange(LENGTHS.prompt) >= LENGTHS.prompt - lengths).to(torch.uint8)
-    tokens = torch.randint(VOCABULARY, mask.shape, generator=draw, dtype=torch.int32) * mask
+    tokens = torch.randint(VOCABULARY, mask.shape, generator=generator, dtype=torch.int32) * mask
     return Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(ROWS), 1)
 
 
 def generated(engine: Engine) -> tuple[float, torch.Tensor]:
-    """Tokens per second of the second of two batches, and its answers' lengths."""
+    """Return the tokens per second of the second of two batches, and its response lengths (ROWS,)."""
     seconds, columns = 0.0, {}
     for step in (0, 1):
         sampling = Sampling(seed=0, step=step, temperature=1.0, eos_token_ids=END_TOKENS, pad_token_id=0)
@@ -100,7 +104,7 @@ def generated(engine: Engine) -> tuple[float, torch.Tensor]:
 
 
 def in_turn(world: World, work: Callable[[], Any]) -> Any:
-    """Every rank's ``work``, one rank after the other."""
+    """Run every rank's ``work``, one rank after the other; return this rank's result."""
     result = None
     for rank in range(world.size):
         if world.rank == rank:
@@ -112,29 +116,30 @@ def in_turn(world: World, work: Callable[[], Any]) -> Any:
 def synced(
     world: World, engine: Engine, placed: dict[str, PlacedModel], group: dist.ProcessGroup, settings: SyncSpec
 ) -> list[float]:
-    """Seconds of each sync of all weights, from the first bucket until they are loaded and checked."""
+    """Return the seconds of each sync of all weights, from the first bucket until they are loaded and checked."""
     shape = model_shape("actor", placed["actor"].settings)
     assert shape is not None
-    sync = Sync(ranks=(0, 1), source="actor", destination="actor.rollout", transfers=(WeightTransfer(0, 1),))
-    parts = {name: trained_parts(model, shape, model.ranks[0]) for name, model in placed.items()}
-    syncer = Syncer(world.rank, settings, int(settings.bucket_mb * 1e6), lambda work, _: work.wait())
-    destination = Destination(torch.float32, {1: parts["actor.rollout"]})
+    trained, copy = placed["actor"], placed["actor.rollout"]
+    num_bytes = int(settings.bucket_mb * 1e6)
+    plan = plan_sync(trained, copy, shape, (WeightTransfer(0, 1),), num_bytes, world.rank)
+    gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
+    channel = SyncChannel(plan, torch.float32, gather, group)
+    sender, receiver = WeightSender(settings, wait), WeightReceiver(settings.checksum, wait)
     seconds = []
     for number in range(REPEATS):
         world.meet(f"sync {number}", TIMEOUT)
         start = time.perf_counter()
         if world.rank == 0:
-            gather = Gather(None, (0,), (parts["actor"],), lambda work, _: work.wait())
-            syncer.send(sync, Source(engine.weights(), gather), destination, group, None)
-            syncer.close()
+            sender.send(channel, engine.weights(), None)
+            sender.close()
         else:
-            syncer.receive(sync, engine.weights(), parts["actor.rollout"], engine.load_weights, group)
+            receiver.receive(channel, engine.weights(), engine.load_weights)
         seconds.append(time.perf_counter() - start)
     return seconds
 
 
 def broadcast(world: World, num_bytes: int, group: dist.ProcessGroup) -> list[float]:
-    """Seconds of a broadcast of one tensor of as many bytes."""
+    """Return the seconds of each broadcast of one tensor of ``num_bytes``."""
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
     seconds = []
     for number in range(REPEATS):
@@ -170,7 +175,9 @@ def report(
     rank: int, speed: float, lengths: torch.Tensor, syncs: Sequence[float], raw: Sequence[float], num_bytes: int
 ) -> None:
     name = ("transformers", "vLLM")[rank]
-    shown = f"answers of {int(lengths.min())} to {int(lengths.max())} tokens, mean {float(lengths.float().mean()):.1f}"
+    shown = (
+        f"responses of {int(lengths.min())} to {int(lengths.max())} tokens, mean {float(lengths.float().mean()):.1f}"
+    )
     print(f"{name:<13}{speed:>8.0f} tokens/s  {ROWS} rows, {shown}", flush=True)
     if rank == 1:
         sync, plain = (num_bytes / min(seconds) / 1e6 for seconds in (syncs, raw))

@@ -1,1 +1,1 @@
-"""How far the cost model is from published measurements: ``python -m benchmarks.calibration DIRECTORY``."""
+"""Errors of the cost model on published measurements: ``python -m benchmarks.calibration DIRECTORY``."""

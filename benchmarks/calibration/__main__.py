@@ -1,6 +1,6 @@
-"""How well the cost model predicts published measurements: ``python -m benchmarks.calibration DIRECTORY``.
+"""Errors of the cost model on published measurements: ``python -m benchmarks.calibration DIRECTORY``.
 
-``DIRECTORY`` holds the tables, whatever rows are in them.
+``DIRECTORY`` has the tables of measurements, with any rows. Errors are by group, and compared with goals.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ GOALS = {
     rlhf.CALLS: 0.20,
     rlhf.STEPS: 0.20,
 }
-"""Goal → the mean relative error that is wanted of it at most."""
+"""Goal → highest mean relative error that meets it."""
 GROUP_GOALS = {(rlhf.STEPS, "real-v1/a100"): 0.15}
 ROW_GOALS = {"real/h100": 0.25, "real-v1/a100": 0.25}
-"""Group → the error of each row that its own planner claims (ReaL: below 25 %), for rows of that system."""
+"""Group → highest error of a row that its own planner claims (ReaL: below 25 %), for rows of that system."""
 MEMORY_GOAL, ORDER_GOAL = 0.90, 0.95
 
 
 @dataclass(frozen=True)
-class Line:
-    """Errors of some predictions."""
+class GroupErrors:
+    """Errors of the predictions of one goal and group."""
 
     goal: str
     group: str
@@ -43,7 +43,7 @@ class Line:
         return mean(each.error for each in self.found)
 
     @property
-    def wanted(self) -> float | None:
+    def goal_error(self) -> float | None:
         return GROUP_GOALS.get((self.goal, self.group), GOALS.get(self.goal))
 
     def text(self) -> str:
@@ -54,9 +54,9 @@ class Line:
         return f"{self.goal:12} {self.group:34} {len(errors):5d}{cells}   {self._verdict()}"
 
     def _verdict(self) -> str:
-        if self.wanted is None:
+        if self.goal_error is None:
             return ""
-        return f"{'met' if self.mean <= self.wanted else 'NOT MET'} (<= {100 * self.wanted:.0f})"
+        return f"{'met' if self.mean <= self.goal_error else 'NOT MET'} (<= {100 * self.goal_error:.0f})"
 
 
 _NAIVE = (lambda each: each.constant_mfu, lambda each: each.roofline)
@@ -88,25 +88,25 @@ def _predictions(directory: Path) -> Iterator[Prediction]:
         yield from module.predictions(directory)
 
 
-def _lines(found: Sequence[Prediction]) -> Iterator[Line]:
-    """By goal, and in it by group; a goal's rows together first."""
+def _lines(found: Sequence[Prediction]) -> Iterator[GroupErrors]:
+    """Yield the errors of each goal: of all its rows, then by group."""
     by_goal: dict[str, dict[str, list[Prediction]]] = defaultdict(lambda: defaultdict(list))
     for each in found:
         by_goal[each.goal][each.group].append(each)
     for goal, groups in sorted(by_goal.items()):
-        yield Line(goal, "all", [each for group in groups.values() for each in group])
-        yield from (Line(goal, group, each) for group, each in sorted(groups.items()))
+        yield GroupErrors(goal, "all", [each for group in groups.values() for each in group])
+        yield from (GroupErrors(goal, group, each) for group, each in sorted(groups.items()))
 
 
-def _planner(steps: rlhf.Read) -> Iterator[str]:
-    """Rows of ReaL one by one: its own planner claims that no error exceeds 25 %."""
-    for group, wanted in ROW_GOALS.items():
+def _planner(steps: rlhf.ReadRows) -> Iterator[str]:
+    """Yield the rows of ReaL whose error exceeds the 25 % that its own planner claims."""
+    for group, goal_error in ROW_GOALS.items():
         rows = [each for each in steps.predictions if each.group == group and "ReaL" in steps.systems[each.row]]
-        above = [f"{each.row} {100 * each.error:.0f} %" for each in rows if each.error > wanted]
+        above = [f"{each.row} {100 * each.error:.0f} %" for each in rows if each.error > goal_error]
         if rows:
             share = f"{len(rows) - len(above)} of {len(rows)}"
             others = ", ".join(above) or "none"
-            yield f"ReaL's own rows in {group} within {100 * wanted:.0f} %: {share}; above: {others}"
+            yield f"ReaL's own rows in {group} within {100 * goal_error:.0f} %: {share}; above: {others}"
 
 
 def _memory(directory: Path) -> Iterator[str]:
@@ -142,8 +142,8 @@ def _order(directory: Path) -> Iterator[str]:
             yield f"  wrong: {first} and {second}: measured x {pair.measured:.2f}, predicted x {pair.predicted:.2f}"
 
 
-def _met(share: float, wanted: float) -> str:
-    return f"{100 * share:.1f} %; goal {100 * wanted:.0f} % {'met' if share >= wanted else 'NOT MET'}"
+def _met(share: float, goal_error: float) -> str:
+    return f"{100 * share:.1f} %; goal {100 * goal_error:.0f} % {'met' if share >= goal_error else 'NOT MET'}"
 
 
 def _constants() -> Iterator[str]:
@@ -153,11 +153,11 @@ def _constants() -> Iterator[str]:
 
 
 def _fitted(module: ModuleType) -> Collection[str]:
-    """Names of a module's constants."""
+    """Return the names of a module's fitted constants."""
     return getattr(module, "fitted", dict)()
 
 
-def _left_out(steps: rlhf.Read, directory: Path) -> Iterator[str]:
+def _left_out(steps: rlhf.ReadRows, directory: Path) -> Iterator[str]:
     yield f"rows of RLHF left out: {steps.left_out.total()} ({_reasons(steps.left_out)})"
     trained, generated = training.read_cases(directory)[1], generation.read_cases(directory)[1]
     yield f"rows of training and generation left out: {len(trained)}, {len(generated)}"

@@ -14,7 +14,8 @@ Show = Callable[[Hashable], str]
 
 
 def command(module: ModuleType, show: Show = str) -> None:
-    """``module`` has ``predictions``, ``read_cases``, ``fit`` and ``fitted``. ``show``: names a fitted constant."""
+    """Print the errors of a module's predictions, or with ``--fit`` its constants. ``module`` has ``predictions``,
+    ``read_cases``, ``fit`` and ``fitted``; ``show`` names a fitted constant."""
     parser = argparse.ArgumentParser(description=module.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--fit", action="store_true", help="search constants instead, and print them")

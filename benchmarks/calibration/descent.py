@@ -11,7 +11,7 @@ Name = TypeVar("Name", bound=Hashable)
 def descend(
     loss: Callable[[Mapping[Name, float]], float], start: Mapping[Name, float], rounds: int = 30, step: float = 0.25
 ) -> dict[Name, float]:
-    """Positive constants that lower ``loss``: each in turn is multiplied or divided by a step that shrinks."""
+    """Return positive constants with a smaller ``loss``: each in turn is multiplied or divided by a shrinking step."""
     values, steps = dict(start), dict.fromkeys(start, step)
     least = loss(values)
     for _ in range(rounds):
@@ -26,5 +26,5 @@ def descend(
 
 
 def mean_and_square(errors: list[float]) -> float:
-    """The mean of relative errors and a little of their square's: fits are for the many, outliers count somewhat."""
+    """Return the mean of relative errors plus a little of their squares: outliers count somewhat more."""
     return sum(error + 0.1 * error * error for error in errors) / len(errors)

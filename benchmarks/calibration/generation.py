@@ -1,4 +1,4 @@
-"""Published measurements of decoding and prefill beside what the cost model says of them, and the fit of its constants.
+"""Published and predicted measurements of decoding and prefill, and the fit of the decode constants.
 
 ``python -m benchmarks.calibration.generation DIRECTORY [--fit]``
 """
@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
+from benchmarks.systems.engines import DECODERS
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh
-from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile
+from flexrlhf.guideline.costs.decoders import DecodeProfile
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
@@ -34,20 +35,20 @@ ENGINES = (
     ("deepspeed", "deepspeed"),
     ("hf|transformers", "transformers"),
 )
-"""Pattern in a row's group, system and version → engine; the first that is found."""
+"""Pattern in a row's group, system and version → engine; the first that matches."""
 ALIASES = {"llama-70b": "llama-2-70b", "mistral-7b": "mistral-7b-v0.3"}
 FP8_FAMILIES = ("H100", "H200", "H800", "H20", "L40S", "RTX4090", "B200")
 FP8_GAIN = 1.55
-"""Speed of fp8 matrix products by that of 16-bit ones, where the peak says 2. Fitted."""
+"""Speed of fp8 matrix products relative to 16-bit ones, where peaks differ by a factor of 2. Fitted."""
 FREE_SHARE, FIXED_GB = 0.9, 2.0
-"""Of a device's memory, what engines use, and what of it is neither weights nor cache."""
+"""Share of a device's memory that engines use, and the part of it that is neither weights nor cache."""
 LEAST_HBM_GB_S = 900
 MOST_SEQUENCES = {"tensorrt-llm": 2048}
-"""Rows that an engine decodes together at most unless told; other engines: 256."""
+"""Default of the most rows that an engine decodes together; other engines: 256."""
 STEADY_ROUNDS = 12
-"""Batches of a saturated server that are looked at."""
+"""Batches of a saturated server that are simulated."""
 UNSTATED = {"gpt-fast": (6.0, 200.0)}
-"""Prompt and answer of a benchmark whose rows do not repeat them (gpt-fast, generate.py)."""
+"""Tokens of prompt and response of a benchmark whose rows do not repeat them (gpt-fast, generate.py)."""
 
 FITTED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("transformers", "torch", "vllm-0.3"), ("launch_seconds",)),
@@ -62,16 +63,24 @@ FITTED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("tensorrt-llm",), ("layer_seconds", "cache", "row_seconds")),
     (("gpt-fast", "vllm"), ("layer_seconds",)),
 )
-"""Engines that share constants, and which."""
+"""Engines that share constants, and the constants."""
 MOST_CACHE = 0.92
-"""No kernel reads memory faster, as a share of what vendors state."""
-BESIDE = ("FP8_GAIN", "host factor of PCIe 4", "launch_seconds of deepspeed")
-"""What is fitted besides."""
+"""Highest share of the stated memory bandwidth that a kernel reaches."""
+OTHERS = ("FP8_GAIN", "host factor of PCIe 4", "launch_seconds of deepspeed")
+"""Other constants that are fitted."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """A row as a call. ``rows``: live rows of a single decoding step, where that was measured; else 0."""
+class GenerationCase:
+    """A row as a call on a mesh.
+
+    row:       the row
+    call:      the call
+    mesh:      its devices
+    measured:  measured seconds
+    rows:      live rows of a single decoding step, where that was measured; else 0
+    context:   tokens of each of them
+    """
 
     row: Row
     call: Call
@@ -84,7 +93,7 @@ class Case:
     def goal(self) -> str:
         return self.row["kind"]
 
-    def seconds(self, profile: DecodeProfile | None = None) -> float:
+    def seconds(self, profile: DecodeProfile) -> float:
         if self.goal == "prefill":
             return prefill_cost(self.call, self.mesh, profile).seconds
         if self.rows:
@@ -93,14 +102,14 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of all devices together."""
+        """Operations of all devices together."""
         call = self.call
-        answers = 0.0 if self.goal == "prefill" else call.mean_response
-        tokens = self.rows or call.rows * (call.prompt + answers)
+        response = 0.0 if self.goal == "prefill" else call.mean_response
+        tokens = self.rows or call.rows * (call.prompt + response)
         return 2 * call.model.parameters * tokens
 
     def roofline(self) -> float:
-        """The larger of arithmetic at its peak and bytes at theirs, for the prompts and for every step."""
+        """Return the larger of arithmetic and memory traffic at their peaks, for the prompts and for every step."""
         call, mesh = self.call, self.mesh
         peak = mesh.tp * mesh.device.tflops * 1e12
         if self.goal == "prefill":
@@ -119,32 +128,32 @@ class Case:
 
 
 def predictions(directory: Path, profiles: Mapping[str, DecodeProfile] = DECODERS) -> list[Prediction]:
-    """Of all rows of decoding and prefill that can be read."""
+    """Return the predictions for all rows of decoding and prefill that can be read."""
     cases = read_cases(directory)[0]
     fraction = _constant_mfu(cases)
     return [_prediction(case, profiles[case.call.engine], fraction) for case in cases]
 
 
-def _prediction(case: Case, profile: DecodeProfile, fraction: float) -> Prediction:
+def _prediction(case: GenerationCase, profile: DecodeProfile, fraction: float) -> Prediction:
     naive = case.flops / (fraction * case.mesh.size * case.mesh.device.tflops * 1e12)
     group, name = case.row["group"], case.row["id"]
     return Prediction(case.goal, group, name, case.measured, case.seconds(profile), naive, case.roofline())
 
 
-def _constant_mfu(cases: Sequence[Case]) -> float:
-    """The fraction of peak arithmetic with the smallest mean error."""
+def _constant_mfu(cases: Sequence[GenerationCase]) -> float:
+    """Return the fraction of peak arithmetic with the smallest mean error."""
     seconds = [(case.flops / (case.mesh.size * case.mesh.device.tflops * 1e12), case.measured) for case in cases]
     fractions = [peak / measured for peak, measured in seconds]
     return min(fractions, key=lambda share: mean(abs(peak / share / measured - 1) for peak, measured in seconds))
 
 
 def fitted() -> tuple[str, ...]:
-    """Names of every constant that the fit sets."""
-    return (*(f"{field} of {', '.join(names)}" for names, fields in FITTED for field in fields), *BESIDE)
+    """Return the names of every constant that the fit sets."""
+    return (*(f"{field} of {', '.join(names)}" for names, fields in FITTED for field in fields), *OTHERS)
 
 
-def read_cases(directory: Path, gain: float = FP8_GAIN) -> tuple[list[Case], list[str]]:
-    """Rows as calls, and of those that are left out their names and why."""
+def read_cases(directory: Path, gain: float = FP8_GAIN) -> tuple[list[GenerationCase], list[str]]:
+    """Return rows as calls, and names and reasons of those that are left out."""
     models = {_plain(name): model for name, model in read_models(directory).items()}
     lengths = json.loads((directory / "sharegpt320_lens.json").read_text())
     reader = _Reader(models, tuple(lengths["input_lens"]), tuple(lengths["output_lens"]), gain)
@@ -152,7 +161,7 @@ def read_cases(directory: Path, gain: float = FP8_GAIN) -> tuple[list[Case], lis
     for row in read_rows(directory, "measurements_calib"):
         if row["kind"] in ("decode", "prefill"):
             case = reader.case(row)
-            if isinstance(case, Case):
+            if isinstance(case, GenerationCase):
                 cases.append(case)
             else:
                 left_out.append(f"{row['id']}: {case}")
@@ -163,11 +172,11 @@ def read_cases(directory: Path, gain: float = FP8_GAIN) -> tuple[list[Case], lis
 class _Reader:
     models: dict[str, Transformer]
     prompts: tuple[float, ...]
-    answers: tuple[float, ...]
+    responses: tuple[float, ...]
     gain: float
 
-    def case(self, row: Row) -> Case | str:
-        """The row as a call, or why it cannot be one."""
+    def case(self, row: Row) -> GenerationCase | str:
+        """Return the row as a call, or why it cannot be one."""
         device, model, engine = device_of(row), self._model(row["model"]), _engine(row)
         if device is None or model is None or engine is None:
             return f"unknown {row['gpu'] if device is None else row['model'] if model is None else row['system']}"
@@ -182,7 +191,7 @@ class _Reader:
             return f"metric {row['metric']} in {row['unit']}"
         if row["metric"] == "decode_step_time":
             return self._one_step(row, call, mesh, seconds)
-        return Case(row, call, mesh, seconds)
+        return GenerationCase(row, call, mesh, seconds)
 
     def _model(self, name: str) -> Transformer | None:
         plain = _plain(name)
@@ -193,22 +202,22 @@ class _Reader:
         stated = UNSTATED.get(engine, (mean(self.prompts), 0.0))
         prompt = _number(row["prompt_len"]) or stated[0]
         cache_item = 1 if item == 1 and engine.startswith("tensorrt-llm") else 2
-        answers = self._answers(row, stated[1])
-        return Call("generate", model, engine, 1, prompt, answers, prompt, item=item, cache_item=cache_item)
+        responses = self._responses(row, stated[1])
+        return Call("generate", model, engine, 1, prompt, responses, prompt, item=item, cache_item=cache_item)
 
-    def _answers(self, row: Row, stated: float) -> tuple[float, ...]:
-        """All alike, or ShareGPT's, with the mean that the row states."""
+    def _responses(self, row: Row, stated: float) -> tuple[float, ...]:
+        """Return response lengths: one for all, or ShareGPT's, with the mean that the row states."""
         length = _number(row["gen_len"])
         if "sharegpt" not in (row["prompt_len"] + row["call"]).lower():
             return (length or stated,)
-        factor = length / mean(self.answers) if length else 1.0
-        return tuple(sorted(factor * answer for answer in self.answers))
+        factor = length / mean(self.responses) if length else 1.0
+        return tuple(sorted(factor * each for each in self.responses))
 
-    def _one_step(self, row: Row, call: Call, mesh: Mesh, seconds: float) -> Case:
-        """Few live rows are the long rest of a batch; many are its first steps."""
+    def _one_step(self, row: Row, call: Call, mesh: Mesh, seconds: float) -> GenerationCase:
+        """Return the case of one step: few live rows are the end of a batch, many are its first steps."""
         rows = _number(row["global_batch"]) or 1.0
         age = 0.8 * call.longest_response if rows < 32 else call.mean_response / 4
-        return Case(row, call, mesh, seconds, rows, call.prompt + age)
+        return GenerationCase(row, call, mesh, seconds, rows, call.prompt + age)
 
 
 def _engine(row: Row) -> str | None:
@@ -217,13 +226,13 @@ def _engine(row: Row) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """Without what no shape depends on."""
+    """Return a model name without the parts that its shape does not depend on."""
     name = re.sub(r"\(.*?\)", "", name).strip().lower().removeprefix("meta-")
     return re.sub(r"-(instruct|chat|base|hf|it|fp8)\b.*", "", name)
 
 
 def _item(text: str) -> int | None:
-    """Bytes of a weight; None where they are no whole number."""
+    """Return the bytes of a weight; None where they are no whole number."""
     text = text.lower()
     if re.search("int4|gptq|awq|4bit|4-bit|nf4|fp4", text):
         return None
@@ -231,14 +240,14 @@ def _item(text: str) -> int | None:
 
 
 def _at(device: DeviceClass, item: int, gain: float) -> DeviceClass:
-    """``device`` with the arithmetic of eight-bit numbers, where it has it."""
+    """Return ``device`` with eight-bit arithmetic where it has that."""
     if item != 1 or not device.name.startswith(FP8_FAMILIES):
         return device
     return replace(device, tflops=gain * device.tflops, attention=device.attention / gain)
 
 
 def _number(text: str) -> float | None:
-    """The first one, or the middle of a range."""
+    """Return the first number in ``text``, or the middle of a range; None without one."""
     found = re.search(r"(\d+(?:\.\d+)?)(?:-(\d+))?", text.replace(",", ""))
     return mean(float(bound) for bound in found.groups() if bound) if found else None
 
@@ -253,16 +262,17 @@ def _mesh(row: Row, device: DeviceClass) -> Mesh:
 
 
 def _sized(row: Row, call: Call, mesh: Mesh) -> Call:
-    """With the rows of the row, and as many decoded together as its memory holds where the engine sees to that."""
+    """Return ``call`` with the batch of the row, and as many rows decoded together as fit into memory where the engine
+    schedules them."""
     text = row["global_batch"] or row["micro_bs"] or "1"
     together = MOST_SEQUENCES.get(call.engine, 256)
     if "saturated" in text:
         together = min(together, _fitting(call, mesh))
         return replace(call, rows=STEADY_ROUNDS * together, decode_rows=together)
     rows = int(_number(text) or 1)
-    asked = re.match(r"(\d+) \w+ prompts(?: \((\d+) for (\w+)\))?", row["call"])
-    if asked:
-        usual, fewer, size = asked.groups()
+    stated = re.match(r"(\d+) \w+ prompts(?: \((\d+) for (\w+)\))?", row["call"])
+    if stated:
+        usual, fewer, size = stated.groups()
         prompts = int(fewer if fewer and size in row["model"] else usual)
         return replace(call, rows=prompts, decode_rows=min(rows, _fitting(call, mesh)))
     if not re.search("requests|prompts", text):
@@ -272,7 +282,8 @@ def _sized(row: Row, call: Call, mesh: Mesh) -> Call:
 
 
 def _fitting(call: Call, mesh: Mesh) -> int:
-    """Rows whose keys and values fit beside the weights; boards with HBM have as many GiB as they are sold with GB."""
+    """Return the rows whose keys and values fit next to the weights; boards with HBM have as many GiB as they are sold
+    with GB."""
     weights = call.item * call.model.parameters / mesh.tp
     unit = 2**30 if mesh.device.memory_gb_s >= LEAST_HBM_GB_S else 1e9
     free = FREE_SHARE * mesh.device.memory_gb * unit - weights - FIXED_GB * 1e9
@@ -282,7 +293,7 @@ def _fitting(call: Call, mesh: Mesh) -> int:
 
 
 def _measured(row: Row, call: Call) -> float | None:
-    """Seconds of the whole call, or of the one step or pass that was measured."""
+    """Return the seconds of the whole call, or of the one step or pass that was measured."""
     value, unit = float(row["value"]), row["unit"].lower()
     tokens = call.rows * call.mean_response
     if unit.startswith("out tokens/s"):
@@ -319,7 +330,7 @@ def _naive(items: Sequence[Prediction]) -> list[list[tuple[Prediction, float]]]:
 
 
 def fit_with_gain(directory: Path) -> tuple[float, dict[str, DecodeProfile]]:
-    """The best ``FP8_GAIN`` of a few around the present one, and the constants that go with it."""
+    """Return the best ``FP8_GAIN`` of a few around the present one, and the constants fitted with it."""
     trials = []
     for gain in (0.93 * FP8_GAIN, FP8_GAIN, 1.07 * FP8_GAIN):
         cases = read_cases(directory, gain)[0]
@@ -329,8 +340,9 @@ def fit_with_gain(directory: Path) -> tuple[float, dict[str, DecodeProfile]]:
     return gain, fitted
 
 
-def fit(cases: Sequence[Case]) -> dict[str, DecodeProfile]:
-    """Coordinate search: each constant of ``FITTED`` by ever smaller factors, while the mean error falls."""
+def fit(cases: Sequence[GenerationCase]) -> dict[str, DecodeProfile]:
+    """Return fitted profiles by coordinate search: each constant of ``FITTED`` changes by ever smaller factors, while
+    the mean error falls."""
     fitted = dict(DECODERS)
     for factor in (1.6, 1.25, 1.25, 1.1, 1.1, 1.03, 1.03):
         for engines, fields in FITTED:
@@ -344,7 +356,7 @@ def _improved(
     fitted: dict[str, DecodeProfile],
     engines: tuple[str, ...],
     fields: Sequence[str],
-    cases: Sequence[Case],
+    cases: Sequence[GenerationCase],
     step: float,
 ) -> bool:
     best = start = _loss(fitted, cases)
@@ -359,14 +371,14 @@ def _improved(
 
 
 def _scaled(profile: DecodeProfile, field: str, factor: float) -> DecodeProfile:
-    """``profile`` with ``field``, or that of its forward passes, times ``factor``."""
+    """Return ``profile`` with ``field``, or that of its forward passes, times ``factor``."""
     if hasattr(profile, field):
         return replace(profile, **{field: factor * getattr(profile, field)})
     passes = replace(profile.passes, **{field: factor * getattr(profile.passes, field)})
     return replace(profile, passes=passes)
 
 
-def _loss(profiles: dict[str, DecodeProfile], cases: Sequence[Case]) -> float:
+def _loss(profiles: dict[str, DecodeProfile], cases: Sequence[GenerationCase]) -> float:
     ratios = [case.seconds(profiles[case.call.engine]) / case.measured for case in cases]
     return mean(abs(ratio - 1) + (ratio - 1) ** 2 for ratio in ratios)
 

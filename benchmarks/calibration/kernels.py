@@ -1,4 +1,4 @@
-"""Published timings of single kernels beside what the cost model says of them, and the fit of its constants.
+"""Published and predicted timings of single kernels, and the fit of the kernel constants.
 
 ``python -m benchmarks.calibration.kernels DIRECTORY [--fit]``
 """
@@ -29,12 +29,12 @@ _SHAPES = {
 }
 _HEAD_DIM = 128
 _FEW_TOKENS = 1024
-"""Element-wise kernels of fewer take as long as their start, which launch constants of the profiles hold."""
+"""Tokens below which an element-wise kernel takes as long as its start, which is in the profiles' launch constants."""
 _ITEM = 2
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel on a device: a product of ``shape``, or element-wise over ``size`` bytes."""
 
     row: Row
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def moved(self) -> float:
-        """Bytes that it must move."""
+        """Bytes that it moves at least."""
         if self.shape is None:
             return self.size
         m, k, n = self.shape
@@ -71,7 +71,7 @@ def predictions(directory: Path) -> list[Prediction]:
     return [_prediction(case, utilisation) for case in cases]
 
 
-def _prediction(case: Case, utilisation: float) -> Prediction:
+def _prediction(case: KernelCase, utilisation: float) -> Prediction:
     compute, traffic = case.flops / (case.device.tflops * 1e12), case.moved / (case.device.memory_gb_s * 1e9)
     row = case.row
     return Prediction(
@@ -85,13 +85,13 @@ def _prediction(case: Case, utilisation: float) -> Prediction:
     )
 
 
-def read_cases(directory: Path) -> tuple[list[Case], dict[str, int]]:
-    """Timings that are predicted, and how many are not, by why."""
-    cases: list[Case] = []
+def read_cases(directory: Path) -> tuple[list[KernelCase], dict[str, int]]:
+    """Return the timings that are predicted, and the number of others by reason."""
+    cases: list[KernelCase] = []
     left_out: dict[str, int] = defaultdict(int)
     for row in _rows(directory):
         case = _case(row)
-        if isinstance(case, Case):
+        if isinstance(case, KernelCase):
             cases.append(case)
         else:
             left_out[case] += 1
@@ -103,23 +103,23 @@ def _rows(directory: Path) -> list[Row]:
     return [row for name in names for row in read_rows(directory, name)]
 
 
-def _case(row: Row) -> Case | str:
+def _case(row: Row) -> KernelCase | str:
     device, measured = device_of(row), float(row["time_ms"]) / 1e3
     if device is None:
         return f"no figures of {row['gpu']}"
     if row["m"]:
-        return Case(row, device, measured, (int(row["m"]), int(row["k"]), int(row["n"])))
+        return KernelCase(row, device, measured, (int(row["m"]), int(row["k"]), int(row["n"])))
     if row["op"] == "emb":
         return "embedding: not modelled"
     if int(row["num_tokens"]) < _FEW_TOKENS:
         return "element-wise over few tokens: its start"
     if row["model"] not in _SHAPES:
         return f"shape of {row['model']} unknown"
-    return Case(row, device, measured, size=_element_bytes(row))
+    return KernelCase(row, device, measured, size=_element_bytes(row))
 
 
 def _element_bytes(row: Row) -> float:
-    """As ``flexrlhf.guideline.costs.training`` counts them."""
+    """Return the bytes of an element-wise kernel as ``flexrlhf.guideline.costs.training`` counts them."""
     hidden, ffn, heads, kv_heads = _SHAPES[row["model"]]
     tp = int(row["tp"])
     each = {
@@ -131,16 +131,16 @@ def _element_bytes(row: Row) -> float:
 
 
 def fitted() -> dict[str, float]:
-    """Every constant that the fit sets, as it is now: the figures, and the one share of the peak."""
+    """Return every constant that the fit sets, with its present value: the figures, and the share of the peak."""
     return asdict(FIGURES) | {"matmul": DeviceClass.matmul}
 
 
-def fit(cases: list[Case]) -> dict[str, float]:
-    """Constants for which the products' relative errors, and the element-wise kernels', are least."""
+def fit(cases: list[KernelCase]) -> dict[str, float]:
+    """Return the constants with the smallest relative errors of all kernels."""
     return descend(lambda values: mean_and_square(_errors(cases, values)), fitted())
 
 
-def _errors(cases: list[Case], values: Mapping[str, float]) -> list[float]:
+def _errors(cases: list[KernelCase], values: Mapping[str, float]) -> list[float]:
     figures = KernelFigures(**{name: value for name, value in values.items() if name != "matmul"})
     devices = {name: replace(each, matmul=values["matmul"]) for name, each in DEVICE_CLASSES.items()}
     return [abs(case.seconds(figures, devices[case.device.name]) / case.measured - 1) for case in cases]

@@ -1,4 +1,4 @@
-"""Published timings of collectives and messages beside what the cost model says of them, and the fit of its constants.
+"""Published and predicted timings of collectives and messages, and the fit of the link constants.
 
 ``python -m benchmarks.calibration.links DIRECTORY [--fit]``
 """
@@ -21,14 +21,14 @@ from flexrlhf.placement.devices import DEVICE_CLASSES
 
 Figures = tuple[LinkFigures, LinkFigures]
 
-# The network of these clusters is not stated: one port of a node is assumed, 100 Gb/s beside A100s and 400 Gb/s beside
+# The network of these clusters is not stated: one port of a node is assumed, 100 Gb/s with A100s and 400 Gb/s with
 # H100s, since more devices of a node get no more through it.
 _CLUSTERS = {"a100": ("A100-80G", 12.5), "h100": ("H100-80G", 50.0)}
 
 
 @dataclass(frozen=True)
-class Case:
-    """One exchange of ``size`` bytes among ``ranks``, ``per_node`` of them in a node."""
+class LinkCase:
+    """Exchange of ``size`` bytes among ``ranks``, ``per_node`` of them in a node."""
 
     row: Row
     links: Links
@@ -53,7 +53,7 @@ class Case:
 
     def seconds(self, figures: Figures = (WITHIN, ACROSS)) -> float:
         if self.row["collective"] == "all_reduce":
-            return all_reduce_seconds(self.size, self.ranks, self.per_node, self.links, figures)
+            return all_reduce_seconds(self.size, self.ranks, self.per_node, self.links, figures=figures)
         inside = self.ranks <= self.per_node
         traffic = Traffic(self.size, 0) if inside else Traffic(0, self.size)
         return travel_seconds(traffic, self.links, figures)
@@ -72,7 +72,7 @@ def predictions(directory: Path) -> list[Prediction]:
     return [_prediction(case, share) for case in cases]
 
 
-def _prediction(case: Case, share: float) -> Prediction:
+def _prediction(case: LinkCase, share: float) -> Prediction:
     return Prediction(
         goal="links",
         group=case.group,
@@ -84,13 +84,13 @@ def _prediction(case: Case, share: float) -> Prediction:
     )
 
 
-def read_cases(directory: Path) -> tuple[list[Case], dict[str, int]]:
-    """Timings that are predicted, and how many are not, by why."""
-    cases: list[Case] = []
+def read_cases(directory: Path) -> tuple[list[LinkCase], dict[str, int]]:
+    """Return the timings that are predicted, and the number of others by reason."""
+    cases: list[LinkCase] = []
     left_out: dict[str, int] = defaultdict(int)
     for row in _rows(directory):
         case = _case(row)
-        if isinstance(case, Case):
+        if isinstance(case, LinkCase):
             cases.append(case)
         else:
             left_out[case] += 1
@@ -102,30 +102,30 @@ def _rows(directory: Path) -> list[Row]:
     return [row for name in names for row in read_rows(directory, name)]
 
 
-def _case(row: Row) -> Case | str:
+def _case(row: Row) -> LinkCase | str:
     family = _CLUSTERS.get(row["cluster"].split("_")[0])
     if family is None:
         return "devices unstated"
     if "pairwise" in row["cluster"] and row["collective"] == "send_recv":
         return "the same timings stand for A100s and H100s"
     device, node_gb_s = DEVICE_CLASSES[family[0]], family[1]
-    return Case(row, Links(device.link_gb_s, node_gb_s), float(row["time_ms"]) / 1e3)
+    return LinkCase(row, Links(device.link_gb_s, node_gb_s), float(row["time_ms"]) / 1e3)
 
 
 def fitted() -> dict[str, float]:
-    """Every constant that the fit sets, as it is now."""
+    """Return every constant that the fit sets, with its present value."""
     return {f"{name} {field}": value for name, each in _FIGURES.items() for field, value in asdict(each).items()}
 
 
 _FIGURES = {"within": WITHIN, "across": ACROSS}
 
 
-def fit(cases: list[Case]) -> dict[str, float]:
-    """Constants for which the relative errors, none counted as more than 1, are least."""
+def fit(cases: list[LinkCase]) -> dict[str, float]:
+    """Return the constants with the smallest relative errors, none counted as more than 1."""
     return descend(lambda values: mean_and_square(_errors(cases, values)), fitted(), step=0.4)
 
 
-def _errors(cases: list[Case], values: Mapping[str, float]) -> list[float]:
+def _errors(cases: list[LinkCase], values: Mapping[str, float]) -> list[float]:
     within, across = (
         LinkFigures(**{field: values[f"{name} {field}"] for field in asdict(each)}) for name, each in _FIGURES.items()
     )

@@ -1,4 +1,4 @@
-"""Published verdicts, fits or out of memory, and published peaks beside what the footprint says."""
+"""Published and predicted memory: verdicts (fits or out of memory) and peaks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.calibration.problems import Known, LeftOut, Problem, model_named, number, problem_of
-from benchmarks.calibration.rlhf import COSTS
+from benchmarks.calibration.problems import Catalogue, LeftOut, PublishedStep, model_named, number, problem_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
-from flexrlhf.guideline.costs.cost_model import Call, Links
-from flexrlhf.guideline.costs.footprint import (
+from benchmarks.systems.engines import COSTS
+from benchmarks.systems.footprint import (
     CONTEXT_BYTES,
     LOGIT_BYTES,
     MIXED,
@@ -22,21 +21,22 @@ from flexrlhf.guideline.costs.footprint import (
     pass_bytes,
     trained_bytes,
 )
+from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.steps import best_step
+from benchmarks.systems.workload import ACTOR, Workload
+from flexrlhf.guideline.costs.cost_model import Call, Links
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.meshes import mesh_of
-from flexrlhf.guideline.systems.steps import best_step
-from flexrlhf.guideline.systems.tasks import ACTOR, Task
 from flexrlhf.memory.states import PerParameter
 from flexrlhf.placement.devices import DeviceClass
 
 FLOAT_SHARDS = PerParameter(weights=4, gradients=4, optimizer=8)
 """FSDP2: the float32 shards are their own master weights."""
 VLLM_TOKENS = 8192
-"""Tokens of one prefill pass that vLLM makes room for when it starts."""
+"""Tokens of one prefill pass for which vLLM reserves memory when it starts."""
 HF_BYTES = 0.02
-"""Of the weights, what Transformers takes besides keys and values."""
+"""Share of the weights that Transformers takes in addition to keys and values."""
 CHUNKED = 1024
-"""Tokens whose logits exist at a time in trainers that compute the log-probs of a rollout in chunks."""
+"""Tokens of one chunk in trainers that compute the log-probs of a rollout in chunks."""
 
 _GROUPS = {
     "flexrlhf-003": "flexrlhf/a100",
@@ -50,8 +50,13 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """``measured``, ``predicted``: whether it fits. ``what``: of a published cell; else what follows from one, such as
-    that half of the least number of devices does not do."""
+    """Whether a setting fits the devices.
+
+    row:        name of its row
+    what:       published cell, or what follows from one, such as that half of the fewest devices is too few
+    measured:   whether it fits as published
+    predicted:  whether it fits as predicted
+    """
 
     row: str
     what: str
@@ -60,7 +65,7 @@ class Verdict:
 
     @property
     def is_cell(self) -> bool:
-        """Whether somebody tried just this."""
+        """Whether this very setting was tried."""
         return self.what in ("trains", "step", "generates") or self.what.endswith("k tokens")
 
     @property
@@ -83,31 +88,31 @@ class Peak:
 
 
 @dataclass
-class Memory:
+class MemoryReport:
     verdicts: list[Verdict] = field(default_factory=list)
     peaks: list[Peak] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def read(directory: Path) -> Memory:
-    models, found = read_models(directory), Memory()
+def read(directory: Path) -> MemoryReport:
+    models, found = read_models(directory), MemoryReport()
     for row in (*read_rows(directory, "memory_calib"), *_measured(directory)):
         try:
-            for answer in _answers(row, models):
-                (found.peaks if isinstance(answer, Peak) else found.verdicts).append(answer)
+            for item in _items(row, models):
+                (found.peaks if isinstance(item, Peak) else found.verdicts).append(item)
         except LeftOut as reason:
             found.left_out[str(reason)] += 1
     return found
 
 
 def _measured(directory: Path) -> Iterator[Row]:
-    """Rows of memory among the measurements; those of inference are in both files."""
+    """Yield the rows of memory among the measurements; those of inference are in both files."""
     for row in read_rows(directory, "measurements_calib"):
         if row["kind"] == "memory" and row["metric"] != "gpu_memory":
             yield row
 
 
-def _answers(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | Peak]:
+def _items(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | Peak]:
     if "MoE" in row["model"] or re.search(r"Mixtral|A\d+B|DeepSeek|235B", row["model"]):
         raise LeftOut("mixture of experts")
     kind = row["kind"]
@@ -126,11 +131,11 @@ def _answers(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | 
 
 
 def _measurement(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | Peak]:
-    problem = problem_of(row, Known(models))
+    problem = problem_of(row, Catalogue(models))
     if row["metric"] == "fits":
         yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem))
         return
-    step = best_step(problem.task, problem.system, COSTS, problem.placement)
+    step = best_step(problem.workload, problem.system, COSTS, problem.placement)
     if step is None:
         raise LeftOut("predicted not to fit")
     yield Peak(row["id"], row["group"], float(row["value"]) * 1e9, max(step.bytes))
@@ -148,33 +153,33 @@ def _systems(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
     whole = _as_measurement(row)
     value = number(row["value"])
     if row["kind"] == "fits":
-        yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem_of(whole, Known(models))))
+        yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem_of(whole, Catalogue(models))))
     elif value is None:
         raise LeftOut("no value")
     elif row["kind"] == "min_gpus":
         for devices, fits in ((value, True), (value / 2, False)):
             if devices >= 1:
-                problem = problem_of(whole | {"n_gpus": str(int(devices))}, Known(models))
+                problem = problem_of(whole | {"n_gpus": str(int(devices))}, Catalogue(models))
                 yield Verdict(row["id"], f"on {devices:g}", fits, _fits(problem))
     elif row["kind"] == "max_batch":
         for each in (value, value / 2):
-            problem = problem_of(whole | {"global_batch": str(int(each * number(row["n_gpus"])))}, Known(models))
+            problem = problem_of(whole | {"global_batch": str(int(each * number(row["n_gpus"])))}, Catalogue(models))
             yield Verdict(row["id"], f"{each:g} rows", True, _fits(problem))
     elif row["kind"] == "max_model":
-        problem = problem_of(whole | {"model": f"OPT-{value:g}B"}, Known(models))
+        problem = problem_of(whole | {"model": f"OPT-{value:g}B"}, Catalogue(models))
         yield Verdict(row["id"], f"{value:g} B", True, _fits(problem))
 
 
-def _fits(problem: Problem) -> bool:
-    return best_step(problem.task, problem.system, COSTS, problem.placement) is not None
+def _fits(problem: PublishedStep) -> bool:
+    return best_step(problem.workload, problem.system, COSTS, problem.placement) is not None
 
 
 def _as_measurement(row: Row) -> Row:
-    """The row as one of the measurements would say it."""
+    """Return the row in the columns of the measurements."""
     setting, group = row["setting"], _GROUPS[row["source"]]
     sizes = re.findall(r"(\d+)B", row["model"].replace("(CodeLlama)", ""))
     text = {name: re.search(pattern, setting) for name, pattern in _PATTERNS.items()}
-    told = {name: found.group(1) if found else "" for name, found in text.items()}
+    stated = {name: found.group(1) if found else "" for name, found in text.items()}
     actor = sizes[0] if sizes else row["params_b"]
     grpo = "GRPO" in setting or "GRPO" in row["system"]
     return {
@@ -186,10 +191,10 @@ def _as_measurement(row: Row) -> Row:
         "critic_b": sizes[-1] if sizes else actor,
         "ref_b": actor if grpo and "LoRA" not in setting else "",
         "algo": "GRPO" if grpo else "PPO",
-        "prompt_len": told["prompt"] or "256",
-        "gen_len": told["gen"] or "256",
-        "global_batch": told["batch"],
-        "micro_bs": "1" if grpo else told["micro"],
+        "prompt_len": stated["prompt"] or "256",
+        "gen_len": stated["gen"] or "256",
+        "global_batch": stated["batch"],
+        "micro_bs": "1" if grpo else stated["micro"],
         "minibatches": "4" if group == "real-v1/a100" else "1",
         "lora": "16" if "LoRA" in setting else "",
         "gpus_per_node": "8",
@@ -208,9 +213,9 @@ _COLUMNS = (
 )
 
 
-def _task(row: Row, model: Transformer, device: DeviceClass, devices: int) -> Task:
+def _workload(row: Row, model: Transformer, device: DeviceClass, devices: int) -> Workload:
     links = Links(device.link_gb_s, device.node_gb_s)
-    return Task({ACTOR: model}, devices, device, links, devices, 0.0, (1.0,))
+    return Workload({ACTOR: model}, devices, device, links, devices, 0.0, (1.0,))
 
 
 def _device(row: Row) -> DeviceClass:
@@ -221,10 +226,10 @@ def _device(row: Row) -> DeviceClass:
 
 
 def _shadow(row: Row, models: Mapping[str, Transformer]) -> bool:
-    """One replica on one device."""
+    """Whether one replica fits one device."""
     device, model = _device(row), models[model_named(row["model"], models)]
     call = Call("generate", model, "vllm", 1, 256.0, (256.0,), 512.0)
-    mesh = mesh_of(_task(row, model, device, 1), 1)
+    mesh = mesh_of(_workload(row, model, device, 1), 1)
     return frozen_bytes(model, mesh) + decode_bytes(call, mesh, 1) <= capacity_bytes(device)
 
 
@@ -232,13 +237,13 @@ def _shadow(row: Row, models: Mapping[str, Transformer]) -> bool:
 
 
 def _context(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
-    """One sequence of so many thousand tokens in vLLM, on all devices of the row."""
+    """Yield verdicts on one sequence of so many thousand tokens in vLLM, on all devices of the row."""
     device, value = _device(row), number(row["value"])
     assert value is not None
     model = models[model_named(re.sub("-FP8$", "", row["model"]), models)]
     item = 1 if row["dtype"] == "fp8" else 2
     tp = int(number(row["n_gpus"]) or 1)
-    mesh = mesh_of(_task(row, model, device, tp), tp, tp)
+    mesh = mesh_of(_workload(row, model, device, tp), tp, tp)
     for thousands in (value, value / 2) if value else (1.0,):
         call = Call("generate", model, "vllm", 1, 1024 * thousands - 1, (1.0,), 1024 * thousands)
         prefill = replace(call, kind="forward", width=float(VLLM_TOKENS // 4), prompt=float(VLLM_TOKENS // 4))
@@ -267,7 +272,7 @@ def _peak(row: Row, models: Mapping[str, Transformer]) -> Peak:
 
 
 def _inference_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
-    """On all devices together: weights, keys and values of one row, and the pass over its prompt."""
+    """Return the bytes on all devices together: weights, keys and values of one row, and the pass over its prompt."""
     model = models[model_named(row["model"], models)]
     tokens = number(row["seq_len"]) or 0
     return 2 * model.parameters * (1 + HF_BYTES) + model.kv_bytes() * tokens + 20 * model.hidden * tokens
@@ -278,7 +283,7 @@ def _trains(row: Row, models: Mapping[str, Transformer]) -> bool:
 
 
 def _training_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
-    """On one device of a trainer that shards with FSDP2."""
+    """Return the bytes on one device of a trainer that shards with FSDP2."""
     model, setting = models[model_named(row["model"], models)], row["setting"]
     rank = re.search(r"r=(\d+)", setting)
     if rank:
@@ -286,7 +291,7 @@ def _training_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
         model = replace(model, adapters=int(rank.group(1)) * outer * model.layers)
     devices = int(number(row["n_gpus"]) or 1)
     shards = re.search(r"FSDP2? ?(?:over )?(\d+)", setting)
-    mesh = mesh_of(_task(row, model, _device(row), devices), int(shards.group(1)) if shards else devices, zero=3)
+    mesh = mesh_of(_workload(row, model, _device(row), devices), int(shards.group(1)) if shards else devices, zero=3)
     width = number(row["seq_len"]) or 0
     in_chunks = setting.startswith("rl")
     call = Call(

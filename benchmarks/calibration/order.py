@@ -1,4 +1,4 @@
-"""Whether the model puts first what was faster: systems, placements, numbers of devices and meshes of one problem."""
+"""Order of measurements and predictions: systems, placements, numbers of devices and meshes of one problem."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from benchmarks.calibration.problems import Known, LeftOut
-from benchmarks.calibration.rlhf import COSTS, predict, rows_of
+from benchmarks.calibration.problems import Catalogue, LeftOut
+from benchmarks.calibration.rlhf import predict, rows_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
+from benchmarks.systems.engines import COSTS
+from benchmarks.systems.profiles import SYSTEMS
+from benchmarks.systems.steps import best_step
+from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, Workload
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.profiles import SYSTEMS
-from flexrlhf.guideline.systems.steps import best_step
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, Task
 
 Key = Callable[[Row], "tuple[str, ...] | None"]
-"""What rows have in common that are compared; None: no such row."""
+"""Values that are equal in rows that are compared; None for a row that is not compared."""
 CLEAR = 0.1
 """Measurements that differ by less have no order."""
 
 
 @dataclass(frozen=True)
-class Pair:
-    """``measured``, ``predicted``: the second's seconds over the first's."""
+class OrderedPair:
+    """Two rows that are compared.
+
+    kind:       what differs between them
+    rows:       their names
+    measured:   measured seconds of the second relative to the first
+    predicted:  the same as predicted
+    """
 
     kind: str
     rows: tuple[str, str]
@@ -39,35 +46,35 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRow:
     row: Row
     measured: float
     predicted: float
 
 
-def read(directory: Path) -> list[Pair]:
-    """All pairs that differ clearly."""
+def read(directory: Path) -> list[OrderedPair]:
+    """Return all pairs whose measurements differ clearly."""
     timed = list(_timed(directory))
     pairs = [*_pairs("systems", timed, _problem), *_pairs("devices", timed, _scaled)]
     return [*pairs, *_pairs("calls", timed, _meshes), *_choices(directory)]
 
 
-def _timed(directory: Path) -> Iterator[Timed]:
-    """Steps and calls in seconds; of throughputs, seconds of a row."""
+def _timed(directory: Path) -> Iterator[TimedRow]:
+    """Yield steps and calls in seconds; for throughputs, seconds of a row."""
     models = read_models(directory)
     for row in rows_of(directory):
         if row["kind"] not in ("e2e", "percall"):
             continue
         try:
-            found = predict(row, Known(models))
+            found = predict(row, Catalogue(models))
         except LeftOut:
             continue
         scale = float(row["value"]) * found.measured if row["unit"] == "samples/s" else 1.0
-        yield Timed(row, found.measured / scale, found.predicted / scale)
+        yield TimedRow(row, found.measured / scale, found.predicted / scale)
 
 
-def _pairs(kind: str, timed: list[Timed], key: Key) -> Iterator[Pair]:
-    groups: dict[tuple[str, ...], list[Timed]] = defaultdict(list)
+def _pairs(kind: str, timed: list[TimedRow], key: Key) -> Iterator[OrderedPair]:
+    groups: dict[tuple[str, ...], list[TimedRow]] = defaultdict(list)
     for item in timed:
         name = key(item.row)
         if name is not None:
@@ -76,7 +83,7 @@ def _pairs(kind: str, timed: list[Timed], key: Key) -> Iterator[Pair]:
         for first, second in combinations(group, 2):
             ratio = second.measured / first.measured
             if max(ratio, 1 / ratio) > 1 + CLEAR:
-                yield Pair(kind, (first.row["id"], second.row["id"]), ratio, second.predicted / first.predicted)
+                yield OrderedPair(kind, (first.row["id"], second.row["id"]), ratio, second.predicted / first.predicted)
 
 
 def _models(row: Row) -> tuple[str, ...]:
@@ -88,7 +95,7 @@ def _lengths(row: Row) -> tuple[str, ...]:
 
 
 def _problem(row: Row) -> tuple[str, ...] | None:
-    """The same step in different systems."""
+    """Return the key of the same step in different systems."""
     if row["kind"] != "e2e" or not row["n_gpus"] or row["metric"] == "run_time":
         return None
     model = "" if row["group"].startswith("real/") else row["model"]
@@ -96,14 +103,14 @@ def _problem(row: Row) -> tuple[str, ...] | None:
 
 
 def _scaled(row: Row) -> tuple[str, ...] | None:
-    """The same step of one system on different numbers of devices."""
+    """Return the key of the same step of one system on different numbers of devices."""
     if row["kind"] != "e2e":
         return None
     return (*_models(row), *_lengths(row), row["system"], row["version"], row["placement"].split(":")[0])
 
 
 def _meshes(row: Row) -> tuple[str, ...] | None:
-    """The calls of one step on one mesh each, which a planner weighs against each other."""
+    """Return the key of the calls of one step, each on its own mesh, among which a planner chooses."""
     if row["kind"] != "percall":
         return None
     return (row["group"], row["system"], row["actor_b"], row["n_gpus"], row["global_batch"], row["gen_len"])
@@ -112,33 +119,33 @@ def _meshes(row: Row) -> tuple[str, ...] | None:
 # ---------------------------------------------------------------- the best of three placements
 
 
-def _choices(directory: Path) -> Iterator[Pair]:
-    """HybridFlow's best placements: colocate, standalone or split. A pair for each placement that it beats."""
+def _choices(directory: Path) -> Iterator[OrderedPair]:
+    """Yield a pair for each placement that is slower than HybridFlow's best: colocate, standalone or split."""
     models = read_models(directory)
     for row in read_rows(directory, "measurements_calib"):
         if row["metric"] != "best_placement":
             continue
         seconds = dict(_placed_seconds(row, models))
-        wanted = _NAMES.get(row["value"].split()[0])
-        if wanted not in seconds:
+        best = _NAMES.get(row["value"].split()[0])
+        if best not in seconds:
             continue
         for name, value in seconds.items():
-            if name != wanted:
-                yield Pair("placements", (row["id"], name), 1 + 2 * CLEAR, value / seconds[wanted])
+            if name != best:
+                yield OrderedPair("placements", (row["id"], name), 1 + 2 * CLEAR, value / seconds[best])
 
 
 _NAMES = {"colocate": "co-located", "standalone": "standalone", "split": "split"}
 
 
 def _placed_seconds(row: Row, models: Mapping[str, Transformer]) -> Iterator[tuple[str, float]]:
-    """Of HybridFlow with each of its placements."""
+    """Yield the seconds of HybridFlow with each of its placements."""
     sizes = {7: "LLaMA-2-7B", 13: "LLaMA-2-13B", 34: "CodeLlama-34B", 70: "LLaMA-2-70B"}
     actor, critic = (int(re.findall(r"\d+", row[name] or row["actor_b"])[0]) for name in ("actor_b", "critic_b"))
     counts = [int(count) for count in re.findall(r"\d+", row["notes"].split(";")[0])]
     device = device_of(row)
     assert device is not None
     for name in SYSTEMS["hybridflow"].placements:
-        task = Task(
+        workload = Workload(
             {
                 ACTOR: models[sizes[actor]],
                 REF: models[sizes[actor]],
@@ -153,6 +160,6 @@ def _placed_seconds(row: Row, models: Mapping[str, Transformer]) -> Iterator[tup
             (float(row["gen_len"]),),
             int(row["minibatches"]),
         )
-        step = best_step(task, replace(SYSTEMS["hybridflow"], placements=(name,)), COSTS)
+        step = best_step(workload, replace(SYSTEMS["hybridflow"], placements=(name,)), COSTS)
         if step is not None:
             yield name, step.seconds

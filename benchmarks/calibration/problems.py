@@ -1,4 +1,4 @@
-"""Rows of RLHF systems as the cost model reads them: which system, on what, with which models, lengths and meshes."""
+"""Published rows of RLHF systems as workloads: system, devices, models, lengths and meshes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.calibration.rows import Row, device_of
+from benchmarks.systems.profiles import SYSTEMS, System
+from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task
 from flexrlhf.placement.devices import DeviceClass
 
 NODE_GB_S = {"flexrlhf": 100.0, "real": 400.0, "hybridflow": 25.0, "nemo-rl": 400.0}
-"""GB/s between nodes, where the source of the rows says so (hardware.yaml, clusters); else the device's usual node."""
+"""GB/s between nodes, where the source of the rows states it (hardware.yaml, clusters); else that of the device."""
 
 _SYSTEMS = {
     ("flexrlhf", "DeepSpeed-Chat"): "deepspeed-chat",
@@ -58,7 +58,7 @@ _ALIASES = {
     "llama234b": "CodeLlama-34B",
     "opt13.2b": "OPT-13B",
 }
-# families of the groups whose four models are told by billions of parameters
+# families of the groups whose four models are named by billions of parameters
 _FAMILIES = {
     "flexrlhf": {7: "LLaMA-7B", 13: "LLaMA-13B", 33: "LLaMA-33B", 65: "LLaMA-65B"},
     "real": {8: "ReaL-LLaMA3-7B", 14: "ReaL-LLaMA3-13B", 35: "ReaL-LLaMA3-34B", 71: "ReaL-LLaMA3-70B"},
@@ -70,29 +70,36 @@ HH_PROMPT = 150.0
 OPENRLHF_ROWS = 128
 """Rows of an optimizer step in OpenRLHF's recipes, which its README's table does not repeat."""
 MATH_PROMPT = 100.0
-"""The same of mathematical questions (OpenMathInstruct-2: about 100, says the source)."""
+"""The same of mathematical questions (OpenMathInstruct-2: about 100, by its source)."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """Shapes by name, and the systems of the field with their constants."""
+class Catalogue:
+    """Model shapes by name, and the systems of the field with their constants."""
 
     models: Mapping[str, Transformer]
     systems: Mapping[str, System] = field(default_factory=lambda: SYSTEMS)
 
 
 class LeftOut(ValueError):
-    """Why a row is no test."""
+    """Reason why a row is no test."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """``placement``: where the row says it. ``planner``: the system that chose the meshes, if it is another."""
+class PublishedStep:
+    """A published row as a workload of a system.
+
+    row:        the row
+    system:     the system that ran it
+    workload:   what it ran
+    placement:  its placement, where the row states it
+    planner:    the system that chose the meshes, if it is another
+    """
 
     row: Row
     system: System
-    task: Task
-    placement: Placement | None = None
+    workload: Workload
+    placement: SystemPlacement | None = None
     planner: System | None = None
 
 
@@ -101,13 +108,13 @@ def source_of(row: Row) -> str:
 
 
 def number(text: str) -> float | None:
-    """The first number of a cell."""
+    """Return the first number of a cell; None without one."""
     found = re.search(r"\d+(?:\.\d+)?", text)
     return float(found.group()) if found else None
 
 
 def system_of(row: Row, systems: Mapping[str, System]) -> System:
-    """Raises LeftOut for one that is not described."""
+    """Return the system of a row. Raises LeftOut for one that is not described."""
     source = source_of(row)
     name = _SYSTEMS.get((source, row["system"])) or _SYSTEMS.get(("", row["system"]))
     if name is None:
@@ -126,8 +133,8 @@ def system_of(row: Row, systems: Mapping[str, System]) -> System:
     return system
 
 
-def problem_of(row: Row, known: Known) -> Problem:
-    """Raises LeftOut where the row is no test of a prediction."""
+def problem_of(row: Row, known: Catalogue) -> PublishedStep:
+    """Return the row as a workload. Raises LeftOut where it is no test of a prediction."""
     if "MoE" in row["model"] or re.search(r"A\d+B|3A\b|DeepSeek.?(V3|671)|\d3A", row["model"]):
         raise LeftOut("mixture of experts")
     device = device_of(row)
@@ -139,7 +146,7 @@ def problem_of(row: Row, known: Known) -> Problem:
     if not devices:
         raise LeftOut("number of devices unstated")
     generate_tp, train_split = _meshes(row)
-    task = Task(
+    workload = Workload(
         models=_roles(row, known.models),
         devices=devices,
         device=device,
@@ -155,7 +162,7 @@ def problem_of(row: Row, known: Known) -> Problem:
         train_split=train_split,
     )
     planner = known.systems["real"] if system.name == "real, no graphs" else None
-    return Problem(row, system, task, _placement(row, task), planner)
+    return PublishedStep(row, system, workload, _placement(row, workload), planner)
 
 
 def _rows(row: Row) -> int | None:
@@ -163,13 +170,13 @@ def _rows(row: Row) -> int | None:
 
 
 def _minibatches(row: Row) -> int:
-    """Optimizer steps of a step, all epochs together."""
+    """Return the optimizer steps of a step in all epochs."""
     usual = 1024 // OPENRLHF_ROWS if source_of(row) == "openrlhf" else 1
     return int(number(row["minibatches"]) or usual) * int(number(row["ppo_epochs"]) or 1)
 
 
 def _decode_rows(row: Row) -> int | None:
-    """Engines without a scheduler decode what they train on at once."""
+    """Return the rows decoded together: engines without a scheduler decode as many as they train on at once."""
     if "DeepSpeed" in row["system"] or row["system"] == "OpenRLHF-Ray":
         return int(number(row["micro_bs"]) or 0) or None
     return 256 if source_of(row) in ("nemo-rl", "verl") else None
@@ -180,7 +187,7 @@ def _links(row: Row, device: DeviceClass) -> Links:
 
 
 def _lengths(row: Row) -> tuple[float, tuple[float, ...]]:
-    """Prompt and responses. Raises LeftOut where no mean is published."""
+    """Return tokens of prompt and responses. Raises LeftOut where no mean is published."""
     text = row["gen_len"]
     if not text or "unstated" in text or text.startswith("max"):
         raise LeftOut("mean response length unpublished")
@@ -206,7 +213,7 @@ def _thousands(found: re.Match[str] | None) -> float | None:
 
 
 def spread(mean: float, longest: float, count: int = 32) -> tuple[float, ...]:
-    """Lengths with this mean and maximum: quantiles of ``longest * u ** a``, a one-parameter family."""
+    """Return lengths with this mean and maximum: quantiles of ``longest * u ** a``, a one-parameter family."""
     longest = max(longest, mean)
     power = longest / mean - 1
     return tuple(max(1.0, longest * ((index + 0.5) / count) ** power) for index in range(count))
@@ -227,7 +234,7 @@ def _roles(row: Row, models: Mapping[str, Transformer]) -> dict[str, Transformer
 
 
 def _with_adapters(row: Row, model: Transformer) -> Transformer:
-    """Rank r beside all seven products of a layer."""
+    """Return ``model`` with adapters of the row's rank on all seven matrix products of a layer."""
     rank = int(number(row["lora"]) or 0)
     outer = 4 * model.hidden * 2 + 3 * (model.hidden + model.ffn)
     return replace(model, adapters=rank * outer * model.layers)
@@ -262,34 +269,34 @@ def model_named(text: str, models: Mapping[str, Transformer]) -> str:
     return name
 
 
-def _placement(row: Row, task: Task) -> Placement | None:
+def _placement(row: Row, workload: Workload) -> SystemPlacement | None:
     text = row["placement"]
     counts = {key: int(count) for key, count in re.findall(r"(ref|rm|actor|critic|vllm)(\d+)", text)}
     if len(counts) >= 4:
         order = [key for key in ("ref", "rm", "critic", "actor", "vllm") if key in counts]
         names = {"ref": REF, "rm": REWARD, "critic": CRITIC, "actor": ACTOR, "vllm": ROLLOUT}
         where = {names[key]: (index,) for index, key in enumerate(order)}
-        return Placement("standalone", tuple(counts[key] for key in order), where)
+        return SystemPlacement("standalone", tuple(counts[key] for key in order), where)
     nodes = re.search(r"actor (\d+) nodes, critic\S* (\d+) nodes", text)
     if nodes:
-        first, second = (int(count) * task.per_node for count in nodes.groups())
+        first, second = (int(count) * workload.per_node for count in nodes.groups())
         where = {ACTOR: (0,), REF: (0,), CRITIC: (1,), REWARD: (1,)}
-        return Placement("split", (first, second), where)
+        return SystemPlacement("split", (first, second), where)
     halves = re.search(r"(\d+) generation GPUs \+ (\d+) training GPUs", text)
     if halves:
         generation, training = (int(count) for count in halves.groups())
-        where = {role: (0,) for role in task.models} | {ROLLOUT: (1,)}
-        return Placement("disaggregated", (training, generation), where)
+        where = {role: (0,) for role in workload.models} | {ROLLOUT: (1,)}
+        return SystemPlacement("disaggregated", (training, generation), where)
     return None
 
 
 def _meshes(row: Row) -> tuple[int | None, tuple[int, int] | None]:
-    """Tensor-parallel size of generation; of training and its pipeline."""
+    """Return the tensor-parallel size of generation; tensor-parallel size and pipeline stages of training."""
     tp, pp = row["tp"], row["pp"]
-    wanted = re.search(r"gen (\d+); train (\d+)", tp)
-    if wanted:
+    stated = re.search(r"gen (\d+); train (\d+)", tp)
+    if stated:
         stages = re.search(r"train (\d+)", pp)
-        return int(wanted.group(1)), (int(wanted.group(2)), int(stages.group(1)) if stages else 1)
+        return int(stated.group(1)), (int(stated.group(2)), int(stages.group(1)) if stages else 1)
     if source_of(row) == "verl" and number(tp):
         return int(number(tp) or 1), None
     return None, None

@@ -1,4 +1,4 @@
-"""Steps and calls of published RLHF systems beside what the cost model predicts."""
+"""Published and predicted steps and calls of RLHF systems."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.calibration.problems import Known, LeftOut, Problem, number, problem_of, source_of
+from benchmarks.calibration.problems import Catalogue, LeftOut, PublishedStep, number, problem_of, source_of
 from benchmarks.calibration.rows import Prediction, Row, read_models, read_rows
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from benchmarks.systems.calls import PlacedCall, call_of, call_seconds, transition_seconds
+from benchmarks.systems.engines import COSTS
+from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.profiles import SYSTEMS, System
+from benchmarks.systems.steps import SystemStep, best_step, part_seconds, timed_as
+from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.calls import Work, call_of, transition_seconds, work_seconds
-from flexrlhf.guideline.systems.meshes import mesh_of
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
-from flexrlhf.guideline.systems.steps import Step, best_step, part_seconds, timed_as
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement
 
 CALLS, STEPS = "rlhf calls", "rlhf steps"
 DSCHAT_SAMPLES = 264_292
 """Rows of a whole run in DeepSpeed-Chat's tables."""
 DSCHAT_ROWS = 1024
-"""The most of a step in them."""
+"""Most rows of a step in them."""
 NAIVE_MFU = 0.10
 """Share of the peak at which the median step runs."""
-COSTS = AnalyticCosts()
 
 _CALLS = {
     "actor_generate": ("generate", ACTOR),
@@ -50,8 +49,13 @@ _PHASES = {
 
 
 @dataclass
-class Read:
-    """What became of the rows. ``left_out``: reason → rows; ``systems``: row → system."""
+class ReadRows:
+    """Result of reading the rows.
+
+    predictions:  predictions of rows that are tests
+    left_out:     number of others by reason
+    systems:      system of each row
+    """
 
     predictions: list[Prediction]
     left_out: Counter[str]
@@ -62,9 +66,9 @@ def predictions(directory: Path) -> list[Prediction]:
     return read(directory).predictions
 
 
-def read(directory: Path, systems: Mapping[str, System] = SYSTEMS) -> Read:
-    known = Known(read_models(directory), systems)
-    found = Read([], Counter(), {})
+def read(directory: Path, systems: Mapping[str, System] = SYSTEMS) -> ReadRows:
+    known = Catalogue(read_models(directory), systems)
+    found = ReadRows([], Counter(), {})
     for row in rows_of(directory):
         found.systems[row["id"]] = row["system"]
         try:
@@ -75,7 +79,7 @@ def read(directory: Path, systems: Mapping[str, System] = SYSTEMS) -> Read:
 
 
 def rows_of(directory: Path) -> list[Row]:
-    """Rows of steps and calls. Where a step does not repeat the micro-batch that its calls name, it is theirs."""
+    """Return the rows of steps and calls. A step that does not state its micro-batch has that of its calls."""
     kinds = ("percall", "e2e", "phase", "transition")
     rows = [row for row in read_rows(directory, "measurements_calib") if row["kind"] in kinds]
     named: dict[tuple[str, ...], str] = {}
@@ -89,8 +93,8 @@ def _experiment(row: Row) -> tuple[str, ...]:
     return tuple(row[name] for name in ("group", "system", "version", "actor_b", "n_gpus", "global_batch", "gen_len"))
 
 
-def predict(row: Row, known: Known) -> Prediction:
-    """Raises LeftOut where the row is no test."""
+def predict(row: Row, known: Catalogue) -> Prediction:
+    """Return the prediction of a row. Raises LeftOut where it is no test."""
     if row["kind"] == "e2e":
         return _end_to_end(row, known)
     if row["kind"] == "phase":
@@ -103,22 +107,22 @@ def predict(row: Row, known: Known) -> Prediction:
 # ---------------------------------------------------------------- steps
 
 
-def step_of(problem: Problem) -> Step:
-    """Raises LeftOut where nothing fits."""
+def step_of(problem: PublishedStep) -> SystemStep:
+    """Return the predicted step. Raises LeftOut where nothing fits."""
     if problem.planner is not None:  # without graphs it runs the plan that was searched with them
         planned = replace(problem.planner, layout=problem.system.layout, placements=problem.system.placements)
-        step = best_step(problem.task, planned, COSTS)
+        step = best_step(problem.workload, planned, COSTS)
         step = None if step is None else timed_as(step, problem.system, COSTS)
     else:
-        step = best_step(problem.task, problem.system, COSTS, problem.placement)
+        step = best_step(problem.workload, problem.system, COSTS, problem.placement)
     if step is not None and source_of(problem.row) == "dschat" and step.rows > DSCHAT_ROWS:
-        step = best_step(replace(problem.task, rows=DSCHAT_ROWS), problem.system, COSTS, problem.placement)
+        step = best_step(replace(problem.workload, rows=DSCHAT_ROWS), problem.system, COSTS, problem.placement)
     if step is None:
         raise LeftOut("predicted not to fit")
     return step
 
 
-def _end_to_end(row: Row, known: Known) -> Prediction:
+def _end_to_end(row: Row, known: Catalogue) -> Prediction:
     if row["metric"] not in ("step_time", "time", "throughput", "run_time"):
         raise LeftOut(f"metric {row['metric']}")
     step = step_of(problem_of(row, known))
@@ -133,20 +137,20 @@ def _end_to_end(row: Row, known: Known) -> Prediction:
     return Prediction(STEPS, row["group"], row["id"], seconds, step.seconds, flops, roofline)
 
 
-def naive_step(step: Step) -> tuple[float, float]:
-    """Seconds at constant MFU, and of the roofline: all calls one after the other on all devices."""
-    each = [naive_call(work, sum(step.placement.blocks)) for work in step.works]
+def naive_step(step: SystemStep) -> tuple[float, float]:
+    """Return the seconds at constant MFU, and of the roofline: all calls one after the other on all devices."""
+    each = [naive_call(placed, sum(step.placement.blocks)) for placed in step.calls]
     return sum(pair[0] for pair in each), sum(pair[1] for pair in each)
 
 
 def dense_flops(model: Transformer, tokens: float, width: float) -> float:
-    """Of one forward pass: 2 per parameter and token, and causal attention."""
+    """Return the operations of one forward pass: 2 per parameter and token, and causal attention."""
     return tokens * (2 * model.parameters + 2 * model.layers * model.heads * model.head_dim * width)
 
 
-def naive_call(work: Work, devices: int) -> tuple[float, float]:
-    """The same of one call. A decoding step of the roofline reads all weights of a replica and its rows' cache."""
-    call, mesh = work.call, work.mesh
+def naive_call(placed: PlacedCall, devices: int) -> tuple[float, float]:
+    """Return both for one call. A decoding step of the roofline reads all weights of a replica and its rows' cache."""
+    call, mesh = placed.call, placed.mesh
     factor = {"generate": 1, "forward": 1, "train": 3}[call.kind]
     flops = factor * mesh.dp * dense_flops(call.model, call.rows * call.width, call.width)
     peak, bandwidth = mesh.device.tflops * 1e12, mesh.device.memory_gb_s * 1e9
@@ -162,7 +166,7 @@ def naive_call(work: Work, devices: int) -> tuple[float, float]:
 # ---------------------------------------------------------------- calls
 
 
-def _call(row: Row, known: Known) -> Prediction:
+def _call(row: Row, known: Catalogue) -> Prediction:
     if row["call"] in _PHASES:
         return _phase(row, known)
     if row["call"] == "weight reshard":
@@ -174,43 +178,47 @@ def _call(row: Row, known: Known) -> Prediction:
     problem = problem_of(row, known)
     step = step_of(problem)
     kind, role = _CALLS[row["call"]]
-    work = next((work for work in step.works if work.call.kind == kind and work.role == role), None)
-    if work is None:
+    placed = next((placed for placed in step.calls if placed.call.kind == kind and placed.role == role), None)
+    if placed is None:
         raise LeftOut("a call that the step does not have")
-    seconds = step.calls[work.name]
+    seconds = step.call_seconds[placed.name]
     if "incl. reshard" in row["call"]:
-        seconds += step.calls.get("transition", 0.0)
-    return Prediction(CALLS, row["group"], row["id"], float(row["value"]), seconds, *naive_call(work, work.mesh.size))
+        seconds += step.call_seconds.get("transition", 0.0)
+    return Prediction(
+        CALLS, row["group"], row["id"], float(row["value"]), seconds, *naive_call(placed, placed.mesh.size)
+    )
 
 
-def _placed_call(row: Row, known: Known) -> Prediction:
-    """A call on the mesh that its row gives, with its sequential portions."""
-    work, problem = placed_work(row, known)
-    seconds = work_seconds(work, problem.system, COSTS)
-    return Prediction(CALLS, row["group"], row["id"], float(row["value"]), seconds, *naive_call(work, work.mesh.size))
+def _placed_call(row: Row, known: Catalogue) -> Prediction:
+    """Return the prediction of a call on the mesh of its row, with its sequential portions."""
+    placed, problem = placed_call(row, known)
+    seconds = call_seconds(placed, problem.system, COSTS)
+    return Prediction(
+        CALLS, row["group"], row["id"], float(row["value"]), seconds, *naive_call(placed, placed.mesh.size)
+    )
 
 
-def placed_work(row: Row, known: Known) -> tuple[Work, Problem]:
+def placed_call(row: Row, known: Catalogue) -> tuple[PlacedCall, PublishedStep]:
     kind, role = _CALLS[row["call"]]
     tp, pp, portions = (int(number(row[name]) or 1) for name in ("tp", "pp", "n_microbatch"))
     problem = problem_of(row | {"critic_b": row["critic_b"] or "8.03"}, known)
-    size = tp * pp * int(number(row["dp"]) or problem.task.devices // (tp * pp))
-    mesh = mesh_of(problem.task, size, tp, pp, 1 if kind == "train" else 0)
-    call = call_of(problem.task, problem.system, kind, role, mesh, problem.task.rows or 1)
+    size = tp * pp * int(number(row["dp"]) or problem.workload.devices // (tp * pp))
+    mesh = mesh_of(problem.workload, size, tp, pp, 1 if kind == "train" else 0)
+    call = call_of(problem.workload, problem.system, kind, role, mesh, problem.workload.rows or 1)
     share = max(1, call.rows // (call.updates * portions))
     stages = pp * (2 if kind == "train" else 1) if pp > 1 else 1
     rows = max(1, share // stages) if kind != "generate" else 1
     call = replace(call, micro_rows=rows, decode_rows=max(1, call.rows // portions))
-    return Work(row["call"], role, call, mesh, (0,), portions=portions), problem
+    return PlacedCall(row["call"], role, call, mesh, (0,), portions=portions), problem
 
 
-def _phase(row: Row, known: Known) -> Prediction:
-    """Calls of some kinds together, side by side where they have devices of their own."""
+def _phase(row: Row, known: Catalogue) -> Prediction:
+    """Return the prediction of calls of some kinds together, in parallel where they have separate devices."""
     problem = problem_of(row, known)
     step = step_of(problem)
     kinds = _PHASES[row["call"]]
-    works = [work for work in step.works if work.call.kind in kinds]
-    naive = [naive_call(work, problem.task.devices) for work in works]
+    calls = [placed for placed in step.calls if placed.call.kind in kinds]
+    naive = [naive_call(placed, problem.workload.devices) for placed in calls]
     return Prediction(
         CALLS,
         row["group"],
@@ -222,15 +230,15 @@ def _phase(row: Row, known: Known) -> Prediction:
     )
 
 
-def _phase_share(row: Row, known: Known) -> Prediction:
-    """A phase's share of its step."""
+def _phase_share(row: Row, known: Catalogue) -> Prediction:
+    """Return the prediction of a phase's share of its step."""
     value = number(row["value"])
     if value is None or row["value"].startswith(">"):
         raise LeftOut("a bound, no value")
     step = step_of(problem_of(row, known))
     naive = naive_step(step)
-    works = [naive_call(work, sum(step.placement.blocks)) for work in step.works if work.call.kind == "generate"]
-    shares = [sum(pair[index] for pair in works) / naive[index] for index in (0, 1)]
+    calls = [naive_call(placed, sum(step.placement.blocks)) for placed in step.calls if placed.call.kind == "generate"]
+    shares = [sum(pair[index] for pair in calls) / naive[index] for index in (0, 1)]
     share = part_seconds(step, ("generate",)) / step.seconds
     return Prediction(CALLS, row["group"], row["id"], value, share, *shares)
 
@@ -238,7 +246,7 @@ def _phase_share(row: Row, known: Known) -> Prediction:
 # ---------------------------------------------------------------- transitions
 
 
-def _transition(row: Row, known: Known) -> Prediction:
+def _transition(row: Row, known: Catalogue) -> Prediction:
     value = number(row["value"])
     if row["unit"] != "s" or value is None:
         raise LeftOut("a transition's ratio, no time")
@@ -248,22 +256,22 @@ def _transition(row: Row, known: Known) -> Prediction:
     return Prediction(CALLS, row["group"], row["id"], value, seconds, naive, naive)
 
 
-def _gaps(row: Row, known: Known) -> tuple[float, float]:
-    """What a step of ReaL takes besides the calls on its critical path."""
+def _gaps(row: Row, known: Catalogue) -> tuple[float, float]:
+    """Return the seconds of a step of ReaL in addition to the calls on its critical path."""
     step = step_of(problem_of(row, known))
     kinds = ("generate", "forward", "train")
     return step.seconds - part_seconds(step, kinds), 0.0
 
 
-def _sync(row: Row, known: Known) -> tuple[float, float]:
-    """Of the weights to the copy that generates; naively, at the speed of a node's links."""
+def _sync(row: Row, known: Catalogue) -> tuple[float, float]:
+    """Return the seconds of weights to the copy that generates, and naively those at the speed of a node's links."""
     name = row["model"] or f"LLaMA-2-{row['actor_b']}B"
-    told = {"gen_len": "1024", "prompt_len": "1024", "algo": "GRPO", "model": name, "n_gpus": row["n_gpus"] or "64"}
-    problem = problem_of(row | told, known)
+    stated = {"gen_len": "1024", "prompt_len": "1024", "algo": "GRPO", "model": name, "n_gpus": row["n_gpus"] or "64"}
+    problem = problem_of(row | stated, known)
     if "disjoint" in row["placement"]:
-        half = problem.task.devices // 2
-        placement = Placement("halves", (half, half), {ACTOR: (0,), ROLLOUT: (1,)})
+        half = problem.workload.devices // 2
+        placement = SystemPlacement("halves", (half, half), {ACTOR: (0,), ROLLOUT: (1,)})
     else:
-        placement = Placement("co-located", (problem.task.devices,), {ACTOR: (0,)})
-    seconds = transition_seconds(problem.task, problem.system, placement, mesh_of(problem.task, 1), COSTS)
-    return seconds, 2 * problem.task.models[ACTOR].parameters / (problem.task.links.node_gb_s * 1e9)
+        placement = SystemPlacement("co-located", (problem.workload.devices,), {ACTOR: (0,)})
+    seconds = transition_seconds(problem.workload, problem.system, placement, mesh_of(problem.workload, 1), COSTS)
+    return seconds, 2 * problem.workload.models[ACTOR].parameters / (problem.workload.links.node_gb_s * 1e9)

@@ -33,10 +33,15 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """One measurement in seconds beside what is predicted of it.
+    """One measurement in seconds, and its predictions.
 
-    ``goal``: the goal that it counts for, such as ``training`` or ``decode``. ``group``: that of its row.
-    ``constant_mfu``, ``roofline``: what the two naive predictors say.
+    goal:          goal that it counts for, such as ``training`` or ``decode``
+    group:         group of its row
+    row:           name of its row
+    measured:      measured seconds
+    predicted:     seconds of the cost model
+    constant_mfu:  seconds at one utilisation for all rows
+    roofline:      seconds of the roofline
     """
 
     goal: str
@@ -49,23 +54,23 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Relative, without its sign."""
+        """Relative error, without its sign."""
         return abs(self.predicted - self.measured) / self.measured
 
 
 def read_rows(directory: Path, name: str) -> list[Row]:
-    """All rows of ``name`` (without its ending) that are no mere context. Files lie beside ``directory``'s others."""
+    """Return the rows of ``directory``'s file ``name`` (without its ending) that are not marked as context."""
     with (directory / f"{name}.csv").open(newline="") as stream:
         return [row for row in csv.DictReader(stream) if row.get("split") != "context"]
 
 
 def device_of(row: Row) -> DeviceClass | None:
-    """The device class of a row; None for one that the catalogue lacks."""
+    """Return the device class of a row; None for one that the catalogue lacks."""
     return DEVICE_CLASSES.get(_CLASSES.get(row["gpu"], row["gpu"]))
 
 
 def read_models(directory: Path) -> dict[str, Transformer]:
-    """Model name → shape, from ``models.csv``."""
+    """Return model shapes by name, from ``models.csv``."""
     with (directory / "models.csv").open(newline="") as stream:
         return {row["model"]: _model(row) for row in csv.DictReader(stream)}
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.calibration.descent import descend, mean_and_square
-from benchmarks.calibration.problems import Known, LeftOut, system_of
+from benchmarks.calibration.problems import Catalogue, LeftOut, system_of
 from benchmarks.calibration.rlhf import predict, rows_of
 from benchmarks.calibration.rows import Row, read_models
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
+from benchmarks.systems.profiles import SYSTEMS, System
 
 Family = tuple[str, ...]
 Knob = tuple[Family, str]
@@ -45,7 +45,7 @@ _CHOSEN: dict[Family, tuple[str, ...]] = {
 
 
 def fitted() -> dict[str, float]:
-    """Every constant, as it is now."""
+    """Return every constant with its present value."""
     pairs = (*_FIELDS.items(), *_CHOSEN.items())
     return {
         f"{field} of {', '.join(names)}": getattr(SYSTEMS[names[0]], field)
@@ -55,7 +55,7 @@ def fitted() -> dict[str, float]:
 
 
 def fit(directory: Path) -> dict[Knob, float]:
-    """Family by family: the constants for which the relative errors of its own rows are least."""
+    """Return the constants of each family with the smallest relative errors of its own rows."""
     models, rows, found = read_models(directory), rows_of(directory), dict[Knob, float]()
     for family, fields in _FIELDS.items():
         own = [row for row in rows if _name(row) in family]
@@ -72,11 +72,11 @@ def _name(row: Row) -> str:
 
 
 def _errors(rows: list[Row], models: Mapping, values: Mapping[Knob, float]) -> list[float]:
-    known = Known(models, dict(_systems(values)))
+    known = Catalogue(models, dict(_systems(values)))
     return list(_each(rows, known)) or [0.0]
 
 
-def _each(rows: list[Row], known: Known) -> Iterator[float]:
+def _each(rows: list[Row], known: Catalogue) -> Iterator[float]:
     for row in rows:
         try:
             yield predict(row, known).error
@@ -85,7 +85,7 @@ def _each(rows: list[Row], known: Known) -> Iterator[float]:
 
 
 def _systems(values: Mapping[Knob, float]) -> Iterator[tuple[str, System]]:
-    """All systems, with ``values`` in place of their own; a step cannot be nothing but gaps."""
+    """Yield all systems with ``values`` in place of their own constants; gaps are at most half of a step."""
     for name, system in SYSTEMS.items():
         own = {field: value for (family, field), value in values.items() if name in family}
         yield name, replace(system, **own | ({"gaps": min(0.5, own["gaps"])} if "gaps" in own else {}))

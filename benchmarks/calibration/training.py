@@ -1,4 +1,4 @@
-"""Published training throughputs beside what the cost model says of them, and the fit of its constants.
+"""Published and predicted training throughputs, and the fit of the engines' constants.
 
 ``python -m benchmarks.calibration.training DIRECTORY [--fit]``
 """
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from benchmarks.calibration.command import command
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
+from benchmarks.systems.engines import PROFILES
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Recompute
-from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
+from flexrlhf.guideline.costs.engines import EngineProfile
 from flexrlhf.guideline.costs.training import train_cost
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
@@ -48,7 +49,7 @@ _KNOBS: dict[Knob, str] = {
 _SAVE: Knob = (("prime-rl",), "save")
 
 SAVE_GB_S = 1.66
-"""Of 16-bit weights into a directory that generation servers read. Fitted."""
+"""Speed of writing 16-bit weights into a directory that generation servers read. Fitted."""
 
 # llm-foundry's MPT configurations: hidden size, heads; layers follow from the parameters.
 _MPT = {
@@ -96,8 +97,15 @@ _RANK = re.compile(r"r=(\d+)")
 
 
 @dataclass(frozen=True)
-class Case:
-    """A row as a call. ``measured``: seconds of the call. ``saved``: bytes of weights that it writes besides."""
+class TrainingCase:
+    """A row as a call on a mesh.
+
+    row:       the row
+    call:      the call
+    mesh:      its devices
+    measured:  measured seconds
+    saved:     bytes of weights that it also writes
+    """
 
     row: Row
     call: Call
@@ -118,7 +126,7 @@ def predictions(directory: Path) -> list[Prediction]:
     return [_prediction(case, utilisation) for case in cases]
 
 
-def _prediction(case: Case, utilisation: float) -> Prediction:
+def _prediction(case: TrainingCase, utilisation: float) -> Prediction:
     return Prediction(
         goal="training",
         group=case.row["group"],
@@ -130,12 +138,12 @@ def _prediction(case: Case, utilisation: float) -> Prediction:
     )
 
 
-def _bytes(case: Case) -> float:
-    """Weights and optimizer states that a device reads at least."""
+def _bytes(case: TrainingCase) -> float:
+    """Return the bytes of weights and optimizer states that a device reads at least."""
     return 16 * case.call.model.trained_parameters / case.mesh.size
 
 
-def _seconds(case: Case, values: Mapping[Knob, float] | None = None) -> float:
+def _seconds(case: TrainingCase, values: Mapping[Knob, float] | None = None) -> float:
     values = values or {}
     device, profile = case.mesh.device, PROFILES[case.call.engine]
     mesh = replace(case.mesh, device=_with(device, values)) if values else case.mesh
@@ -144,7 +152,7 @@ def _seconds(case: Case, values: Mapping[Knob, float] | None = None) -> float:
 
 
 def _with(item: Item, values: Mapping[Knob, float]) -> Item:
-    """With its own constants replaced; a share that hides is no more than all."""
+    """Return ``item`` with those of ``values`` that are its own; a hidden share is at most 1."""
     own: dict[str, Any] = {
         field: min(value, 1.0) if field == "overlap" else value
         for (names, field), value in values.items()
@@ -154,7 +162,7 @@ def _with(item: Item, values: Mapping[Knob, float]) -> Item:
 
 
 def fitted() -> dict[str, float]:
-    """Every constant that the fit sets, as it is now."""
+    """Return every constant that the fit sets, with its present value."""
     return {f"{field} of {', '.join(names)}": value for (names, field), value in _values().items()}
 
 
@@ -164,18 +172,18 @@ def _values() -> dict[Knob, float]:
     return now | {_SAVE: SAVE_GB_S}
 
 
-def fit(cases: list[Case]) -> dict[Knob, float]:
-    """Constants for which the cases' relative errors are least."""
+def fit(cases: list[TrainingCase]) -> dict[Knob, float]:
+    """Return the constants with the smallest relative errors."""
     return descend(
         lambda values: mean_and_square([abs(_seconds(case, values) / case.measured - 1) for case in cases]), _values()
     )
 
 
-def read_cases(directory: Path) -> tuple[list[Case], dict[str, str]]:
-    """Training rows as calls, and why others are left out."""
+def read_cases(directory: Path) -> tuple[list[TrainingCase], dict[str, str]]:
+    """Return training rows as calls, and the reason for each row that is left out."""
     models = read_models(directory)
     read = {row["id"]: _case(row, models) for row in _train_rows(directory)}
-    cases = [case for case in read.values() if isinstance(case, Case)]
+    cases = [case for case in read.values() if isinstance(case, TrainingCase)]
     return cases, {name: reason for name, reason in read.items() if isinstance(reason, str)}
 
 
@@ -184,7 +192,7 @@ def _train_rows(directory: Path) -> list[Row]:
     return [row for name in names for row in read_rows(directory, name) if row["kind"] == "train"]
 
 
-def _case(row: Row, models: Mapping[str, Transformer]) -> Case | str:
+def _case(row: Row, models: Mapping[str, Transformer]) -> TrainingCase | str:
     device = device_of(row)
     if device is None:
         return f"no figures of {row['gpu']}"
@@ -211,7 +219,8 @@ def _model(row: Row, models: Mapping[str, Transformer]) -> Transformer | None:
 
 
 def _mpt(size: str, parameters: float, positions: int) -> Transformer | None:
-    """Its layers follow from all parameters less the tied embedding's and the learned positions'."""
+    """Return the shape of an MPT model; its layers follow from its parameters without the tied embedding and the
+    learned positions."""
     if size not in _MPT:
         return None
     hidden, heads = _MPT[size]
@@ -220,13 +229,13 @@ def _mpt(size: str, parameters: float, positions: int) -> Transformer | None:
 
 
 def _gpt(billions: float) -> Transformer:
-    """The published shape nearest in parameters."""
+    """Return the published shape nearest in parameters."""
     nearest = min(_GPT, key=lambda known: abs(known - billions))
     return _plain(*_GPT[nearest], _GPT_VOCABULARY)
 
 
 def _plain(layers: int, hidden: int, heads: int, vocabulary: int) -> Transformer:
-    """GPT-2's kind of layer."""
+    """Return a shape with layers as in GPT-2."""
     return Transformer(
         layers=layers,
         hidden=hidden,
@@ -241,7 +250,7 @@ def _plain(layers: int, hidden: int, heads: int, vocabulary: int) -> Transformer
 
 
 def _adapters(model: Transformer, rank: int) -> int:
-    """Two matrices of ``rank`` beside each product of a layer."""
+    """Return the parameters of two matrices of ``rank`` for each matrix product of a layer."""
     attention = model.head_dim * (2 * model.heads + 2 * model.kv_heads) + 4 * model.hidden
     ffn = (3 if model.gated else 2) * (model.hidden + model.ffn)
     return model.layers * rank * (attention + ffn)
@@ -262,7 +271,8 @@ def _mesh(row: Row, model: Transformer, device: DeviceClass) -> Mesh:
 
 
 def _split(row: Row, model: Transformer, device: DeviceClass) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel ranks: the row's, or of Megatron the fewest whose memory holds the weights."""
+    """Return tensor-parallel ranks and pipeline stages: the row's, or for Megatron the fewest whose memory fits the
+    weights."""
     if row["system"] != "Megatron-LM" or row["tp"]:
         return _number(row, "tp"), _number(row, "pp")
     least = 6 * model.parameters / (0.5 * device.memory_gb * 1e9)
@@ -314,35 +324,36 @@ def _engine(row: Row) -> str:
 
 
 def _recompute(row: Row) -> Recompute:
-    """Where a row does not say: Megatron's utilisations are of selective recomputation, earlier rates of full."""
+    """Return the recomputation of a row. Where it is not stated, Megatron's utilisations are with selective
+    recomputation, earlier rates with full."""
     text = row["grad_ckpt"]
     if text in ("no", "none"):
         return "none"
     return "selective" if text.startswith("selective") or (not text and row["metric"] == "MFU") else "full"
 
 
-def _measured(row: Row, call: Call, mesh: Mesh) -> Case | str:
+def _measured(row: Row, call: Call, mesh: Mesh) -> TrainingCase | str:
     value, tokens = float(row["value"]), call.rows * call.width * mesh.dp
     if row["unit"] == "tokens/s/GPU":
-        return Case(row, call, mesh, tokens / mesh.size / value)
+        return TrainingCase(row, call, mesh, tokens / mesh.size / value)
     if row["unit"] == "tokens/s (total)":
-        return Case(row, call, mesh, tokens / value, _saved(row, call))
+        return TrainingCase(row, call, mesh, tokens / value, _saved(row, call))
     if row["unit"] == "ms":
-        return Case(row, call, mesh, value / 1e3)
+        return TrainingCase(row, call, mesh, value / 1e3)
     rate = {"%": value / 100 * mesh.device.tflops, "TFLOP/s/GPU": value}.get(row["unit"])
     if rate is None:
         return f"{row['metric']} in {row['unit']}"
-    return Case(row, call, mesh, _operations(call, _counted_passes(row)) * tokens / mesh.size / (rate * 1e12))
+    return TrainingCase(row, call, mesh, _operations(call, _counted_passes(row)) * tokens / mesh.size / (rate * 1e12))
 
 
 def _counted_passes(row: Row) -> int:
-    """Forward passes' operations in a published rate: utilisations do not count recomputation, PTD-P's and FSDP's rates
-    do; Megatron's first paper does not (its table 1)."""
+    """Return the forward passes whose operations a published rate counts: utilisations do not count recomputation,
+    PTD-P's and FSDP's rates do; Megatron's first paper does not (its table 1)."""
     return 3 if row["unit"] == "%" or row["source"] == "megatron-v1" else 4
 
 
 def _operations(call: Call, passes: int) -> float:
-    """Of one token, as papers count them: the square of attention in whole (PTD-P, section 5.1)."""
+    """Return the operations of one token as papers count them, with all of attention's square (PTD-P, section 5.1)."""
     model = call.model
     layer = 2 * (model.attention_parameters + model.ffn_parameters)
     attention = 4 * model.heads * model.head_dim * call.width
@@ -350,7 +361,8 @@ def _operations(call: Call, passes: int) -> float:
 
 
 def _saved(row: Row, call: Call) -> float:
-    """prime-rl's RL steps hand all trained weights to generation servers through a directory."""
+    """Return the bytes that a row writes: prime-rl's RL steps pass trained weights to generation servers through a
+    directory."""
     return 0.0 if call.model.adapters or not row["call"].startswith("rl") else 2.0 * call.model.parameters
 
 

@@ -61,10 +61,10 @@ def advise(
     """Recommend a placement, with its predicted time, the reasons and the alternatives. Starts nothing."""
     from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advise import advise, write_advised
-    from flexrlhf.guideline.advice.request import Options
-    from flexrlhf.guideline.simulation.inputs import costs_for, texts_for
+    from flexrlhf.guideline.advice.request import AdviceOptions
+    from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
-    options = Options(
+    options = AdviceOptions(
         model=model,
         critic=critic,
         ref=ref,
@@ -85,7 +85,7 @@ def advise(
         check_output(output, "--output", "advised.yaml")
     spec = options.spec(config, tuple(set_ or ()))
     source = costs_for(spec, profile)
-    advice = advise(spec, source.costs, texts_for(spec, mean_response), seconds)
+    advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
     typer.echo(format_advice(advice, source.name))
     if output is not None:
         write_advised(advice.best, output)

@@ -39,7 +39,7 @@ def simulate(
 ) -> None:
     """Predict the time of a step, what it consists of, and which devices idle. Starts nothing."""
     from flexrlhf.guideline.simulation.compare import compare, read_run
-    from flexrlhf.guideline.simulation.inputs import choose_costs, read_lengths
+    from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
     from flexrlhf.guideline.simulation.simulate import simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 
@@ -50,7 +50,7 @@ def simulate(
     if len(plans) > 1 and (against or output):
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     for plan in plans:
-        source = choose_costs(plan, profile)
+        source = costs_for(plan.spec, profile)
         simulation = simulate(plan, source.costs, read_lengths(response_tokens, plan, mean_response))
         typer.echo(format_simulation(simulation, source.name) + "\n")
         if measured is not None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
-from flexrlhf.execution.controller_states import make_controls
-from flexrlhf.execution.run_operator import LoadedModel, OperatorContext, OperatorRun, run_operator
-from flexrlhf.execution.scoring import Scoring
+from flexrlhf.execution.controller_states import make_controller_states
+from flexrlhf.execution.external_scores import ExternalScorers
+from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
@@ -66,12 +67,12 @@ class ProfileContext:
 
     def _operator_context(self, sampling: Sampling) -> OperatorContext:
         """Return the context of an operator, without scorers: no operator that is measured calls one."""
-        return OperatorContext(self.plan.spec, sampling, self.device, Scoring({}, lambda _: ""))
+        return OperatorContext(self.plan.spec, sampling, self.device, ExternalScorers({}, str), str)
 
     def _prepare(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
         samples = self.plan.batch.samples_per_prompt
-        shape = BatchShape(rows // samples * loaded.model.layout.dp, samples)
-        state = make_controls(self.plan).state(operator)
+        shape = BatchShape(rows // samples * loaded.placed.layout.dp, samples)
+        state = make_controller_states(self.plan).state(operator)
         run = OperatorRun(operator, loaded, shape, range(1), self.rank, state=state)
         store = RowStore(self.plan.lengths, self.device)
         for name in operator.reads:
@@ -112,7 +113,7 @@ def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
             case "generate":
                 calls |= _generate_calls(context, operator, loaded, counts)
     timings = _time(context, calls)
-    prompt, dp = max(context.lengths.prompts), loaded.model.layout.dp
+    prompt, dp = max(context.lengths.prompts), loaded.placed.layout.dp
     return ModelTimes(
         model=model.transformer,
         engine=model.engine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexrlhf.guideline.costs.measurements import Line, Measurements, ModelTimes, Points
+from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, Points
 
 MAX_SPREAD = 0.4
 """A larger spread is a sign of other work on the machine."""
@@ -61,7 +61,7 @@ def _other_lines(measurements: Measurements) -> Iterator[str]:
         ranks = f"{count} ranks at once" if count > 1 else "one rank"
         yield f"  {f'forward on {ranks}':<34}{ratio:.2f} x its time on one"
     yield f"  {'memory read by each rank':<34}{measurements.memory_bytes_s / 1e9:.3g} GB/s"
-    lines: dict[str, Line | None] = {"sum over ranks": measurements.reduce}
+    lines: dict[str, LinearTime | None] = {"sum over ranks": measurements.reduce}
     lines |= {str(primitive): line for primitive, line in measurements.moves.items()}
     lines |= {"sync": measurements.sync, "host memory": measurements.switch, "save": measurements.save}
     for name, line in lines.items():
@@ -69,7 +69,7 @@ def _other_lines(measurements: Measurements) -> Iterator[str]:
             yield f"  {name.replace('_', ' '):<34}{_line_text(name, line)}"
 
 
-def _line_text(name: str, line: Line) -> str:
+def _line_text(name: str, line: LinearTime) -> str:
     item = "tensor" if name == "sync" else "message"
     parts = [f"{1000 * line.start:.3g} ms"] if line.start else []
     parts += [f"{1000 * line.per_item:.3g} ms a {item}"] if line.per_item else []

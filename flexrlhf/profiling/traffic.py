@@ -10,22 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.move import Mover, Wire
+from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.sync import Destination, Source, Syncer
-from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.execution.checkpoint import save_model
-from flexrlhf.execution.run_operator import LoadedModel
-from flexrlhf.guideline.costs.measurements import Line, Moving
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import bucket_bytes
 from flexrlhf.profiling.model_calls import ProfileContext
 from flexrlhf.profiling.stopwatch import TimedCall
-from flexrlhf.strategies.instructions import Move, Sync
+from flexrlhf.strategies.instructions import Move
 from flexrlhf.weights.reshard import WeightTransfer
-from flexrlhf.weights.shards import whole
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.sync_plan import plan_sync
 
 COLUMN = "logprobs"
 REDUCE_SIZES = (2, 2**16, 2**20)
@@ -47,7 +49,7 @@ class Channel:
     ranks: tuple[int, ...]
 
 
-def measure_reduce(context: ProfileContext) -> Line:
+def measure_reduce(context: ProfileContext) -> LinearTime:
     """Measure a sum over all ranks."""
     calls = {str(4 * size): _sum_call(context, size) for size in REDUCE_SIZES}
     timings = context.stopwatch.time(calls, context.budget)
@@ -60,12 +62,12 @@ def _sum_call(context: ProfileContext, size: int) -> TimedCall:
     return lambda: context.stopwatch.all_ranks.sum(tensor)
 
 
-def measure_moves(channel: Channel) -> dict[Moving, Line]:
+def measure_moves(channel: Channel) -> dict[MeasuredPrimitive, LinearTime]:
     """Measure each primitive among all ranks, from the call until the rows can be read."""
     context, num_ranks = channel.context, len(channel.ranks)
     rows = context.plan.batch.num_rows
     sizes = sorted({max(1, rows // 4), rows, 8 * rows})
-    transfers_of: dict[Moving, Callable[[int], list[Transfer]]] = {
+    transfers_of: dict[MeasuredPrimitive, Callable[[int], list[Transfer]]] = {
         "all_gather": lambda count: _all_to_all(channel.ranks, count),
         "all_to_all": lambda count: _all_to_all(channel.ranks, count),
         "point_to_point": lambda count: [Transfer(COLUMN, channel.ranks[0], channel.ranks[1], tuple(range(count)))],
@@ -87,9 +89,9 @@ def measure_moves(channel: Channel) -> dict[Moving, Line]:
     }
 
 
-def _per_message(line: Line, messages: int) -> Line:
+def _per_message(line: LinearTime, messages: int) -> LinearTime:
     """Return ``line`` with its constant time divided among the messages of a move."""
-    return Line(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
+    return LinearTime(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
 
 
 def _all_to_all(ranks: Sequence[int], count: int) -> list[Transfer]:
@@ -102,7 +104,7 @@ def _all_to_all(ranks: Sequence[int], count: int) -> list[Transfer]:
     ]
 
 
-def _move_call(channel: Channel, primitive: Moving, transfers: list[Transfer]) -> tuple[TimedCall, float]:
+def _move_call(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Transfer]) -> tuple[TimedCall, float]:
     """Return the call on this rank, and the maximum over ranks of the bytes received."""
     context, rank = channel.context, channel.context.rank
     ranks = channel.ranks[:2] if primitive == "point_to_point" else channel.ranks
@@ -115,7 +117,7 @@ def _move_call(channel: Channel, primitive: Moving, transfers: list[Transfer]) -
         transfers=tuple(transfers),
     )
     shape = BatchShape(1 + max(transfer.prompts[-1] for transfer in transfers))
-    mover = Mover(rank, Wire(shape, context.plan.lengths, context.device), context.stopwatch.all_ranks.wait)
+    mover = ColumnMover(rank, RowPacking(shape, context.plan.lengths, context.device), context.stopwatch.all_ranks.wait)
     sent = sorted({prompt for t in transfers if t.source == rank for prompt in t.prompts})
     expected = sorted({prompt for t in transfers if t.destination == rank for prompt in t.prompts})
     values = torch.zeros(len(sent), context.plan.lengths.response, device=context.device)
@@ -131,7 +133,7 @@ def _move_call(channel: Channel, primitive: Moving, transfers: list[Transfer]) -
     return call, float(received * context.plan.lengths.row_bytes(COLUMN))
 
 
-def measure_sync(channel: Channel) -> Line:
+def measure_sync(channel: Channel) -> LinearTime:
     """Measure a sync from the first rank to the second, checksums included where the run has them."""
     context = channel.context
     calls, sizes = {}, {}
@@ -146,16 +148,15 @@ def measure_sync(channel: Channel) -> Line:
 def _sync_call(channel: Channel, tensors: int, numbers: int) -> TimedCall:
     context, (source, destination) = channel.context, channel.ranks[:2]
     spec, wait = context.plan.spec, context.stopwatch.all_ranks.wait
-    names = [f"tensor {number:03}" for number in range(tensors)]
-    weights = {name: torch.zeros(numbers, device=context.device) for name in names}
-    parts = {name: whole((numbers,)) for name in names}
-    sync = Sync(
-        ranks=(source, destination),
-        source=ModelName("a"),
-        destination=ModelName("b"),
-        transfers=(WeightTransfer(source, destination),),
-    )
-    syncer = Syncer(context.rank, spec.sync, bucket_bytes(spec), wait)
+    shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
+    trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
+    copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
+    transfers = (WeightTransfer(source, destination),)
+    plan = plan_sync(trained, copy, shape, transfers, bucket_bytes(spec), context.rank)
+    gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
+    sync = SyncChannel(plan, torch.float32, gather, channel.group)
+    sender, receiver = WeightSender(spec.sync, wait), WeightReceiver(spec.sync.checksum, wait)
+    weights = {name: torch.zeros(numbers, device=context.device) for name, _ in shape.parameters}
 
     def load(values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
@@ -163,16 +164,15 @@ def _sync_call(channel: Channel, tensors: int, numbers: int) -> TimedCall:
 
     def call() -> None:
         if context.rank == source:
-            sender = Source(weights, Gather(None, (source,), (parts,), wait))
-            syncer.send(sync, sender, Destination(torch.float32, {destination: parts}), channel.group, None)
-            syncer.close()
+            sender.send(sync, weights, None)
+            sender.close()
         else:
-            syncer.receive(sync, weights, parts, load, channel.group)
+            receiver.receive(sync, weights, load)
 
     return call
 
 
-def measure_switch(context: ProfileContext, loaded: LoadedModel) -> Line:
+def measure_switch(context: ProfileContext, loaded: LoadedModel) -> LinearTime:
     """Measure one way of a host offload: half the time of a model to host memory and back."""
     usage = loaded.engine.memory_usage()
 
@@ -181,10 +181,10 @@ def measure_switch(context: ProfileContext, loaded: LoadedModel) -> Line:
         loaded.engine.reload()
 
     timings = context.stopwatch.time({"switch": call}, context.budget)
-    return Line(start=0.0, per_byte=timings["switch"].seconds / 2 / (usage.weights + usage.optimizer))
+    return LinearTime(start=0.0, per_byte=timings["switch"].seconds / 2 / (usage.weights + usage.optimizer))
 
 
-def measure_save(context: ProfileContext, loaded: LoadedModel, directory: Path) -> Line:
+def measure_save(context: ProfileContext, loaded: LoadedModel, directory: Path) -> LinearTime:
     """Measure a checkpoint that one rank writes."""
     tokenizer = context.plan.spec.data.tokenizer
     calls = {
@@ -206,7 +206,7 @@ def measure_memory(context: ProfileContext) -> float:
     return READ_BYTES / timings["read"].seconds
 
 
-def fit(points: Sequence[tuple[float, float, float]]) -> Line:
+def fit(points: Sequence[tuple[float, float, float]]) -> LinearTime:
     """Fit a line through (items, bytes, seconds): least squares of relative errors, no coefficient negative."""
     table = torch.tensor(points, dtype=torch.float64)
     seconds = table[:, 2]
@@ -220,4 +220,4 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Line:
         del kept[smallest]
     coefficients = dict.fromkeys(range(3), 0.0) | dict(zip(kept, solved.tolist(), strict=True))
     start, per_item, per_byte = (max(0.0, coefficients[index]) for index in range(3))
-    return Line(start=start, per_item=per_item, per_byte=per_byte)
+    return LinearTime(start=start, per_item=per_item, per_byte=per_byte)

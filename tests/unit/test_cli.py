@@ -14,7 +14,7 @@ from small_runs import PPO, TINY
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.guideline.simulation.compare import Comparison, Pair
+from flexrlhf.guideline.simulation.compare import Comparison, TimePair
 from flexrlhf.guideline.simulation.simulation_text import format_comparison
 from flexrlhf.text import bytes_text
 
@@ -334,7 +334,7 @@ def test_bytes_go_up_to_terabytes() -> None:
 
 @pytest.mark.parametrize("error", [-1e-6, 0.0, 1e-6])
 def test_no_error_is_a_negative_zero(error: float) -> None:
-    step = Pair(1.0, 1.0 + error)
+    step = TimePair(1.0, 1.0 + error)
     assert ", error +0.0%" in format_comparison(Comparison((), step, range(1), Counter(), Counter()), "a run")
 
 
@@ -347,9 +347,12 @@ def test_no_error_is_a_negative_zero(error: float) -> None:
         (("--response-tokens", "metrics.jsonl"), 'expected numbers of tokens in it, found ["x"]'),
         (
             ("--mean-response", "9"),
-            "--mean-response 9: longer than answers may be; data.max_response_tokens of test is 8",
+            "--mean-response 9: longer than responses may be; data.max_response_tokens of test is 8",
         ),
-        (("--mean-response", "2", "--response-tokens", "2"), "--mean-response 2: --response-tokens 2 says it, too"),
+        (
+            ("--mean-response", "2", "--response-tokens", "2"),
+            "--mean-response 2: not together with --response-tokens 2",
+        ),
     ],
 )
 def test_options_of_a_simulation_are_checked_first(
@@ -362,4 +365,4 @@ def test_options_of_a_simulation_are_checked_first(
 
 def test_a_simulation_takes_a_mean(invoke: Invoke) -> None:
     result = invoke("simulate", "a.yaml", *A100, "--mean-response", "3")
-    assert "and 3 of the answer" in result.stdout, result.output
+    assert "and 3 of the response" in result.stdout, result.output

@@ -12,7 +12,7 @@ from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.simulation.pricing import Pricer, longest_texts
+from flexrlhf.guideline.simulation.pricing import Pricer, longest_lengths
 from flexrlhf.metrics import METRICS, is_better
 from flexrlhf.operators import evaluation
 from flexrlhf.operators.evaluation import evaluation_metrics
@@ -149,7 +149,7 @@ def test_its_price_is_that_of_its_operators() -> None:
 
     def parts(*overrides: str) -> dict[str, float]:
         plan = plan_of(HALVES, 2, *settings, *overrides)
-        return dict(Pricer(plan, AnalyticCosts(), longest_texts(plan)).price(evaluation_of(plan)).parts)
+        return dict(Pricer(plan, AnalyticCosts(), longest_lengths(plan)).price(evaluation_of(plan)).parts)
 
     once, twice = parts(), parts("eval.samples_per_prompt=2")
     assert set(once) == {"generate", "moves", "diversity", "scores", "held_out_scores"}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import csv
 import heapq
-import importlib
 import json
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from flexrlhf.guideline.costs.batching import EVEN_PIECES, TAIL_PIECES, phases_of, pieces_of
-from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh
-from flexrlhf.guideline.costs.decoders import DECODERS, host_factor
+from benchmarks.calibration import generation
+from benchmarks.systems.engines import COSTS, DECODERS
+from flexrlhf.guideline.costs.batching import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
+from flexrlhf.guideline.costs.decoders import host_factor
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -39,7 +39,15 @@ def call_of(engine: str = "vllm", **changes: object) -> Call:
 
 
 def seconds_of(call: Call, mesh: Mesh | None = None) -> float:
-    return generate_cost(call, mesh or mesh_of()).seconds
+    return COSTS.call(call, mesh or mesh_of()).seconds
+
+
+def first_tokens_of(call: Call, mesh: Mesh) -> float:
+    return prefill_cost(call, mesh, DECODERS[call.engine]).seconds
+
+
+def one_step(call: Call, mesh: Mesh, rows: float, context: float) -> Cost:
+    return step_cost(call, mesh, rows, context, DECODERS[call.engine])
 
 
 def drawn_calls(engine: str) -> list[tuple[Call, Mesh]]:
@@ -104,12 +112,12 @@ def test_more_places_are_never_slower_where_rows_enter_as_others_end(engine: str
 def test_of_the_same_lengths_every_batching_takes_the_same() -> None:
     """And that is steps times the seconds of one, beside the prefill."""
     for batching in ("refill", "group", "static"):
-        phases = list(phases_of(batching, 64, 32, (101.0,)))
+        phases = list(decode_phases(batching, 64, 32, (101.0,)))
         assert sum(phase.steps for phase in phases) == pytest.approx(200)
         assert all(phase.rows == 32 and phase.age == 50 for phase in phases)
     call, mesh = call_of(), mesh_of()
-    steps = 511 * step_cost(call, mesh, 64, 128 + 511 / 2).seconds
-    assert seconds_of(call, mesh) == pytest.approx(prefill_cost(call, mesh).seconds + steps)
+    steps = 511 * one_step(call, mesh, 64, 128 + 511 / 2).seconds
+    assert seconds_of(call, mesh) == pytest.approx(first_tokens_of(call, mesh) + steps)
 
 
 def test_ended_rows_cost_nothing_where_they_leave() -> None:
@@ -128,7 +136,7 @@ def test_ended_rows_cost_nothing_where_they_leave() -> None:
 def test_steps_are_those_of_a_walk_over_every_row(rows: int, places: int) -> None:
     draw = random.Random(rows)
     sample = tuple(draw.expovariate(1 / 200) for _ in range(2000))
-    phases = list(phases_of("refill", rows, places, sample))
+    phases = list(decode_phases("refill", rows, places, sample))
     walks = [_walked(draw.choices(sample, k=rows), places) for _ in range(20)]
     assert sum(phase.steps for phase in phases) == pytest.approx(sum(walks) / len(walks), rel=0.25)
     tokens = rows * (sum(sample) / len(sample) - 1)
@@ -146,50 +154,50 @@ def _walked(lengths: list[float], places: int) -> float:
 def test_a_large_sample_is_cut_into_few_pieces_that_keep_its_mean_and_its_tail() -> None:
     draw = random.Random(1)
     sample = tuple(2 + draw.expovariate(1 / 300) for _ in range(500))
-    pieces = pieces_of(sample)
-    assert len(pieces) <= EVEN_PIECES + TAIL_PIECES
+    pieces = length_bins(sample)
+    assert len(pieces) <= EVEN_BINS + TAIL_BINS
     assert pieces[-1].end == pytest.approx(max(sample) - 1)
     assert sum(piece.steps * piece.alive for piece in pieces) == pytest.approx(sum(sample) / 500 - 1)
 
 
 def test_answers_of_one_token_are_the_prefill() -> None:
     call, mesh = call_of(responses=(1.0,)), mesh_of()
-    assert seconds_of(call, mesh) == prefill_cost(call, mesh).seconds
+    assert seconds_of(call, mesh) == first_tokens_of(call, mesh)
 
 
 def test_launches_hide_behind_a_busy_device() -> None:
     mesh = mesh_of()
-    small = step_cost(call_of("transformers", model=SMALL), mesh, 1, 100)
-    large = step_cost(call_of("transformers", model=SEVENTY), mesh, 32, 4000)
+    small = one_step(call_of("transformers", model=SMALL), mesh, 1, 100)
+    large = one_step(call_of("transformers", model=SEVENTY), mesh, 32, 4000)
     assert small.largest == "launch"
     assert large.parts["launch"] == 0
 
 
 def test_a_pipeline_decodes_no_faster() -> None:
     call = call_of()
-    assert step_cost(call, mesh_of(pp=4), 16, 500).seconds == step_cost(call, mesh_of(), 16, 500).seconds
+    assert one_step(call, mesh_of(pp=4), 16, 500).seconds == one_step(call, mesh_of(), 16, 500).seconds
 
 
 def test_zero_gathers_all_weights_in_every_step() -> None:
     """32 A100, 33B: 1.46 s of a step through 100 GB/s of a node, and worse if it were less (FlexRLHF, DSChat)."""
     model = Transformer(60, 6656, 17920, 52, 52, 128, 32000)
-    cost = step_cost(call_of("deepspeed", model=model), mesh_of(dp=32, zero=3), 8, 256)
+    cost = one_step(call_of("deepspeed", model=model), mesh_of(dp=32, zero=3), 8, 256)
     assert cost.largest == "gather"
     assert cost.parts["gather"] > 2 * model.parameters / 200e9
-    assert "gather" not in cost.parts or step_cost(call_of("deepspeed"), mesh_of(dp=32), 8, 256).parts["gather"] == 0
+    assert "gather" not in cost.parts or one_step(call_of("deepspeed"), mesh_of(dp=32), 8, 256).parts["gather"] == 0
 
 
 def test_heads_that_share_keys_save_reading_only_where_kernels_know() -> None:
     shared, own = QWEN_SEVEN, replace(QWEN_SEVEN, kv_heads=28)
     for engine, factor in (("vllm", 7.0), ("transformers", 1.0)):
-        few = step_cost(call_of(engine, model=shared), mesh_of(), 8, 1000).parts["cache"]
-        many = step_cost(call_of(engine, model=own), mesh_of(), 8, 1000).parts["cache"]
+        few = one_step(call_of(engine, model=shared), mesh_of(), 8, 1000).parts["cache"]
+        many = one_step(call_of(engine, model=own), mesh_of(), 8, 1000).parts["cache"]
         assert many / few == pytest.approx(factor)
 
 
 def test_key_value_heads_are_copied_to_devices_beyond_their_number() -> None:
     call = call_of(model=QWEN_SEVEN)
-    four, eight = (step_cost(call, mesh_of(tp=tp), 8, 1000).parts["cache"] for tp in (4, 8))
+    four, eight = (one_step(call, mesh_of(tp=tp), 8, 1000).parts["cache"] for tp in (4, 8))
     assert four == eight
 
 
@@ -227,10 +235,10 @@ def test_a_cost_is_ready_in_a_blink() -> None:
     draw = random.Random(2)
     call = call_of(rows=512, responses=tuple(draw.expovariate(1 / 300) for _ in range(256)))
     meshes = [mesh_of(tp=tp, dp=dp) for tp in (1, 2, 4, 8) for dp in range(1, 51)]
-    generate_cost(call, meshes[0])
+    COSTS.call(call, meshes[0])
     start = time.perf_counter()
     for mesh in meshes:
-        generate_cost(call, mesh)
+        COSTS.call(call, mesh)
     assert (time.perf_counter() - start) / len(meshes) < 1e-3
 
 
@@ -256,13 +264,6 @@ USUAL = {
 }
 
 
-@pytest.fixture
-def calibration(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark, which is no part of the package."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    return importlib.import_module("benchmarks.calibration.generation")
-
-
 def directory_of(path: Path, *rows: dict[str, str]) -> Path:
     """A directory of measurements; each row as ``USUAL`` but for what is given."""
     (path / "models.csv").write_text(MODEL + "Llama-3.1-8B,32,4096,14336,32,8,128,128256,1,0\n")
@@ -274,14 +275,14 @@ def directory_of(path: Path, *rows: dict[str, str]) -> Path:
     return path
 
 
-def test_measurements_in_every_unit_are_seconds(calibration: ModuleType, tmp_path: Path) -> None:
+def test_measurements_in_every_unit_are_seconds(tmp_path: Path) -> None:
     units = ("out tokens/s (total)", "out tokens/s/GPU", "requests/s", "s", "ms")
-    cases, left_out = calibration.read_cases(directory_of(tmp_path, *({"unit": unit} for unit in units)))
+    cases, left_out = generation.read_cases(directory_of(tmp_path, *({"unit": unit} for unit in units)))
     assert [case.measured for case in cases] == pytest.approx([16 * 256 / 100, 16 * 256 / 200, 16 / 100, 100, 0.1])
     assert not left_out
 
 
-def test_rows_become_calls_as_they_were_run(calibration: ModuleType, tmp_path: Path) -> None:
+def test_rows_become_calls_as_they_were_run(tmp_path: Path) -> None:
     burst = {
         "global_batch": "320 requests, max-num-seqs 1024 default 256",
         "prompt_len": "mean 205 (sharegpt list)",
@@ -291,7 +292,7 @@ def test_rows_become_calls_as_they_were_run(calibration: ModuleType, tmp_path: P
     step = {**burst, "global_batch": "~230-290 (first steps)", "metric": "decode_step_time", "unit": "ms"}
     stages = {"system": "HF Transformers", "version": "4.46", "placement": "device_map over 2", "group": "hf"}
     saturated = {"system": "TensorRT-LLM", "version": "1.0", "dtype": "fp8", "global_batch": "saturated", "group": "t"}
-    cases, _ = calibration.read_cases(directory_of(tmp_path, burst, step, stages, saturated))
+    cases, _ = generation.read_cases(directory_of(tmp_path, burst, step, stages, saturated))
     assert (cases[0].call.rows, cases[0].call.decode_rows) == (320, 320)
     assert cases[0].call.mean_response == pytest.approx(190)
     assert cases[1].rows == 260
@@ -300,16 +301,16 @@ def test_rows_become_calls_as_they_were_run(calibration: ModuleType, tmp_path: P
     assert cases[3].mesh.device.tflops > cases[0].mesh.device.tflops
 
 
-def test_rows_that_cannot_be_read_are_named(calibration: ModuleType, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     rows = ({"gpu": "Abacus"}, {"model": "Unheard-7B"}, {"dtype": "AWQ int4"}, {"unit": "fortnights"})
-    cases, left_out = calibration.read_cases(directory_of(tmp_path, *rows))
+    cases, left_out = generation.read_cases(directory_of(tmp_path, *rows))
     assert not cases
     assert [line.split(":")[0] for line in left_out] == [f"row-{index}" for index in range(4)]
 
 
-def test_predictions_have_the_naive_ones_beside_them(calibration: ModuleType, tmp_path: Path) -> None:
-    (item,) = calibration.predictions(directory_of(tmp_path, {"value": "1500"}))
+def test_predictions_have_the_naive_ones_beside_them(tmp_path: Path) -> None:
+    (item,) = generation.predictions(directory_of(tmp_path, {"value": "1500"}))
     assert item.goal == "decode"
     assert item.constant_mfu == pytest.approx(item.measured), "one row fits itself"
     assert item.roofline < item.predicted
-    assert len(calibration.fitted()) < 30
+    assert len(generation.fitted()) < 30

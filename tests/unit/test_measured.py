@@ -12,9 +12,9 @@ import pytest
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.measured import Curve, MeasuredCosts, load_costs, slowdown, together
+from flexrlhf.guideline.costs.measured import Curve, MeasuredCosts, load_costs, shrinking_batch, slowdown
 from flexrlhf.guideline.costs.measurements import (
-    Line,
+    LinearTime,
     Machine,
     Measurements,
     ModelTimes,
@@ -57,11 +57,11 @@ MEASURED = Measurements(
     statistics=0.002,
     contention={1: 1.0, 2: 1.1},
     memory_bytes_s=1e10,
-    reduce=Line(start=0.01, per_byte=1e-6),
-    moves={"all_gather": Line(start=0.0, per_item=0.1, per_byte=1e-3)},
-    sync=Line(start=0.1, per_item=0.01, per_byte=1e-6),
-    switch=Line(start=0.0, per_byte=1e-9),
-    save=Line(start=0.5, per_byte=1e-9),
+    reduce=LinearTime(start=0.01, per_byte=1e-6),
+    moves={"all_gather": LinearTime(start=0.0, per_item=0.1, per_byte=1e-3)},
+    sync=LinearTime(start=0.1, per_item=0.01, per_byte=1e-6),
+    switch=LinearTime(start=0.0, per_byte=1e-9),
+    save=LinearTime(start=0.5, per_byte=1e-9),
 )
 COSTS = MeasuredCosts(MEASURED)
 
@@ -123,10 +123,10 @@ def test_answers_that_end_early_save_time_but_not_all_of_it() -> None:
 
 
 def test_rows_are_dropped_when_a_quarter_of_them_has_ended() -> None:
-    assert list(together(8, (10.0,))) == [(10.0, 8)]
-    assert list(together(8, (2.0, 4.0, 4.0, 4.0))) == [(2.0, 8), (2.0, 6)]
+    assert list(shrinking_batch(8, (10.0,))) == [(10.0, 8)]
+    assert list(shrinking_batch(8, (2.0, 4.0, 4.0, 4.0))) == [(2.0, 8), (2.0, 6)]
     # the longest of a hundred answers is rarely among two
-    assert list(together(2, (*[3.0] * 99, 50.0))) == [(3.0, 2)]
+    assert list(shrinking_batch(2, (*[3.0] * 99, 50.0))) == [(3.0, 2)]
 
 
 def test_training_takes_the_time_of_each_update() -> None:

@@ -7,8 +7,8 @@ import statistics
 from typing import Any
 
 import pytest
-from answers import answered, context_of
 from replicas import mask_of
+from scored_batches import context_of, scored_batch
 
 from flexrlhf.config.algorithms import AcShareSpec, DpoSpec, ImportanceSpec, PpoSpec, PtxSpec, RewardSpec, SftSpec
 from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
@@ -75,7 +75,7 @@ def test_a_loss_reports_defined_statistics_only() -> None:
 )
 def test_statistics_of_an_experience_are_defined(settings: dict[str, Any]) -> None:
     spec = PpoSpec.model_validate(settings)
-    batch = answered(mask_of("11", "10"), [1.0, 2.0])
+    batch = scored_batch(mask_of("11", "10"), [1.0, 2.0])
     reported = COMBINES["ppo_advantages"](spec, batch, context_of(spec, batch))[1]
     assert {"reward", "score_invalid", "not_counted", "advantage", "return"} <= set(reported)
     for statistic in reported:

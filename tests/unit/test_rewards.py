@@ -21,7 +21,7 @@ from small_runs import TINY, plan_of, spec_of
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSource
 from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
-from flexrlhf.execution.scoring import make_scoring
+from flexrlhf.execution.external_scores import make_external_scorers
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.rewards import workers
@@ -301,7 +301,7 @@ def test_a_run_gives_a_step_half_of_its_own_limit(capsys: pytest.CaptureFixture[
     spec = spec_of(None, 1, f"reward={source}", "timeout_seconds=2")
     graph = make_graph(spec)
     operator = next(operator for operator in graph.operators if operator.kind == "score")
-    scoring = make_scoring(graph, spec, lambda _: "hang")
+    scoring = make_external_scorers(graph, spec, lambda _: "hang")
     alone: Any = SimpleNamespace(is_first=True, sum=lambda tensor: tensor)
     batch = batch_of(tokens=torch.ones(1, 3, dtype=torch.long), response_mask=mask_of("11"))
     columns, _ = scoring.score(operator, batch, [Example((1,), (), ())], alone)

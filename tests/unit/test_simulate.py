@@ -19,10 +19,10 @@ from flexrlhf.cli import app
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.simulation.compare import compare, read_run
-from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_texts
-from flexrlhf.guideline.simulation.simulate import Simulation, evaluate, flows_of, simulate, write_timeline
+from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
+from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, is_rare, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
-from flexrlhf.guideline.simulation.walk import Node, steady_seconds, walk_nodes
+from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 from flexrlhf.plan.plan import Plan
@@ -141,7 +141,11 @@ def test_with_lag_training_overlaps_the_next_generation() -> None:
 
 def test_the_last_batches_of_a_run_that_lags_are_not_taken_for_a_step() -> None:
     """While they drain nothing is generated: a step would seem to be training alone."""
-    nodes = [Node((0,), 10), Node((1,), 1, after=(0,), lag=1), Node((0, 1), 0, lag=1)]
+    nodes = [
+        TimedInstruction((0,), 10),
+        TimedInstruction((1,), 1, after=(0,), lag=1),
+        TimedInstruction((0, 1), 0, lag=1),
+    ]
     assert steady_seconds(nodes, 2) == 10
 
 
@@ -173,9 +177,9 @@ def test_saving_is_in_the_timeline_and_not_in_the_seconds_of_a_step() -> None:
 
 
 def test_a_reader_waits_for_what_is_under_way() -> None:
-    reader = Node((0, 1), 1, after=(0,), delays=(5,))
-    visits = walk_nodes([Node((0,), 1), reader], 2, 1).visits
-    assert [(visit.start, visit.came) for visit in visits if visit.node == 1] == [(6, 1), (6, 0)]
+    reader = TimedInstruction((0, 1), 1, after=(0,), delays=(5,))
+    visits = walk_steps([TimedInstruction((0,), 1), reader], 2, 1).visits
+    assert [(visit.start, visit.arrived) for visit in visits if visit.index == 1] == [(6, 1), (6, 0)]
 
 
 # --- the same spans as the trainer's loop
@@ -240,8 +244,10 @@ def test_shares_of_a_step_are_no_more_than_all_of_it(plan: Plan) -> None:
         assert busy == pytest.approx(simulation.utilisation * plan.placement.num_ranks)
 
 
-def test_evaluating_gives_the_seconds_of_simulating(plan: Plan) -> None:
-    assert evaluate(plan, AnalyticCosts()) == pytest.approx(simulate(plan, AnalyticCosts()).seconds)
+def test_rare_instructions_do_not_count_in_the_seconds_of_a_step(plan: Plan) -> None:
+    regular = tuple(each for each in plan.schedule.instructions if not is_rare(each))
+    without = replace(plan, schedule=replace(plan.schedule, instructions=regular))
+    assert simulate(without, AnalyticCosts()).seconds == pytest.approx(simulate(plan, AnalyticCosts()).seconds)
 
 
 def test_bytes_between_nodes_are_those_of_the_plan(plan: Plan) -> None:
@@ -268,10 +274,10 @@ def test_bytes_of_a_sync_are_those_of_the_plan(tp: int) -> None:
 
 
 def asked(plan: Plan, lengths: TextLengths | None = None) -> dict[str, list[tuple[Call, Mesh]]]:
-    """Operator → questions."""
-    pricer = Pricer(plan, Fixed(), lengths or longest_texts(plan))
+    """Operator → calls."""
+    pricer = Pricer(plan, Fixed(), lengths or longest_lengths(plan))
     runs = [x for x in plan.schedule.instructions if isinstance(x, Run) and x.operator.kind != "combine"]
-    return {run.operator.name: list(pricer.questions(run)) for run in runs}
+    return {run.operator.name: list(pricer.calls(run)) for run in runs}
 
 
 def test_a_call_is_that_of_the_fullest_replica() -> None:
@@ -279,7 +285,7 @@ def test_a_call_is_that_of_the_fullest_replica() -> None:
         None, 4, "algorithm.prompts_per_step=6", "algorithm.num_mini_batches=1", "algorithm.samples_per_prompt=3",
         "algorithm.epochs=2", "models.actor.dtype=bfloat16", "models.actor.activation_checkpointing=true",
     )  # fmt: skip
-    found = {name: questions[0] for name, questions in asked(plan).items()}
+    found = {name: calls[0] for name, calls in asked(plan).items()}
     call, mesh = found["generate"]
     assert (call.rows, call.engine, call.prompt, call.responses, call.item) == (6, "torch", 4, (8,), 2)
     assert (mesh.dp, mesh.tp, mesh.per_node, mesh.zero) == (4, 1, 4, 0)
@@ -292,14 +298,14 @@ def test_a_call_is_that_of_the_fullest_replica() -> None:
 def test_replicas_wait_for_each_other_at_every_update() -> None:
     """Two prompts on three replicas, four times over: no replica has eight rows, but there are four of one each."""
     settings = ("algorithm.prompts_per_step=8", "algorithm.num_mini_batches=4")
-    found = {name: questions[0][0] for name, questions in asked(plan_of(None, 3, *settings)).items()}
+    found = {name: calls[0][0] for name, calls in asked(plan_of(None, 3, *settings)).items()}
     assert found["generate"].rows == 3
     assert (found["train_actor"].rows, found["train_actor"].updates) == (4, 4)
 
 
 def test_budgets_bound_the_rows_of_a_pass() -> None:
     plan = plan_of(None, 1, "models.actor.micro_batch_tokens=30", "models.actor.generate_tokens=40")
-    found = {name: questions[0][0] for name, questions in asked(plan).items()}
+    found = {name: calls[0][0] for name, calls in asked(plan).items()}
     assert (found["train_actor"].micro_rows, found["generate"].decode_rows) == (2, 3)
     shorter = asked(plan, TextLengths(4, (2.0, 4.0)))["train_actor"][0][0]
     assert (shorter.micro_rows, shorter.width) == (3, 8)
@@ -333,7 +339,7 @@ FUNCTION = "{function: 'a.py:f', batch_size: 2, workers: 2, seconds: 3}"
 )
 def test_scores_take_rounds_of_calls_on_the_fullest_replica(sources: str, replies: float) -> None:
     plan = plan_of(None, 2, "algorithm.prompts_per_step=13", f"reward=[{{model: reward}}, {sources}]")
-    pricer = Pricer(plan, Fixed(combined=0.5), longest_texts(plan))
+    pricer = Pricer(plan, Fixed(combined=0.5), longest_lengths(plan))
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
     found = {run.operator.name: pricer.price(run).parts for run in runs}
     assert found["scores_called"] == pytest.approx({"compute": 0.5, "replies": replies})
@@ -440,7 +446,7 @@ def test_the_report_names_seconds_shares_memory_and_bytes(invoke: Invoke) -> Non
     for words in (
         "test: ppo, interleaving on 2 devices (A100-80G), by figures of the device classes",
         " a step, ",
-        "samples/s, of 4 prompt tokens and 8 of the answer",
+        "samples/s, of 4 prompt tokens and 8 of the response",
         "##  run     generate on actor",
         "#.  run     ref_logprobs on ref",
         "all_gather",
@@ -460,7 +466,7 @@ def test_answers_may_be_shorter(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for value in ("3", "lengths.json", "metrics.jsonl"):
         result = invoke("a.yaml", *A100, "--response-tokens", value)
-        assert "and 3 of the answer" in result.stdout, result.output
+        assert "and 3 of the response" in result.stdout, result.output
 
 
 def test_the_timeline_is_written_and_compared_with(invoke: Invoke, tmp_path: Path) -> None:

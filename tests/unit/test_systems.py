@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
-from flexrlhf.guideline.costs.footprint import (
+from benchmarks.systems.calls import PlacedCall, call_seconds, transition_seconds
+from benchmarks.systems.engines import COSTS
+from benchmarks.systems.footprint import (
     MIXED,
     capacity_bytes,
     frozen_bytes,
@@ -17,12 +17,12 @@ from flexrlhf.guideline.costs.footprint import (
     rows_that_fit,
     trained_bytes,
 )
+from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.profiles import SYSTEMS, System
+from benchmarks.systems.steps import SystemStep, best_step, part_seconds, steps_of, timed_as
+from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload, placements_of
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.systems.calls import Work, transition_seconds, work_seconds
-from flexrlhf.guideline.systems.meshes import mesh_of
-from flexrlhf.guideline.systems.profiles import SYSTEMS, System
-from flexrlhf.guideline.systems.steps import Step, best_step, part_seconds, steps_of, timed_as, usual_steps
-from flexrlhf.guideline.systems.tasks import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Placement, Task, placements_of
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 A100 = DEVICE_CLASSES["A100-80G"]
@@ -41,15 +41,15 @@ def with_adapters(model: Transformer) -> Transformer:
     return replace(model, adapters=RANK * model.layers * (8 * model.hidden + 3 * (model.hidden + model.ffn)))
 
 
-def task_of(billions: int, devices: int, rows: int | None = None) -> Task:
+def task_of(billions: int, devices: int, rows: int | None = None) -> Workload:
     """FlexRLHF's: four models of one size, adapters of rank 4, 256 tokens of prompt and of response."""
     model = llama(billions)
     trained, scorer = with_adapters(model), model.as_scorer()
     models = {ACTOR: trained, REF: model, CRITIC: with_adapters(scorer), REWARD: scorer}
-    return Task(models, devices, A100, LINKS, rows, 256.0, (256.0,))
+    return Workload(models, devices, A100, LINKS, rows, 256.0, (256.0,))
 
 
-def step(name: str, billions: int, devices: int) -> Step:
+def step(name: str, billions: int, devices: int) -> SystemStep:
     found = best_step(task_of(billions, devices), SYSTEMS[name])
     assert found is not None
     return found
@@ -108,9 +108,9 @@ def test_every_system_runs_a_small_step(name):
     found = best_step(task_of(7, 16, rows=512), SYSTEMS[name])
     assert found is not None
     assert found.rows == 512
-    assert found.seconds >= max(found.calls.values()) * 0.999
+    assert found.seconds >= max(found.call_seconds.values()) * 0.999
     assert all(0 < size <= capacity_bytes(A100) * 1.001 for size in found.bytes)
-    assert {work.name for work in found.works} <= set(found.calls)
+    assert {work.name for work in found.calls} <= set(found.call_seconds)
 
 
 @pytest.mark.parametrize("name", ["real v1, heuristic", "real v1", "hybridflow", "openrlhf", "nemo-rl"])
@@ -137,15 +137,9 @@ def test_steps_come_fastest_first():
     assert all(before.rows_per_second >= after.rows_per_second for before, after in pairwise(steps))
 
 
-def test_the_usual_placements_have_steps():
-    found = usual_steps(task_of(7, 16, rows=512))
-    assert len(found) == 4
-    assert all(step is not None for step in found.values())
-
-
 def test_a_known_placement_is_kept():
     where = {REF: (0,), REWARD: (1,), CRITIC: (2,), ACTOR: (3,), ROLLOUT: (4,)}
-    placement = Placement("standalone", (1, 1, 2, 2, 2), where)
+    placement = SystemPlacement("standalone", (1, 1, 2, 2, 2), where)
     found = best_step(task_of(7, 8, rows=256), SYSTEMS["openrlhf"], placement=placement)
     assert found is not None
     assert found.placement == placement
@@ -153,17 +147,17 @@ def test_a_known_placement_is_kept():
 
 def test_disjoint_groups_work_side_by_side():
     found = step(INTERLEAVED_2, 7, 16)
-    trains = [found.calls[f"{role} train"] for role in (ACTOR, CRITIC)]
+    trains = [found.call_seconds[f"{role} train"] for role in (ACTOR, CRITIC)]
     assert part_seconds(found, ("train",)) == pytest.approx(max(trains))
     together = step(CO_LOCATED, 7, 16)
-    trains = [together.calls[f"{role} train"] for role in (ACTOR, CRITIC)]
+    trains = [together.call_seconds[f"{role} train"] for role in (ACTOR, CRITIC)]
     assert part_seconds(together, ("train",)) == pytest.approx(sum(trains))
 
 
 def test_running_ahead_hides_the_shorter_half():
     system = replace(SYSTEMS[DISAGGREGATED], name="ahead", ahead=True)
-    task = task_of(13, 32, rows=512)
-    in_turn, ahead = best_step(task, SYSTEMS[DISAGGREGATED]), best_step(task, system)
+    workload = task_of(13, 32, rows=512)
+    in_turn, ahead = best_step(workload, SYSTEMS[DISAGGREGATED]), best_step(workload, system)
     assert in_turn is not None
     assert ahead is not None
     assert ahead.seconds < in_turn.seconds
@@ -174,8 +168,8 @@ def test_a_slower_system_takes_longer_on_the_same_meshes():
     found = best_step(task_of(7, 8, rows=256), fast)
     assert found is not None
     slow = replace(fast, name="slow", passes=fast.passes / 2)
-    assert timed_as(found, slow, AnalyticCosts()).seconds > found.seconds
-    assert timed_as(found, fast, AnalyticCosts()).seconds == pytest.approx(found.seconds)
+    assert timed_as(found, slow, COSTS).seconds > found.seconds
+    assert timed_as(found, fast, COSTS).seconds == pytest.approx(found.seconds)
 
 
 class Fixed:
@@ -185,32 +179,32 @@ class Fixed:
         return Cost({"compute": 1.0, "optimizer": float(call.updates) if call.kind == "train" else 0.0})
 
     def __getattr__(self, name: str):
-        return getattr(AnalyticCosts(), name)
+        return getattr(COSTS, name)
 
 
-def work(kind, portions: int = 1, updates: int = 1, pp: int = 1) -> Work:
+def work(kind, portions: int = 1, updates: int = 1, pp: int = 1) -> PlacedCall:
     call = Call(kind, llama(7), "megatron", 64, 256.0, (256.0,), 512.0, updates=updates)
-    return Work(kind, ACTOR, call, mesh_of(task_of(7, 8), 8, 1, pp), (0,), portions=portions)
+    return PlacedCall(kind, ACTOR, call, mesh_of(task_of(7, 8), 8, 1, pp), (0,), portions=portions)
 
 
 def test_portions_follow_each_other_and_optimizer_steps_happen_once():
     plain = System("plain")
-    assert work_seconds(work("forward", 4), plain, Fixed()) == pytest.approx(4)
-    assert work_seconds(work("train", 4, updates=3), plain, Fixed()) == pytest.approx(4 + 3)
-    assert work_seconds(work("generate", 4), plain, Fixed()) == pytest.approx(4)
+    assert call_seconds(work("forward", 4), plain, Fixed()) == pytest.approx(4)
+    assert call_seconds(work("train", 4, updates=3), plain, Fixed()) == pytest.approx(4 + 3)
+    assert call_seconds(work("generate", 4), plain, Fixed()) == pytest.approx(4)
 
 
 def test_a_system_reaches_a_share_of_its_engines():
     slow = System("slow", passes=0.5, decode=0.25)
-    assert work_seconds(work("forward"), slow, Fixed()) == pytest.approx(2)
-    assert work_seconds(work("train", updates=3), slow, Fixed()) == pytest.approx(2 + 3)
-    assert work_seconds(work("generate"), slow, Fixed()) == pytest.approx(4)
+    assert call_seconds(work("forward"), slow, Fixed()) == pytest.approx(2)
+    assert call_seconds(work("train", updates=3), slow, Fixed()) == pytest.approx(2 + 3)
+    assert call_seconds(work("generate"), slow, Fixed()) == pytest.approx(4)
 
 
 def test_weights_are_sent_as_slowly_as_the_system_sends_them():
-    task, system = task_of(7, 16), System("slow", gathers="own copy", sync_seconds=3.0, sync_gb_s=2.0)
-    placement = Placement("halves", (8, 8), {ACTOR: (0,), ROLLOUT: (1,)})
-    seconds = transition_seconds(task, system, placement, mesh_of(task, 8), AnalyticCosts())
+    workload, system = task_of(7, 16), System("slow", gathers="own copy", sync_seconds=3.0, sync_gb_s=2.0)
+    placement = SystemPlacement("halves", (8, 8), {ACTOR: (0,), ROLLOUT: (1,)})
+    seconds = transition_seconds(workload, system, placement, mesh_of(workload, 8), COSTS)
     assert seconds == pytest.approx(3 + 2 * llama(7).parameters / 2e9)
 
 

@@ -8,16 +8,28 @@ from dataclasses import replace
 
 import pytest
 
-from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.engines import PROFILES
+from benchmarks.systems.engines import PROFILES
+from flexrlhf.guideline.costs import training
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.kernels import attention_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds
-from flexrlhf.guideline.costs.training import forward_cost, train_cost
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
-COSTS = pytest.mark.parametrize("cost", [forward_cost, train_cost])
+ENGINES = sorted(PROFILES.keys() - {"serving", "lmdeploy"})
+"""Those that train."""
 ROUNDING = 1 + 1e-9
+
+
+def forward_cost(call: Call, mesh: Mesh) -> Cost:
+    return training.forward_cost(call, mesh, PROFILES[call.engine])
+
+
+def train_cost(call: Call, mesh: Mesh) -> Cost:
+    return training.train_cost(call, mesh, PROFILES[call.engine])
+
+
+COSTS = pytest.mark.parametrize("cost", [forward_cost, train_cost])
 
 
 def _model(chance: random.Random, **changes: int) -> Transformer:
@@ -42,7 +54,7 @@ def _call(chance: random.Random) -> Call:
     return Call(
         kind="train",
         model=_model(chance),
-        engine=chance.choice(sorted(PROFILES)),
+        engine=chance.choice(ENGINES),
         rows=chance.randint(1, 200),
         prompt=width / 4,
         responses=(width / 2, width * 3 / 4),

@@ -1,1 +1,1 @@
-"""Seconds and bytes of one piece of work: a model call on a mesh, rows that move, weights that are sent."""
+"""Seconds and bytes of one piece of work: a model call on a mesh, rows that move, a weight sync."""

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Kind, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile
+from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import move_cost, sync_cost
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
-_CALLS: dict[Kind, Callable[[Call, Mesh], Cost]] = {
-    "generate": generate_cost,
-    "forward": forward_cost,
-    "train": train_cost,
-}
 
-
+@dataclass(frozen=True)
 class AnalyticCosts:
-    """A CostModel."""
+    """CostModel of the engines in ``engines`` (forward and training passes) and ``decoders`` (generation)."""
+
+    engines: Mapping[str, EngineProfile] = field(default_factory=lambda: PROFILES)
+    decoders: Mapping[str, DecodeProfile] = field(default_factory=lambda: DECODERS)
 
     def call(self, call: Call, mesh: Mesh) -> Cost:
-        return _CALLS[call.kind](call, mesh)
+        match call.kind:
+            case "generate":
+                return generate_cost(call, mesh, self.decoders[call.engine])
+            case "forward":
+                return forward_cost(call, mesh, self.engines[call.engine])
+            case "train":
+                return train_cost(call, mesh, self.engines[call.engine])
 
     def combine(self, rows: int, width: float) -> Cost:
         return Cost({"launch": 1e-3 + 1e-9 * rows * width})

@@ -1,4 +1,4 @@
-"""What the cost model is asked: a model call on a mesh of devices, rows that move, weights that are sent."""
+"""The interface of cost models: model calls on a mesh of devices, rows that move, weight syncs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
-Kind = Literal["generate", "forward", "train"]
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class Links:
-    """How fast bytes travel: ``device_gb_s`` of each device inside its node, ``node_gb_s`` of each node outwards.
+    """Bandwidths in GB/s (1e9 bytes), one direction, as the hardware is sold; cost models take the share that is
+    reached.
 
-    GB/s (1e9 bytes), one direction, as the hardware is sold; what of it is reached is the cost model's to know.
+    device_gb_s:  each device inside its node
+    node_gb_s:    each node to the network
     """
 
     device_gb_s: float
@@ -27,10 +29,15 @@ class Links:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The devices of one placed model and how they share its work: ``dp`` replicas of ``tp * pp`` devices.
+    """Devices of one placed model and how they share its work: ``dp`` replicas of ``tp * pp`` devices.
 
-    ``per_node``: devices of the mesh in each node that it touches. ``zero``: ZeRO stage over the replicas.
-    ``device``: the slowest class among them.
+    device:    slowest class among them
+    links:     slowest links among them
+    dp:        replicas
+    tp:        tensor-parallel ranks
+    pp:        pipeline stages
+    per_node:  devices of the mesh in each node that it spans
+    zero:      ZeRO stage over the replicas
     """
 
     device: DeviceClass
@@ -52,15 +59,25 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Call:
-    """One model call, as a replica sees it.
+    """One model call on one replica.
 
-    ``rows``: of the fullest replica. ``prompt``: mean tokens of a prompt. ``responses``: lengths of answers in tokens,
-    a sample of the rows' distribution (one number: all alike). ``width``: tokens of a row in forward and training
-    passes (padded where the engine pads). ``updates``: optimizer steps. ``micro_rows``: rows of one pass;
-    ``decode_rows``: rows decoded together. ``item``: bytes of a weight; ``cache_item``: of a key's or value's number.
+    kind:               generate, forward or train
+    model:              shape of the model
+    engine:             name of its profile
+    rows:               rows of the fullest replica
+    prompt:             mean tokens of a prompt
+    responses:          tokens of responses, a sample of the rows' distribution (one number: all of that length)
+    width:              tokens of a row in forward and training passes (padded where the engine pads)
+    updates:            optimizer steps
+    micro_rows:         rows of one pass
+    decode_rows:        rows decoded together
+    item:               bytes of a weight
+    recompute:          activations that the backward pass computes again
+    offload_optimizer:  whether the optimizer runs on the host
+    cache_item:         bytes of one number of a key or value
     """
 
-    kind: Kind
+    kind: CallKind
     model: Transformer
     engine: str
     rows: int
@@ -86,8 +103,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one piece of work, by what takes them (``compute``, ``attention``, ``weights``, ``cache``, ``launch``,
-    ``tensor parallel``, ``gather``, ``bubble``, ``optimizer`` ...); hidden parts are left out."""
+    """Seconds of one piece of work by what takes them: ``compute``, ``attention``, ``weights``, ``cache``, ``launch``,
+    ``tensor parallel``, ``gather``, ``bubble``, ``optimizer`` ... Time that is hidden behind other work is not counted.
+    """
 
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,15 +115,17 @@ class Cost:
 
     @property
     def largest(self) -> str:
-        """The part that takes longest."""
+        """Name of the part that takes longest."""
         return max(self.parts, key=lambda name: self.parts[name], default="nothing")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one exchange: the most that one rank sends or receives inside its node, and that one node does outwards.
+    """Bytes of one exchange, on the busiest rank and node.
 
-    ``messages``: the most that one rank sends or receives, each of which has its latency.
+    within:    most bytes that one rank sends or receives inside its node
+    across:    most bytes that one node sends or receives from other nodes
+    messages:  most messages that one rank sends or receives; each has its latency
     """
 
     within: int
@@ -117,20 +137,20 @@ class CostModel(Protocol):
     """Seconds of everything that an instruction can be."""
 
     def call(self, call: Call, mesh: Mesh) -> Cost:
-        """A model call on all its replicas."""
+        """Return the seconds of a model call on all its replicas."""
 
     def combine(self, rows: int, width: float) -> Cost:
-        """Math on columns, beside a model."""
+        """Return the seconds of an operator that runs no model, on ``rows`` rows of ``width`` tokens."""
 
     def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
-        """Columns between ranks."""
+        """Return the seconds of columns that move between ranks."""
 
     def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
-        """Weights from a trained copy to one that follows it. ``gathered``: what source ranks put together first;
-        ``num_tensors``: weight tensors, each of which costs a start."""
+        """Return the seconds of a weight sync. ``gathered``: traffic with which the source's ranks first gather their
+        shards; ``num_tensors``: weight tensors, each of which has its start."""
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
-        """``size`` bytes between a device and its host: Offload, Reload."""
+        """Return the seconds of an Offload or Reload: ``size`` bytes between a device and its host."""
 
     def save(self, size: int) -> Cost:
-        """``size`` bytes of weights into a directory."""
+        """Return the seconds of writing ``size`` bytes of weights into a directory."""

@@ -1,27 +1,29 @@
-"""What rows and weights between two placed models cost, from how both lie and not from where.
+"""Seconds of rows and weights between two placed models, from their layouts and not from their ranks.
 
-The simulator prices the Moves and Syncs of a plan so, the search those of a candidate whose rows nobody has routed yet:
-both get the same seconds. Bytes are those of the busiest rank; on a cluster of several nodes they are taken to cross
-between nodes unless both sides fit the same devices of one.
+The simulator prices the Moves and Syncs of a plan with it, the search those of a candidate whose rows are not routed
+yet: both get the same seconds. Bytes are those of the busiest rank; on a cluster of several nodes they are counted as
+crossing between nodes unless both models fit the same devices of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
+from flexrlhf.placement.relation import Relation
 from flexrlhf.placement.routes import Primitive
-
-Relation = Literal["same", "overlapping", "disjoint"]
 
 
 @dataclass(frozen=True)
-class Side:
-    """How one placed model lies: ``size`` devices, ``per_node`` in a node, ``dp`` replicas of ``tp`` ranks, ZeRO stage.
+class MeshSide:
+    """One end of an exchange: how a placed model is laid out.
 
-    ``cut``: ranks that put their shards of a tensor together before weights leave; 1: each has it whole.
+    size:      devices
+    per_node:  devices in a node
+    dp:        replicas
+    tp:        tensor-parallel ranks of a replica
+    zero:      ZeRO stage
+    shards:    ranks that gather their shards of a tensor before weights are sent; 1: each has whole tensors
     """
 
     size: int
@@ -29,31 +31,24 @@ class Side:
     dp: int
     tp: int = 1
     zero: int = 0
-    cut: int = 1
+    shards: int = 1
 
     def gathered(self, whole: int) -> Traffic:
-        """What putting ``whole`` bytes of weights together takes: every rank receives what the others have."""
-        if self.cut == 1:
+        """Return the traffic of gathering ``whole`` bytes of weights: every rank receives what the others have."""
+        if self.shards == 1:
             return Traffic(0, 0, 0)
-        return Traffic(whole, whole if self.cut > self.per_node else 0)
+        return Traffic(whole, whole if self.shards > self.per_node else 0)
 
 
-def relation_of(first: Collection[int], second: Collection[int]) -> Relation:
-    both = set(first) & set(second)
-    if not both:
-        return "disjoint"
-    return "same" if len(both) == len(first) == len(second) else "overlapping"
-
-
-def lacks_rows(writer: Side, reader: Side, relation: Relation) -> bool:
+def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:
     """Whether a rank of the reader needs rows that it has not written itself."""
     if relation == "same":
         return writer.tp % reader.tp != 0
     return relation == "disjoint" or reader.size > writer.size or writer.dp > 1
 
 
-def rows_traffic(size: int, writer: Side, reader: Side, relation: Relation, several_nodes: bool) -> Traffic:
-    """``size``: bytes of all rows. A rank is counted to need all that its replica reads."""
+def rows_traffic(size: int, writer: MeshSide, reader: MeshSide, relation: Relation, several_nodes: bool) -> Traffic:
+    """Return the traffic of ``size`` bytes of rows. Every rank is counted as receiving all rows of its replica."""
     if not lacks_rows(writer, reader, relation):
         return Traffic(0, 0, 0)
     received, sent = -(-size // reader.dp), -(-size * reader.tp // writer.dp)
@@ -64,9 +59,10 @@ def rows_traffic(size: int, writer: Side, reader: Side, relation: Relation, seve
 
 
 def sync_traffic(
-    part: int, num_buckets: int, source: Side, destination: Side, relation: Relation, several_nodes: bool
+    part: int, num_buckets: int, source: MeshSide, destination: MeshSide, relation: Relation, several_nodes: bool
 ) -> Traffic:
-    """``part``: bytes of weights that a rank of the destination holds; each comes from one rank of the source."""
+    """Return the traffic of a weight sync. ``part``: bytes of weights on a rank of the destination, each of which comes
+    from one rank of the source."""
     if relation == "same":
         return Traffic(0, 0, 0)
     served = -(-destination.size // source.size)
@@ -77,36 +73,49 @@ def sync_traffic(
 
 
 @dataclass(frozen=True)
-class Between:
-    """Two placed models and the wires between them. ``several_nodes``: whether the cluster has more than one."""
+class SyncWeights:
+    """Weights of one Sync.
 
-    source: Side
-    destination: Side
+    part:         bytes on one rank of the destination
+    whole:        bytes that the source's ranks gather where they have shards
+    num_buckets:  messages to each rank of the destination
+    num_tensors:  weight tensors
+    """
+
+    part: int
+    whole: int
+    num_buckets: int
+    num_tensors: int
+
+
+@dataclass(frozen=True)
+class ModelLink:
+    """Two placed models and the links between them.
+
+    source:         layout of the sending model
+    destination:    layout of the receiving model
+    relation:       how their ranks relate
+    links:          bandwidths of the slowest class among them
+    several_nodes:  whether the cluster has more than one node
+    """
+
+    source: MeshSide
+    destination: MeshSide
     relation: Relation
     links: Links
     several_nodes: bool
 
     def rows_cost(self, costs: CostModel, size: int) -> Cost:
-        """``size``: bytes of all rows that the destination reads of what the source wrote."""
+        """Return the seconds of ``size`` bytes: all rows that the destination reads of what the source wrote."""
         if not lacks_rows(self.source, self.destination, self.relation):
             return Cost()
         traffic = rows_traffic(size, self.source, self.destination, self.relation, self.several_nodes)
         primitive: Primitive = "point_to_point" if self.relation == "disjoint" else "all_to_all"
         return costs.move(primitive, traffic, self.links)
 
-    def sync_cost(self, costs: CostModel, weights: Weights) -> Cost:
+    def sync_cost(self, costs: CostModel, weights: SyncWeights) -> Cost:
+        """Return the seconds of one weight sync."""
         traffic = sync_traffic(
             weights.part, weights.num_buckets, self.source, self.destination, self.relation, self.several_nodes
         )
         return costs.sync(traffic, self.source.gathered(weights.whole), weights.num_tensors, self.links)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What a Sync sends. ``part``: bytes on one rank of the destination. ``whole``: bytes that the source's ranks put
-    together where it is cut."""
-
-    part: int
-    whole: int
-    num_buckets: int
-    num_tensors: int

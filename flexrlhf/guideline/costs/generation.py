@@ -1,4 +1,4 @@
-"""Seconds of generation: prefill, then decoding steps of as many rows as are live."""
+"""Seconds of generation: prefill, then decoding steps with as many rows as are live."""
 
 from __future__ import annotations
 
@@ -6,37 +6,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flexrlhf.guideline.costs.batching import Phase, phases_of
+from flexrlhf.guideline.costs.batching import DecodePhase, decode_phases
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
-from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile, host_factor
+from flexrlhf.guideline.costs.decoders import DecodeProfile, host_factor
 from flexrlhf.guideline.costs.kernels import FIGURES
-from flexrlhf.guideline.costs.links import all_reduce_seconds, shared_gather_seconds
+from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds
 from flexrlhf.guideline.costs.training import forward_cost
 
 PREFILL_TOKENS = 8192
-"""Of one forward pass over prompts, at least one prompt."""
+"""Tokens of one forward pass over prompts; it has at least one prompt."""
 ACTIVATION_BYTES = 2
 ONE_SHOT_SHARE = 0.7
-"""Of the bandwidth of a device's links, when it reads all the others' messages at once."""
+"""Share of the bandwidth of a device's links that it reaches when it reads all other ranks' messages at once."""
 
 
-def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile | None = None) -> Cost:
-    """Of ``call.rows`` prompts and their answers on one replica. ``profile``: other than the call's engine names, for a
-    fit."""
-    profile = profile or DECODERS[call.engine]
-    phases = phases_of(profile.batching, call.rows, call.decode_rows, call.responses)
+def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
+    """Return the seconds of ``call.rows`` prompts and their responses on one replica."""
+    phases = decode_phases(profile.batching, call.rows, call.decode_rows, call.responses)
     prefill = {"prefill": prefill_cost(call, mesh, profile).seconds}
     return Cost(prefill | _Step.of(call, mesh, profile).through(phases, call.prompt))
 
 
-def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile | None = None) -> Cost:
-    """Of one decoding step of ``rows`` rows of ``context`` tokens."""
-    return Cost(_Step.of(call, mesh, profile or DECODERS[call.engine]).through([Phase(1, rows, context)], 0))
+def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile) -> Cost:
+    """Return the seconds of one decoding step of ``rows`` rows of ``context`` tokens."""
+    return Cost(_Step.of(call, mesh, profile).through([DecodePhase(1, rows, context)], 0))
 
 
-def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile | None = None) -> Cost:
-    """Of forward passes over all prompts, that yield the first token of every answer."""
-    profile = profile or DECODERS[call.engine]
+def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
+    """Return the seconds of forward passes over all prompts, which yield the first token of every response."""
     micro_rows = max(1, min(call.rows, int(PREFILL_TOKENS / max(call.prompt, 1.0))))
     forward = replace(call, kind="forward", width=call.prompt, responses=(1.0,), micro_rows=micro_rows)
     parts = dict(forward_cost(forward, _unthrottled(mesh), profile.passes).parts)
@@ -49,19 +46,19 @@ def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile | None = None) -
 
 
 def _layers_seconds(call: Call, mesh: Mesh, profile: DecodeProfile) -> float:
-    """Of what is neither matrix, attention nor collective in one step's layers."""
+    """Return the seconds of one step's layers that are neither matrix, attention nor collective."""
     pace = host_factor(mesh.device) if profile.host_paced else 1.0
     return pace * call.model.layers * profile.layer_seconds
 
 
 @lru_cache(maxsize=4096)
 def _unthrottled(mesh: Mesh) -> Mesh:
-    """Decoding steps between prefills leave a board below its power limit."""
+    """Return ``mesh`` at full clock: decoding steps between prefills leave a board below its power limit."""
     return replace(mesh, device=replace(mesh.device, sustained=1.0))
 
 
 def _prefill_reduce_seconds(call: Call, mesh: Mesh, micro_rows: int) -> float:
-    """Of two all-reduces a layer, whose activations have 16 bits where weights have eight."""
+    """Return the seconds of two all-reduces a layer; activations have 16 bits even where weights have eight."""
     message = ACTIVATION_BYTES * call.model.hidden * micro_rows * call.prompt
     once = all_reduce_seconds(message, mesh.tp, mesh.per_node, mesh.links)
     return call.rows / micro_rows * 2 * call.model.layers * once
@@ -69,8 +66,21 @@ def _prefill_reduce_seconds(call: Call, mesh: Mesh, micro_rows: int) -> float:
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of one decoding step, as far as they do not depend on its rows: of weights read, of arithmetic of one
-    row, of the cache of one token, on the host. A pipeline's stages take their turns: they divide nothing."""
+    """Constants of one decoding step. A pipeline's stages work in turn, so they divide nothing.
+
+    weights:   seconds of reading the weights
+    row:       seconds of one row's arithmetic
+    token:     seconds of reading one token's keys and values
+    layers:    seconds of the small kernels of all layers
+    launch:    seconds of launching kernels on the host
+    host:      seconds of the host's scheduler
+    host_row:  the same, for each live row
+    gather:    seconds of gathering weights that ZeRO-3 shards
+    reduces:   all-reduces over tensor-parallel ranks
+    message:   bytes of one row in one of them
+    one_shot:  latency of the engine's own all-reduce kernel; 0: it has none
+    mesh:      where the step runs
+    """
 
     weights: float
     row: float
@@ -107,22 +117,22 @@ class _Step:
             mesh=mesh,
         )
 
-    def through(self, phases: Iterable[Phase], prompt: float) -> dict[str, float]:
-        """Seconds of all steps of ``phases``, by what takes them."""
+    def through(self, phases: Iterable[DecodePhase], prompt: float) -> dict[str, float]:
+        """Return the seconds of all steps of ``phases``, by what takes them."""
         blend = FIGURES.blend
         read = self.weights**blend
         steps = live = matrices = cache = reduce = launch = 0.0
         for phase in phases:
             rows = phase.rows
             multiplied = (read + (rows * self.row) ** blend) ** (1 / blend)
-            looked_up = rows * (prompt + phase.age) * self.token
+            cached = rows * (prompt + phase.age) * self.token
             reduced = self.reduces * self.reduce_seconds(self.message * rows) if self.reduces else 0.0
             steps += phase.steps
             live += phase.steps * rows
             matrices += phase.steps * multiplied
-            cache += phase.steps * looked_up
+            cache += phase.steps * cached
             reduce += phase.steps * reduced
-            launch += phase.steps * max(0.0, self.launch - multiplied - looked_up - reduced - self.layers)
+            launch += phase.steps * max(0.0, self.launch - multiplied - cached - reduced - self.layers)
         return {
             "weights": steps * self.weights,
             "compute": matrices - steps * self.weights,
@@ -135,8 +145,8 @@ class _Step:
         }
 
     def reduce_seconds(self, size: float) -> float:
-        """Of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, whose ranks read all the others'
-        messages at once."""
+        """Return the seconds of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each
+        rank reads all other ranks' messages at once."""
         mesh = self.mesh
         ring = all_reduce_seconds(size, mesh.tp, mesh.per_node, mesh.links)
         if not self.one_shot or mesh.tp > mesh.per_node:
@@ -145,8 +155,8 @@ class _Step:
 
 
 def _gather_seconds(call: Call, mesh: Mesh) -> float:
-    """Of all layers' weights that ZeRO-3 spreads over replicas, for one step."""
+    """Return the seconds in which one step gathers all weights that ZeRO-3 shards over replicas."""
     stage = mesh.tp * mesh.pp
     groups, per_node = min(stage, mesh.per_node), max(1, mesh.per_node // stage)
     size = call.item * call.model.parameters / stage
-    return mesh.pp * shared_gather_seconds(size, mesh.dp, per_node, groups, mesh.links)
+    return mesh.pp * gather_seconds(size, mesh.dp, per_node, mesh.links, groups)

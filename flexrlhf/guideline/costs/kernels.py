@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pow
+from pathlib import Path
 
+from flexrlhf.guideline.costs.constants import read_rows
 from flexrlhf.placement.devices import DeviceClass
 
 TILE = 128
@@ -12,30 +14,33 @@ TILE = 128
 
 @dataclass(frozen=True)
 class KernelFigures:
-    """Constants of all devices, fitted on kernel timings (``benchmarks/calibration/kernels.py``).
+    """Constants of all devices (``kernels.csv``), fitted on kernel timings by ``benchmarks/calibration/kernels.py``.
 
-    ``wave``: the part of one wave of tiles that stays idle, on the average, at the end of a matrix product. ``depth``:
-    terms of the inner dimension that starting and ending a tile costs. ``start_seconds``: of a kernel. ``blend``: how
-    sharply arithmetic and memory traffic replace each other as the limit (exponent; infinite: their maximum).
-    ``weights``: share of the memory bandwidth that a product reaches, ``elements``: that element-wise passes over
-    activations reach.
+    wave:           part of one wave of tiles that stays idle, on the average, at the end of a matrix product
+    depth:          terms of the inner dimension that starting and ending a tile costs
+    start_seconds:  start of a kernel
+    blend:          how sharply arithmetic and memory traffic replace each other as the limit (exponent; infinite: their
+                    maximum)
+    weights:        share of the memory bandwidth that a product reaches
+    elements:       share of it that element-wise passes over activations reach
     """
 
-    wave: float = 0.117
-    depth: float = 66.0
-    start_seconds: float = 4.1e-6
-    blend: float = 3.0
-    weights: float = 0.806
-    elements: float = 0.6
+    wave: float
+    depth: float
+    start_seconds: float
+    blend: float
+    weights: float
+    elements: float
 
 
-FIGURES = KernelFigures()
+FIGURES = KernelFigures(**{row["name"]: float(row["value"]) for row in read_rows(Path(__file__).with_suffix(".csv"))})
 
 
 def matmul_seconds(
     m: float, k: float, n: float, device: DeviceClass, item: float = 2, figures: KernelFigures = FIGURES
 ) -> float:
-    """Of [m, k] times [k, n]: the roofline with a smooth ridge, and what tiles waste. Never falls in m, k or n."""
+    """Return the seconds of [m, k] times [k, n]: the roofline with a smooth ridge, plus what tiles waste. Never
+    decreases in m, k or n."""
     idle = figures.wave * device.cores * min(m, TILE) * min(n, TILE)
     arithmetic = 2 * (m * n + idle) * (k + figures.depth) / (device.matmul * device.tflops * 1e12)
     traffic = item * (m * k + k * n + m * n) / (figures.weights * device.memory_gb_s * 1e9)
@@ -44,15 +49,15 @@ def matmul_seconds(
 
 
 def attention_seconds(rows: float, width: float, channels: float, device: DeviceClass, speed: float = 1.0) -> float:
-    """Of the causal attention of ``rows`` of ``width`` tokens in one layer, fused; ``channels``: heads times head size.
+    """Return the seconds of fused causal attention over ``rows`` rows of ``width`` tokens in one layer.
 
-    Half of the square and the blocks on its diagonal in whole (FlashAttention 2, section 3.1). ``speed``: of other
-    kernels beside those of FlashAttention 2; attention is no faster than matrix products.
+    Half of the square and the whole blocks on its diagonal (FlashAttention 2, section 3.1). ``channels``: heads times
+    head size. ``speed``: relative to the kernels of FlashAttention 2; attention is no faster than matrix products.
     """
     flops = 2 * rows * channels * width * (width + TILE)
     return flops / (min(speed * device.attention, device.matmul) * device.tflops * 1e12)
 
 
 def elements_seconds(size: float, device: DeviceClass, figures: KernelFigures = FIGURES) -> float:
-    """Of element-wise kernels that move ``size`` bytes."""
+    """Return the seconds of element-wise kernels that move ``size`` bytes."""
     return size / (figures.elements * device.memory_gb_s * 1e9)

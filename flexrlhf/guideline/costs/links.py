@@ -1,20 +1,24 @@
-"""Seconds of collectives and of bytes that travel."""
+"""Seconds of collectives and point-to-point messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, sqrt
+from pathlib import Path
 
+from flexrlhf.guideline.costs.constants import named_rows, read_rows
 from flexrlhf.guideline.costs.cost_model import Cost, Links, Traffic
 from flexrlhf.placement.routes import Primitive
 
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What of a link as sold is reached, fitted on timings of collectives (``benchmarks/calibration/links.py``).
+    """Part of a link's bandwidth that is reached (``links.csv``), fitted by ``benchmarks/calibration/links.py``.
 
-    ``message_seconds``: start of a message between two ranks. ``collective_seconds``: of a collective. ``share``: of
-    the bandwidth, by long messages. ``slow_bytes``: collectives of as many bytes take twice as long as at that share.
+    message_seconds:     start of a message between two ranks
+    collective_seconds:  start of a collective
+    share:               share of the bandwidth that long messages reach
+    slow_bytes:          collectives of as many bytes take twice as long as at that share
     """
 
     message_seconds: float
@@ -23,45 +27,38 @@ class LinkFigures:
     slow_bytes: float
 
     def collective(self, size: float, gb_s: float) -> float:
-        """Of ``size`` bytes through a link of ``gb_s``; the square root's term: short ones fill the link less."""
+        """Return the seconds of ``size`` bytes through a link of ``gb_s``; the square root's term: short collectives
+        fill the link less."""
         return self.collective_seconds + (size + sqrt(size * self.slow_bytes)) / (self.share * gb_s * 1e9)
 
     def message(self, size: float, gb_s: float) -> float:
-        """Without its start."""
+        """Return the seconds of a message without its start."""
         return size / (self.share * gb_s * 1e9)
 
 
-WITHIN = LinkFigures(message_seconds=7.6e-6, collective_seconds=28e-6, share=0.805, slow_bytes=3.6e6)
-ACROSS = LinkFigures(message_seconds=19e-6, collective_seconds=55e-6, share=0.66, slow_bytes=0.7e6)
+_FIGURES = named_rows(LinkFigures, read_rows(Path(__file__).with_suffix(".csv")))
+WITHIN, ACROSS = _FIGURES["within"], _FIGURES["across"]
 Figures = tuple[LinkFigures, LinkFigures]
 
 
 def all_reduce_seconds(
-    size: float, ranks: int, per_node: int, links: Links, figures: Figures = (WITHIN, ACROSS)
+    size: float, ranks: int, per_node: int, links: Links, groups: int = 1, figures: Figures = (WITHIN, ACROSS)
 ) -> float:
-    """``size`` bytes on each of ``ranks``, ``per_node`` of them in a node: reduce-scatter and all-gather (ring)."""
-    return _ring_seconds(2, size, ranks, per_node, links, 1, figures)
+    """Return the seconds of ``size`` bytes on each of ``ranks``, ``per_node`` of them in a node: reduce-scatter and
+    all-gather (ring). ``groups`` such collectives run at once and share each node's link."""
+    return _ring_seconds(2, size, ranks, per_node, links, groups, figures)
 
 
-def gather_seconds(size: float, ranks: int, per_node: int, links: Links) -> float:
-    """All-gather or reduce-scatter of ``size`` bytes in all."""
-    return _ring_seconds(1, size, ranks, per_node, links, 1, (WITHIN, ACROSS))
-
-
-def shared_gather_seconds(size: float, ranks: int, per_node: int, groups: int, links: Links) -> float:
-    """``groups`` such gathers at once share each node's way out."""
+def gather_seconds(size: float, ranks: int, per_node: int, links: Links, groups: int = 1) -> float:
+    """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes in total, otherwise as an all-reduce."""
     return _ring_seconds(1, size, ranks, per_node, links, groups, (WITHIN, ACROSS))
-
-
-def shared_all_reduce_seconds(size: float, ranks: int, per_node: int, groups: int, links: Links) -> float:
-    """``groups`` such all-reduces at once share each node's way out."""
-    return _ring_seconds(2, size, ranks, per_node, links, groups, (WITHIN, ACROSS))
 
 
 def _ring_seconds(
     turns: int, size: float, ranks: int, per_node: int, links: Links, groups: int, figures: Figures
 ) -> float:
-    """Ranks pass on ``(n - 1) / n`` of the bytes, nodes as much through their own links; the slower of both counts."""
+    """Return the seconds of a ring: ranks pass on ``(n - 1) / n`` of the bytes, nodes as much through their own links;
+    the slower of both counts."""
     if ranks <= 1:
         return 0.0
     within, across = figures
@@ -73,7 +70,7 @@ def _ring_seconds(
 
 
 def travel_seconds(traffic: Traffic, links: Links, figures: Figures = (WITHIN, ACROSS)) -> float:
-    """Point to point."""
+    """Return the seconds of point-to-point messages."""
     within, across = figures
     start = across.message_seconds if traffic.across else within.message_seconds
     inside = within.message(traffic.within, links.device_gb_s)

@@ -1,8 +1,8 @@
-"""The measured cost model: times of ``flexrlhf profile`` on this machine, scaled where it measured another shape.
+"""The measured cost model: times of ``flexrlhf profile`` on this machine, scaled to shapes that it has not measured.
 
 A call costs a fixed part, which grows with the layers (each is launched) and with the weights that are read, and a part
-that grows with the rows, in proportion to the floating-point operations of a token. What no rank of the profile did
-(pipeline stages, tensor-parallel parts it had not) is taken from the analytic model.
+that grows with the rows, in proportion to the floating-point operations of a token. Whatever was not measured (pipeline
+stages, other tensor-parallel sizes) comes from the analytic model.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from pathlib import Path
 
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.measurements import Line, Measurements, ModelTimes, Point, read_measurements
+from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, Point, read_measurements
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
 WORTHWHILE = 0.25
-"""The share of ended rows that decoding drops (engines/decoding.py)."""
+"""Share of ended rows from which on decoding drops them (engines/decoding.py)."""
 LAUNCHED = 0.5
-"""Of what a call takes without rows: at least so much is launching, whatever the bytes of weights say."""
+"""Share of the seconds of a call without rows that is launching, at least."""
 OPTIMIZER_BYTES = 44
-"""Read and written for a trained parameter in an optimizer step: sum, clip, AdamW in float32."""
+"""Bytes read and written for a trained parameter in an optimizer step: sum, clip, AdamW in float32."""
 
 
 def load_costs(path: Path | str, ranks: int | None = None) -> MeasuredCosts:
-    """Costs of a run with ``ranks`` on the measured machine; None: as many as were measured."""
+    """Return the costs of a run with ``ranks`` on the measured machine; None: as many as were measured."""
     measured = read_measurements(path)
     return MeasuredCosts(measured, slowdown(measured, ranks or measured.machine.ranks))
 
 
 def slowdown(measured: Measurements, ranks: int) -> float:
-    """How much longer calls take with ``ranks`` at work than with those of the profile."""
+    """Return how much longer calls take with ``ranks`` at work than with those of the profile."""
     busy, cores = measured.machine.ranks, measured.machine.cores
-    known = measured.contention
-    if ranks in known and busy in known:
-        return known[ranks] / known[busy]
+    contention = measured.contention
+    if ranks in contention and busy in contention:
+        return contention[ranks] / contention[busy]
     # beyond what was measured: the cores are shared
     return max(1.0, ranks / cores) / max(1.0, busy / cores)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over rows: straight between measured points, and beyond them as between the two next to it."""
+    """Seconds by rows: straight between measured points, and beyond them the line through the last two."""
 
     points: tuple[Point, ...]
 
@@ -61,56 +61,62 @@ class Curve:
 
     @property
     def fixed(self) -> float:
-        """What a call takes that has next to no rows."""
+        """Seconds of a call with next to no rows."""
         return min(self.seconds(0), self.points[0].seconds)
 
 
 def _rising(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Noise may make a call of more rows the shorter one."""
+    """Return (rows, seconds) that never decrease, since noise may make a call of more rows the shorter one."""
     ordered = sorted(points, key=lambda point: point.rows)
     seconds = accumulate((point.seconds for point in ordered), max)
     return [(float(point.rows), value) for point, value in zip(ordered, seconds, strict=True)]
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A model against the measured one. ``more``: bytes of weights in addition, on each rank."""
+class ShapeRatio:
+    """A model relative to the measured one.
+
+    layers:      layers of a stage
+    flops:       operations of a token on one rank
+    more_bytes:  additional bytes of weights on each rank (a difference, not a ratio)
+    """
 
     layers: float
     flops: float
-    more: float
+    more_bytes: float
 
     def seconds(self, curve: Curve, rows: float, bytes_s: float, item_bytes: float = 1.0) -> float:
-        """``item_bytes``: bytes moved for each byte of weights."""
+        """Return the seconds of a call on ``rows``. ``item_bytes``: bytes moved for each byte of weights."""
         grown = (curve.seconds(rows) - curve.fixed) * self.flops
         launched = curve.fixed * self.layers
         # most of the fixed part of a small model is launching; its weights were read from caches
-        return grown + max(LAUNCHED * launched, launched + self.more * item_bytes / bytes_s)
+        return grown + max(LAUNCHED * launched, launched + self.more_bytes * item_bytes / bytes_s)
 
 
 def token_flops(model: Transformer, width: float) -> float:
-    """Of one token of a forward pass over ``width`` tokens."""
+    """Return the floating-point operations of one token in a forward pass over ``width`` tokens."""
     attention = 2 * model.layers * model.heads * model.head_dim * width
     return 2 * (model.layers * model.layer_parameters + model.head_parameters) + attention
 
 
-def together(rows: float, responses: Sequence[float]) -> Iterator[tuple[float, float]]:
-    """(decoding steps, rows decoded in each), as answers end and their rows are dropped; ``responses``: a sample."""
-    ordered, held, done = sorted(responses), rows, 0.0
+def shrinking_batch(rows: float, responses: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """Yield (decoding steps, rows decoded in each) as responses end and their rows are dropped; ``responses``: a
+    sample."""
+    ordered, kept, done = sorted(responses), rows, 0.0
     for index, length in enumerate(ordered):
         left = rows * (len(ordered) - index) / len(ordered)
         if left < 0.5:
             return
-        if left <= (1 - WORTHWHILE) * held:
-            held = left
+        if left <= (1 - WORTHWHILE) * kept:
+            kept = left
         if length > done:
-            yield length - done, held
+            yield length - done, kept
             done = length
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """A CostModel. ``slowdown``: of calls, as ``slowdown`` says."""
+    """CostModel of one machine. ``slowdown``: how much longer its calls take than measured."""
 
     measured: Measurements
     slowdown: float = 1.0
@@ -119,8 +125,8 @@ class MeasuredCosts:
         times = self._nearest(call, mesh)
         if times is None:
             return AnalyticCosts().call(call, mesh)
-        ask = {"generate": self._generate, "forward": self._forward, "train": self._train}[call.kind]
-        parts = ask(call, mesh, times)
+        seconds_of = {"generate": self._generate, "forward": self._forward, "train": self._train}[call.kind]
+        parts = seconds_of(call, mesh, times)
         scaled = {name: seconds * self.slowdown for name, seconds in parts.items()}
         around = self.measured.bookkeeping if call.kind == "forward" else self.measured.statistics
         return Cost(scaled | self._parallel(call, mesh, times) | {"bookkeeping": around})
@@ -154,20 +160,20 @@ class MeasuredCosts:
         return Cost({"write": self.measured.save.seconds(size)})
 
     def _nearest(self, call: Call, mesh: Mesh) -> ModelTimes | None:
-        """The measured model most like that of ``call`` among those that did such calls with its engine."""
-        did = [times for times in self.measured.models if _did(times, call)]
+        """Return the measured model most like that of ``call`` among those with such calls in its engine."""
+        candidates = [times for times in self.measured.models if _has_times(times, call)]
 
         def distance(times: ModelTimes) -> tuple[bool, bool, float, bool]:
             size = math.log(call.model.parameters / times.model.parameters)
             return times.model.head != call.model.head, times.tp != mesh.tp, abs(size), times.item != call.item
 
-        return min(did, key=distance, default=None)
+        return min(candidates, key=distance, default=None)
 
-    def _ratio(self, call: Call, mesh: Mesh, times: ModelTimes) -> Ratio:
+    def _ratio(self, call: Call, mesh: Mesh, times: ModelTimes) -> ShapeRatio:
         here, there = mesh.tp * mesh.pp, times.tp
         flops = token_flops(call.model, call.width) / token_flops(times.model, times.width) * there / here
         more = call.item * call.model.parameters / here - times.item * times.model.parameters / there
-        return Ratio(call.model.layers / mesh.pp / times.model.layers, flops, more)
+        return ShapeRatio(call.model.layers / mesh.pp / times.model.layers, flops, more)
 
     def _forward(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
         passes = max(1, -(-call.rows // call.micro_rows))
@@ -181,7 +187,9 @@ class MeasuredCosts:
         rows = call.rows / rounds
         prefill = ratio.seconds(Curve(times.prefill), rows * call.prompt / times.prompt, bytes_s)
         curve = Curve(times.step)
-        steps = [(number, ratio.seconds(curve, held, bytes_s)) for number, held in together(rows, call.responses)]
+        steps = [
+            (number, ratio.seconds(curve, kept, bytes_s)) for number, kept in shrinking_batch(rows, call.responses)
+        ]
         # the first token comes with the prompt
         decode = sum(number * seconds for number, seconds in steps) - (steps[0][1] if steps else 0.0)
         return {"prefill": rounds * prefill, "decode": rounds * max(0.0, decode)}
@@ -200,26 +208,27 @@ class MeasuredCosts:
         return {"compute": call.updates * (update + (passes - 1) * launched) + again, "gradients": gradients}
 
     def _reduce(self, call: Call, mesh: Mesh, times: ModelTimes, dp: int) -> float:
-        """The sum of gradients over replicas beyond what the measured steps hold of it; shared out over all parts."""
+        """Return the seconds of one sum of gradients over replicas, beyond the part that measured steps include."""
         line, ranks = self.measured.reduce, self.measured.machine.ranks
         if mesh.dp == 1:
             return 0.0
         if line is None:
             return AnalyticCosts().call(call, mesh).parts.get("gradients", 0.0) / call.updates
         size = 4 * call.model.trained_parameters / (mesh.tp * mesh.pp)
-        held = 4 * times.model.trained_parameters / times.tp
-        return max(0.0, _over(line, size, mesh.dp, ranks) - (_over(line, held, dp, ranks) if dp > 1 else 0.0))
+        included = 4 * times.model.trained_parameters / times.tp
+        return max(0.0, _over(line, size, mesh.dp, ranks) - (_over(line, included, dp, ranks) if dp > 1 else 0.0))
 
     def _parallel(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
-        """What only the analytic model knows of a mesh: communication inside a replica, bubbles, gathered weights."""
+        """Return the analytic seconds of communication inside a replica, bubbles and gathered weights."""
         if mesh.tp == times.tp and mesh.pp == 1 and mesh.zero != 3:
             return {}
         parts = AnalyticCosts().call(call, mesh).parts
         return {name: parts[name] for name in ("tensor parallel", "gather", "bubble") if parts.get(name)}
 
 
-def _did(times: ModelTimes, call: Call) -> bool:
-    """All engines that own a transformers model generate by our own decoding, under the name of one."""
+def _has_times(times: ModelTimes, call: Call) -> bool:
+    """Whether such calls were measured. All engines that own a transformers model generate by this package's decoding,
+    named ``torch``."""
     match call.kind:
         case "generate":
             return bool(times.step) and call.engine in ("torch", times.engine)
@@ -229,7 +238,8 @@ def _did(times: ModelTimes, call: Call) -> bool:
             return bool(times.train) and times.engine == call.engine
 
 
-def _over(line: Line, size: float, ranks: int, measured: int) -> float:
-    """A sum of ``size`` bytes over ``ranks`` by the time it takes over ``measured``: a ring's bytes, 2 (n - 1) / n."""
+def _over(line: LinearTime, size: float, ranks: int, measured: int) -> float:
+    """Return the seconds of a sum of ``size`` bytes over ``ranks``, from those over ``measured``: a ring's bytes,
+    2 (n - 1) / n."""
     share = ((ranks - 1) / ranks) / ((measured - 1) / measured)
     return line.seconds(size * share)

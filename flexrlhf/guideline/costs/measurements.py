@@ -1,4 +1,4 @@
-"""What ``flexrlhf profile`` measured on a machine, as it lies in a JSON file. All times in seconds."""
+"""Times that ``flexrlhf profile`` measured on a machine, and their JSON file. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.transformer import Transformer
 
 VERSION = 1
-Moving = Literal["all_gather", "all_to_all", "point_to_point"]
+MeasuredPrimitive = Literal["all_gather", "all_to_all", "point_to_point"]
 
 
 class _Record(BaseModel):
@@ -20,7 +20,12 @@ class _Record(BaseModel):
 
 
 class Point(_Record):
-    """Median ``seconds`` of a call on ``rows``. ``spread``: of the middle half of the repetitions, over the median."""
+    """Time of a call on some rows.
+
+    rows:     rows of the call
+    seconds:  median over the repetitions
+    spread:   range of the middle half of the repetitions, relative to the median
+    """
 
     rows: int
     seconds: float
@@ -30,8 +35,8 @@ class Point(_Record):
 Points = tuple[Point, ...]
 
 
-class Line(_Record):
-    """``start + items * per_item + bytes * per_byte``. ``items``: messages, or tensors."""
+class LinearTime(_Record):
+    """Seconds that grow with bytes: ``start + items * per_item + bytes * per_byte``; items are messages or tensors."""
 
     start: float
     per_byte: float
@@ -42,11 +47,19 @@ class Line(_Record):
 
 
 class ModelTimes(_Record):
-    """Calls of one model on a rank of its own, all ranks of the machine at work.
+    """Times of one model's calls, each replica on ranks of its own, all ranks of the machine at work.
 
-    ``width``: tokens of a row in ``forward`` and ``train``; ``prompt``: in ``prefill``, which draws the first token.
-    ``step``: each further decoding step with so many rows. ``train``: one optimizer step, by number of replicas, with
-    so many rows on each, the sum of gradients over them included.
+    model:    shape of the model
+    engine:   engine that ran it
+    item:     bytes of a weight
+    tp:       tensor-parallel ranks
+    width:    tokens of a row in ``forward`` and ``train``
+    prompt:   tokens of a row in ``prefill``
+    forward:  forward passes
+    prefill:  passes over prompts that sample the first token
+    step:     each further decoding step
+    train:    one optimizer step by number of replicas, with so many rows on each, including the sum of gradients over
+              them
     """
 
     model: Transformer
@@ -62,7 +75,15 @@ class ModelTimes(_Record):
 
 
 class Machine(_Record):
-    """``threads``: of each rank."""
+    """Machine that was measured.
+
+    date:     when
+    torch:    version of torch
+    device:   device type
+    cores:    CPU cores
+    threads:  threads of each rank
+    ranks:    ranks that were at work
+    """
 
     date: str
     torch: str
@@ -73,10 +94,22 @@ class Machine(_Record):
 
 
 class Measurements(_Record):
-    """``combine``: advantages. ``bookkeeping``: of the trainer around each Run; ``statistics``: around one that reports
-    numbers, which replicas add up. ``contention``: how much longer the same call takes with so many ranks at work as
-    with one. ``reduce``: a sum over all ranks. ``sync``: items are tensors. ``memory_bytes_s``: at which weights are
-    read."""
+    """All measurements of a machine.
+
+    version:         version of the file's format
+    machine:         where they were made
+    models:          calls of each measured model
+    combine:         advantages, by rows
+    bookkeeping:     trainer's own time around each Run
+    statistics:      trainer's own time around a Run that reports metrics, which replicas add up
+    contention:      how much longer a call takes with so many ranks at work than with one
+    memory_bytes_s:  bandwidth at which weights are read
+    reduce:          a sum over all ranks
+    moves:           moves of columns by primitive; items are messages
+    sync:            weight sync; items are tensors
+    switch:          Offload and Reload
+    save:            writing weights
+    """
 
     version: int = VERSION
     machine: Machine
@@ -86,15 +119,15 @@ class Measurements(_Record):
     statistics: float
     contention: dict[int, float]
     memory_bytes_s: float
-    reduce: Line | None = None
-    moves: dict[Moving, Line] = {}
-    sync: Line | None = None
-    switch: Line
-    save: Line
+    reduce: LinearTime | None = None
+    moves: dict[MeasuredPrimitive, LinearTime] = {}
+    sync: LinearTime | None = None
+    switch: LinearTime
+    save: LinearTime
 
 
 def read_measurements(path: Path | str) -> Measurements:
-    """Raises UserError in one sentence."""
+    """Read the measurements in ``path``. Raises UserError for a file that ``flexrlhf profile`` has not written."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file; flexrlhf profile -o {path} measures and writes it")
@@ -102,9 +135,9 @@ def read_measurements(path: Path | str) -> Measurements:
         raw = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError):
         raise UserError(f"{path}: not JSON; give a file that flexrlhf profile has written") from None
-    found = raw.get("version") if isinstance(raw, dict) else None
-    if found != VERSION:
-        raise UserError(f"{path}: measurements of version {found}, expected {VERSION}; run flexrlhf profile again")
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version != VERSION:
+        raise UserError(f"{path}: measurements of version {version}, expected {VERSION}; run flexrlhf profile again")
     try:
         return Measurements.model_validate(raw)
     except ValidationError as error:
@@ -114,7 +147,7 @@ def read_measurements(path: Path | str) -> Measurements:
 
 
 def write_measurements(path: Path, measured: Measurements) -> None:
-    """Whole or not at all."""
+    """Write the file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".writing")
     fresh.write_text(measured.model_dump_json(indent=1) + "\n")

@@ -1,5 +1,5 @@
-"""Seconds of forward and training calls: what one micro-batch takes on a stage, then how many of them, and what ranks
-exchange meanwhile."""
+"""Seconds of forward and training calls: one micro-batch on a pipeline stage, times their number, and the collectives
+meanwhile."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from functools import lru_cache
 from math import ceil
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
+from flexrlhf.guideline.costs.engines import EngineProfile
 from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import (
     all_reduce_seconds,
-    shared_all_reduce_seconds,
-    shared_gather_seconds,
+    gather_seconds,
     travel_seconds,
 )
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -32,8 +31,13 @@ OFFLOADED_BYTES, HOST_MEMORY_GB_S = 4, 200
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Seconds of one pass of one layer, or of the head, on one device."""
+class LayerSeconds:
+    """Seconds of one pass of one layer, or of the head, on one device.
+
+    products:   matrix products
+    attention:  attention
+    elements:   element-wise kernels
+    """
 
     products: float = 0.0
     attention: float = 0.0
@@ -43,16 +47,24 @@ class Pieces:
     def seconds(self) -> float:
         return self.products + self.attention + self.elements
 
-    def times(self, factor: float) -> Pieces:
-        return Pieces(factor * self.products, factor * self.attention, factor * self.elements)
+    def times(self, factor: float) -> LayerSeconds:
+        return LayerSeconds(factor * self.products, factor * self.attention, factor * self.elements)
 
-    def plus(self, other: Pieces) -> Pieces:
-        return Pieces(self.products + other.products, self.attention + other.attention, self.elements + other.elements)
+    def plus(self, other: LayerSeconds) -> LayerSeconds:
+        return LayerSeconds(
+            self.products + other.products, self.attention + other.attention, self.elements + other.elements
+        )
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch. ``head_tokens``: those whose logits are computed."""
+class PassShape:
+    """Shape of one micro-batch.
+
+    rows:         rows
+    width:        tokens of a row
+    head_tokens:  tokens whose logits are computed
+    item:         bytes of a number
+    """
 
     rows: float
     width: float
@@ -65,11 +77,16 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One micro-batch on the slowest stage: the layers' pieces, the head's, seconds of launches in vain, of
-    tensor-parallel reductions."""
+class StageSeconds:
+    """Seconds of one micro-batch on the slowest pipeline stage.
 
-    layers: Pieces
+    layers:  all layers of the stage
+    head:    the head
+    launch:  launches that the device waits for
+    tensor:  tensor-parallel all-reduces
+    """
+
+    layers: LayerSeconds
     head: float
     launch: float
     tensor: float
@@ -79,18 +96,16 @@ class Stage:
         return self.layers.seconds + self.head + self.launch + self.tensor
 
 
-def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile | None = None) -> Cost:
-    """``profile``: other than the call's engine names, for a fit."""
-    profile = profile or PROFILES[call.engine]
+def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
+    """Return the seconds of a forward pass over all rows of a replica."""
     parts, micro_batches = _stages(call, mesh, profile, training=False)
     weights = call.item * call.model.parameters / (mesh.tp * mesh.pp)
     gather = micro_batches * _gather(weights, mesh) if mesh.zero == 3 else 0.0
     return Cost(_with_traffic(parts, {"gather": gather}, profile.overlap))
 
 
-def train_cost(call: Call, mesh: Mesh, profile: EngineProfile | None = None) -> Cost:
-    """``profile``: other than the call's engine names, for a fit."""
-    profile = profile or PROFILES[call.engine]
+def train_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
+    """Return the seconds of forward and backward passes over all rows of a replica, and of its optimizer steps."""
     parts, micro_batches = _stages(call, mesh, profile, training=True)
     parts = _with_traffic(parts, _replica_traffic(call, mesh, micro_batches), profile.overlap)
     parts["optimizer"] = call.updates * _optimizer_seconds(call, mesh)
@@ -98,7 +113,8 @@ def train_cost(call: Call, mesh: Mesh, profile: EngineProfile | None = None) -> 
 
 
 def _with_traffic(parts: dict[str, float], traffic: dict[str, float], overlap: float) -> dict[str, float]:
-    """Adds what does not hide: of the shorter of compute and traffic the share ``1 - overlap``."""
+    """Return ``parts`` with the traffic that does not hide behind compute: the share ``1 - overlap`` of the shorter of
+    both, and what traffic is longer."""
     compute, exchanged = sum(parts.values()), sum(traffic.values())
     if not exchanged:
         return parts
@@ -107,7 +123,7 @@ def _with_traffic(parts: dict[str, float], traffic: dict[str, float], overlap: f
 
 
 def _replica_traffic(call: Call, mesh: Mesh, micro_batches: int) -> dict[str, float]:
-    """Weights gathered and gradients reduced, seconds (ZeRO, section 7)."""
+    """Return the seconds of gathering weights and reducing gradients over replicas (ZeRO, section 7)."""
     model = call.model
     weights = call.item * model.parameters / (mesh.tp * mesh.pp)
     gradients = call.item * model.trained_parameters / (mesh.tp * mesh.pp)
@@ -119,18 +135,18 @@ def _replica_traffic(call: Call, mesh: Mesh, micro_batches: int) -> dict[str, fl
         reductions = micro_batches if mesh.zero == 2 else call.updates
         return {"gather": gather, "gradients": reductions * _gather(gradients, mesh)}
     groups, per_node = _groups(mesh)
-    return {"gradients": call.updates * shared_all_reduce_seconds(gradients, mesh.dp, per_node, groups, mesh.links)}
+    return {"gradients": call.updates * all_reduce_seconds(gradients, mesh.dp, per_node, mesh.links, groups)}
 
 
 def _groups(mesh: Mesh) -> tuple[int, int]:
-    """Groups of replicas' peers that leave a node side by side, and the ranks that each has in it."""
+    """Return the number of data-parallel groups that share a node's link, and the ranks of each in a node."""
     groups = min(mesh.tp * mesh.pp, mesh.per_node)
     return groups, max(1, mesh.per_node // (mesh.tp * mesh.pp))
 
 
 def _gather(size: float, mesh: Mesh) -> float:
     groups, per_node = _groups(mesh)
-    return shared_gather_seconds(size, mesh.dp, per_node, groups, mesh.links)
+    return gather_seconds(size, mesh.dp, per_node, mesh.links, groups)
 
 
 def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
@@ -143,7 +159,7 @@ def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
 
 
 def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[dict[str, float], int]:
-    """Seconds of all micro-batches through the pipeline, by what takes them; and their number."""
+    """Return the seconds of all micro-batches through the pipeline, by what takes them, and their number."""
     micro_rows = max(1, min(call.micro_rows, call.rows))
     full, rest = divmod(call.rows, micro_rows)
     stage = _stage(call, mesh, profile, micro_rows, training)
@@ -158,7 +174,7 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
     return parts, int(full + (rest > 0))
 
 
-def _parts(stage: Stage, times: float) -> dict[str, float]:
+def _parts(stage: StageSeconds, times: float) -> dict[str, float]:
     return {
         "compute": times * stage.layers.products,
         "attention": times * stage.layers.attention,
@@ -170,24 +186,24 @@ def _parts(stage: Stage, times: float) -> dict[str, float]:
 
 
 def _hop_seconds(call: Call, mesh: Mesh, rows: float) -> float:
-    """A micro-batch's activations to the next stage; ranks of a stage send a part each."""
+    """Return the seconds of a micro-batch's activations to the next stage; each rank of a stage sends a part."""
     size = int(call.item * call.model.hidden * rows * call.width / mesh.tp)
     within = mesh.tp * mesh.pp <= mesh.per_node
     traffic = Traffic(size, 0) if within else Traffic(0, size * min(mesh.tp, mesh.per_node))
     return travel_seconds(traffic, mesh.links)
 
 
-def _stage(call: Call, mesh: Mesh, profile: EngineProfile, rows: float, training: bool) -> Stage:
+def _stage(call: Call, mesh: Mesh, profile: EngineProfile, rows: float, training: bool) -> StageSeconds:
     head = min(call.mean_response, call.width) if call.model.head == "causal" else 1
-    batch = Batch(rows, call.width, rows * head, call.item)
+    shape = PassShape(rows, call.width, rows * head, call.item)
     repeats = _repeats(call, profile) if training else 0.0
     return _stage_of(
-        call.model, mesh.device, mesh.links, profile, batch, (mesh.tp, mesh.pp, mesh.per_node), training, repeats
+        call.model, mesh.device, mesh.links, profile, shape, (mesh.tp, mesh.pp, mesh.per_node), training, repeats
     )
 
 
 def _repeats(call: Call, profile: EngineProfile) -> float:
-    """Forward passes that recomputation adds."""
+    """Return the forward passes that recomputation adds."""
     return {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute]
 
 
@@ -197,55 +213,60 @@ def _stage_of(
     device: DeviceClass,
     links: Links,
     profile: EngineProfile,
-    batch: Batch,
+    shape: PassShape,
     split: tuple[int, int, int],
     training: bool,
     repeats: float,
-) -> Stage:
-    """``split``: tensor- and pipeline-parallel ranks, ranks in a node."""
+) -> StageSeconds:
+    """Return the seconds of one micro-batch on one stage. ``split``: tensor-parallel ranks, pipeline stages, ranks in a
+    node. ``repeats``: forward passes that recomputation adds."""
     tp, pp, per_node = split
     layers = ceil(model.layers / pp)
-    forward = layer_forward(model, device, profile, batch, tp)
-    pieces = forward.times(1 + repeats)
-    head = head_forward(model, device, profile, batch, tp)
+    forward = layer_forward(model, device, profile, shape, tp)
+    each = forward.times(1 + repeats)
+    head = head_forward(model, device, profile, shape, tp)
     if training:
-        pieces = pieces.plus(layer_backward(model, device, profile, batch, tp))
-        head = head.plus(head_backward(model, device, profile, batch, tp))
-    pieces = pieces.times(layers)
+        each = each.plus(layer_backward(model, device, profile, shape, tp))
+        head = head.plus(head_backward(model, device, profile, shape, tp))
+    stage = each.times(layers)
     passes = 1 + repeats + (1 if training else 0)
-    launch = max(0.0, passes * layers * profile.pass_launch_seconds - pieces.seconds - head.seconds)
+    launch = max(0.0, passes * layers * profile.pass_launch_seconds - stage.seconds - head.seconds)
     reduces = layers * (2 * (1 + (repeats == 1)) + (2 if training else 0)) if tp > 1 else 0
-    message = batch.item * model.hidden * batch.tokens
+    message = shape.item * model.hidden * shape.tokens
     tensor = reduces * all_reduce_seconds(message, tp, min(tp, per_node), links)
-    return Stage(pieces, head.seconds, launch, tensor)
+    return StageSeconds(stage, head.seconds, launch, tensor)
 
 
-def layer_forward(model: Transformer, device: DeviceClass, profile: EngineProfile, batch: Batch, tp: int) -> Pieces:
-    """One layer's forward pass on one of ``tp`` devices."""
-    products = sum(matmul_seconds(batch.tokens, k, n, device, batch.item) for k, n in shapes(model, tp))
+def layer_forward(
+    model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
+) -> LayerSeconds:
+    """Return the seconds of one layer's forward pass on one of ``tp`` devices."""
+    products = sum(matmul_seconds(shape.tokens, k, n, device, shape.item) for k, n in product_shapes(model, tp))
     channels = model.heads * model.head_dim / tp
-    attention = attention_seconds(batch.rows, batch.width, channels, device, profile.attention)
-    elements = elements_seconds(element_bytes(model, profile, batch, tp), device)
-    elements += _adapter_seconds(model, device, profile, batch, tp)
-    return Pieces(products / device.sustained, attention, elements)
+    attention = attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
+    elements = elements_seconds(element_bytes(model, profile, shape, tp), device)
+    elements += _adapter_seconds(model, device, profile, shape, tp)
+    return LayerSeconds(products / device.sustained, attention, elements)
 
 
-def layer_backward(model: Transformer, device: DeviceClass, profile: EngineProfile, batch: Batch, tp: int) -> Pieces:
-    """Gradients of one layer's activations and, without adapters, of its weights."""
-    tokens, item = batch.tokens, batch.item
-    products = sum(matmul_seconds(tokens, n, k, device, item) for k, n in shapes(model, tp))
+def layer_backward(
+    model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
+) -> LayerSeconds:
+    """Return the seconds of the gradients of one layer's activations and, without adapters, of its weights."""
+    tokens, item = shape.tokens, shape.item
+    products = sum(matmul_seconds(tokens, n, k, device, item) for k, n in product_shapes(model, tp))
     if not model.adapters:
-        products += sum(matmul_seconds(k, tokens, n, device, item) for k, n in shapes(model, tp))
+        products += sum(matmul_seconds(k, tokens, n, device, item) for k, n in product_shapes(model, tp))
     channels = model.heads * model.head_dim / tp
-    attention = ATTENTION_BACKWARD * attention_seconds(batch.rows, batch.width, channels, device, profile.attention)
-    moved = ELEMENTS_BACKWARD * element_bytes(model, profile, batch, tp)
-    elements = elements_seconds(moved, device) + ELEMENTS_BACKWARD * _adapter_seconds(model, device, profile, batch, tp)
-    return Pieces(products / device.sustained, attention, elements)
+    attention = ATTENTION_BACKWARD * attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
+    moved = ELEMENTS_BACKWARD * element_bytes(model, profile, shape, tp)
+    elements = elements_seconds(moved, device) + ELEMENTS_BACKWARD * _adapter_seconds(model, device, profile, shape, tp)
+    return LayerSeconds(products / device.sustained, attention, elements)
 
 
-def shapes(model: Transformer, tp: int) -> tuple[tuple[float, float], ...]:
-    """Inner and outer size of each product of one layer on one of ``tp`` devices: query, key and value; output; up (and
-    gate); down. Key-value heads fewer than the devices are copied."""
+def product_shapes(model: Transformer, tp: int) -> tuple[tuple[float, float], ...]:
+    """Return inner and outer size of each matrix product of one layer on one of ``tp`` devices: query, key and value;
+    output; up (and gate); down. Key-value heads fewer than the devices are copied."""
     queries = model.heads * model.head_dim / tp
     keys = max(model.kv_heads / tp, 1) * model.head_dim
     ffn = model.ffn / tp
@@ -257,37 +278,43 @@ def shapes(model: Transformer, tp: int) -> tuple[tuple[float, float], ...]:
     )
 
 
-def element_bytes(model: Transformer, profile: EngineProfile, batch: Batch, tp: int) -> float:
-    """Read and written by one layer's element-wise kernels on one of ``tp`` devices, forward: two norms (read twice,
-    written once), two additions, rotations of queries and keys, the activation."""
+def element_bytes(model: Transformer, profile: EngineProfile, shape: PassShape, tp: int) -> float:
+    """Return the bytes that one layer's element-wise kernels read and write on one of ``tp`` devices, forward: two
+    norms (read twice, written once), two additions, rotations of queries and keys, the activation."""
     hidden = 12 * model.hidden / (tp if profile.sequence_parallel else 1)
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim / tp
     ffn = (3 if model.gated else 2) * model.ffn / tp
-    return profile.elements * batch.item * batch.tokens * (hidden + heads + ffn)
+    return profile.elements * shape.item * shape.tokens * (hidden + heads + ffn)
 
 
-def _adapter_seconds(model: Transformer, device: DeviceClass, profile: EngineProfile, batch: Batch, tp: int) -> float:
+def _adapter_seconds(
+    model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
+) -> float:
     if not model.adapters:
         return 0.0
-    results = sum(n for _, n in shapes(model, tp))
-    return elements_seconds(profile.adapter_elements * batch.item * batch.tokens * results, device)
+    results = sum(n for _, n in product_shapes(model, tp))
+    return elements_seconds(profile.adapter_elements * shape.item * shape.tokens * results, device)
 
 
-def head_forward(model: Transformer, device: DeviceClass, profile: EngineProfile, batch: Batch, tp: int) -> Pieces:
-    """Logits and their log-probabilities, a share of the vocabulary on each of ``tp`` devices."""
+def head_forward(
+    model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
+) -> LayerSeconds:
+    """Return the seconds of logits and their log-probabilities; each of ``tp`` devices has a part of the vocabulary."""
     if model.head != "causal":
-        return Pieces()
+        return LayerSeconds()
     columns = model.vocabulary / tp
-    products = matmul_seconds(batch.head_tokens, model.hidden, columns, device, batch.item) / device.sustained
-    return Pieces(products, 0.0, elements_seconds(profile.loss_bytes / 2 * batch.head_tokens * columns, device))
+    products = matmul_seconds(shape.head_tokens, model.hidden, columns, device, shape.item) / device.sustained
+    return LayerSeconds(products, 0.0, elements_seconds(profile.loss_bytes / 2 * shape.head_tokens * columns, device))
 
 
-def head_backward(model: Transformer, device: DeviceClass, profile: EngineProfile, batch: Batch, tp: int) -> Pieces:
+def head_backward(
+    model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
+) -> LayerSeconds:
     if model.head != "causal":
-        return Pieces()
-    tokens, columns, hidden, item = batch.head_tokens, model.vocabulary / tp, model.hidden, batch.item
+        return LayerSeconds()
+    tokens, columns, hidden, item = shape.head_tokens, model.vocabulary / tp, model.hidden, shape.item
     products = matmul_seconds(tokens, columns, hidden, device, item)
     if not model.adapters:
         products += matmul_seconds(hidden, tokens, columns, device, item)
     elements = elements_seconds(profile.loss_bytes / 2 * tokens * columns, device)
-    return Pieces(products / device.sustained, 0.0, elements)
+    return LayerSeconds(products / device.sustained, 0.0, elements)

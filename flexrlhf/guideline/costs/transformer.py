@@ -1,4 +1,4 @@
-"""A dense transformer as its costs see it: parameters, floating-point operations, keys and values."""
+"""Shape of a dense transformer: parameters, keys and values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from flexrlhf.weights.shapes import Sizes
 
 @dataclass(frozen=True)
 class Transformer:
-    """``gated``: three matrices in the feed-forward block instead of two. ``tied``: the head is the embedding.
+    """Sizes that a model's costs follow from.
 
-    ``head``: a scalar one beside the vocabulary's costs nothing that counts.
-
-    ``adapters``: parameters of low-rank adapters; 0: all weights are trained.
+    layers:      decoder layers
+    hidden:      hidden size
+    ffn:         inner size of the feed-forward block
+    heads:       query heads
+    kv_heads:    key-value heads
+    head_dim:    size of a head
+    vocabulary:  rows of the embedding
+    gated:       whether the feed-forward block has three matrices instead of two
+    tied:        whether the head is the embedding
+    head:        causal or scalar; a scalar head on a trunk with both is not counted
+    adapters:    parameters of low-rank adapters; 0: all weights are trained
     """
 
     layers: int
@@ -31,12 +39,12 @@ class Transformer:
 
     @property
     def attention_parameters(self) -> int:
-        """Query, key, value and output matrices of one layer."""
+        """Parameters of query, key, value and output matrices of one layer."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def ffn_parameters(self) -> int:
-        """The feed-forward matrices of one layer."""
+        """Parameters of the feed-forward matrices of one layer."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
@@ -49,7 +57,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """All of them; a tied head counts once."""
+        """Parameters of the model; a tied head counts once."""
         own_head = 0 if self.tied and self.head == "causal" else self.head_parameters
         return self.layers * self.layer_parameters + self.hidden * (self.vocabulary + 1) + own_head
 
@@ -58,16 +66,16 @@ class Transformer:
         return self.adapters or self.parameters
 
     def kv_bytes(self, item: int = 2) -> int:
-        """Bytes of keys and values of one token, all layers; ``item``: bytes of one number."""
+        """Return the bytes of one token's keys and values in all layers; ``item``: bytes of one number."""
         return 2 * item * self.layers * self.kv_heads * self.head_dim
 
     def as_scorer(self) -> Transformer:
-        """With a scalar head instead of the vocabulary's."""
+        """Return the model with a scalar head instead of the vocabulary's."""
         return replace(self, head="scalar")
 
 
 def transformer_of(sizes: Sizes, is_scorer: bool, tied: bool, adapters: int = 0) -> Transformer:
-    """From what a plan knows of a model."""
+    """Return the shape of a planned model."""
     return Transformer(
         layers=sizes.layers,
         hidden=sizes.hidden,

@@ -1,1 +1,1 @@
-"""A plan on paper: its instructions priced, the trainer's loop played, a run compared with it."""
+"""Simulation of a plan: its instructions priced, the trainer's loop walked, a run compared with it."""

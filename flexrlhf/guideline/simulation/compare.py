@@ -1,7 +1,7 @@
-"""A simulation beside the timeline of a run: what each instruction took, and what had been foretold.
+"""Comparison of a simulation with the timeline of a run: measured and predicted seconds of each instruction.
 
-Both sides are spans as the trainer records them, so both include waiting for other ranks. A Move's span is its posting;
-what it takes shows in what Runs wait.
+Both are spans as the trainer records them, so both include waiting for other ranks. A Move's span is its posting; its
+duration shows in what Runs wait.
 """
 
 from __future__ import annotations
@@ -17,48 +17,62 @@ from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.timeline import Span, read_trace
 
 WARM_UP_STEPS = 1
-"""Steps that are left out: libraries load, allocators grow."""
+"""First steps that are left out: libraries load, allocators grow."""
 Key = tuple[int, str, str, int, int | None]
 """Rank, kind, label, step, chunk."""
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Seconds of the same thing: of a run, and on paper."""
+class TimePair:
+    """Seconds of the same instruction or step in a run and in its simulation."""
 
     measured: float
     predicted: float
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured, less 1; None where there is nothing to compare."""
+        """Predicted over measured, minus 1; None where there is nothing to compare."""
         return self.predicted / self.measured - 1 if self.measured and self.predicted else None
 
 
 @dataclass(frozen=True)
-class Line:
-    """Spans of one kind and label: medians over ranks, steps and chunks; ``waited``: for columns, before the start."""
+class SpanComparison:
+    """Spans of one kind and label, medians over ranks, steps and chunks.
+
+    kind:     kind of the instruction
+    label:    its label
+    count:    measured spans
+    seconds:  durations
+    waited:   waiting for columns before the start
+    """
 
     kind: str
     label: str
     count: int
-    seconds: Pair
-    waited: Pair
+    seconds: TimePair
+    waited: TimePair
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``step``: seconds of one. ``steps``: those compared. ``missing``, ``extra``: spans that only one side has."""
+    """A run compared with its simulation.
 
-    lines: tuple[Line, ...]
-    step: Pair
+    lines:    comparison by kind and label
+    step:     seconds of a step
+    steps:    steps that are compared
+    missing:  predicted spans that were not measured
+    extra:    measured spans that were not predicted
+    """
+
+    lines: tuple[SpanComparison, ...]
+    step: TimePair
     steps: range
     missing: Counter[Key]
     extra: Counter[Key]
 
 
 def read_run(path: Path) -> list[Span]:
-    """The spans of a run. Raises UserError for what is no timeline."""
+    """Return the spans of a run. Raises UserError for a file that is no timeline."""
     if not path.is_file():
         raise UserError(f"--against {path}: no such file; a run writes runs/<name>/timeline.json at its end")
     try:
@@ -71,26 +85,29 @@ def read_run(path: Path) -> list[Span]:
 
 
 def compare(simulation: Simulation, measured: Sequence[Span]) -> Comparison:
-    """``measured``: all spans of a run, or of its last steps."""
-    of_runs = [span.step for span in measured if span.kind == "run"]
-    first, last = min(of_runs), max(of_runs)
+    """Compare ``simulation`` with ``measured``: all spans of a run, or of its last steps."""
+    run_steps = [span.step for span in measured if span.kind == "run"]
+    first, last = min(run_steps), max(run_steps)
     warm = min(WARM_UP_STEPS, last - first)
     steps = range(first + warm, last + 1)
     predicted = list(simulation.spans(last + 1))
-    # the step that a long run's timeline begins with may be cut
-    whole = first + (first > 0)
-    found, wanted = (Counter(_key(span) for span in side if span.step >= whole) for side in (measured, predicted))
+    # the first step in a long run's timeline may be incomplete
+    complete = first + (first > 0)
+    measured_keys, predicted_keys = (
+        Counter(_key(span) for span in spans if span.step >= complete) for spans in (measured, predicted)
+    )
     return Comparison(
         lines=tuple(_lines(measured, predicted, steps)),
-        step=Pair(step_seconds(measured, steps), step_seconds(predicted, steps)),
+        step=TimePair(step_seconds(measured, steps), step_seconds(predicted, steps)),
         steps=steps,
-        missing=wanted - found,
-        extra=found - wanted,
+        missing=predicted_keys - measured_keys,
+        extra=measured_keys - predicted_keys,
     )
 
 
 def step_seconds(spans: Sequence[Span], steps: range) -> float:
-    """From the end of the step before ``steps`` (or the start of the run) to the end of the last, for each."""
+    """Return the mean seconds of ``steps``: from the end of the step before them (or the start of the run) to the end
+    of the last."""
     ends: dict[int, float] = defaultdict(float)
     for span in spans:
         if span.kind not in ("save", "eval"):
@@ -103,14 +120,14 @@ def _key(span: Span) -> Key:
     return span.rank, span.kind, span.label, span.step, span.chunk
 
 
-def _lines(measured: Sequence[Span], predicted: Sequence[Span], steps: range) -> Iterable[Line]:
-    ours, theirs = _by_label(predicted, steps), _by_label(measured, steps)
-    for kind, label in ours:
-        spans, others = ours[kind, label], theirs.get((kind, label), [])
-        if others:
-            seconds = Pair(_median(others, _duration), _median(spans, _duration))
-            waited = Pair(_median(others, _waited), _median(spans, _waited))
-            yield Line(kind, label, len(others), seconds, waited)
+def _lines(measured: Sequence[Span], predicted: Sequence[Span], steps: range) -> Iterable[SpanComparison]:
+    measured_spans = _by_label(measured, steps)
+    for (kind, label), ours in _by_label(predicted, steps).items():
+        theirs = measured_spans.get((kind, label), [])
+        if theirs:
+            seconds = TimePair(_median(theirs, _duration), _median(ours, _duration))
+            waited = TimePair(_median(theirs, _waited), _median(ours, _waited))
+            yield SpanComparison(kind, label, len(theirs), seconds, waited)
 
 
 def _by_label(spans: Iterable[Span], steps: range) -> dict[tuple[str, str], list[Span]]:
@@ -121,8 +138,8 @@ def _by_label(spans: Iterable[Span], steps: range) -> dict[tuple[str, str], list
     return groups
 
 
-def _median(spans: Iterable[Span], of: Callable[[Span], float]) -> float:
-    return median(map(of, spans))
+def _median(spans: Iterable[Span], value: Callable[[Span], float]) -> float:
+    return median(map(value, spans))
 
 
 def _duration(span: Span) -> float:

@@ -1,4 +1,4 @@
-"""What is done beside a model: mathematics on columns, and asking functions, services and rules for scores."""
+"""Seconds of operators that run no model: mathematics on columns, and scores of functions, services and rules."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 
 
-def cost_beside(costs: CostModel, spec: Spec, asked: str, rows: int, width: float) -> Cost:
-    """Of a combine or a score on the ``rows`` of the fullest replica, each of ``width`` tokens.
+def model_free_cost(costs: CostModel, spec: Spec, section: str, rows: int, width: float) -> Cost:
+    """Return the seconds of a combine or a score on the ``rows`` of the fullest replica, each of ``width`` tokens.
 
-    ``asked``: the section with the sources of a score; a combine has none.
+    ``section``: section of the YAML with the sources of a score; empty for a combine, which has none.
     """
     combined = costs.combine(rows, width)
-    sources = {"": None, "reward": spec.reward, "cost": spec.cost}[asked]
-    return Cost({**combined.parts, "replies": asking_seconds(sources or (), rows)}) if sources else combined
+    sources = {"": None, "reward": spec.reward, "cost": spec.cost}[section]
+    return Cost({**combined.parts, "replies": reply_seconds(sources or (), rows)}) if sources else combined
 
 
-def asking_seconds(sources: Sources, rows: int) -> float:
-    """Until the last reply about ``rows`` answers: all sources are asked at once, so as long as the slowest takes."""
+def reply_seconds(sources: Sources, rows: int) -> float:
+    """Return the seconds until the last reply about ``rows`` responses. All sources are called at once, so the slowest
+    counts."""
     called = (source for source in sources if not isinstance(source, ModelSource))
     return max((rounds(source, rows) * source.seconds for source in called), default=0.0)
 
 
 def rounds(source: RewardSource, rows: int) -> int:
-    """Calls for ``rows`` answers that come one after the other; each round has as many as are made at a time."""
+    """Return the rounds of calls for ``rows`` responses; each round has as many calls as are made at a time."""
     assert not isinstance(source, ModelSource), "a model is no call"
     calls = -(-rows // source.batch_size)
     match source:

@@ -1,4 +1,4 @@
-"""A simulation as a person reads it: plain text, fixed width."""
+"""Printed text of a simulation and of its comparison with a run: fixed width."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 
 from flexrlhf.guideline.costs.cost_model import Cost
-from flexrlhf.guideline.simulation.compare import Comparison, Key, Line
-from flexrlhf.guideline.simulation.simulate import Priced, Shares, Simulation, flows_of
+from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
+from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares, flows_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
 from flexrlhf.text import bytes_text, rank_marks, ranks_text, span_of
@@ -18,7 +18,7 @@ NUM_KEYS = 5
 
 
 def format_simulation(simulation: Simulation, source: str) -> str:
-    """``source``: where the seconds are from."""
+    """Return the text of a simulation. ``source``: where the seconds are from."""
     plan = simulation.plan
     sections = [
         _head(simulation, source),
@@ -43,30 +43,31 @@ def _head(simulation: Simulation, source: str) -> list[str]:
         f"{plan.spec.name}: {plan.spec.algorithm.name}, {plan.strategy} on {ranks} devices "
         f"({', '.join(plan.cluster.classes)}), by {source}",
         f"  {seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
-        f"{lengths.prompt:g} prompt tokens and {lengths.mean_response:g} of the answer",
+        f"{lengths.prompt:g} prompt tokens and {lengths.mean_response:g} of the response",
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
     ]
 
 
 def _instructions(simulation: Simulation) -> Iterator[str]:
-    """One line for each kind and label; chunks together. Moves go on beside what follows them."""
-    groups: dict[tuple[str, str], list[Priced]] = defaultdict(list)
+    """Yield a line for each kind and label, with all chunks. Moves proceed while the instructions after them run."""
+    groups: dict[tuple[str, str], list[PricedInstruction]] = defaultdict(list)
     for item in simulation.regular:
         groups[item.instruction.kind, item.instruction.label].append(item)
     num_ranks = simulation.plan.placement.num_ranks
     width = min(LABEL_WIDTH, max((len(label) for _, label in groups), default=0))
     margin = len(rank_marks((), num_ranks))
-    yield f"{'':<{margin + 10 + width}} {'in all':>9}  of it, by the largest part"
+    yield f"{'':<{margin + 10 + width}} {'total':>9}  largest part, bytes"
     for (kind, label), items in groups.items():
         marks = rank_marks(items[0].instruction.ranks, num_ranks)
         total = Cost(_sum(item.cost for item in items))
         notes = "  ".join(note for note in _notes(simulation.plan, items, total) if note)
-        yield f"{marks}  {kind:<7} {_cut(label, width):<{width}} {seconds_text(total.seconds):>9}  {notes}".rstrip()
+        seconds = seconds_text(total.seconds)
+        yield f"{marks}  {kind:<7} {_shortened(label, width):<{width}} {seconds:>9}  {notes}".rstrip()
 
 
-def _notes(plan: Plan, items: list[Priced], total: Cost) -> list[str]:
-    """The part that takes longest, bytes, period, chunks: whatever there is to say."""
+def _notes(plan: Plan, items: list[PricedInstruction], total: Cost) -> list[str]:
+    """Return the part that takes longest, bytes, period and number of chunks; empty strings for what there is not."""
     first = items[0].instruction
     if isinstance(first, Move | Sync):
         what = first.primitive if isinstance(first, Move) else _largest(total)
@@ -85,7 +86,7 @@ def _sum(costs: Iterable[Cost]) -> dict[str, float]:
 
 
 def _largest(cost: Cost) -> str:
-    """The part that takes longest, where there are several with its share."""
+    """Return the part that takes longest; if there are several, with its share."""
     busy = [name for name, seconds in cost.parts.items() if seconds]
     if not busy:
         return ""
@@ -93,13 +94,13 @@ def _largest(cost: Cost) -> str:
 
 
 def _devices(simulation: Simulation) -> list[str]:
-    """A line for ranks with the same models and shares, with the highest of their peaks."""
+    """Return a line for each group of ranks with the same models and shares, with the highest of their peaks."""
     plan = simulation.plan
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for ranks, shares in zip(simulation.blocks, simulation.shares, strict=True):
         models = ", ".join(model.name for model in plan.placement.on_rank(ranks[0]))
         groups[models, _shares(shares)].extend(ranks)
-    names = [_cut(ranks_text(tuple(sorted(ranks))), RANKS_WIDTH) for ranks in groups.values()]
+    names = [_shortened(ranks_text(tuple(sorted(ranks))), RANKS_WIDTH) for ranks in groups.values()]
     width = max(map(len, names), default=0)
     lines = [f"{'':<{width}}  running  exchanging  waiting  memory at most"]
     for name, ((models, cells), members) in zip(names, groups.items(), strict=True):
@@ -107,12 +108,12 @@ def _devices(simulation: Simulation) -> list[str]:
     return lines + [f"{ranks_text(idle)}  idle" for idle in [plan.placement.idle_ranks] if idle]
 
 
-def _shares(shares: Shares) -> str:
+def _shares(shares: TimeShares) -> str:
     return f"{_percent(shares.running):>7}  {_percent(shares.exchanging):>10}  {_percent(shares.waiting):>7}"
 
 
 def _memory(plan: Plan, ranks: Iterable[int]) -> str:
-    """The highest peak among ``ranks``, and what that device has."""
+    """Return the highest peak among ``ranks``, and the memory of that device."""
     highest = max(ranks, key=lambda rank: plan.memories[rank].peak_bytes)
     size = plan.cluster.memory_bytes(highest)
     return bytes_text(plan.memories[highest].peak_bytes) + ("" if size is None else f" of {bytes_text(size)}")
@@ -126,11 +127,11 @@ def _models(simulation: Simulation) -> Iterator[str]:
 
 
 def _links(simulation: Simulation) -> Iterator[str]:
-    """A line for nodes of which there is the same to say."""
+    """Yield a line for each group of nodes with the same bytes."""
     groups: dict[str, list[int]] = defaultdict(list)
     many = simulation.plan.cluster.num_nodes > 1
-    for node, found in simulation.node_bytes.items():
-        within, sent, received = (bytes_text(int(size)) for size in astuple(found))
+    for node, traffic in simulation.node_bytes.items():
+        within, sent, received = (bytes_text(int(size)) for size in astuple(traffic))
         outwards = f", {sent} to other nodes, {received} from them" if many else ""
         groups[f"{within} inside it{outwards}"].append(node)
     for text, nodes in groups.items():
@@ -144,12 +145,12 @@ def _rare(simulation: Simulation, plan: Plan) -> Iterator[str]:
         if isinstance(item.instruction, Run) and item.every >= plan.spec.steps:
             when = "at the first step"
         if kind == "eval":
-            when += f", if {plan.batch.num_prompts} prompts are held out"
+            when += f", with {plan.batch.num_prompts} prompts in the evaluation set"
         yield f"{kind:<7} {item.instruction.label:<34} {seconds_text(item.cost.seconds):>9}  {when}"
 
 
 def format_comparison(comparison: Comparison, path: object) -> str:
-    """A table of medians, then what only one side has."""
+    """Return a table of medians, then the spans that were only measured or only predicted."""
     steps, step = comparison.steps, comparison.step
     width = min(LABEL_WIDTH, max((len(line.label) for line in comparison.lines), default=0))
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
@@ -165,13 +166,13 @@ def format_comparison(comparison: Comparison, path: object) -> str:
     return "\n".join(lines)
 
 
-def _compared(line: Line, width: int) -> str:
+def _compared(line: SpanComparison, width: int) -> str:
     seconds, waited = line.seconds, line.waited
     cells = f"{seconds_text(seconds.measured):>9} {seconds_text(seconds.predicted):>9} {_error(seconds.error):>7}"
     waits = f"{seconds_text(waited.measured):>9} {seconds_text(waited.predicted):>9}"
     if line.kind != "run":
         waits = f"{'-':>9} {'-':>9}"
-    return f"{line.kind:<7} {_cut(line.label, width):<{width}} {cells}  {waits} {line.count:>6}"
+    return f"{line.kind:<7} {_shortened(line.label, width):<{width}} {cells}  {waits} {line.count:>6}"
 
 
 def _only(title: str, keys: Counter[Key]) -> Iterator[str]:
@@ -185,7 +186,7 @@ def _only(title: str, keys: Counter[Key]) -> Iterator[str]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits, in the unit that suits."""
+    """Return ``seconds`` with three digits, in a suitable unit."""
     if seconds >= 1:
         return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
     if seconds >= 1e-3:
@@ -204,5 +205,5 @@ def _error(error: float | None, lead: str = "") -> str:
     return f"{lead}{round(100 * error, 1) + 0.0:+.1f}%"
 
 
-def _cut(text: str, width: int) -> str:
+def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,4 +1,4 @@
-"""Which bytes the Moves and Syncs of a plan put on which link: inside nodes, and from node to node."""
+"""Bytes that the Moves and Syncs of a plan put on each link: inside nodes, and from node to node."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flexrlhf.guideline.costs.exchange import Weights
+from flexrlhf.guideline.costs.exchange import SyncWeights
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
@@ -32,7 +32,7 @@ class NodeBytes:
 
 
 def move_flows(plan: Plan, move: Move) -> list[Flow]:
-    """All columns for one rank are one message; rows travel padded."""
+    """Return the flows of a Move. All columns for one rank are one message; rows are sent padded."""
     samples = plan.batch.samples_per_prompt
     sizes: Counter[tuple[int, int]] = Counter()
     for transfer in move.transfers:
@@ -41,22 +41,22 @@ def move_flows(plan: Plan, move: Move) -> list[Flow]:
     return [Flow(source, destination, size) for (source, destination), size in sizes.items()]
 
 
-def sync_flows(sync: Sync, weights: Weights) -> Iterator[Flow]:
-    """A message for each bucket of what a rank of the destination holds."""
+def sync_flows(sync: Sync, weights: SyncWeights) -> Iterator[Flow]:
+    """Yield the flows of a Sync: to each rank of the destination its weights, a message for each bucket."""
     for transfer in sync.transfers:
         if transfer.source != transfer.destination:
             yield Flow(transfer.source, transfer.destination, weights.part, weights.num_buckets)
 
 
-def gather_flows(sync: Sync, weights: Weights) -> Iterator[Flow]:
-    """All-gather in a ring: each rank passes on what the others hold."""
+def gather_flows(sync: Sync, weights: SyncWeights) -> Iterator[Flow]:
+    """Yield the flows of gathering on the source, a ring: each rank passes on the shards of the others."""
     for ranks in sync.gathers:
         for place, rank in enumerate(ranks):
             yield Flow(rank, ranks[(place + 1) % len(ranks)], weights.whole * (len(ranks) - 1) // len(ranks))
 
 
 def bytes_by_node(flows: Iterable[tuple[Flow, float]], cluster: Cluster) -> dict[int, NodeBytes]:
-    """``flows``: each with how often it is due in a step."""
+    """Return the bytes of each node. ``flows``: each with how often it is due in a step."""
     nodes: dict[int, NodeBytes] = defaultdict(NodeBytes)
     for flow, share in flows:
         source, destination = (cluster.devices[rank].node for rank in (flow.source, flow.destination))

@@ -1,0 +1,1 @@
+"""Published RLHF systems: their placements, engines and constants, and ReaL's space of one placement per call."""

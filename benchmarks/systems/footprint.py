@@ -1,0 +1,116 @@
+"""Bytes on a device for models and calls of any system, with pipelines and ZeRO.
+
+The formulas are those of the package's ``memory`` (``PerParameter``, ``zero_split``, ``Blocks``), which counts a plan's
+bytes rank by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
+"""
+
+from __future__ import annotations
+
+from flexrlhf.guideline.costs.cost_model import Call, Mesh
+from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.memory.activations import Blocks
+from flexrlhf.memory.states import PerParameter, zero_split
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.weights.shapes import Sizes
+
+MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
+"""16-bit weights and gradients, float32 master weights and two moments (ZeRO, sec. 3.1)."""
+FLOAT_GRADIENTS = PerParameter(weights=2, gradients=4, optimizer=12)
+"""Megatron's distributed optimizer: gradients in float32 (HybridFlow, sec. 8.1)."""
+
+CONTEXT_BYTES = 1.5e9
+"""Driver, libraries and communication buffers of one device."""
+FRAGMENTATION = 0.06
+"""Share of the allocator's memory that is unused: 5 to 10 %."""
+USABLE = 0.988
+"""Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
+LOGIT_BYTES, READ_LOGIT_BYTES = 16, 6
+"""Bytes of each logit in a training pass (16 bits, float32, its logarithm, and gradients of all) and a forward pass."""
+SELECTIVE = 0.5
+"""Share of a layer's activations that selective recomputation keeps: results of matrix products."""
+HOST_BYTES = 1e12
+"""Bytes of a node's memory that offloaded states can take."""
+LIVE_ELEMENTS = 1_000_000_000
+"""Parameters that ZeRO-3 keeps gathered at a time (``stage3_max_live_parameters``), at most."""
+
+
+def capacity_bytes(device: DeviceClass) -> float:
+    """Return the bytes of a device that models and calls can take."""
+    return (USABLE * 2**30 * device.memory_gb - CONTEXT_BYTES) * (1 - FRAGMENTATION)
+
+
+def blocks_of(model: Transformer, item: int, tp: int) -> Blocks:
+    sizes = Sizes(
+        "llama",
+        model.layers,
+        model.hidden,
+        model.ffn,
+        model.heads,
+        model.kv_heads,
+        model.head_dim,
+        model.vocabulary,
+    )
+    return Blocks(sizes, item, tp, model.adapters > 0)
+
+
+def frozen_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
+    """Return the bytes of weights that are only read."""
+    return item * model.parameters / (mesh.tp * mesh.pp) / (mesh.dp if mesh.zero == 3 else 1)
+
+
+def trained_bytes(model: Transformer, mesh: Mesh, per: PerParameter, offload: bool = False) -> float:
+    """Return the bytes of weights, gradients and optimizer of a trained model. ``offload``: gradients and optimizer are
+    in host memory."""
+    shards, split = mesh.tp * mesh.pp, zero_split(mesh.zero, mesh.dp)
+    trained = PerParameter(per.weights, 0, 0) if offload else per
+    frozen = (model.parameters - model.trained_parameters) / shards
+    return trained.on_rank(model.trained_parameters / shards, split) + per.weights * frozen / split.weights
+
+
+def offloaded_bytes(model: Transformer) -> float:
+    """Return the bytes in the host memory of all nodes together: master weights, moments, and float32 copies for both
+    directions, as ``memory.states`` counts them for DeepSpeed."""
+    return 20.0 * model.trained_parameters
+
+
+def pass_bytes(call: Call, mesh: Mesh, rows: int) -> float:
+    """Return the bytes of activations and logits of one micro-batch of ``rows`` in a forward or training call."""
+    model, train = call.model, call.kind == "train"
+    logits = 0.0
+    if model.head == "causal":
+        logits = rows * call.width * model.vocabulary / mesh.tp * (LOGIT_BYTES if train else READ_LOGIT_BYTES)
+    return _activation_bytes(call, mesh, rows) + logits + gathered_bytes(model, mesh)
+
+
+def _activation_bytes(call: Call, mesh: Mesh, rows: int) -> float:
+    """Return the bytes of activations. Attention is fused, without mask and scores, so a row of n tokens takes what n
+    rows of one take. A pipeline's first stage has a micro-batch in flight for every stage, each with its part of the
+    layers: as many as a mesh without stages."""
+    blocks, tokens = blocks_of(call.model, call.item, mesh.tp), round(rows * call.width)
+    if call.kind != "train":
+        return blocks.forward_bytes(tokens, 1)
+    kept = blocks.train_bytes(tokens, 1, call.recompute == "full")
+    return kept * (SELECTIVE if call.recompute == "selective" else 1)
+
+
+def gathered_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
+    """Return the bytes of other ranks' weights that ZeRO-3 keeps gathered during a pass."""
+    if mesh.zero != 3 or mesh.dp == 1:
+        return 0.0
+    return item * min(model.parameters, LIVE_ELEMENTS + 2 * model.layer_parameters) / (mesh.tp * mesh.pp)
+
+
+def decode_bytes(call: Call, mesh: Mesh, rows: int) -> float:
+    """Return the bytes of keys, values and logits of ``rows`` that a replica decodes together."""
+    model = call.model
+    tokens = rows * (call.prompt + call.longest_response)
+    cache = model.kv_bytes(call.item) * tokens / (min(mesh.tp, model.kv_heads) * mesh.pp)
+    return cache + rows * model.vocabulary * 6
+
+
+def rows_that_fit(call: Call, mesh: Mesh, free: float) -> int:
+    """Return the most rows of a micro-batch, or the most that are decoded together, in ``free`` bytes of each device;
+    0 where not even one fits."""
+    need = decode_bytes if call.kind == "generate" else pass_bytes
+    one, two = need(call, mesh, 1), need(call, mesh, 2)
+    return max(0, int((free - one) // max(two - one, 1.0)) + 1) if free >= one else 0
