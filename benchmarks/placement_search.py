@@ -1,9 +1,9 @@
-"""The search for placements beside Metropolis-Hastings on the same tables, for PPO in the space of ReaL.
+"""Compare the search for placements with Metropolis-Hastings on the same tables, for PPO in the space of ReaL.
 
 ``python -m benchmarks.placement_search``. Six parts, one for each model call (ReaL: Mei et al., MLSys 2025): generate,
-reward, ref and critic inference, actor and critic training; weights are sent from what is trained to what follows it.
-Options of a mesh: all dp * tp * pp of its size, micro-batches in powers of two, ZeRO 1 and 3 where something is
-trained. ``--space shadows`` and ``--space ratios``: a part for each placed model of the placement ratios instead.
+reward, ref and critic inference, actor and critic training; weights are sent from a trained part to the one that uses
+them. Options of a mesh: all dp * tp * pp of its size, micro-batches in powers of two, ZeRO 1 and 3 for training.
+``--space shadows`` and ``--space ratios``: a part for each placed model of the placement ratios instead.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 
-from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.search.branch import search
+from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import overlaps_of, play
-from flexrlhf.guideline.search.found import Result
 from flexrlhf.guideline.search.problem import (
-    End,
+    DevicePool,
+    LinkEnd,
     LinkSeconds,
+    MeshShape,
     Option,
-    Part,
-    Pool,
-    Problem,
-    Relation,
-    Shape,
-    Sync,
-    Task,
-    relation_of,
+    SearchPart,
+    SearchProblem,
+    SearchSync,
+    SearchTask,
 )
+from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.search.tables import LinkTable, PartTable, Tables, tables_of
+from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.relation import Relation, mesh_relation
 
 DEVICE = DEVICE_CLASSES["A100-80G"]
 LINKS = Links(DEVICE.link_gb_s, DEVICE.node_gb_s)
@@ -61,7 +60,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Model:
-    """What is placed: ``kinds`` of its calls, ``rows`` of a step."""
+    """A model to place. ``kinds``: its calls. ``rows``: rows of a step."""
 
     shape: Transformer
     kinds: tuple[CallKind, ...]
@@ -71,7 +70,7 @@ class Model:
     def is_trained(self) -> bool:
         return "train" in self.kinds
 
-    def options(self, shape: Shape) -> list[Option]:
+    def options(self, shape: MeshShape) -> list[Option]:
         return [self._option(shape, settings) for settings in self._settings(shape.size)]
 
     def _settings(self, size: int) -> Iterator[Settings]:
@@ -80,13 +79,13 @@ class Model:
                 for zero in (1, 3) if self.is_trained else (0,):
                     yield Settings(layout, micro_batches, zero)
 
-    def _option(self, shape: Shape, settings: Settings) -> Option:
+    def _option(self, shape: MeshShape, settings: Settings) -> Option:
         resting = resting_bytes(self, settings)
         active = max(active_bytes(kind, self, settings) for kind in self.kinds)
         seconds = tuple(self._seconds(kind, shape, settings) for kind in self.kinds)
         return Option(seconds, resting, active, settings.layout, settings)
 
-    def _seconds(self, kind: CallKind, shape: Shape, settings: Settings) -> float:
+    def _seconds(self, kind: CallKind, shape: MeshShape, settings: Settings) -> float:
         dp, tp, pp = settings.layout
         rows = -(-self.rows // dp)
         micro = -(-rows // settings.micro_batches)
@@ -98,7 +97,7 @@ class Model:
 
 
 def powers(limit: int) -> Iterator[int]:
-    """Of two, up to ``limit``."""
+    """Powers of two up to ``limit``."""
     value = 1
     while value <= limit:
         yield value
@@ -106,7 +105,7 @@ def powers(limit: int) -> Iterator[int]:
 
 
 def layouts(size: int, layers: int, rows: int) -> Iterator[Layout]:
-    """Tensor-parallel groups stay in a node; a replica has at least one row."""
+    """Layouts of ``size`` devices: tensor-parallel groups stay in a node, a replica has at least one row."""
     for tp in powers(min(PER_NODE, size)):
         for pp in (pp for pp in range(1, layers + 1) if size % (tp * pp) == 0 and layers % pp == 0):
             if size // (tp * pp) <= rows:
@@ -114,8 +113,8 @@ def layouts(size: int, layers: int, rows: int) -> Iterator[Layout]:
 
 
 def resting_bytes(model: Model, settings: Settings) -> float:
-    """Of a device: 18 bytes of a trained parameter, of which ZeRO 1 shares 14 over the replicas and ZeRO 3 all; 2 of
-    another."""
+    """Bytes of a device all the time: 18 of a trained parameter, of which ZeRO 1 shards 14 over the data-parallel group
+    and ZeRO 3 all; 2 of another."""
     dp, tp, pp = settings.layout
     shard = model.shape.parameters / (tp * pp)
     if not model.is_trained:
@@ -124,7 +123,8 @@ def resting_bytes(model: Model, settings: Settings) -> float:
 
 
 def active_bytes(kind: CallKind, model: Model, settings: Settings) -> float:
-    """Keys and values; activations at the borders of layers and inside one; logits in 32 bits; weights gathered."""
+    """Bytes of a call in addition: keys and values; activations at the borders of layers and inside one; logits in
+    32 bits; gathered weights."""
     dp, tp, pp = settings.layout
     shape, tokens = model.shape, -(-model.rows // (dp * settings.micro_batches)) * (PROMPT + RESPONSE)
     logits = 4 * tokens * shape.head_parameters / shape.hidden / tp
@@ -136,10 +136,11 @@ def active_bytes(kind: CallKind, model: Model, settings: Settings) -> float:
 
 
 def sync_seconds(model: Transformer) -> LinkSeconds:
-    """Every device of the destination receives its shard once, but where both lie alike."""
+    """Seconds of a sync: every device of the destination receives its shard once, unless both meshes and layouts are
+    equal."""
 
     @cache
-    def seconds(source: End, to: End, relation: Relation) -> float:
+    def seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if source == to and relation == "same":
             return 0.0
         assert isinstance(to.layout, tuple)
@@ -158,16 +159,16 @@ def sync_seconds(model: Transformer) -> LinkSeconds:
 
 
 def rows_of(num_devices: int) -> int:
-    """Prompts of a step: 512, in large clusters one for each device."""
+    """Number of prompts of a step: 512, in large clusters one for each device."""
     return max(512, num_devices)
 
 
-def pool_of(num_devices: int) -> Pool:
-    return Pool.of(num_devices, PER_NODE, USABLE * DEVICE.memory_gb * 1e9)
+def pool_of(num_devices: int) -> DevicePool:
+    return DevicePool.of(num_devices, PER_NODE, USABLE * DEVICE.memory_gb * 1e9)
 
 
-def by_calls(num_devices: int, actor: str, critic: str) -> Problem:
-    """PPO as ReaL searches it: a part for each call."""
+def by_calls(num_devices: int, actor: str, critic: str) -> SearchProblem:
+    """PPO in the space of ReaL: a part for each call."""
     large, small, rows = MODELS[actor], MODELS[critic].as_scorer(), rows_of(num_devices)
     kinds: dict[str, tuple[Transformer, CallKind]] = {
         "generate": (large, "generate"),
@@ -177,68 +178,68 @@ def by_calls(num_devices: int, actor: str, critic: str) -> Problem:
         "train actor": (large, "train"),
         "train critic": (small, "train"),
     }
-    parts = tuple(Part(name, Model(model, (kind,), rows).options) for name, (model, kind) in kinds.items())
+    parts = tuple(SearchPart(name, Model(model, (kind,), rows).options) for name, (model, kind) in kinds.items())
     scored = ("scores", "ref_logprobs", "values")
     calls = (
-        Task("generate", "generate"),
-        Task("scores", "reward", ("generate",)),
-        Task("ref_logprobs", "ref", ("generate",)),
-        Task("values", "values", ("generate",)),
-        Task("train_actor", "train actor", scored),
-        Task("train_critic", "train critic", scored),
-        Sync("train_actor", "generate", sync_seconds(large)),
-        Sync("train_critic", "values", sync_seconds(small)),
+        SearchTask("generate", "generate"),
+        SearchTask("scores", "reward", ("generate",)),
+        SearchTask("ref_logprobs", "ref", ("generate",)),
+        SearchTask("values", "values", ("generate",)),
+        SearchTask("train_actor", "train actor", scored),
+        SearchTask("train_critic", "train critic", scored),
+        SearchSync("train_actor", "generate", sync_seconds(large)),
+        SearchSync("train_critic", "values", sync_seconds(small)),
     )
-    return Problem(pool_of(num_devices), parts, calls)
+    return SearchProblem(pool_of(num_devices), parts, calls)
 
 
-def by_ratios(num_devices: int, actor: str, critic: str) -> Problem:
+def by_ratios(num_devices: int, actor: str, critic: str) -> SearchProblem:
     """PPO in the space of four placement ratios: all calls of a role on one mesh."""
     large, small, rows = MODELS[actor], MODELS[critic].as_scorer(), rows_of(num_devices)
     parts = (
-        Part("actor", Model(large, ("generate", "forward", "train"), rows).options),
-        Part("critic", Model(small, ("forward", "train"), rows).options),
-        Part("ref", Model(large, ("forward",), rows).options),
-        Part("reward", Model(small, ("forward",), rows).options),
+        SearchPart("actor", Model(large, ("generate", "forward", "train"), rows).options),
+        SearchPart("critic", Model(small, ("forward", "train"), rows).options),
+        SearchPart("ref", Model(large, ("forward",), rows).options),
+        SearchPart("reward", Model(small, ("forward",), rows).options),
     )
-    return Problem(pool_of(num_devices), parts, _ppo_calls("actor", "critic", 0))
+    return SearchProblem(pool_of(num_devices), parts, _ppo_calls("actor", "critic", 0))
 
 
-def by_shadows(num_devices: int, actor: str, critic: str) -> Problem:
+def by_shadows(num_devices: int, actor: str, critic: str) -> SearchProblem:
     """PPO in the space of six: shadows generate and infer while training is one step behind."""
     large, small, rows = MODELS[actor], MODELS[critic].as_scorer(), rows_of(num_devices)
     parts = (
-        Part("actor.shadow", Model(large, ("generate", "forward"), rows).options),
-        Part("critic.shadow", Model(small, ("forward",), rows).options),
-        Part("actor", Model(large, ("train",), rows).options),
-        Part("critic", Model(small, ("train",), rows).options),
-        Part("ref", Model(large, ("forward",), rows).options),
-        Part("reward", Model(small, ("forward",), rows).options),
+        SearchPart("actor.shadow", Model(large, ("generate", "forward"), rows).options),
+        SearchPart("critic.shadow", Model(small, ("forward",), rows).options),
+        SearchPart("actor", Model(large, ("train",), rows).options),
+        SearchPart("critic", Model(small, ("train",), rows).options),
+        SearchPart("ref", Model(large, ("forward",), rows).options),
+        SearchPart("reward", Model(small, ("forward",), rows).options),
     )
     syncs = (
-        Sync("train_actor", "actor.shadow", sync_seconds(large)),
-        Sync("train_critic", "critic.shadow", sync_seconds(small)),
+        SearchSync("train_actor", "actor.shadow", sync_seconds(large)),
+        SearchSync("train_critic", "critic.shadow", sync_seconds(small)),
     )
-    return Problem(pool_of(num_devices), parts, (*_ppo_calls("actor.shadow", "critic.shadow", 1), *syncs))
+    return SearchProblem(pool_of(num_devices), parts, (*_ppo_calls("actor.shadow", "critic.shadow", 1), *syncs))
 
 
-def _ppo_calls(generates: str, values: str, lag: int) -> tuple[Task, ...]:
+def _ppo_calls(generates: str, values: str, lag: int) -> tuple[SearchTask, ...]:
     scored = ("logprobs", "ref_logprobs", "scores", "values")
     return (
-        Task("generate", generates),
-        Task("logprobs", generates, ("generate",)),
-        Task("ref_logprobs", "ref", ("generate",)),
-        Task("scores", "reward", ("generate",)),
-        Task("values", values, ("generate",)),
-        Task("train_actor", "actor", scored, lag),
-        Task("train_critic", "critic", scored, lag),
+        SearchTask("generate", generates),
+        SearchTask("logprobs", generates, ("generate",)),
+        SearchTask("ref_logprobs", "ref", ("generate",)),
+        SearchTask("scores", "reward", ("generate",)),
+        SearchTask("values", values, ("generate",)),
+        SearchTask("train_actor", "actor", scored, lag),
+        SearchTask("train_critic", "critic", scored, lag),
     )
 
 
 SPACES = {"calls": by_calls, "ratios": by_ratios, "shadows": by_shadows}
 
 
-def describe(result: Result) -> str:
+def describe(result: SearchResult) -> str:
     lines = [
         f"  space {result.space:.2e} plans ({result.meshes})",
         f"  evaluated {result.evaluated}, pruned by memory {result.pruned_by_memory}, "
@@ -259,9 +260,14 @@ Spot = tuple[int, int]
 
 @dataclass
 class Metropolis:
-    """ReaL's walk: change one part's option, accept by exp(-beta (new - old)); out of memory counts ``alpha`` times.
+    """Random walk of ReaL: change one part's option, accept by exp(-beta (new - old)).
 
-    ``beta``: over seconds relative to where it begins. Seconds of calls and links are looked up, as in the search.
+    Seconds of calls and links are looked up, as in the search.
+
+    tables:  the problem.
+    seed:    of the random numbers.
+    alpha:   factor on the seconds of what does not fit.
+    beta:    inverse temperature, for seconds relative to those of the first assignment.
     """
 
     tables: Tables
@@ -278,35 +284,35 @@ class Metropolis:
         self.meshes = [self._meshes(part) for part in parts]
 
     def run(self, seconds_limit: float) -> tuple[float, int]:
-        """The best seconds and how many plans were timed."""
-        draw, ended, tried = random.Random(self.seed), perf_counter() + seconds_limit, 1
+        """Best seconds, and the number of assignments that were timed."""
+        rng, ended, tried = random.Random(self.seed), perf_counter() + seconds_limit, 1
         plan = [self._greedy(part) for part in range(len(self.meshes))]
         begun = cost = self._seconds(plan) * (1 if self._fits(plan) else self.alpha)
         best = cost if self._fits(plan) else math.inf
         while perf_counter() < ended:
-            new, tried = self._changed(plan, draw), tried + 1
+            new, tried = self._changed(plan, rng), tried + 1
             value = self._seconds(new)
             if self._fits(new):
                 best = min(best, value)
             else:
                 value *= self.alpha
-            if value <= cost or draw.random() < math.exp(-self.beta * (value - cost) / begun):
+            if value <= cost or rng.random() < math.exp(-self.beta * (value - cost) / begun):
                 plan, cost = new, value
         return best, tried
 
-    def _changed(self, plan: Sequence[Spot], draw: random.Random) -> list[Spot]:
-        part = draw.randrange(len(plan))
-        start, shape = draw.choice(self.meshes[part])
+    def _changed(self, plan: Sequence[Spot], rng: random.Random) -> list[Spot]:
+        part = rng.randrange(len(plan))
+        start, shape = rng.choice(self.meshes[part])
         options = self.tables.parts[part].options_of(shape)
-        return [*plan[:part], (start, draw.randrange(options.start, options.stop)), *plan[part + 1 :]]
+        return [*plan[:part], (start, rng.randrange(options.start, options.stop)), *plan[part + 1 :]]
 
     def _meshes(self, part: PartTable) -> list[tuple[int, int]]:
-        """(start, shape) of those where it has options."""
+        """(start, shape) of the meshes where the part has options."""
         has_options = [part.first[shape] < part.first[shape + 1] for shape in range(len(self.tables.shapes))]
         return [(start, shape) for (start, _), shape in self.tables.shape_at.items() if has_options[shape]]
 
     def _greedy(self, part: int) -> Spot:
-        """The fastest for the part by itself."""
+        """Fastest spot of the part by itself."""
         table = self.tables.parts[part]
         option = int(table.seconds.sum(axis=1).argmin())
         return next(start for start, shape in self.meshes[part] if shape == table.shape[option]), option
@@ -329,15 +335,15 @@ class Metropolis:
     def _link(self, table: LinkTable, plan: Sequence[Spot], spans: Sequence[tuple[int, int]]) -> float:
         a, b = table.link.source, table.link.to
         (start, end), (other, other_end) = spans[a], spans[b]
-        relation = relation_of(start, end - start, other, other_end - other)
+        relation = mesh_relation(start, end - start, other, other_end - other)
         source, to = self.ends[a][plan[a][1]], self.ends[b][plan[b][1]]
         return table.link.seconds(table.source.ends[source], table.to.ends[to], relation)
 
     def _fits(self, plan: Sequence[Spot]) -> bool:
         spans = self._spans(plan)
         for point, _ in spans:
-            there = [self.memory[p][plan[p][1]] for p, (start, end) in enumerate(spans) if start <= point < end]
-            used = sum(resting for resting, _ in there) + max(active for _, active in there)
+            needs = [self.memory[p][plan[p][1]] for p, (start, end) in enumerate(spans) if start <= point < end]
+            used = sum(resting for resting, _ in needs) + max(active for _, active in needs)
             if used > self.tables.memory_of(point):
                 return False
         return True

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.sync import Destination, Source, Syncer
-from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
@@ -31,9 +31,9 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import kv_cache_bytes
-from flexrlhf.strategies.instructions import Sync
-from flexrlhf.weights.reshard import WeightTransfer, trained_parts
+from flexrlhf.weights.reshard import WeightTransfer
 from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.sync_plan import plan_sync
 
 VOCABULARY, LENGTHS, ROWS = 4096, Lengths(prompt=64, response=256), 64
 MODEL = {
@@ -51,6 +51,10 @@ END_TOKENS = tuple(range(VOCABULARY // MEAN_LENGTH))
 TIMEOUT, REPEATS = 600.0, 5
 
 
+def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
+    work.wait()
+
+
 def models(kv_tokens: int) -> dict[str, PlacedModel]:
     actor = PlacedModel(ModelName("actor"), Layout((0,)), True, ModelSpec(init=MODEL))
     settings = ModelSpec(init=MODEL, engine="vllm", generate_tokens=kv_tokens)
@@ -61,7 +65,7 @@ def models(kv_tokens: int) -> dict[str, PlacedModel]:
 def engine_of(model: PlacedModel, world: World) -> Engine:
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    alone = RankGroup(None, model.ranks, lambda work, _: work.wait())
+    alone = RankGroup(None, model.ranks, wait)
     return make_engine(
         EngineContext(
             placed=model,
@@ -115,20 +119,21 @@ def synced(
     """Return the seconds of each sync of all weights, from the first bucket until they are loaded and checked."""
     shape = model_shape("actor", placed["actor"].settings)
     assert shape is not None
-    sync = Sync(ranks=(0, 1), source="actor", destination="actor.rollout", transfers=(WeightTransfer(0, 1),))
-    parts = {name: trained_parts(model, shape, model.ranks[0]) for name, model in placed.items()}
-    syncer = Syncer(world.rank, settings, int(settings.bucket_mb * 1e6), lambda work, _: work.wait())
-    destination = Destination(torch.float32, {1: parts["actor.rollout"]})
+    trained, copy = placed["actor"], placed["actor.rollout"]
+    num_bytes = int(settings.bucket_mb * 1e6)
+    plan = plan_sync(trained, copy, shape, (WeightTransfer(0, 1),), num_bytes, world.rank)
+    gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
+    channel = SyncChannel(plan, torch.float32, gather, group)
+    sender, receiver = WeightSender(settings, wait), WeightReceiver(settings.checksum, wait)
     seconds = []
     for number in range(REPEATS):
         world.meet(f"sync {number}", TIMEOUT)
         start = time.perf_counter()
         if world.rank == 0:
-            gather = Gather(None, (0,), (parts["actor"],), lambda work, _: work.wait())
-            syncer.send(sync, Source(engine.weights(), gather), destination, group, None)
-            syncer.close()
+            sender.send(channel, engine.weights(), None)
+            sender.close()
         else:
-            syncer.receive(sync, engine.weights(), parts["actor.rollout"], engine.load_weights, group)
+            receiver.receive(channel, engine.weights(), engine.load_weights)
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -1,6 +1,6 @@
-"""Errors that a user can mend: one sentence with the name, the value found and the nearest that works.
+"""Errors that a user can fix: one sentence with the name, the value found and the nearest valid one.
 
-The command line prints these without a traceback; everything else keeps its traceback, because it is our mistake.
+The command line prints these without a traceback; everything else keeps its traceback, because it is a bug.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A setting, a file or a data row that the user can mend."""
+    """Problem of a setting, a file or a data row, which the user can fix."""
 
 
 class RunStopped(Exception):
-    """What ends a run and is told in one sentence, too, though no setting is wrong.
+    """End of a run that one sentence explains, too, though no setting is wrong.
 
-    A wait without an end, a process that died, numbers that disagree.
+    A wait without end, a process that died, numbers that disagree.
     """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string.
+    """Return ``" (did you mean 'x'?)"`` for the ``known`` name closest to ``name``, or an empty string.
 
-    Paths are compared by their last parts (what they share above would make all alike), and have to be closer.
+    Paths are compared by their last parts (their common folders would make all similar), and have to be closer.
     """
     is_path = "/" in name
     compared = {_last_part(other) if is_path else other: other for other in known}
@@ -36,13 +36,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def either(choices: Iterable[object]) -> str:
-    """``1, 2 or 4``."""
+    """Return the choices as ``1, 2 or 4``."""
     *most, last = map(str, choices)
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def shown(value: Any) -> str:
-    """A setting in one line as a YAML file may have it (``null``, not ``None``), texts in quotes."""
+    """Return a setting in one line as a YAML file may have it (``null``, not ``None``), texts in quotes."""
     return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

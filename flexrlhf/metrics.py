@@ -1,4 +1,4 @@
-"""Every metric of a run, defined once, and how it follows from the statistics that operators report.
+"""Metrics of a run, each defined once, from the statistics that operators report.
 
 An operator reports moments (weight, weighted sum, weighted sum of squares) of a statistic. Moments add up over rows,
 chunks and ranks, so a metric does not depend on placement.
@@ -12,13 +12,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Triple = tuple[float, float, float]
+"""Weight, weighted sum and weighted sum of squares."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """``kind`` "mean" is sum / weight; "std" the population standard deviation; "effective_share" that of Kong (1992).
+    """One metric of a step.
 
-    ``progress``: shown while training. ``less_is_better``: of one that the best model is chosen by.
+    name:            key in metrics.jsonl
+    statistic:       name of the moments that it is computed from
+    definition:      what it is, with its unit, for the summary
+    kind:            mean: sum / weight; std: the population standard deviation; sum; effective_share: effective sample
+                     size / number of samples (Kong 1992)
+    progress:        whether it is printed while training
+    less_is_better:  whether ``save.best`` keeps the model with the smallest value
     """
 
     name: str
@@ -30,32 +37,39 @@ class Metric:
 
 
 METRICS = (
-    Metric("reward_mean", "reward", "score, mean over answers, before any shaping", progress=True),
-    Metric("reward_std", "reward", "its standard deviation over the answers of the step", "std"),
-    Metric("score_mean", "shaped_score", "score after the rules for answers that are cut off, before it is normalised"),
-    Metric("score_invalid", "score_invalid", "share of answers whose score is no finite number"),
-    Metric("score_failed", "score_failed", "share of answers for which a function or service gave no score"),
-    Metric("not_counted", "not_counted", "share of answers that are left out of all losses"),
+    Metric("reward_mean", "reward", "score before any shaping, mean over responses", progress=True),
+    Metric("reward_std", "reward", "standard deviation of the score over the responses of the step", "std"),
+    Metric("score_mean", "shaped_score", "score after the truncation rules, before normalisation, mean over responses"),
+    Metric("score_invalid", "score_invalid", "share of responses whose score is NaN or infinite"),
+    Metric("score_failed", "score_failed", "share of responses for which a function or service returned no score"),
+    Metric("not_counted", "not_counted", "share of responses that are left out of all losses"),
     Metric(
         "kl",
         "kl",
-        "sum over an answer's tokens of logprob - ref_logprob of the policy that drew them, mean over answers (nats)",
+        "logprob - ref_logprob of the policy that sampled a response, sum over tokens, mean over responses (nats)",
         progress=True,
     ),
-    Metric("kl_token", "kl_token", "logprob - ref_logprob of the policy that drew them, mean over tokens (nats)"),
-    Metric("kl_coefficient", "kl_coefficient", "weight of the KL penalty"),
-    Metric("response_length", "response_length", "tokens per answer, end token included", progress=True),
-    Metric("truncated", "truncated", "share of answers that ended at the largest length"),
+    Metric(
+        "kl_token", "kl_token", "logprob - ref_logprob of the policy that sampled the response, mean over tokens (nats)"
+    ),
+    Metric("kl_coefficient", "kl_coefficient", "coefficient of the KL penalty"),
+    Metric(
+        "response_length",
+        "response_length",
+        "tokens per response, end token included, mean over responses",
+        progress=True,
+    ),
+    Metric("truncated", "truncated", "share of responses that were truncated at the largest length"),
     Metric(
         "reward_clipped", "reward_clipped", "share of scores, after the truncation rule, beyond algorithm.reward_clip"
     ),
-    Metric("greedy_score", "greedy_score", "score of the greedy answers, which are the baseline"),
-    Metric("group_alike", "group_alike", "share of answers whose group scores all alike"),
-    Metric("group_taken", "group_taken", "share of answers in the groups that are trained on, of all that were drawn"),
-    Metric("cost_mean", "cost", "cost, mean over answers", progress=True),
-    Metric("lagrange", "lagrange", "multiplier of the bound on the cost"),
+    Metric("greedy_score", "greedy_score", "score of the greedy responses, which is the baseline"),
+    Metric("group_alike", "group_alike", "share of responses in groups whose scores are all the same"),
+    Metric("group_taken", "group_taken", "share of the sampled responses that are in groups that are trained on"),
+    Metric("cost_mean", "cost", "cost, mean over responses", progress=True),
+    Metric("lagrange", "lagrange", "Lagrange multiplier of the limit on the cost"),
     Metric("advantage_mean", "advantage", "advantage before whitening, mean over tokens"),
-    Metric("advantage_std", "advantage", "its standard deviation over tokens", "std"),
+    Metric("advantage_std", "advantage", "standard deviation of the advantage before whitening, over tokens", "std"),
     Metric("return_mean", "return", "advantage + value, mean over tokens"),
     Metric("value_mean", "value", "critic's value before the update, mean over tokens"),
     Metric("policy_loss", "policy_loss", "clipped surrogate, mean over tokens and optimizer steps", progress=True),
@@ -63,73 +77,117 @@ METRICS = (
     Metric("update_kl", "update_kl", "k3 estimate of KL(old || new) within the step, mean over tokens (nats)"),
     Metric("entropy", "entropy", "entropy of softmax(logits / T), mean over tokens (nats)"),
     Metric("value_loss", "value_loss", "half the clipped squared error, mean over tokens", progress=True),
-    Metric("cost_value_loss", "train_cost_critic/value_loss", "the same of the cost's critic"),
-    Metric("cost_value_clipped", "train_cost_critic/value_clipped", "share of its tokens where clipping sets the loss"),
+    Metric(
+        "cost_value_loss",
+        "train_cost_critic/value_loss",
+        "half the clipped squared error of the cost critic, mean over tokens",
+    ),
+    Metric(
+        "cost_value_clipped",
+        "train_cost_critic/value_clipped",
+        "share of tokens where the cost critic's clipped value sets the loss",
+    ),
     Metric("value_clipped", "value_clipped", "share of tokens where the clipped value sets the loss"),
-    Metric("actor_grad_norm", "train_actor/grad_norm", "global norm before clipping, mean over optimizer steps"),
-    Metric("critic_grad_norm", "train_critic/grad_norm", "global norm before clipping, mean over optimizer steps"),
     Metric(
-        "cost_critic_grad_norm", "train_cost_critic/grad_norm", "global norm before clipping, mean over optimizer steps"
+        "actor_grad_norm", "train_actor/grad_norm", "global gradient norm before clipping, mean over optimizer steps"
     ),
-    Metric("reward_grad_norm", "train_reward/grad_norm", "global norm before clipping, mean over optimizer steps"),
-    Metric("actor_learning_rate", "train_actor/learning_rate", "of the updates, mean over optimizer steps"),
-    Metric("critic_learning_rate", "train_critic/learning_rate", "of the updates, mean over optimizer steps"),
-    Metric("cost_critic_learning_rate", "train_cost_critic/learning_rate", "of the updates, mean over optimizer steps"),
-    Metric("reward_learning_rate", "train_reward/learning_rate", "of the updates, mean over optimizer steps"),
-    Metric("actor_skipped", "train_actor/skipped", "share of optimizer steps left out since float16 overflowed"),
-    Metric("critic_skipped", "train_critic/skipped", "share of optimizer steps left out since float16 overflowed"),
     Metric(
-        "cost_critic_skipped", "train_cost_critic/skipped", "share of optimizer steps left out since float16 overflowed"
+        "critic_grad_norm", "train_critic/grad_norm", "global gradient norm before clipping, mean over optimizer steps"
     ),
-    Metric("reward_skipped", "train_reward/skipped", "share of optimizer steps left out since float16 overflowed"),
-    Metric("importance_weight", "importance_weight", "min(pi_old / pi_rollout, cap), mean over tokens or answers"),
-    Metric("importance_clipped", "importance_clipped", "share of importance weights that the cap cuts"),
+    Metric(
+        "cost_critic_grad_norm",
+        "train_cost_critic/grad_norm",
+        "global gradient norm before clipping, mean over optimizer steps",
+    ),
+    Metric(
+        "reward_grad_norm", "train_reward/grad_norm", "global gradient norm before clipping, mean over optimizer steps"
+    ),
+    Metric("actor_learning_rate", "train_actor/learning_rate", "learning rate, mean over optimizer steps"),
+    Metric("critic_learning_rate", "train_critic/learning_rate", "learning rate, mean over optimizer steps"),
+    Metric("cost_critic_learning_rate", "train_cost_critic/learning_rate", "learning rate, mean over optimizer steps"),
+    Metric("reward_learning_rate", "train_reward/learning_rate", "learning rate, mean over optimizer steps"),
+    Metric("actor_skipped", "train_actor/skipped", "share of optimizer steps skipped because float16 overflowed"),
+    Metric("critic_skipped", "train_critic/skipped", "share of optimizer steps skipped because float16 overflowed"),
+    Metric(
+        "cost_critic_skipped",
+        "train_cost_critic/skipped",
+        "share of optimizer steps skipped because float16 overflowed",
+    ),
+    Metric("reward_skipped", "train_reward/skipped", "share of optimizer steps skipped because float16 overflowed"),
+    Metric("importance_weight", "importance_weight", "min(pi_old / pi_rollout, cap), mean over tokens or responses"),
+    Metric("importance_clipped", "importance_clipped", "share of importance weights above the cap"),
     Metric(
         "effective_sample_size",
         "importance_weight",
-        "of the importance weights: square of their sum / sum of squares / their number",
+        "square of the sum of importance weights / sum of their squares / their number",
         "effective_share",
     ),
-    Metric("parity_mean", "parity_mean", "log-prob of the rollout engine - the trainer's, mean of the amounts (nats)"),
-    Metric("parity_max", "parity_max", "the largest of them (nats)"),
-    Metric("policy_lag", "policy_lag", "batches trained on since the weights that drew the answers, mean over answers"),
-    Metric("rollout_requests", "rollout_requests", "answers that the engines say they have drawn in the step", "sum"),
-    Metric("ptx_nll", "ptx_nll", "negative log-likelihood of the pretraining texts, mean over tokens (nats)"),
-    Metric("nll", "nll", "negative log-likelihood of the answers, mean over tokens (nats)", progress=True),
-    Metric("pair_loss", "pair_loss", "-log sigmoid(chosen - rejected), mean over pairs", progress=True),
-    Metric("pair_accuracy", "pair_correct", "share of training pairs with chosen above rejected", progress=True),
-    Metric("preference_loss", "preference_loss", "loss of the pair, mean over pairs", progress=True),
-    Metric("preference_margin", "preference_margin", "beta * log-ratio of chosen - that of rejected, mean over pairs"),
-    Metric("eval_preference_margin", "eval_preference_margin", "the same on held-out pairs"),
-    Metric("eval_nll", "eval_nll", "nll on held-out rows", progress=True, less_is_better=True),
-    Metric("eval_accuracy", "eval_accuracy", "share of held-out pairs with chosen above rejected", progress=True),
     Metric(
-        "eval_distinct_2",
-        "eval_distinct_2",
-        "different bigrams / bigrams of sampled answers to held-out prompts",
+        "parity_mean",
+        "parity_mean",
+        "absolute difference of the rollout engine's and the trainer's log-probs, mean over tokens (nats)",
+    ),
+    Metric("parity_max", "parity_max", "largest absolute difference of these log-probs (nats)"),
+    Metric(
+        "policy_lag",
+        "policy_lag",
+        "batches trained on since the weights that sampled the responses, mean over responses",
+    ),
+    Metric("rollout_requests", "rollout_requests", "responses that the rollout engines report for the step", "sum"),
+    Metric("ptx_nll", "ptx_nll", "negative log-likelihood of the pretraining texts, mean over tokens (nats)"),
+    Metric("nll", "nll", "negative log-likelihood of the responses, mean over tokens (nats)", progress=True),
+    Metric("pair_loss", "pair_loss", "-log sigmoid(chosen - rejected), mean over pairs", progress=True),
+    Metric(
+        "pair_accuracy",
+        "pair_correct",
+        "share of training pairs whose chosen response has the higher score",
         progress=True,
     ),
-    Metric("eval_response_length", "eval_response_length", "tokens per answer to held-out prompts"),
-    Metric("eval_reward_mean", "eval_reward", "score, mean over answers to held-out prompts", progress=True),
-    Metric("eval_reward_std", "eval_reward", "its standard deviation", "std"),
-    Metric("eval_pass_at_1", "eval_pass_at_1", "share of answers to held-out prompts that score eval.pass_score"),
-    Metric("eval_pass_at_k", "eval_pass_at_k", "share of held-out prompts with such an answer among eval.pass_at"),
+    Metric("preference_loss", "preference_loss", "loss of DPO or IPO, mean over pairs", progress=True),
+    Metric(
+        "preference_margin",
+        "preference_margin",
+        "beta * (log-ratio of chosen - log-ratio of rejected), mean over pairs",
+    ),
+    Metric("eval_preference_margin", "eval_preference_margin", "preference_margin on the evaluation set"),
+    Metric("eval_nll", "eval_nll", "nll on the evaluation set", progress=True, less_is_better=True),
+    Metric(
+        "eval_accuracy",
+        "eval_accuracy",
+        "share of evaluation pairs whose chosen response has the higher score",
+        progress=True,
+    ),
+    Metric(
+        "eval_distinct_2",
+        "eval_distinct_2",
+        "different bigrams / bigrams of the responses to evaluation prompts",
+        progress=True,
+    ),
+    Metric("eval_response_length", "eval_response_length", "tokens per response to evaluation prompts"),
+    Metric("eval_reward_mean", "eval_reward", "score, mean over responses to evaluation prompts", progress=True),
+    Metric("eval_reward_std", "eval_reward", "standard deviation of this score", "std"),
+    Metric(
+        "eval_pass_at_1",
+        "eval_pass_at_1",
+        "share of responses to evaluation prompts with a score of at least eval.pass_score",
+    ),
+    Metric("eval_pass_at_k", "eval_pass_at_k", "share of evaluation prompts with such a response among eval.pass_at"),
     Metric(
         "eval_truncated",
         "eval_truncated",
-        "share of answers to held-out prompts that ended at the largest length",
+        "share of responses to evaluation prompts that were truncated at the largest length",
         less_is_better=True,
     ),
     Metric(
         "eval_score_invalid",
         "eval_score_invalid",
-        "share of answers to held-out prompts whose score is no finite number",
+        "share of responses to evaluation prompts whose score is NaN or infinite",
         less_is_better=True,
     ),
     Metric(
         "eval_score_failed",
         "eval_score_failed",
-        "share of answers to held-out prompts for which a function or service gave no score",
+        "share of responses to evaluation prompts for which a function or service returned no score",
     ),
 )
 
@@ -137,20 +195,21 @@ _STATISTICS = {metric.statistic for metric in METRICS}
 
 
 def statistic_name(operator: str, name: str) -> str:
-    """Statistics that several operators report get the operator's name in front; each must be defined in METRICS."""
+    """Return the statistic's name in METRICS: with the operator's in front where several operators report it."""
     full = f"{operator}/{name}" if f"{operator}/{name}" in _STATISTICS else name
     assert full in _STATISTICS, f"statistic {full} of {operator} has no metric"
     return full
 
 
 def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
+    """Add the moments of ``part`` to those of ``total``."""
     for name, (weight, first, second) in part.items():
         before = total.get(name, (0.0, 0.0, 0.0))
         total[name] = (before[0] + weight, before[1] + first, before[2] + second)
 
 
 def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
-    """The metrics of a step; those without rows are left out."""
+    """Return the metrics of a step by name; those without rows are left out."""
     row = {}
     for metric in METRICS:
         weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
@@ -172,7 +231,7 @@ def _value(kind: str, weight: float, first: float, second: float) -> float:
 
 
 def is_better(name: str, value: float, than: float | None) -> bool:
-    """Whether a metric of an evaluation says more for its model than ``than``, the best before."""
+    """Whether a metric's value is better than ``than``, the best before; NaN never is."""
     metric = next(metric for metric in METRICS if metric.name == name)
     if math.isnan(value):
         return False
@@ -180,5 +239,6 @@ def is_better(name: str, value: float, than: float | None) -> bool:
 
 
 def progress_line(run: str, step: int, steps: int, row: Mapping[str, float], seconds: float) -> str:
+    """Return the line that is printed after a step."""
     shown = [f"{m.name} {row[m.name]:.4g}" for m in METRICS if m.progress and m.name in row]
     return f"{run}  step {step + 1}/{steps}  " + "  ".join(shown) + f"  {seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""How bytes and ranks are written for a person."""
+"""Bytes, ranks and tables as text for a person."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def bytes_text(size: int | None) -> str:
-    """Decimal units, as links and device memory are sold."""
+    """Return a size in bytes with three digits and a decimal unit, as links and device memory are sold."""
     if size is None:
         return "? B"
     if size >= 999.5e12:
@@ -19,7 +19,7 @@ def bytes_text(size: int | None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Lines of cells, as wide as the widest of their column. ``sides``: ``<`` or ``>`` for each column."""
+    """Return one line for each row, with columns aligned. ``sides``: ``<`` or ``>`` for each column."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
@@ -28,11 +28,12 @@ def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Return ``rank 2`` or ``ranks 0-3,6``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {span_of(ranks)}"
 
 
 def span_of(ranks: tuple[int, ...]) -> str:
-    """``0-3,6`` for (0, 1, 2, 3, 6)."""
+    """Return ``0-3,6`` for (0, 1, 2, 3, 6)."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -43,7 +44,7 @@ def span_of(ranks: tuple[int, ...]) -> str:
 
 
 def rank_marks(ranks: tuple[int, ...], num_ranks: int) -> str:
-    """``##..`` for up to 32 ranks, the ranks themselves beyond."""
+    """Return ``##..`` for ranks (0, 1) of up to 32, and ``0-1`` of more."""
     if num_ranks > 32:
         return f"{span_of(ranks):<12}"
     return "".join("#" if rank in ranks else "." for rank in range(num_ranks))

@@ -1,6 +1,6 @@
-"""What every rank did when: spans of instructions, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+"""Timeline of the instructions on every rank, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-One lane per rank, one span per instruction. ``args`` hold the step, the chunk and, for moves and syncs, the bytes sent.
+One lane per rank, one span per instruction; ``args`` are the step, the chunk and, for moves and syncs, the bytes sent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from typing import Any
 
 @dataclass
 class Span:
-    """One instruction on one rank. ``start`` and ``end`` in seconds since the epoch.
+    """One instruction on one rank.
 
-    ``waited``: seconds that a Run waited for its columns before ``start``.
+    rank:        where it ran
+    kind:        kind of the instruction, such as ``run`` or ``move``
+    label:       text of the instruction
+    step:        training step
+    chunk:       number of the chunk; None for an instruction of the whole step
+    start, end:  seconds since the epoch
+    bytes_sent:  by this rank, of a move or a sync
+    waited:      seconds that a Run waited for its columns before ``start``
     """
 
     rank: int
@@ -33,13 +40,13 @@ class Span:
     waited: float = 0.0
 
     def begin(self) -> None:
-        """The columns are there; what came before was waiting."""
+        """Start now: the columns have arrived, and the time until now was waiting."""
         now = time.time()
         self.waited, self.start = now - self.start, now
 
 
 class Timeline:
-    """The spans of one rank, of the last ``keep_steps`` steps: a long run would fill the memory with them."""
+    """Spans of one rank, of the last ``keep_steps`` steps: a long run would fill the memory with them."""
 
     def __init__(self, rank: int, keep_steps: int) -> None:
         self.rank = rank
@@ -48,7 +55,7 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, label: str, step: int, chunk: int | None) -> Iterator[Span]:
-        """Record the time that the body takes as a span; the body may add to it what it finds."""
+        """Record the time of the body as a span, to which the body may add ``bytes_sent`` and the like."""
         span = Span(self.rank, kind, label, step, chunk, time.time())
         yield span
         span.end = time.time()
@@ -57,15 +64,17 @@ class Timeline:
             self.spans.popleft()
 
     def dump(self) -> str:
+        """Return the spans as JSON, which ``load_spans`` reads."""
         return json.dumps([asdict(span) for span in self.spans])
 
 
 def load_spans(text: str) -> list[Span]:
+    """Return the spans of ``Timeline.dump``."""
     return [Span(**item) for item in json.loads(text)]
 
 
 def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> None:
-    """Write a Chrome trace; ``facts`` (weights held per rank, device classes) go to ``otherData``."""
+    """Write a Chrome trace; ``facts`` (weights of each rank, device classes) go to ``otherData``."""
     spans = sorted(spans, key=lambda span: (span.start, span.rank))
     origin = spans[0].start if spans else 0.0
     events = [_event(span, origin) for span in spans]
@@ -77,7 +86,7 @@ def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> Non
 
 
 def _event(span: Span, origin: float) -> dict[str, Any]:
-    """Chrome traces count microseconds."""
+    """Return a span as an event of a Chrome trace, in microseconds after ``origin``."""
     waited = round(span.waited, 6) if span.waited else None
     optional = {"chunk": span.chunk, "bytes_sent": span.bytes_sent, "waited_seconds": waited}
     return {
@@ -93,7 +102,7 @@ def _event(span: Span, origin: float) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a file of ``write_trace``, in seconds from the first one's start."""
+    """Return the spans of a file of ``write_trace``, in seconds from the first one's start."""
     events = json.loads(path.read_text())["traceEvents"]
     return [_read(event) for event in events if event["ph"] == "X"]
 

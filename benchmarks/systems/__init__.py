@@ -1,1 +1,1 @@
-"""Systems of the field: how each of them places and runs the calls of a step, for comparison with published steps."""
+"""Other people's systems and search spaces, for comparisons: how each places and runs the calls of a step."""

@@ -124,10 +124,10 @@ def advise_(
     """Say which placement to use, how fast it will be and why, with what else was thought of. Starts nothing."""
     from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advise import advise, write_advised
-    from flexrlhf.guideline.advice.request import Options
+    from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
-    options = Options(
+    options = AdviceOptions(
         model,
         critic,
         ref,

@@ -1,1 +1,1 @@
-"""Communication: groups, moving columns, moving weights. Executes what placement/ planned; knows no engine."""
+"""Communication of a rank: process groups, moves of columns, syncs of weights. Imports no engine."""

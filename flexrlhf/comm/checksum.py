@@ -1,4 +1,4 @@
-"""A number that tells nearly every change of a tensor, also of its order, at about the cost of copying it."""
+"""A checksum that nearly every change of a tensor changes, also of its order, at about the cost of copying it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 _FOLD = {"cpu": 32749, "cuda": 4194301}
-"""Words that are added at a time: they stay in a processor's cache, or keep a GPU busy. Primes: rows that change places
-have other places in the fold, too."""
+"""Words that are added at a time, by device: few enough for a processor's cache, enough to keep a GPU busy.
+
+Primes, so that rows that change places also change their places in the fold.
+"""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The bits of the numbers as 32-bit words, weighed by their places in row-major order and added up. int64, 0-dim.
+    """Sum of the bits of the numbers as 32-bit words, weighted by their places in row-major order. int64, 0-dim.
 
-    The words wrap, so it misses signs that change in pairs at places ``_FOLD`` words apart; to widen them would take as
-    long as to send them.
+    The words wrap, so sign changes in pairs ``_FOLD`` words apart go unnoticed; widening the words would take as long
+    as sending them.
     """
     words = _words(tensor.detach().reshape(-1))
     fold = min(_FOLD[words.device.type], max(1, len(words)))
@@ -28,7 +30,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _words(values: Tensor) -> Tensor:
-    """The memory of a vector as int32; 16-bit numbers two by two, an odd one with a zero."""
+    """Return the memory of a vector as int32; 16-bit numbers two by two, an odd one with a zero."""
     if values.element_size() == 4:
         return values.view(torch.int32)
     if len(values) % 2:
@@ -38,13 +40,13 @@ def _words(values: Tensor) -> Tensor:
 
 
 def checksum_of(tensors: Iterable[Tensor]) -> Tensor:
-    """That of a bucket: its tensors' by their places in it."""
+    """Checksum of a bucket: those of its tensors, weighted by their places in it. int64, 0-dim."""
     sums = torch.stack([checksum(tensor) for tensor in tensors])
     return (sums * _odd_numbers(len(sums), sums.device)).sum()
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """Weights: odd, so that no bit of a sum is lost."""
+    """Return ``count`` weights; they are odd, so that no bit of a sum is lost."""
     return _all_odd_numbers(device)[:count]
 
 

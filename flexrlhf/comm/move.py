@@ -1,7 +1,7 @@
-"""Execute a Move: pack the planned rows to bytes, send by the planned primitive, unpack on arrival.
+"""Execute a Move: pack the planned rows into bytes, send them by the planned primitive, unpack them on arrival.
 
-Receives are posted when the Move is reached and awaited when a column is first read. Sends are awaited before the same
-edge's send two later, which bounds the memory in flight to two buffers per edge.
+Receives are posted when the Move is reached and awaited when a column is first read. A send is awaited before the
+second next one of the same edge, which bounds the memory in flight to two buffers per edge.
 """
 
 from __future__ import annotations
@@ -23,25 +23,32 @@ from flexrlhf.strategies.instructions import Move
 
 
 @dataclass(frozen=True)
-class Wire:
-    """What columns look like on the wire: shapes and types from the plan."""
+class RowPacking:
+    """Rows of columns as bytes: shapes and types follow from the plan, so nothing but values is sent.
+
+    batch:    rows of each prompt.
+    lengths:  widths of the columns.
+    device:   of the buffers.
+    """
 
     batch: BatchShape
     lengths: Lengths
     device: torch.device
 
     def num_bytes(self, transfers: list[Transfer]) -> int:
+        """Bytes of all rows of ``transfers``."""
         samples = self.batch.samples_per_prompt
         return sum(len(t.prompts) * samples * self.lengths.row_bytes(t.column) for t in transfers)
 
     def pack(self, transfers: list[Transfer], rows: RowStore) -> Tensor:
-        """Bytes of all rows of ``transfers``, one after another."""
+        """Return all rows of ``transfers``, one after another, as bytes."""
         parts = [
             rows.get(t.column, self.batch.rows(t.prompts)).contiguous().view(-1).view(torch.uint8) for t in transfers
         ]
         return torch.cat(parts) if parts else self.empty(0)
 
     def unpack(self, buffer: Tensor, transfers: list[Transfer], rows: RowStore) -> None:
+        """Put the rows in ``buffer``, packed from the same ``transfers``, into ``rows``."""
         start = 0
         for transfer in transfers:
             end = start + self.num_bytes([transfer])
@@ -54,12 +61,19 @@ class Wire:
             start = end
 
     def empty(self, size: int) -> Tensor:
+        """Return a buffer of ``size`` bytes."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
 @dataclass
-class InFlight:
-    """Buffers and handles of one Move on this rank. ``bytes_sent``: bytes handed to torch for other ranks."""
+class MoveInFlight:
+    """Buffers and handles of one Move on this rank.
+
+    ranks:       that take part in it.
+    works:       handles that are still to be awaited.
+    buffers:     memory that must live until then.
+    bytes_sent:  handed to torch for other ranks.
+    """
 
     ranks: tuple[int, ...]
     works: list[dist.Work]
@@ -67,17 +81,21 @@ class InFlight:
     bytes_sent: int
 
 
-class Mover:
-    """Moves rows for one rank."""
+Started = tuple[MoveInFlight, Callable[[], None]]
+"""A Move that is posted, and a function that unpacks what has arrived."""
 
-    def __init__(self, rank: int, wire: Wire, wait: Wait) -> None:
+
+class ColumnMover:
+    """Moves of one rank, with at most two in flight per edge."""
+
+    def __init__(self, rank: int, packing: RowPacking, wait: Wait) -> None:
         self._rank = rank
-        self._wire = wire
+        self._packing = packing
         self._wait = wait
-        self._edges: dict[str, deque[InFlight]] = {}
+        self._edges: dict[str, deque[MoveInFlight]] = {}
 
     def start(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> int:
-        """Post ``move`` on this rank and return the bytes sent. ``rows`` will hold the columns once they are read."""
+        """Post ``move`` on this rank and return the bytes sent; ``rows`` gets its columns when they are first read."""
         edge = self._edges.setdefault(move.label, deque())
         if len(edge) == 2:
             self._finish(edge.popleft())
@@ -96,16 +114,17 @@ class Mover:
         incoming: dict[str, set[int]] = defaultdict(set)
         for transfer in move.transfers:
             if transfer.destination == self._rank:
-                incoming[transfer.column].update(self._wire.batch.rows(transfer.prompts))
+                incoming[transfer.column].update(self._packing.batch.rows(transfer.prompts))
         rows.expect(incoming, arrival)
         return flight.bytes_sent
 
     def close(self) -> None:
+        """Await all moves that are under way."""
         for edge in self._edges.values():
             for flight in edge:
                 self._finish(flight)
 
-    def _finish(self, flight: InFlight) -> None:
+    def _finish(self, flight: MoveInFlight) -> None:
         while flight.works:
             self._wait(flight.works.pop(), flight.ranks)
 
@@ -115,50 +134,48 @@ class Mover:
     def _received(self, move: Move, source: int) -> list[Transfer]:
         return [t for t in move.transfers if t.destination == self._rank and t.source == source]
 
-    def _all_gather(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> tuple[InFlight, Callable[[], None]]:
+    def _all_gather(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> Started:
         other = next(rank for rank in move.ranks if rank != self._rank)
-        mine = self._wire.pack(self._sent(move, other), rows)
-        out = self._wire.empty(len(mine) * len(move.ranks))
+        mine = self._packing.pack(self._sent(move, other), rows)
+        out = self._packing.empty(len(mine) * len(move.ranks))
         work = dist.all_gather(list(out.split(len(mine))), mine, group=group, async_op=True)
-        flight = InFlight(move.ranks, [work], [mine, out], len(mine) * (len(move.ranks) - 1))
+        flight = MoveInFlight(move.ranks, [work], [mine, out], len(mine) * (len(move.ranks) - 1))
 
         def arrive() -> None:
             for buffer, rank in zip(out.split(len(mine)), move.ranks, strict=True):
-                self._wire.unpack(buffer, self._received(move, rank), rows)
+                self._packing.unpack(buffer, self._received(move, rank), rows)
 
         return flight, arrive
 
-    def _all_to_all(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> tuple[InFlight, Callable[[], None]]:
-        sent = [self._wire.pack(self._sent(move, rank), rows) for rank in move.ranks]
-        sizes = [self._wire.num_bytes(self._received(move, rank)) for rank in move.ranks]
-        packed, out = torch.cat(sent), self._wire.empty(sum(sizes))
+    def _all_to_all(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> Started:
+        sent = [self._packing.pack(self._sent(move, rank), rows) for rank in move.ranks]
+        sizes = [self._packing.num_bytes(self._received(move, rank)) for rank in move.ranks]
+        packed, out = torch.cat(sent), self._packing.empty(sum(sizes))
         work = dist.all_to_all_single(out, packed, sizes, [len(part) for part in sent], group=group, async_op=True)
-        flight = InFlight(move.ranks, [work], [packed, out], len(packed))
+        flight = MoveInFlight(move.ranks, [work], [packed, out], len(packed))
 
         def arrive() -> None:
             for buffer, rank in zip(out.split(sizes), move.ranks, strict=True):
-                self._wire.unpack(buffer, self._received(move, rank), rows)
+                self._packing.unpack(buffer, self._received(move, rank), rows)
 
         return flight, arrive
 
-    def _point_to_point(
-        self, move: Move, rows: RowStore, group: dist.ProcessGroup
-    ) -> tuple[InFlight, Callable[[], None]]:
-        flight = InFlight(move.ranks, [], [], 0)
+    def _point_to_point(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> Started:
+        flight = MoveInFlight(move.ranks, [], [], 0)
         incoming: list[tuple[Tensor, list[Transfer]]] = []
         for rank in move.ranks:
             if sent := self._sent(move, rank):
-                buffer = self._wire.pack(sent, rows)
+                buffer = self._packing.pack(sent, rows)
                 flight.works.append(posted(dist.isend(buffer, rank, group=group)))
                 flight.buffers.append(buffer)
                 flight.bytes_sent += len(buffer)
             if received := self._received(move, rank):
-                buffer = self._wire.empty(self._wire.num_bytes(received))
+                buffer = self._packing.empty(self._packing.num_bytes(received))
                 flight.works.append(posted(dist.irecv(buffer, rank, group=group)))
                 incoming.append((buffer, received))
 
         def arrive() -> None:
             for buffer, received in incoming:
-                self._wire.unpack(buffer, received, rows)
+                self._packing.unpack(buffer, received, rows)
 
         return flight, arrive

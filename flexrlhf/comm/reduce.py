@@ -1,4 +1,4 @@
-"""Sums and gathers over the ranks that compute one placed model together: its replicas, or one replica's ranks."""
+"""Sums and gathers over ranks that compute one placed model together: a data-parallel or tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from flexrlhf.comm.world import Wait, posted
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The replicas of a placed model. ``group`` None: there is one, and every result is its own."""
+    """Ranks that compute together.
+
+    group:  None: this rank is alone, and every result is its own.
+    ranks:  in the group's order.
+    wait:   waits for a collective.
+    """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
@@ -21,17 +26,17 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of them."""
+        """Whether this rank is the first of the group."""
         return self.group is None or dist.get_rank(self.group) == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the replicas, in place; the same on all of them."""
+        """Sum ``tensor`` over the ranks, in place; all get the same bits."""
         if self.group is not None:
             self._done(dist.all_reduce(tensor, group=self.group, async_op=True))
         return tensor
 
     def largest(self, number: int, device: torch.device) -> int:
-        """The largest of the replicas' numbers."""
+        """Return the largest of the ranks' numbers."""
         if self.group is None:
             return number
         tensor = torch.tensor([number], device=device)
@@ -39,7 +44,7 @@ class RankGroup:
         return int(tensor)
 
     def gather(self, vector: Tensor) -> Tensor:
-        """Concatenate int64 vectors (any length each, no negative numbers) over the replicas."""
+        """Concatenate the ranks' int64 vectors, each of any length and without negative numbers."""
         if self.group is None:
             return vector
         longest = self.largest(len(vector), vector.device)

@@ -1,4 +1,4 @@
-"""The rows of one step that one rank holds: by column, in the order in which they came."""
+"""Rows of one step on one rank, by column."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ DTYPES = {"int32": torch.int32, "uint8": torch.uint8, "float32": torch.float32}
 
 
 @dataclass(frozen=True, eq=False)
-class Arrival:
-    """Rows that are under way, by column."""
+class PendingRows:
+    """Rows that are under way.
+
+    cells:   row numbers by column.
+    arrive:  awaits them and puts them into the store.
+    """
 
     cells: Mapping[str, frozenset[int]]
     arrive: Callable[[], None]
 
-    def brings(self, columns: Iterable[str], rows: Sequence[int]) -> bool:
+    def overlaps(self, columns: Iterable[str], rows: Sequence[int]) -> bool:
+        """Whether any of ``rows`` of ``columns`` is among them."""
         return any(not self.cells[column].isdisjoint(rows) for column in columns if column in self.cells)
 
 
 class RowStore:
-    """Columns with rows by global row number. Rows that still travel are awaited when they are first read."""
+    """Columns with rows by global row number. Rows that are under way are awaited when they are first read."""
 
     def __init__(self, lengths: Lengths, device: torch.device) -> None:
         self._lengths = lengths
         self._device = device
         self._blocks: dict[str, list[Tensor]] = {}
         self._index: dict[str, dict[int, tuple[int, int]]] = {}
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[PendingRows] = []
 
     def put(self, column: str, rows: Sequence[int], values: Tensor) -> None:
-        """``values`` (len(rows), ...). A row that is put again is replaced."""
+        """Store ``values`` (len(rows), ...). A row that is put again is replaced."""
         assert len(rows) == len(values), f"{column}: {len(rows)} rows, {len(values)} values"
         blocks = self._blocks.setdefault(column, [])
         index = self._index.setdefault(column, {})
@@ -43,33 +48,33 @@ class RowStore:
         blocks.append(values)
 
     def expect(self, cells: Mapping[str, Iterable[int]], arrive: Callable[[], None]) -> None:
-        """``arrive`` puts the rows of ``cells`` (by column); it is called once, before any of them is read."""
-        self._arrivals.append(Arrival({column: frozenset(rows) for column, rows in cells.items()}, arrive))
+        """Call ``arrive``, which puts the rows of ``cells`` (by column), once, before any of them is read."""
+        self._arrivals.append(PendingRows({column: frozenset(rows) for column, rows in cells.items()}, arrive))
 
     def get(self, column: str, rows: Sequence[int]) -> Tensor:
-        """The values of ``rows`` (len(rows), ...), in this order."""
+        """Return the values of ``rows`` (len(rows), ...), in this order."""
         self.arrive([column], rows)
         if not rows:
-            return self._blank(column)
+            return self._empty(column)
         blocks, index = self._blocks[column], self._index[column]
         places = [index[row] for row in rows]
         if len(blocks) == 1 and [place for _, place in places] == list(range(len(blocks[0]))):
             return blocks[0]
         return torch.stack([blocks[block][place] for block, place in places])
 
-    def holds(self, column: str, rows: Sequence[int]) -> bool:
-        """Whether all of ``rows`` have come."""
+    def has(self, column: str, rows: Sequence[int]) -> bool:
+        """Whether all of ``rows`` have been put."""
         return set(rows) <= self._index.get(column, {}).keys()
 
-    def _blank(self, column: str) -> Tensor:
-        """No rows: of a replica without rows no move brings the column."""
+    def _empty(self, column: str) -> Tensor:
+        """Return the column without rows: no move sends it to a replica without rows."""
         kind = column_of(column)
         width = self._lengths.width(kind)
         return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self._device)
 
     def arrive(self, columns: Iterable[str], rows: Sequence[int]) -> None:
-        """Await those of ``rows`` of ``columns`` that are under way, and no others: a later chunk may be far behind."""
-        due = [item for item in self._arrivals if item.brings(columns, rows)]
+        """Await the ``rows`` of ``columns`` that are under way, and no others: a later chunk may be far behind."""
+        due = [item for item in self._arrivals if item.overlaps(columns, rows)]
         self._arrivals = [item for item in self._arrivals if item not in due]
         for item in due:
             item.arrive()

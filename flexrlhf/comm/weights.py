@@ -1,6 +1,6 @@
-"""Weights between shards and whole tensors: gather a bucket's shards once, cut the part that a rank holds.
+"""Weights between shards and whole tensors: gather a bucket's shards once, cut out the part that a rank stores.
 
-``Part`` (weights/shards.py) says what lies where; engines hand over their local tensors and know nothing of this.
+``Part`` (weights/shards.py) says which numbers of a tensor a rank stores; engines pass their local tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.world import Wait, posted
+from flexrlhf.config.spec import LoraSpec
+from flexrlhf.weights.lora import gathered_names, merged_from
 from flexrlhf.weights.reshard import Parts, part_elements
 from flexrlhf.weights.shards import Part
 
@@ -20,7 +22,7 @@ Weights = Mapping[str, Tensor]
 
 
 def cut(tensor: Tensor, part: Part) -> Tensor:
-    """The numbers of ``part`` of a whole ``tensor`` as a vector."""
+    """Return the numbers of ``part`` of a whole ``tensor`` as a vector."""
     box = tensor[tuple(slice(side.start, side.stop) for side in part.box)].reshape(-1)
     return box if part.flat is None else box[part.flat.start : part.flat.stop]
 
@@ -31,48 +33,73 @@ def fill(tensor: Tensor, part: Part, values: Tensor) -> None:
     if part.flat is None:
         box.copy_(values.view(box.shape))
     else:
-        # ZeRO-3 cuts no dim, so the box is the tensor and its view shares the memory
+        # ZeRO-3 splits no dim, so the box is the tensor and its view shares the memory
         box.view(-1)[part.flat.start : part.flat.stop] = values
 
 
 def flat(weights: Weights, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-    """A copy of the named local tensors as one vector."""
+    """Return a copy of the named local tensors as one vector."""
     return torch.cat([weights[name].detach().reshape(-1).to(dtype) for name in names])
 
 
 @dataclass(frozen=True)
-class Gather:
-    """The ranks that hold a placed model's weights together. ``parts`` of each, in the group's order.
+class WeightGather:
+    """A collective that makes the tensors of a placed model whole on the ranks that store its shards.
 
-    ``group`` None: this rank holds whole tensors, and there is nothing to gather.
+    group:   of ``ranks``; None: this rank stores whole tensors, and there is nothing to gather.
+    ranks:   ranks that store all weights together, in the group's order.
+    shards:  parts that each of ``ranks`` stores.
+    wait:    waits for the collective.
+    merge:   adapters to add to the weights that they change; None: tensors are gathered as they are.
     """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
-    parts: tuple[Parts, ...]
+    shards: tuple[Parts, ...]
     wait: Wait
+    merge: LoraSpec | None = None
 
     def bytes_sent(self, names: Sequence[str], item_bytes: int) -> int:
-        """Bytes that this rank hands to the others."""
-        return 0 if self.group is None else (len(self.ranks) - 1) * self._longest(names) * item_bytes
+        """Bytes that this rank sends to the others for the tensors ``names``."""
+        if self.group is None:
+            return 0
+        if self.merge is not None:
+            names, item_bytes = gathered_names(names), 4
+        return (len(self.ranks) - 1) * self._longest(names) * item_bytes
 
     def whole(self, weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The named tensors, whole, on every rank of the group. A collective."""
+        """Return the tensors ``names``, whole and with adapters merged, on every rank of the group. A collective.
+
+        ``weights``: local shards by name. Base weights and adapters are added in float32, so the sum is rounded once.
+        """
+        if self.merge is None:
+            return self.gathered(weights, names, dtype)
+        tensors = self.gathered(weights, gathered_names(names), torch.float32)
+        return {name: _merged(self.merge, *(tensors[part] for part in merged_from(name))).to(dtype) for name in names}
+
+    def gathered(self, weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors ``names`` of the model itself, whole, on every rank of the group. A collective."""
         if self.group is None:
-            return {name: weights[name].detach().to(dtype).view(self.parts[0][name].shape) for name in names}
-        gathered = self._all_gather(flat(weights, names, dtype), self._longest(names))
-        tensors = {name: gathered.new_empty(self.parts[0][name].shape) for name in names}
-        for parts, values in zip(self.parts, gathered, strict=True):
+            return {name: weights[name].detach().to(dtype).view(self.shards[0][name].shape) for name in names}
+        vectors = self._all_gather(flat(weights, names, dtype), self._longest(names))
+        tensors = {name: vectors.new_empty(self.shards[0][name].shape) for name in names}
+        for parts, values in zip(self.shards, vectors, strict=True):
             sizes = [parts[name].num_elements for name in names]
             for name, piece in zip(names, values[: sum(sizes)].split(sizes), strict=True):
                 fill(tensors[name], parts[name], piece)
         return tensors
 
     def _longest(self, names: Sequence[str]) -> int:
-        return max(part_elements(parts, names) for parts in self.parts)
+        return max(part_elements(parts, names) for parts in self.shards)
 
     def _all_gather(self, mine: Tensor, longest: int) -> Tensor:
+        """Return the vectors of all ranks (ranks, longest), each padded with zeros."""
         out = mine.new_empty(len(self.ranks), longest)
         padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
         self.wait(posted(dist.all_gather(list(out.unbind(0)), padded, group=self.group, async_op=True)), self.ranks)
         return out
+
+
+def _merged(lora: LoraSpec, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """W + alpha / rank * B A (Hu et al. 2022, sec. 4.1)."""
+    return base + lora.alpha / lora.rank * (b @ a)

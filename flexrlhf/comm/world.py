@@ -1,4 +1,4 @@
-"""The job's world: rank, store, device, and the process groups of a plan.
+"""World of a job: rank, store, device, the process groups of a plan, and waits with a deadline.
 
 WORLD itself is sealed: its back end refuses every collective, because an instruction may communicate only among the
 ranks that it names, in a group of its own purpose (CONTRIBUTING: the three rules).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from flexrlhf.placement.groups import Group
 
 
 class SealedWorld(dist.ProcessGroup):
-    """A back end for WORLD without any collective."""
+    """Back end for WORLD that refuses every collective."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -45,20 +45,26 @@ def _make_sealed(_: dist.Store, rank: int, size: int, __: timedelta) -> SealedWo
 
 
 class Wait(Protocol):
-    """How a rank waits for communication: with a deadline, and naming those of ``ranks`` that have not come."""
+    """Function that waits for communication and, when the deadline passes, names the ``ranks`` that are missing."""
 
     def __call__(self, work: dist.Work, ranks: tuple[int, ...]) -> None: ...
 
 
 def posted(work: dist.Work | None) -> dist.Work:
-    """torch returns None to ranks outside a group; the plan never lets those call."""
+    """Return ``work``. torch returns None on ranks outside a group; no plan has those call."""
     assert work is not None, "this rank is outside the group"
     return work
 
 
 @dataclass(frozen=True)
 class World:
-    """``backend`` carries data: gloo on CPU, nccl on GPUs. ``store``: key-value store of the job, not a collective."""
+    """One rank of the job.
+
+    rank, size:  of all ranks.
+    store:       key-value store of the job, which is no collective.
+    device:      of this rank.
+    backend:     of process groups: gloo on CPU, nccl on GPUs.
+    """
 
     rank: int
     size: int
@@ -67,7 +73,7 @@ class World:
     backend: str
 
     def make_groups(self, groups: Iterable[Group], timeout_seconds: float) -> Groups:
-        """Create all groups in plan order. Every rank calls this with the same list; NCCL groups are warmed up."""
+        """Create all groups in plan order; NCCL groups are warmed up. Every rank calls this with the same list."""
         made: dict[Group, dist.ProcessGroup | None] = {}
         for group in groups:
             with deadline(
@@ -86,13 +92,13 @@ class World:
         return Groups(made)
 
     def meet(self, what: str, timeout_seconds: float) -> None:
-        """Wait until every rank has come here, through the store; on a deadline name those that have not."""
+        """Wait, through the store, until every rank has called this. Raises DeadlineError with the missing ranks."""
         self.store.set(f"meet/{what}/{self.rank}", "here")
         keys = {f"meet/{what}/{rank}": f"rank {rank}" for rank in range(self.size)}
         self.wait_for(self.store, keys, what, timeout_seconds)
 
     def wait_for(self, store: dist.Store, keys: Mapping[str, str], what: str, timeout_seconds: float) -> None:
-        """Wait for keys of the store; ``keys`` say who writes each, for the sentence when the deadline passes."""
+        """Wait for keys of the store. ``keys``: key → who writes it, for the sentence when the deadline passes."""
         with deadline(
             f"rank {self.rank} at {what}",
             lambda: ", ".join(dict.fromkeys(who for key, who in keys.items() if not store.check([key]))),
@@ -102,19 +108,20 @@ class World:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups by purpose and ranks. A single rank has none and gets None: nothing to communicate."""
+    """Process groups by purpose and ranks. A single rank has none: it has nothing to communicate."""
 
     handles: dict[Group, dist.ProcessGroup | None]
 
     def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the group of ``ranks`` for ``purpose``; None for a single rank."""
         return None if len(ranks) == 1 else self.handles[Group(purpose, ranks)]
 
     def alone(self, rank: int) -> dist.ProcessGroup | None:
-        """The group of this rank by itself, where a library of one of its engines wants one."""
+        """Return the group of this rank by itself, where a library of one of its engines requires one."""
         return self.handles.get(Group("alone", (rank,), alone=True))
 
     def close(self) -> None:
-        """Drop the groups. Their threads and sockets end with the last reference, so nobody else may keep one."""
+        """Drop the groups. Their threads and sockets end with the last reference, so no other one may be left."""
         for handle in self.handles.values():
             if handle is not None:
                 dist.destroy_process_group(handle)
@@ -123,7 +130,7 @@ class Groups:
 
 @contextmanager
 def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
-    """Join the job that the launcher described in the environment. ``device``: cpu or cuda, the same on all ranks."""
+    """Join the job that the environment describes. ``device``: cpu or cuda, the same on all ranks."""
     cuda = device == "cuda"
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     store = dist.PrefixStore("flexrlhf", store)
@@ -139,29 +146,41 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
 
 
 class RankProgress:
-    """Where every rank is, in the job's store, so that whoever waits too long can name whom it waits for."""
+    """Position of each rank in the list that all ranks walk, in the job's store, and the waits of this rank."""
 
     def __init__(self, world: World, run: str) -> None:
         self._world = world
         self._run = run
+        self._position = 0
+        self._what = ""
+
+    def report(self, position: int, what: str) -> None:
+        """Store that this rank has come to ``position``, which grows along the list; ``what`` it does there."""
+        self._position, self._what = position, what
+        self._world.store.set(self._key(self._world.rank), json.dumps([position, what]))
+
+    def wait(self, work: dist.Work, ranks: tuple[int, ...]) -> None:
+        """Wait for ``work`` with ``ranks``. Raises DeadlineError."""
+        with self.deadline(ranks):
+            work.wait()
+
+    def deadline(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+        """Return a context that names a failed wait for ``ranks`` by what this rank does."""
+        return deadline(f"rank {self._world.rank} at {self._what}", lambda: self.missing(ranks))
+
+    def missing(self, ranks: Iterable[int]) -> str:
+        """Return which of ``ranks`` are behind this one, with what each reported last; if none is, which are level with
+        it, since one of those does not go on."""
+        seen = {rank: self._seen(rank) for rank in ranks if rank != self._world.rank}
+        behind = [f"rank {rank} (at: {what})" for rank, (at, what) in seen.items() if at < self._position]
+        inside = [f"rank {rank} (at: {what}, too)" for rank, (at, what) in seen.items() if at == self._position]
+        return ", ".join(behind or inside) or "nobody: all ranks have gone on, one failed inside"
 
     def _key(self, rank: int) -> str:
         return f"{self._run}/at/{rank}"
 
-    def report(self, position: int, what: str) -> None:
-        """``position`` grows along the list that all ranks walk."""
-        self._world.store.set(self._key(self._world.rank), json.dumps([position, what]))
-
-    def missing(self, ranks: Iterable[int], position: int) -> str:
-        """The ranks that have not come to ``position``, and what each was last seen doing; if all have, those that are
-        there too, of which one does not go on."""
-        seen = {rank: self._seen(rank) for rank in ranks if rank != self._world.rank}
-        behind = [f"rank {rank} (at: {what})" for rank, (at, what) in seen.items() if at < position]
-        inside = [f"rank {rank} (at: {what}, too)" for rank, (at, what) in seen.items() if at == position]
-        return ", ".join(behind or inside) or "nobody: all ranks have gone on, one failed inside"
-
     def _seen(self, rank: int) -> tuple[int, str]:
-        """Position and words of what ``rank`` last reported."""
+        """Return the position and words that ``rank`` last reported."""
         if not self._world.store.check([self._key(rank)]):
             return -1, "not started"
         at, what = json.loads(self._world.store.get(self._key(rank)))
@@ -169,12 +188,12 @@ class RankProgress:
 
 
 class DeadlineError(RunStopped):
-    """A wait that ended without its ranks."""
+    """Failure of a wait because ranks were missing."""
 
 
 @contextmanager
 def deadline(what: str, who_is_missing: Callable[[], str]) -> Iterator[None]:
-    """Give a failed wait its name: what was waited for, and who has not arrived."""
+    """Raise DeadlineError for a failed wait: ``what`` was waited for, and which ranks have not arrived."""
     try:
         yield
     except RuntimeError as error:
@@ -185,7 +204,7 @@ def deadline(what: str, who_is_missing: Callable[[], str]) -> Iterator[None]:
 
 
 def _reason(text: str) -> str | None:
-    """What torch's message means when a wait failed; None for any other error."""
+    """Return what torch's message means when a wait failed; None for any other error."""
     if any(sign in text for sign in ("timed out", "timeout")):
         return "the deadline passed"
     if any(sign in text for sign in ("connection closed", "connection reset", "broken pipe")):

@@ -1,1 +1,1 @@
-"""Everything that a user writes: the schema of the YAML, presets, reading and writing of files."""
+"""Settings of a run: the schema of the YAML, presets, reading and writing of files."""

@@ -1,4 +1,4 @@
-"""What a user may write of an algorithm: one class each, with every default on its field."""
+"""Algorithms as a user writes them: one class each, with every default on its field."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flexrlhf.errors import shown
 
 
 class AlgorithmSpec(StrictModel):
-    """What all algorithms have: the size of a step and of its mini-batches."""
+    """Settings of every algorithm: the size of a step and of its mini-batches."""
 
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(32, ge=1, description="prompts of one training step, over all replicas")
     num_mini_batches: int = Field(1, ge=1, description="optimizer steps per epoch of one step")
     epochs: int = Field(1, ge=1, description="passes over the rows of one step")
 
     @property
     def num_prompts(self) -> int:
-        """Prompts whose rows one step trains on."""
+        """Number of prompts whose rows one step trains on."""
         return self.prompts_per_step
 
     @model_validator(mode="after")
@@ -39,14 +39,16 @@ LossAggregation = Literal[
 
 
 class TruncationPenalty(StrictModel):
-    penalty: float = Field(description="subtracted from the score of an answer that was cut off")
+    """Rule that lowers the score of truncated responses."""
+
+    penalty: float = Field(description="subtracted from the score of a truncated response")
 
 
 TruncationWord = Literal["none", "bootstrap", "mask"]
 
 
 def _truncation(value: Any) -> Any:
-    """Refuse here what is no form of it, since a union would tell of one form only."""
+    """Refuse what is no form of it; the message of a union would name one form only."""
     words = get_args(TruncationWord)
     if isinstance(value, dict | TruncationPenalty) or value in words:
         return value
@@ -54,42 +56,44 @@ def _truncation(value: Any) -> Any:
     raise ValueError(f"expected {forms} or a mapping such as {{penalty: 1.0}}, found {shown(value)}")
 
 
-def _listed(value: Any) -> Any:
-    """One text is a list of one."""
+def _as_list(value: Any) -> Any:
+    """Make a list of one text."""
     return (value,) if isinstance(value, str) else value
 
 
 Truncation = Annotated[TruncationWord | TruncationPenalty, BeforeValidator(_truncation)]
 
 
-StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
+StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
 
 
 class ImportanceSpec(StrictModel):
-    """Truncated importance sampling (Ionides 2008; Espeholt et al. 2018): the loss of what another policy drew.
+    """Truncated importance sampling (Ionides 2008; Espeholt et al. 2018): corrects for responses of another policy.
 
-    Weight = min(pi_old / pi_rollout, cap) of each token, or of the whole answer; pi_old: the weights that training of
-    the step starts from, pi_rollout: what the answer was drawn with.
+    Weight = min(pi_old / pi_rollout, cap) of each token, or of the whole response; pi_old: the weights that training of
+    the step starts from, pi_rollout: the distribution that the response was sampled from.
     """
 
-    level: Literal["token", "sequence"] = "token"
-    cap: float = Field(2.0, ge=1)
+    level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a response")
+    cap: float = Field(2.0, ge=1, description="largest weight")
 
 
 class SampledSpec(AlgorithmSpec):
-    """What algorithms that generate have: how answers are drawn, and what is done when another policy drew them."""
+    """Settings of algorithms that generate: how responses are sampled, and the correction for another policy's."""
 
-    samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this probability together")
-    top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: from all")
-    min_response_tokens: int = Field(0, ge=0, description="no end token before so many")
-    stop: StopStrings = Field((), description="texts that end an answer, which keeps them; without special tokens")
-    importance: ImportanceSpec | None = None
+    samples_per_prompt: int = Field(1, ge=1, description="responses to each prompt")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this total probability")
+    top_k: int = Field(0, ge=0, description="sample from this many most likely tokens; 0: from all")
+    min_response_tokens: int = Field(0, ge=0, description="no end token before this many tokens")
+    stop: StopStrings = Field(
+        (), description="strings that end a response, of which they stay a part; compared without special tokens"
+    )
+    importance: ImportanceSpec | None = Field(None, description="null: no importance weights")
 
     @property
     def is_cut(self) -> bool:
-        """Whether answers are drawn from less than the policy's distribution, so that their log-probs differ."""
+        """Whether responses are sampled from a part of the policy's distribution, so that their log-probs differ."""
         return self.top_p < 1 or self.top_k > 0 or self.min_response_tokens > 0
 
     @model_validator(mode="after")
@@ -101,27 +105,27 @@ class SampledSpec(AlgorithmSpec):
                 if getattr(self, name) != plain
             )
             raise ValueError(
-                f"{name} {getattr(self, name):g} draws answers from another distribution than the policy's; "
+                f"{name} {getattr(self, name):g} samples from another distribution than the policy's; "
                 f"use {plain}, or correct for it with importance: {{}}"
             )
         return self
 
 
 class KlSpec(StrictModel):
-    """The penalty for leaving the reference policy; beta = ``coefficient``.
+    """KL penalty that keeps the policy near the reference model; beta = ``coefficient``.
 
-    ``estimator`` of KL(policy || ref) from r = log policy - log ref of a drawn token (Schulman 2020): k1 = r,
-    k2 = r^2 / 2, k3 = exp(-r) - 1 + r; in the loss k3 unless another is asked for, since the gradient of k1 is 0 in the
-    mean. ``target``: beta follows the measured KL of an answer (Ziegler et al. 2019, section 2.2), from step to step:
-    beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * answers / horizon.
+    ``estimator`` of KL(policy || ref) from r = log policy - log ref of a sampled token (Schulman 2020): k1 = r,
+    k2 = r^2 / 2, k3 = exp(-r) - 1 + r; in the loss k3 by default, since the gradient of k1 is 0 in the mean.
+    ``target``: beta follows the measured KL of a response (Ziegler et al. 2019, section 2.2), from step to step:
+    beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * responses / horizon.
     """
 
-    place: Literal["reward", "loss"] = "reward"
-    coefficient: float = Field(0.05, ge=0)
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    clamp: float | None = Field(None, gt=0, description="of r, to both sides; None: as it is")
-    target: float | None = Field(None, gt=0, description="nats an answer; None: the coefficient is fixed")
-    horizon: int = Field(10000, ge=1, description="answers over which an adaptive coefficient follows")
+    place: Literal["reward", "loss"] = Field("reward", description="subtracted from the rewards, or added to the loss")
+    coefficient: float = Field(0.05, ge=0, description="beta; with a target, that of the first step")
+    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="with place loss k3 by default")
+    clamp: float | None = Field(None, gt=0, description="r is clamped to [-clamp, clamp]; null: it is not")
+    target: float | None = Field(None, gt=0, description="nats a response; null: the coefficient is fixed")
+    horizon: int = Field(10000, ge=1, description="responses over which an adaptive coefficient follows")
 
     @model_validator(mode="before")
     @classmethod
@@ -137,65 +141,79 @@ class KlSpec(StrictModel):
 
 
 class OverlongSpec(StrictModel):
-    """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13): the score falls by up to ``penalty`` over the last
-    ``buffer_tokens`` of the largest length of an answer."""
+    """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13).
 
-    buffer_tokens: int | None = Field(None, ge=1, description="None: a fifth of data.max_response_tokens, as there")
-    penalty: float = Field(1.0, gt=0)
+    The score falls by up to ``penalty`` over the last ``buffer_tokens`` of the largest response length.
+    """
+
+    buffer_tokens: int | None = Field(None, ge=1, description="null: a fifth of data.max_response_tokens, as there")
+    penalty: float = Field(1.0, gt=0, description="subtracted from the score at the largest length")
 
 
 class PtxSpec(StrictModel):
-    """Further pretraining beside the policy's loss (Ouyang et al. 2022, section 3.5): in every optimizer step of the
-    actor, ``coefficient`` times the negative log-likelihood of as many texts as it has answers, at temperature 1. Texts
-    are cut to the lengths of ``data``, as answers are."""
+    """Pretraining loss in addition to the policy's (Ouyang et al. 2022, section 3.5).
 
-    path: str
-    form: Literal["auto", "prompt", "instruction", "question", "text"] = "auto"
-    coefficient: float = Field(1.0, gt=0)
+    In every optimizer step of the actor, ``coefficient`` times the negative log-likelihood of as many texts as it has
+    responses, at temperature 1. Texts are truncated to the lengths of ``data``, as responses are.
+    """
+
+    path: str = Field(description="a .jsonl, .jsonl.gz or .json file with the texts")
+    form: Literal["auto", "prompt", "instruction", "question", "text"] = Field(
+        "auto", description="columns of a row; auto: follows from the first row"
+    )
+    coefficient: float = Field(1.0, gt=0, description="factor of this loss")
 
 
 class PolicySpec(SampledSpec):
-    """What algorithms have that raise the score of drawn answers by a clipped policy gradient."""
+    """Settings of algorithms that train on sampled responses with a clipped policy gradient."""
 
-    like: Like | None = Field(None, description="what is not written is as in that engine or paper")
-    kl: KlSpec | None = Field(KlSpec(), description="None: no penalty, and no reference model is placed")
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
-    dual_clip: float | None = Field(None, gt=1, description="bound of the ratio where the advantage is negative")
-    ratio: Literal["token", "sequence"] = Field("token", description="sequence: one of the whole answer (GSPO)")
-    entropy_coefficient: float = Field(0.0, ge=0)
-    loss_aggregation: LossAggregation = "token-mean"
-    reward_clip: float | None = Field(None, gt=0, description="None: scores are not clipped")
+    like: Like | None = Field(None, description="engine or paper whose settings are the defaults")
+    kl: KlSpec | None = Field(KlSpec(), description="null: no penalty, and no reference model is placed")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped to at least 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="the ratio is clipped to at most 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, gt=1, description="largest ratio where the advantage is negative; null: no limit"
+    )
+    ratio: Literal["token", "sequence"] = Field("token", description="sequence: one ratio of the whole response (GSPO)")
+    entropy_coefficient: float = Field(0.0, ge=0, description="factor of the entropy bonus in the loss")
+    loss_aggregation: LossAggregation = Field("token-mean", description="from the losses of tokens to that of a batch")
+    reward_clip: float | None = Field(
+        None, gt=0, description="scores are clipped to [-reward_clip, reward_clip]; null: not clipped"
+    )
     normalise_scores: Literal["none", "running", "batch"] = Field(
-        "none", description="to mean 0, deviation 1: running: of the steps before; batch: of the step's answers"
+        "none", description="to mean 0, deviation 1: running: of the steps before; batch: of the step's responses"
     )
     invalid_scores: Literal["mask", "stop"] = Field(
-        "mask", description="NaN and infinite ones: mask: the answer counts for nothing; stop: the run ends"
+        "mask", description="NaN and infinite scores: mask: the response is left out; stop: the run ends"
     )
-    truncation: Truncation = "none"
-    overlong: OverlongSpec | None = None
-    rollouts_per_step: int = Field(1, ge=1, description="of prompts_per_step prompts each, before the model trains")
+    truncation: Truncation = Field(
+        "none",
+        description="responses without end token: none: scored as they are; bootstrap: the critic's value is added; "
+        "mask: left out; {penalty: p}: score - p",
+    )
+    overlong: OverlongSpec | None = Field(None, description="null: no punishment of long responses")
+    rollouts_per_step: int = Field(1, ge=1, description="batches of prompts_per_step prompts in one training step")
     freeze_actor_steps: int = Field(0, ge=0, description="steps at the start in which the actor is not trained")
-    ptx: PtxSpec | None = None
+    ptx: PtxSpec | None = Field(None, description="null: no pretraining loss")
 
     @property
     def num_prompts(self) -> int:
         return self.prompts_per_step * self.rollouts_per_step
 
     DEFINING: ClassVar[frozenset[str]] = frozenset()
-    """Settings that make the algorithm what it is, which no engine's preset changes."""
+    """Settings that define the algorithm: no engine's preset changes them."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
-        """A preset below what is written; a part of a penalty is over the algorithm's own."""
+        """Fill in a preset where nothing is written, and the algorithm's own penalty where a part of one is."""
         if not isinstance(value, dict):
             return value
         if isinstance(value.get("like"), str) and value["like"] in PRESETS:
             value = with_preset(value, cls.model_fields.keys() - cls.DEFINING)
-        own, written = cls.model_fields["kl"].default, value.get("kl")
-        if isinstance(own, KlSpec) and isinstance(written, dict):
-            value = {**value, "kl": penalty_over(own.model_dump(), written)}
+        default, written = cls.model_fields["kl"].default, value.get("kl")
+        if isinstance(default, KlSpec) and isinstance(written, dict):
+            value = {**value, "kl": penalty_over(default.model_dump(), written)}
         return value
 
     @model_validator(mode="after")
@@ -206,48 +224,57 @@ class PolicySpec(SampledSpec):
 
     @model_validator(mode="after")
     def _coefficient_keeps_its_sign(self) -> Self:
-        answers = self.num_prompts * self.samples_per_prompt
-        if self.kl is not None and self.kl.target is not None and answers >= 5 * self.kl.horizon:
+        responses = self.num_prompts * self.samples_per_prompt
+        if self.kl is not None and self.kl.target is not None and responses >= 5 * self.kl.horizon:
             raise ValueError(
-                f"kl.horizon {self.kl.horizon} is too short for the {answers} answers of a step, which could turn the "
-                f"coefficient negative: use at least {answers // 5 + 1}"
+                f"kl.horizon {self.kl.horizon} is too short for the {responses} responses of a step, which could turn "
+                f"the coefficient negative: use at least {responses // 5 + 1}"
             )
         return self
 
 
 class PpoSpec(PolicySpec):
-    """Proximal Policy Optimization (Schulman et al. 2017), GAE, a KL penalty in the reward (Ouyang et al. 2022)."""
+    """Proximal policy optimization (Schulman et al. 2017), GAE, a KL penalty in the reward (Ouyang et al. 2022)."""
 
     name: Literal["ppo"] = "ppo"
-    gamma: float = Field(1.0, gt=0, le=1)
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    value_clip: float | None = Field(0.2, gt=0, description="None: values are not clipped")
-    whiten: Literal["batch", "mini_batch", "none"] = "batch"
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of rewards, per token")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
+    value_clip: float | None = Field(
+        0.2, gt=0, description="largest change of a value in the value loss; null: values are not clipped"
+    )
+    whiten: Literal["batch", "mini_batch", "none"] = Field(
+        "batch", description="advantages to mean 0, deviation 1 over the step or a mini-batch"
+    )
 
 
 class AcShareSpec(PpoSpec):
     """PPO with actor and critic on one trunk (Schulman et al. 2017, eq. 9): one optimizer, one loss of both."""
 
     name: Literal["ac-share"] = "ac-share"  # type: ignore[assignment]
-    value_coefficient: float = Field(0.5, ge=0, description="of the value loss beside the policy's")
+    value_coefficient: float = Field(0.5, ge=0, description="factor of the value loss, which is added to the policy's")
     freeze_actor_steps: Literal[0] = 0
 
 
 class DynamicSamplingSpec(StrictModel):
-    """Draw ``rounds`` times as many groups as a step is to train on, and leave out those whose answers all score alike
-    (DAPO, Yu et al. 2025, section 3.2). The number of rounds is fixed, so that a plan knows it: a mini-batch with more
-    groups than its share trains on the first of them, one with fewer on fewer."""
+    """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2).
 
-    rounds: int = Field(2, ge=2)
+    ``rounds`` times as many groups are sampled as a step trains on; those whose responses all have the same score are
+    left out. The number of rounds is fixed, so that it can be planned: a mini-batch with more groups than its share
+    trains on the first of them, one with fewer on fewer.
+    """
+
+    rounds: int = Field(2, ge=2, description="groups that are sampled for each that is trained on")
 
 
 class GroupSpec(PolicySpec):
-    """What algorithms have that compare the answers of one prompt, without a critic."""
+    """Settings of algorithms that compare the responses to one prompt, without a critic."""
 
-    samples_per_prompt: int = Field(8, ge=1)
-    baseline: Literal["mean", "others"] = Field("mean", description="of the group: of all its answers, or the others")
+    samples_per_prompt: int = Field(8, ge=1, description="responses to each prompt: the size of a group")
+    baseline: Literal["mean", "others"] = Field(
+        "mean", description="mean score of the group, or of its other responses"
+    )
     scale: Literal["group", "none"] = Field("group", description="group: divide by the group's standard deviation")
-    dynamic_sampling: DynamicSamplingSpec | None = None
+    dynamic_sampling: DynamicSamplingSpec | None = Field(None, description="null: all groups are trained on")
 
     @property
     def num_prompts(self) -> int:
@@ -257,7 +284,9 @@ class GroupSpec(PolicySpec):
     @model_validator(mode="after")
     def _groups_compare(self) -> Self:
         if self.samples_per_prompt == 1:
-            raise ValueError("samples_per_prompt 1: an answer alone has no others to be compared with; use at least 2")
+            raise ValueError(
+                "samples_per_prompt 1: a single response has no others to be compared with; use at least 2"
+            )
         return self
 
     @model_validator(mode="after")
@@ -269,7 +298,7 @@ Policy = TypeVar("Policy", bound=PolicySpec)
 
 
 def _without_values(spec: Policy) -> Policy:
-    """Refuse what takes a critic."""
+    """Return ``spec``; raise ValueError for a setting that needs a critic."""
     if spec.truncation == "bootstrap":
         raise ValueError("truncation: bootstrap needs the values of a critic; use none, mask or a penalty")
     return spec
@@ -287,7 +316,7 @@ class GrpoSpec(GroupSpec):
 
 
 class RlooSpec(GroupSpec):
-    """REINFORCE with the others' mean as baseline (Ahmadian et al. 2024, eq. 9): a whole answer is one action."""
+    """REINFORCE with the others' mean as baseline (Ahmadian et al. 2024, eq. 9): a response is one action."""
 
     DEFINING = frozenset({"loss_aggregation"})
 
@@ -299,7 +328,7 @@ class RlooSpec(GroupSpec):
 
 
 class GspoSpec(GroupSpec):
-    """Group sequence policy optimization (Zheng et al. 2025): the ratio of whole answers, clipped narrowly."""
+    """Group sequence policy optimization (Zheng et al. 2025): the ratio of whole responses, clipped narrowly."""
 
     DEFINING = frozenset({"clip_low", "clip_high", "loss_aggregation"})
 
@@ -312,8 +341,10 @@ class GspoSpec(GroupSpec):
 
 
 class RaftSpec(PolicySpec):
-    """Reward-ranked fine-tuning (Dong et al. 2023): the answer of a group that scores best has advantage 1, the others
-    are left out."""
+    """Reward-ranked fine-tuning (Dong et al. 2023): only the response with the best score of each group is trained on.
+
+    Its advantage is 1.
+    """
 
     name: Literal["raft"] = "raft"
     samples_per_prompt: int = Field(8, ge=2)
@@ -325,10 +356,10 @@ class RaftSpec(PolicySpec):
 
 
 class ReturnsSpec(PolicySpec):
-    """What algorithms have whose advantages are the rewards that follow a token, less a baseline."""
+    """Settings of algorithms whose advantages are the returns of a token minus a baseline, without a critic."""
 
-    gamma: float = Field(1.0, gt=0, le=1)
-    whiten: Literal["batch", "none"] = "batch"
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of rewards, per token")
+    whiten: Literal["batch", "none"] = Field("batch", description="advantages to mean 0, deviation 1 over the step")
 
     @model_validator(mode="after")
     def _no_values(self) -> Self:
@@ -340,17 +371,17 @@ class ReinforceSpec(ReturnsSpec):
 
     name: Literal["reinforce++"] = "reinforce++"
     kl: KlSpec | None = KlSpec(coefficient=0.01)
-    baseline: Literal["none", "group"] = Field("none", description="group: the mean score of the prompt's answers")
+    baseline: Literal["none", "group"] = Field("none", description="group: the mean score of the prompt's responses")
 
     @model_validator(mode="after")
     def _groups_compare(self) -> Self:
         if self.baseline == "group" and self.samples_per_prompt == 1:
-            raise ValueError("baseline: group needs several answers to a prompt; use samples_per_prompt 2 or more")
+            raise ValueError("baseline: group needs several responses to a prompt; use samples_per_prompt 2 or more")
         return self
 
 
 class RemaxSpec(ReturnsSpec):
-    """ReMax (Li et al. 2023): the score of the greedy answer to the same prompt is the baseline."""
+    """ReMax (Li et al. 2023): the score of the greedy response to the same prompt is the baseline."""
 
     name: Literal["remax"] = "remax"
     samples_per_prompt: Literal[1] = 1
@@ -359,13 +390,15 @@ class RemaxSpec(ReturnsSpec):
 
 
 class LagrangeSpec(StrictModel):
-    """The multiplier lambda of the bound on the cost, by gradient ascent on its logarithm (Dai et al. 2024, eq. 12):
-    log lambda += learning_rate * lambda * (mean cost of a step's answers - limit)."""
+    """Lagrange multiplier of the limit on the cost, by gradient ascent on its logarithm (Dai et al. 2024, eq. 12).
+
+    log lambda += learning_rate * lambda * (mean cost of a step's responses - limit).
+    """
 
     limit: float = Field(0.0, description="the mean cost is to stay below it")
-    initial: float = Field(1.0, gt=0)
-    learning_rate: float = Field(0.1, ge=0)
-    maximum: float = Field(5.0, gt=0)
+    initial: float = Field(1.0, gt=0, description="lambda of the first step")
+    learning_rate: float = Field(0.1, ge=0, description="of log lambda")
+    maximum: float = Field(5.0, gt=0, description="largest lambda")
 
     @model_validator(mode="after")
     def _starts_within(self) -> Self:
@@ -385,7 +418,7 @@ class SafeRlhfSpec(PpoSpec):
 
 
 class SftSpec(AlgorithmSpec):
-    """Supervised fine-tuning: the negative log-likelihood of the answers."""
+    """Supervised fine-tuning: the negative log-likelihood of the responses."""
 
     name: Literal["sft"] = "sft"
     samples_per_prompt: Literal[1] = 1
@@ -400,17 +433,18 @@ class RewardSpec(AlgorithmSpec):
 
 
 class DpoSpec(AlgorithmSpec):
-    """Direct preference optimization (Rafailov et al. 2023, eq. 7) on pairs. A pair is one prompt with two samples.
-
-    ``label_smoothing``: the share of pairs that are labelled the wrong way round (cDPO, Mitchell 2023). ``loss: ipo``:
-    squared distance of the log-ratios' difference to 1 / (2 beta) (Azar et al. 2024, eq. 17).
-    """
+    """Direct preference optimization (Rafailov et al. 2023, eq. 7) on pairs. A pair is one prompt with two samples."""
 
     name: Literal["dpo"] = "dpo"
     samples_per_prompt: Literal[2] = 2
-    beta: float = Field(0.1, gt=0)
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    beta: float = Field(0.1, gt=0, description="strength of the implicit KL penalty")
+    loss: Literal["sigmoid", "ipo"] = Field(
+        "sigmoid",
+        description="ipo: squared distance of the log-ratios' difference to 1 / (2 beta) (Azar et al. 2024, eq. 17)",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="share of pairs with the labels swapped (cDPO, Mitchell 2023); sigmoid only"
+    )
 
     @model_validator(mode="after")
     def _smoothing_of_sigmoid(self) -> Self:

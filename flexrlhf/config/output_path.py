@@ -1,4 +1,4 @@
-"""Files that a command will write, checked before it prints or computes anything."""
+"""Check of the files that a command will write, before it prints or computes anything."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from flexrlhf.errors import UserError
 def check_output(path: Path, option: str, such_as: str, makes_directories: bool = False) -> None:
     """Raise UserError where ``path`` could not be written in the end.
 
-    ``such_as``: a name for a file in a directory that was given. ``makes_directories``: whether those that are missing
-    will be made.
+    option:             the command line's option that names ``path``, for the message
+    such_as:            an example of a file name, where ``path`` is a directory
+    makes_directories:  whether the command makes missing directories
     """
     if path.is_dir():
         raise UserError(f"{option} {path}: a directory; give a file, such as {path / such_as}")

@@ -1,7 +1,7 @@
-"""Settings of an algorithm as other engines, or papers, have them: ``algorithm.like``.
+"""Presets of an algorithm, ``algorithm.like``: its settings in other engines, or in papers.
 
-Read in the sources of verl 0.9, OpenRLHF 0.11, TRL 1.9 and DeepSpeed-Chat (August 2026). What depends on the split of a
-batch there (TRL's whitening per rank, means of local means) is over the whole batch here; that scores land behind the
+From the sources of verl 0.9, OpenRLHF 0.11, TRL 1.9 and DeepSpeed-Chat (August 2026). What depends on the split of a
+batch there (TRL's whitening per rank, means of local means) is over the whole batch here; that scores land after the
 last token where pad is not the end token (TRL, DeepSpeed-Chat) is not copied.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 Like = Literal["verl", "openrlhf", "trl", "deepspeed-chat", "dr-grpo", "dapo"]
 OF_GRPO = ("dr-grpo", "dapo")
-"""Forms of one algorithm."""
+"""Presets of ``grpo`` only."""
 
 _COMMON = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "gamma": 1.0, "loss_aggregation": "token-mean"}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -53,7 +53,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "reward_clip": 5.0,
         "truncation": "none",
     },
-    # Liu et al. 2025: no division by the deviation or by the answer's length
+    # Liu et al. 2025: no division by the deviation or by the response's length
     "dr-grpo": {"kl": None, "scale": "none", "loss_aggregation": "seq-mean-token-sum-norm"},
     # Yu et al. 2025, sections 3.1 to 3.4
     "dapo": {
@@ -68,15 +68,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_preset(written: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    """``written`` over what ``like`` in it stands for, as far as that is of the algorithm's ``fields``."""
+    """Return the preset ``written["like"]``, restricted to the algorithm's ``fields``, with ``written`` over it."""
     settings = {key: value for key, value in PRESETS[written["like"]].items() if key in fields}
-    own, part = settings.get("kl"), written.get("kl")
-    if isinstance(own, dict) and isinstance(part, dict):
-        return {**settings, **written, "kl": penalty_over(own, part)}
+    default, part = settings.get("kl"), written.get("kl")
+    if isinstance(default, dict) and isinstance(part, dict):
+        return {**settings, **written, "kl": penalty_over(default, part)}
     return {**settings, **written}
 
 
-def penalty_over(own: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a KL penalty over a whole one, whose estimator is not that of another place."""
-    moved = written.get("place", own["place"]) != own["place"]
-    return {**{key: value for key, value in own.items() if not (moved and key == "estimator")}, **written}
+def penalty_over(default: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a KL penalty with what is ``written`` over ``default``; another place does not inherit its estimator."""
+    moved = written.get("place", default["place"]) != default["place"]
+    return {**{key: value for key, value in default.items() if not (moved and key == "estimator")}, **written}

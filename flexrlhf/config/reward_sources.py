@@ -1,4 +1,4 @@
-"""What a user may write of rewards: where the scores of answers come from, one class for each kind of source."""
+"""Sources of scores as a user writes them: one class for each kind of source."""
 
 from __future__ import annotations
 
@@ -9,50 +9,59 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
-
-class _Source(StrictModel):
-    """What all sources have. The score of an answer is the weighted sum over the sources."""
-
-    weight: float = 1.0
+Level = Annotated[
+    Literal["answer", "token"], Field(description="answer: one score a response; token: one a response token")
+]
 
 
-class ModelSource(_Source):
-    """The scalar head of a placed model, at the last token of the text, or after every token of the answer."""
+class _WeightedSource(StrictModel):
+    """Settings of every source. The score of a response is the weighted sum over the sources."""
+
+    weight: float = Field(1.0, description="factor of this source's scores in the sum")
+
+
+class ModelSource(_WeightedSource):
+    """Scalar head of a placed model, at the last token of the response, or after every token of it."""
 
     model: str = Field(description="a role of models: reward, or one named reward_...")
-    level: Literal["answer", "token"] = "answer"
+    level: Level = "answer"
 
 
-class _Called(_Source):
-    """What is asked from outside the models, in batches."""
+class _CalledSource(_WeightedSource):
+    """Settings of sources that are no models. They are called with batches of responses."""
 
-    level: Literal["answer", "token"] = Field("answer", description="token: a list of numbers, one a response token")
-    batch_size: int = Field(16, ge=1, description="answers of one call")
-    seconds: float = Field(0.0, ge=0, description="of one call, as simulate and advise are to reckon it")
+    level: Level = "answer"
+    batch_size: int = Field(16, ge=1, description="responses of one call")
+    seconds: float = Field(0.0, ge=0, description="time of one call that simulate and advise assume")
 
 
-class FunctionSource(_Called):
-    """A Python function of the user, called in worker processes: a call that hangs or crashes costs its rewards only.
+class FunctionSource(_CalledSource):
+    """Python function of the user, called in worker processes: a call that hangs or crashes costs its scores only.
 
     ``function(prompts, responses, **columns) -> list of numbers``: texts, and each column of the data's rows as a list;
-    ``num_tokens`` of the responses too. It is given the columns that it names, or all where it takes ``**columns``.
+    ``num_tokens`` of the responses too. It receives the columns that it has a parameter for, or all where it takes
+    ``**columns``.
     """
 
     function: str = Field(description="path/to/file.py:name, or module:name")
-    timeout_seconds: float = Field(10.0, gt=0, description="of one call; its worker is then ended")
+    timeout_seconds: float = Field(10.0, gt=0, description="limit of one call; its worker is then ended")
     workers: int = Field(1, ge=1, description="worker processes of one rank")
 
 
-class ServiceSource(_Called):
-    """An HTTP service: POST of JSON {query, prompts, labels} as OpenRLHF sends it, answered by {rewards: [...]}."""
+class ServiceSource(_CalledSource):
+    """HTTP service: POST of JSON {query, prompts, labels} as OpenRLHF sends it; the reply is {rewards: [...]}."""
 
-    url: Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
-    timeout_seconds: float = Field(30.0, gt=0, description="of one request")
-    deadline_seconds: float = Field(120.0, gt=0, description="of one batch with all its retries")
+    url: Annotated[
+        tuple[str, ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+        Field(description="address, or several that take turns"),
+    ]
+    timeout_seconds: float = Field(30.0, gt=0, description="limit of one request")
+    deadline_seconds: float = Field(120.0, gt=0, description="limit of one batch with all its retries")
     retries: int = Field(3, ge=0, description="further requests after a failed one, with growing pauses between")
     concurrency: int = Field(4, ge=1, description="requests of one rank at a time")
     label: str = Field("label", description="column of the data's rows that is sent as labels; absent: null")
-    headers: dict[str, str] = Field(default_factory=dict)
+    headers: dict[str, str] = Field(default_factory=dict, description="further headers of each request")
 
     @model_validator(mode="after")
     def _urls_are_http(self) -> Self:
@@ -64,25 +73,26 @@ class ServiceSource(_Called):
         return self
 
 
-class RuleSource(_Called):
-    """A rule that ships with flexrlhf, of whole answers. Right is 1, wrong 0."""
+class RuleSource(_CalledSource):
+    """Rule that ships with flexrlhf, of whole responses: right is 1, wrong 0."""
 
     level: Literal["answer"] = "answer"
     rule: Literal["exact_answer", "gsm8k", "format", "length"]
-    answer: str = Field("answer", description="column with the right answer, of exact_answer and gsm8k")
-    pattern: str | None = Field(None, description="regular expression that the whole answer must match, of format")
-    target_tokens: int | None = Field(None, ge=1, description="of length: 1 at so many, falling to 0 at twice as many")
+    answer: str = Field("answer", description="exact_answer, gsm8k: column with the solution")
+    pattern: str | None = Field(None, description="format: regular expression that the whole response must match")
+    target_tokens: int | None = Field(None, ge=1, description="length: 1 at so many, falling to 0 at twice as many")
 
     @model_validator(mode="after")
     def _settings_of_the_rule(self) -> Self:
         for rule, name in (("format", "pattern"), ("length", "target_tokens")):
             if (self.rule == rule) != (getattr(self, name) is not None):
-                which = "needs" if self.rule == rule else "has no"
-                raise ValueError(f"rule {self.rule} {which} {name}")
+                verb = "needs" if self.rule == rule else "has no"
+                raise ValueError(f"rule {self.rule} {verb} {name}")
         return self
 
 
 KINDS = ("model", "function", "url", "rule")
+"""Key that each kind of source has, and no other kind."""
 
 
 def _kind(value: Any) -> str | None:
@@ -92,19 +102,21 @@ def _kind(value: Any) -> str | None:
     return next((kind for kind in KINDS if hasattr(value, kind)), None)
 
 
-Source = Annotated[
+ExternalSource = FunctionSource | ServiceSource | RuleSource
+"""A source that is no model."""
+RewardSource = Annotated[
     Annotated[ModelSource, Tag("model")]
     | Annotated[FunctionSource, Tag("function")]
     | Annotated[ServiceSource, Tag("url")]
     | Annotated[RuleSource, Tag("rule")],
-    # spec_file words it
+    # spec_file has the message
     Discriminator(_kind, custom_error_type="source_kind", custom_error_message="no kind of source"),
 ]
 
 
-def _listed(value: Any) -> Any:
-    """One source is a list of one."""
+def _as_list(value: Any) -> Any:
+    """Make a list of one source."""
     return value if isinstance(value, list | tuple) or value is None else (value,)
 
 
-Sources = Annotated[tuple[Source, ...], BeforeValidator(_listed), Field(min_length=1)]
+Sources = Annotated[tuple[RewardSource, ...], BeforeValidator(_as_list), Field(min_length=1)]

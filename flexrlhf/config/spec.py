@@ -1,6 +1,6 @@
-"""The YAML schema: what a user may write, with every default on its field.
+"""Schema of the YAML: one class for each section, with every default on its field.
 
-All classes are frozen and refuse unknown keys, naming the nearest known one. ``spec_file`` reads and writes them.
+All classes are frozen and refuse unknown keys with the nearest valid one. ``spec_file`` reads and writes them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(StrictModel):
-    """The update rule, its learning rate over the optimizer steps, and the clipping of the global gradient norm."""
+    """Optimizer, its learning-rate schedule over the optimizer steps, and the clipping of the global gradient norm."""
 
-    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="AdamW: Loshchilov & Hutter 2019")
-    learning_rate: float = Field(1e-6, ge=0, description="its highest value")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up; to 0 at the end")
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises; 0 at the first")
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
+    learning_rate: float = Field(1e-6, ge=0, description="peak learning rate, after the warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="learning rate after the warm-up; linear and cosine: down to 0 at the last step"
+    )
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises linearly from 0")
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field((0.9, 0.95), description="of adamw and adam")
+    eps: float = Field(1e-8, gt=0, description="of adamw and adam")
     momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float | None = Field(1.0, gt=0, description="None: the gradient is not clipped")
+    weight_decay: float = Field(0.0, ge=0, description="of adamw: decoupled from the gradient")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="gradients are scaled down to this global norm; null: not clipped"
+    )
 
     @model_validator(mode="after")
     def _momentum_is_of_sgd(self) -> Self:
@@ -46,55 +50,60 @@ class OptimizerSpec(StrictModel):
 
 
 class LoraSpec(StrictModel):
-    """Low-rank adapters beside frozen weights (Hu et al. 2022), by peft: h = Wx + alpha / rank * BAx."""
+    """Low-rank adapters on frozen weights (Hu et al. 2022), by peft: h = Wx + alpha / rank * BAx."""
 
-    rank: int = Field(8, ge=1)
-    alpha: int = Field(16, ge=1)
-    targets: tuple[str, ...] | None = Field(None, description="last names of modules; None: every linear layer")
+    rank: int = Field(8, ge=1, description="rows of A and columns of B")
+    alpha: int = Field(16, ge=1, description="scale of the adapters, over rank")
+    targets: tuple[str, ...] | None = Field(
+        None, description="linear layers with adapters, by the last part of their names; null: every linear layer"
+    )
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
 CallKind = Literal["generate", "forward", "train"]
-"""What a model computes in one call."""
+"""Kind of a model's call: what it computes."""
 Head = Literal["causal", "scalar", "both"]
-"""What a model ends in: the vocabulary, one number for every token, or both of them on one trunk."""
+"""Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
 
 
 class ShadowSpec(StrictModel):
-    """Where a shadow computes in another way than the trained copy; what is left out is that copy's."""
+    """Settings in which a role's shadow differs from its trained copy; null: the trained copy's setting."""
 
-    engine: str | None = None
-    zero: Zero | None = None
-    tp: int | None = Field(None, ge=1)
-    dtype: Dtype | None = None
-    micro_batch_tokens: int | None = Field(None, ge=1)
-    generate_tokens: int | None = Field(None, ge=1)
+    engine: str | None = Field(None, description="torch or deepspeed")
+    zero: Zero | None = Field(None, description="3: weights sharded; otherwise each replica has all of them")
+    tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
+    dtype: Dtype | None = Field(None, description="type of weights and passes")
+    micro_batch_tokens: int | None = Field(None, ge=1, description="padded tokens of one forward pass")
+    generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
 
 
 class ModelSpec(StrictModel):
-    """The weights of one role, how they are computed with and how they are trained."""
+    """One role: its weights, the engine that runs it and how it is trained."""
 
-    path: str | None = Field(None, description="Hugging Face model directory; default: see ModelsSpec")
+    path: str | None = Field(None, description="Hugging Face model directory; null: see ModelsSpec")
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
     share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
-    engine: str = "torch"
+    engine: str = Field("torch", description="torch or deepspeed")
     zero: Zero = Field(
         0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
-    cp: int = Field(1, ge=1, description="context-parallel ranks of a replica")
-    dtype: Dtype = Field("float32", description="of weights and passes; a trained model keeps float32 master weights")
-    lora: LoraSpec | None = None
+    dtype: Dtype = Field(
+        "float32", description="type of weights and passes; a trained model keeps float32 master weights"
+    )
+    lora: LoraSpec | None = Field(None, description="train adapters; null: all weights")
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward or backward pass")
     generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
-    logits_mb: float = Field(64.0, gt=0, description="float32 logits that exist at a time while log-probs are computed")
+    logits_mb: float = Field(
+        64.0, gt=0, description="MB of float32 logits that exist at a time while log-probs are computed"
+    )
     activation_checkpointing: bool = Field(False, description="recompute a layer's activations in the backward pass")
     offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory")
     offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
-    config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, as it names them")
-    shadow: ShadowSpec | None = Field(None, description="where a placement's shadow computes in another way")
+    config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, by their names")
+    shadow: ShadowSpec | None = Field(None, description="settings in which this role's shadow differs")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -113,7 +122,7 @@ class ModelSpec(StrictModel):
 
     @property
     def of_shadow(self) -> Self:
-        """The settings of this role's shadow: without what is for training, or for another engine's library."""
+        """Settings of this role's shadow, without those for training or for another engine's library."""
         own = {key: value for key, value in (self.shadow or ()) if value is not None}
         dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
         is_other = own.get("engine", self.engine) != self.engine
@@ -125,14 +134,14 @@ class ModelSpec(StrictModel):
 
 
 FURTHER_MODELS = ("reward_", "cost_")
-"""How the names of reward and cost models begin that a user adds."""
+"""Prefixes of further reward and cost models, whose names a user chooses."""
 
 
 class ModelsSpec(StrictModel):
     """Models by role. ref defaults to the actor's path, critic to the reward's, cost_critic to the cost's.
 
-    Further reward and cost models have names of their own (``reward_...``, ``cost_...``), which a source of ``reward``
-    or ``cost`` says.
+    Further reward and cost models have names of their own (``reward_...``, ``cost_...``), to which a source of
+    ``reward`` or ``cost`` refers.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -150,28 +159,34 @@ class ModelsSpec(StrictModel):
         return super()._is_known(key) or key.startswith(FURTHER_MODELS)
 
     def of(self, role: str) -> ModelSpec | None:
-        """The model of ``role``; None where the YAML does not give it."""
+        """Return the model of ``role``; None where the YAML has none."""
         return dict(self).get(role)
 
 
 class NodeSpec(StrictModel):
-    """``count`` equal machines."""
+    """Machines of one kind."""
 
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, description="machines")
     devices: int = Field(ge=1, description="devices in each machine")
-    device_class: str = Field("any", alias="class")
-    memory_gb: float | None = Field(None, gt=0, description="of one device; default: that of its class")
-    link_gb_s: float | None = Field(None, gt=0, description="between two devices of a node, GB/s in one direction")
-    network_gb_s: float | None = Field(None, gt=0, description="of one node to the others, GB/s in one direction")
+    device_class: str = Field("any", alias="class", description="such as A100-80G: device memory and compute figures")
+    memory_gb: float | None = Field(None, gt=0, description="GB of one device; null: that of its class")
+    link_gb_s: float | None = Field(
+        None, gt=0, description="GB/s between two devices of a machine, in one direction; null: that of the class"
+    )
+    network_gb_s: float | None = Field(
+        None, gt=0, description="GB/s from one machine to the others, in one direction; null: that of the class"
+    )
 
 
 class ClusterSpec(StrictModel):
-    """The devices, as one number or as nodes with a device class each."""
+    """Devices of the run: one number, or nodes with a device class each."""
 
-    devices: int | None = Field(None, ge=1)
-    nodes: tuple[NodeSpec, ...] = ()
-    memory_gb: float | None = Field(None, gt=0, description="of one device, where no node says otherwise")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: int | None = Field(
+        None, ge=1, description="number of devices, a rank each; null: those of the nodes, or 1"
+    )
+    nodes: tuple[NodeSpec, ...] = Field((), description="machines in the order of their ranks; []: one machine")
+    memory_gb: float | None = Field(None, gt=0, description="GB of one device, where its node has no memory_gb")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where each rank has a GPU, else cpu")
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -182,19 +197,21 @@ class ClusterSpec(StrictModel):
 
 
 class PlacementEntry(StrictModel):
-    """Where one placed model sits, in the mapping form."""
+    """Ranks of one placed model, in the mapping form."""
 
-    ratio: Exact | None = None
-    ranks: tuple[int, ...] | None = None
+    ratio: Exact | None = Field(None, description="share of the devices, in (0, 1]; or ranks")
+    ranks: tuple[int, ...] | None = Field(None, description="the ranks themselves; or ratio")
     on: str | None = Field(None, description="device class; the ratio then counts devices of this class only")
-    row_shares: tuple[Exact, ...] | None = Field(None, description="relative share of the rows per replica")
+    row_shares: tuple[Exact, ...] | None = Field(
+        None, description="relative share of the rows for each replica; null: equal shares"
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         if (self.ratio is None) == (self.ranks is None):
             raise ValueError("give either ratio or ranks")
         if self.ranks is not None and self.on is not None:
-            raise ValueError("on goes with a ratio: remove it beside ranks")
+            raise ValueError("on goes with a ratio: remove on or ranks")
         if self.ranks is not None and (
             not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0
         ):
@@ -212,18 +229,23 @@ PLACEMENT_SETTINGS = ("train_share", "span_classes")
 
 
 class PlacementMap(BaseModel):
-    """The mapping form: placed model → ratio, or → ratio, ranks, on, row_shares. placement/ checks the names."""
+    """Mapping form of a placement: placed model → ratio, or → ratio, ranks, on, row_shares.
+
+    ``train_share`` and ``span_classes`` stand next to the models, whose names ``placement/`` checks.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     models: dict[str, Annotated[PlacementEntry, BeforeValidator(_entry)]]
-    train_share: Exact | None = None
-    span_classes: bool = False
+    train_share: Exact | None = Field(
+        None, description="share of the devices on the training side, with shadows; null: follows from the ratios"
+    )
+    span_classes: bool = Field(False, description="whether a ratio may take devices of several classes")
 
     @model_validator(mode="before")
     @classmethod
     def _split_settings(cls, value: Any) -> Any:
-        """A user names placed models beside the settings; our own code gives their entries, as ``models``."""
+        """Split a user's mapping into placed models and settings; our own code passes entries as ``models``."""
         if not isinstance(value, dict) or _holds_entries(value.get("models")):
             return value
         settings = {key: value[key] for key in PLACEMENT_SETTINGS if key in value}
@@ -241,89 +263,96 @@ def _holds_entries(models: Any) -> bool:
 
 
 class ScheduleSpec(StrictModel):
-    """When instructions run. Changes times, never numbers (lag changes the policy version, by its stated rule)."""
+    """Order of the instructions. It changes times, never numbers, except for ``lag``: which weights generate."""
 
     strategy: Literal["co-located", "interleaving", "disaggregated"] | None = Field(
         None, description="follows from the placement; may only confirm it"
     )
-    num_chunks: int = Field(1, ge=1)
-    lag: Literal[0, 1] = 0
+    num_chunks: int = Field(1, ge=1, description="parts of a step's rows that pass through the operators separately")
+    lag: Literal[0, 1] = Field(0, description="1: shadows generate the next step's batch while this one trains")
 
 
 class SyncSpec(StrictModel):
-    """Weights of a trained model → its shadow."""
+    """Transfer of a trained model's weights to its shadow or rollout engine."""
 
     every: int = Field(1, ge=1, description="steps between two syncs")
-    checksum: bool = True
-    snapshot: bool = Field(False, description="copy the weights first, so that training goes on while they travel")
-    bucket_mb: float = Field(16.0, ge=0.001, description="of weights that travel together")
+    checksum: bool = Field(True, description="compare checksums of the weights on both sides")
+    snapshot: bool = Field(False, description="copy the weights first, so that training goes on during the transfer")
+    bucket_mb: float = Field(16.0, ge=0.001, description="MB of weights that are transferred together")
 
 
 class DataSpec(StrictModel):
-    """Prompts, answers or preference pairs, and the widths that they are padded to."""
+    """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""
 
-    path: str
-    form: Literal["auto", "prompt", "pairs", "instruction", "question", "text"] = "auto"
-    tokenizer: str | None = Field(None, description="directory; default: that of the first model")
-    max_prompt_tokens: int = Field(128, ge=1)
-    max_response_tokens: int = Field(128, ge=1)
-    long_prompts: Literal["error", "drop"] = "error"
+    path: str = Field(description="a .jsonl, .jsonl.gz or .json file")
+    form: Literal["auto", "prompt", "pairs", "instruction", "question", "text"] = Field(
+        "auto", description="columns of a row; auto: follows from the first row"
+    )
+    tokenizer: str | None = Field(None, description="Hugging Face directory; null: that of the first model with a path")
+    max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
+    max_response_tokens: int = Field(128, ge=1, description="responses are truncated to this length, eos included")
+    long_prompts: Literal["error", "drop"] = Field(
+        "error", description="prompts over max_prompt_tokens: error: stop; drop: leave them out"
+    )
 
 
 class EvalSpec(StrictModel):
-    """Held-out rows, looked at every ``every`` steps and after the last.
+    """Evaluation of the trained model on a data file of its own.
 
-    pass@k: the share of prompts of which at least one of k answers is right (Chen et al. 2021).
+    pass@k: the share of prompts of which at least one of k responses is right (Chen et al. 2021).
     """
 
-    path: str
-    every: int | None = Field(None, ge=1, description="None: after the last step only")
-    temperature: float | None = Field(None, ge=0, description="of its answers; None: the algorithm's; 0: greedy")
-    samples_per_prompt: int | None = Field(None, ge=1, description="None: the algorithm's; 1 where all are greedy")
-    pass_score: float = Field(1.0, description="an answer with at least this score is right")
-    pass_at: int | None = Field(None, ge=1, description="k of pass@k; None: as many as a prompt has samples")
+    path: str = Field(description="file with the evaluation rows, in the form of data.form")
+    every: int | None = Field(None, ge=1, description="steps between two evaluations; null: one, after the last step")
+    temperature: float | None = Field(
+        None, ge=0, description="sampling temperature of the responses; null: the algorithm's; 0: greedy"
+    )
+    samples_per_prompt: int | None = Field(
+        None, ge=1, description="responses to each prompt; null: the algorithm's, or 1 with temperature 0"
+    )
+    pass_score: float = Field(1.0, description="a response with at least this score is right")
+    pass_at: int | None = Field(None, ge=1, description="k of pass@k; null: the responses to each prompt")
 
     def num_samples(self, of_training: int) -> int:
-        """Answers to a held-out prompt; greedy ones are all the same."""
+        """Return the number of responses to a prompt of the evaluation set; greedy ones are all the same."""
         return self.samples_per_prompt or (1 if self.temperature == 0 else of_training)
 
 
 class ParitySpec(StrictModel):
-    """The gate between the rollout engine and the trainer: both tell the log-probs of the same sampled tokens.
+    """Comparison of the rollout engine with the trainer: log-probs of the same sampled tokens by both.
 
-    The run stops where the largest or the mean difference (nats) exceeds its limit; None: 1e-3 and 1e-4 in float32,
-    1.0 and 0.05 in 16 bits.
+    The run stops where the largest or the mean difference exceeds its limit. null: 1e-3 and 1e-4 nats in float32, 1.0
+    and 0.05 nats in 16 bits.
     """
 
     every: int = Field(
         10, ge=1, description="steps between two comparisons; the first is at step 0, with schedule.lag 1 the only one"
     )
-    max_difference: float | None = Field(None, gt=0)
-    mean_difference: float | None = Field(None, gt=0)
+    max_difference: float | None = Field(None, gt=0, description="limit of the largest difference (nats)")
+    mean_difference: float | None = Field(None, gt=0, description="limit of the mean difference (nats)")
 
 
 class RolloutSpec(StrictModel):
-    """What generates: transformers on the actor's own weights, or a vLLM engine with a copy of them."""
+    """Engine that generates: transformers with the actor's own weights, or vLLM with a copy of them."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="the settings below are for vllm")
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine")
-    pp: int = Field(1, ge=1, description="pipeline stages of an engine")
-    dtype: Dtype | None = Field(None, description="None: the actor's")
+    dtype: Dtype | None = Field(None, description="type of weights and passes; null: the actor's")
     process: Literal["inline", "child"] = Field(
-        "inline", description="child: an own process, which decodes while its rank does other instructions"
+        "inline", description="child: a process of its own, which decodes while its rank runs other instructions"
     )
     noise: Literal["exact", "engine"] = Field(
         "exact",
-        description="exact: the tokens of every other engine; engine: vLLM's own generators, one a request",
+        description="sampling noise: exact: samples the same tokens as every other engine; engine: vLLM's generators",
     )
     kv_tokens: int | None = Field(
-        None, ge=1, description="tokens whose keys and values fit at a time; None: models.actor.generate_tokens"
+        None, ge=1, description="tokens whose keys and values fit in the cache; null: models.actor.generate_tokens"
     )
-    prefix_caching: bool = True
-    cuda_graphs: bool = True
-    sleep: bool = Field(True, description="co-located: its memory is free while other models work")
-    config: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM, as it names them")
-    parity: ParitySpec | None = Field(ParitySpec(), description="None: the engine is not compared with the trainer")
+    prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
+    cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")
+    sleep: bool = Field(True, description="co-located: free the engine's memory while other models run")
+    config: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM, by their names")
+    parity: ParitySpec | None = Field(ParitySpec(), description="null: the engine is not compared with the trainer")
 
     @model_validator(mode="after")
     def _settings_of_vllm(self) -> Self:
@@ -331,23 +360,23 @@ class RolloutSpec(StrictModel):
         set_ones = [name for name in type(self).model_fields if getattr(self, name) != getattr(plain, name)]
         if self.engine == "transformers" and set_ones:
             raise ValueError(
-                f"{set_ones[0]} goes with engine vllm; transformers generates with the actor as models.actor says: "
+                f"{set_ones[0]} goes with engine vllm; transformers generates with the settings of models.actor: "
                 f"remove {', '.join(set_ones)}"
             )
         return self
 
 
 class SaveSpec(StrictModel):
-    """When trained models are written: to ``runs/<name>/<role>``, the best ones to ``runs/<name>/<role>-best``."""
+    """Checkpoints of trained models: ``runs/<name>/<role>``, the best ones in ``runs/<name>/<role>-best``."""
 
-    every: int | None = Field(None, ge=1, description="None: after the last step only")
+    every: int | None = Field(None, ge=1, description="steps between two checkpoints; null: one, after the last step")
     best: str | None = Field(
-        None, description="a metric of the evaluations: models that are better than all before are kept; None: none"
+        None, description="a metric of the evaluations by which the best models are kept; null: none are"
     )
 
 
 class DebugSpec(StrictModel):
-    """For tests and for finding out where two runs part."""
+    """Settings for tests, and to find where two runs differ."""
 
     record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
     run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
@@ -360,23 +389,23 @@ class Spec(StrictModel):
     algorithm: Algorithm
     models: ModelsSpec
     data: DataSpec
-    reward: Sources | None = Field(None, description="where scores come from; None: models.reward alone")
-    cost: Sources | None = Field(None, description="where costs come from; None: models.cost alone")
-    steps: int = Field(100, ge=1)
-    seed: int = Field(0, ge=0, lt=2**63)
+    reward: Sources | None = Field(None, description="where scores come from; null: models.reward alone")
+    cost: Sources | None = Field(None, description="where costs come from; null: models.cost alone")
+    steps: int = Field(100, ge=1, description="training steps, each on one batch of prompts")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the data order, of sampling and of random weights")
     cluster: ClusterSpec = ClusterSpec()
     placement: Literal["auto"] | tuple[Exact, ...] | PlacementMap | None = Field(
-        None, description="None: every model on all devices; auto: what `flexrlhf advise` says"
+        None, description="null: every model on all devices; auto: the first choice of `flexrlhf advise`"
     )
     schedule: ScheduleSpec = ScheduleSpec()
     sync: SyncSpec = SyncSpec()
     rollout: RolloutSpec = RolloutSpec()
-    eval: EvalSpec | None = None
+    eval: EvalSpec | None = Field(None, description="null: no evaluation")
     save: SaveSpec = SaveSpec()
     debug: DebugSpec = DebugSpec()
-    runs: str = "runs"
+    runs: str = Field("runs", description="directory of all runs' results")
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
-    timeline_steps: int = Field(1000, ge=1, description="timeline.json keeps the last so many steps")
+    timeline_steps: int = Field(1000, ge=1, description="steps that timeline.json keeps, up to the last")
 
     @model_validator(mode="before")
     @classmethod
@@ -399,7 +428,7 @@ class Spec(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _answers_can_end(self) -> Self:
+    def _responses_can_end(self) -> Self:
         least = getattr(self.algorithm, "min_response_tokens", 0)
         if least > self.data.max_response_tokens:
             raise ValueError(
@@ -414,10 +443,11 @@ class Spec(StrictModel):
         if overlong is not None and (overlong.buffer_tokens or 0) > longest:
             raise ValueError(
                 f"algorithm.overlong.buffer_tokens {overlong.buffer_tokens} exceeds data.max_response_tokens "
-                f"{longest}, so every answer would be punished: use at most {longest}"
+                f"{longest}, so every response would be punished: use at most {longest}"
             )
         return self
 
     @property
     def directory(self) -> Path:
+        """Directory of the run's results."""
         return Path(self.runs) / self.name

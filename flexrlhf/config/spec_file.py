@@ -1,4 +1,4 @@
-"""From YAML files and command-line overrides to a Spec, and back. Every problem is one sentence."""
+"""Reading of a Spec from YAML files and command-line overrides, and writing. Every problem is one sentence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EXPECTED = {
 
 
 def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
-    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError in one sentence."""
+    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError with one sentence."""
     raw = _read_mapping(Path(path))
     for override in overrides:
         scope, setting = split_scope(override)
@@ -47,8 +47,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise UserError(f"config {path}: a directory; give a YAML file")
     if not path.is_file():
-        found = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise UserError(f"config {path}: no such file{nearest(str(path), found)}")
+        others = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise UserError(f"config {path}: no such file{nearest(str(path), others)}")
     try:
         raw = read_yaml(path.read_text())
     except yaml.YAMLError as error:
@@ -56,20 +56,20 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UserError(f"config {path}: not a text file; give a YAML file") from None
     if not isinstance(raw, dict):
-        found_kind = "a list" if isinstance(raw, list) else "nothing" if raw is None else "a single value"
-        raise UserError(f"config {path}: expected a mapping at the top, found {found_kind}")
+        kind = "a list" if isinstance(raw, list) else "nothing" if raw is None else "a single value"
+        raise UserError(f"config {path}: expected a mapping at the top, found {kind}")
     return raw
 
 
 def split_scope(override: str) -> tuple[str | None, str]:
-    """``NAME:key=value`` is for the run of that name alone."""
+    """Return the run's name, or None, and the setting: ``NAME:key=value`` is for the run of that name alone."""
     key, equals, value = override.partition("=")
     scope, colon, name = key.rpartition(":")
     return (scope if colon else None), name + equals + value
 
 
 def check_scopes(overrides: tuple[str, ...], specs: list[Spec]) -> None:
-    """Raise UserError for an override that is for a run which the command does not have."""
+    """Raise UserError for an override of a run that the command does not have."""
     names = [spec.name for spec in specs]
     for override in overrides:
         scope, _ = split_scope(override)
@@ -91,7 +91,7 @@ def parse_vector(text: str) -> list[Any]:
 
 
 def parse_spec(raw: dict[str, Any], origin: str = "config") -> Spec:
-    """Validate a mapping. The first problem is reported as one UserError sentence."""
+    """Validate a mapping. Raises UserError with one sentence for the deepest problem; ``origin``: the file, for it."""
     try:
         return Spec.model_validate(raw)
     except ValidationError as error:
@@ -117,11 +117,11 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def dump_spec(spec: Spec, short: bool = False) -> str:
-    """The resolved YAML: loading it gives the same spec. ``short``: without what is the default anyway."""
+    """Return the resolved YAML: loading it gives the same spec. ``short``: without settings that are the default."""
     raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
     raw["models"] = {role: model for role, model in raw["models"].items() if model is not None}
     if getattr(spec.algorithm, "like", None) is not None:
-        # a default that stands against the preset must stand in the file
+        # a default that differs from the preset must be written
         raw["algorithm"] = spec.algorithm.model_dump(mode="json", by_alias=True)
     raw["algorithm"] = {"name": spec.algorithm.name, **raw["algorithm"]}
     if isinstance(spec.placement, PlacementMap):
@@ -130,7 +130,7 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """One sentence for the problem that lies deepest: the dotted key, what is wrong, what was found."""
+    """Return one sentence for the deepest problem: the dotted key, what is wrong, what was found."""
     problems = error.errors(include_url=False)
     problem = max(
         problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"]), item["type"] == "value_error")
@@ -148,7 +148,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
-    """The key as a user wrote it: without the names that pydantic adds for a member of a union."""
+    """Return the key as a user wrote it: without the names that pydantic adds for a member of a union."""
     parts = list(loc)
     if parts[:1] == ["algorithm"]:
         parts[1:2] = [part for part in parts[1:2] if part not in ALGORITHMS]
@@ -160,7 +160,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 
 def _plain(problem: ErrorDetails) -> str:
-    """What was expected, in the words of a YAML file."""
+    """Return what was expected, in the words of a YAML file."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "missing":
         return "missing"
@@ -178,22 +178,22 @@ def _plain(problem: ErrorDetails) -> str:
     if kind in {"tuple_type", "list_type"}:
         return f"expected a list such as {_LISTS.get(problem['loc'][-1], '[0, 1]')}"
     if kind == "model_type" and isinstance(problem["input"], bool):
-        return "expected a mapping ({} for what is usual, null for none)"
+        return "expected a mapping ({} for the defaults, null for none)"
     if expected := _EXPECTED.get(kind.partition("_")[0]):
         return f"expected {expected}"
     return problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 
-def _source_kinds(found: object) -> str:
-    keys = [str(key) for key in found] if isinstance(found, dict) else []
+def _source_kinds(value: object) -> str:
+    keys = [str(key) for key in value] if isinstance(value, dict) else []
     several = [kind for kind in KINDS if kind in keys]
     hint = "" if several else next(filter(None, (nearest(key, KINDS) for key in keys)), "")
     return f"expected a mapping with {'one of ' if several else ''}{either(KINDS)}{hint}"
 
 
-def _choices(context: Mapping[str, Any], found: object) -> str:
+def _choices(context: Mapping[str, Any], value: object) -> str:
     choices: str = context["expected"]
     several = "one of " if "," in choices else ""
     # three letters are close to too much: gpu would get cpu
-    hint = nearest(str(found), re.findall("'([^']+)'", choices)) if len(str(found)) > 3 else ""
+    hint = nearest(str(value), re.findall("'([^']+)'", choices)) if len(str(value)) > 3 else ""
     return f"expected {several}{choices}{hint}"

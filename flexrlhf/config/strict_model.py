@@ -1,4 +1,4 @@
-"""What every section of the YAML has in common: frozen, and no unknown keys."""
+"""Base of every section of the YAML, and exact fractions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexrlhf.errors import nearest, shown
 
 
 class StrictModel(BaseModel):
-    """One mapping of the YAML: frozen, with no unknown keys."""
+    """One mapping of the YAML, as a frozen pydantic model that refuses unknown keys and names the nearest valid one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -35,7 +35,7 @@ class StrictModel(BaseModel):
 
 
 def _exact(value: Any) -> Any:
-    """Read 0.375 as 3/8, not as the nearest binary float; ``"1/3"`` is accepted too."""
+    """Read 0.375 as 3/8, not as the nearest binary float; ``"1/3"`` is valid, too."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
         raise ValueError(f"expected a number such as 0.5 or '1/3', found {shown(value)}")
     try:

@@ -1,4 +1,4 @@
-"""YAML as people mean it: by the rules of YAML 1.2 where PyYAML keeps those of 1.1.
+"""Reading and writing of YAML by the rules of YAML 1.2, where PyYAML follows those of 1.1.
 
 ``on`` is a word (a placement key of ours) and not true; ``1e-6`` is a number and not a text; ``2026-01-31`` is a text.
 A key that a mapping has twice is refused, where PyYAML would take the last one.
@@ -20,10 +20,10 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data only, like the loader that it derives from."""
+    """Loader of plain data only, like the one that it derives from."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Look for repeated keys here: later, a merge (``<<``) adds keys that may be repeated."""
+        """Refuse repeated keys here: later, a merge (``<<``) adds keys that may be repeated."""
         node = super().compose_mapping_node(anchor)
         _refuse_repeated_keys(node)
         return node
@@ -42,7 +42,7 @@ def _refuse_repeated_keys(node: yaml.MappingNode) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what the loader would not read back as a text."""
+    """Dumper that quotes what the loader would not read back as a text."""
 
 
 for _kind in (_Loader, _Dumper):
@@ -55,17 +55,17 @@ for _kind in (_Loader, _Dumper):
 
 
 def read_yaml(text: str) -> Any:
-    """The data of one document. Raises yaml.YAMLError."""
+    """Return the data of one document. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)  # noqa: S506 (derives from SafeLoader)
 
 
 def write_yaml(data: Any) -> str:
-    """A document that ``read_yaml`` reads back as the same data."""
+    """Return a document that ``read_yaml`` reads back as the same data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
 
 
 def explain(error: yaml.YAMLError) -> str:
-    """What is wrong and where, in one line."""
+    """Return what is wrong and where, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"

@@ -1,1 +1,1 @@
-"""Rows of a data file as prompts, demonstrations and preference pairs."""
+"""Prompts, demonstrations and preference pairs from data files, and the quick start's corpus."""

@@ -1,1 +1,1 @@
-"""Engines: what computes a placed model. The catalogue is pure; each engine file imports its library."""
+"""Engines, which compute placed models. ``capabilities`` is pure; each engine's folder imports its library."""

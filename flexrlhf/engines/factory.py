@@ -1,4 +1,4 @@
-"""Engine name → how to make it for one placed model on this rank. A new engine adds one line here."""
+"""Constructors of engines by name. A new engine adds one line to ``ENGINES``."""
 
 from __future__ import annotations
 
@@ -29,4 +29,5 @@ ENGINES: dict[str, Callable[[EngineContext], Engine]] = {"torch": _torch, "deeps
 
 
 def make_engine(context: EngineContext) -> Engine:
+    """Construct the engine of a placed model on this rank; all ranks of the model call it."""
     return ENGINES[context.placed.engine](context)

@@ -1,4 +1,4 @@
-"""Put tensors away in host memory and take them back: what offload and reload of an engine share."""
+"""Offload tensors to host memory and back."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _OffloadedStorage:
+    """A freed storage and the copy of its bytes in host memory."""
+
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The memory behind ``tensors``, each piece once."""
+    """Storages behind ``tensors``, each once."""
     return list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}.values())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind ``tensors``, each counted once."""
     return sum(storage.nbytes() for storage in _storages(tensors))
 
 
 class HostOffload:
-    """Storages, not tensors, are put away: views and shards that share one keep sharing it."""
+    """Tensors of one engine in host memory. Storages are moved, so views and shards that share one keep sharing it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parked: list[_OffloadedStorage] = []
+        self._offloaded: list[_OffloadedStorage] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(item.copy.nbytes() for item in self._parked)
+        """Bytes that are offloaded now."""
+        return sum(item.copy.nbytes() for item in self._offloaded)
 
-    def put(self, tensors: Iterable[Tensor]) -> None:
-        """Copy to host memory and free the device's."""
-        assert not self._parked, "already offloaded"
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the storages of ``tensors`` to host memory and free them. May not be called twice without ``reload``."""
+        assert not self._offloaded, "already offloaded"
         for storage in _storages(tensors):
             if storage.device.type != self._device.type:
-                continue  # in host memory anyway
-            # a copy on the CPU too, where it saves nothing but runs the same way
+                continue  # in host memory already
+            # copied on a CPU too, where it saves nothing but runs the same way
             copy = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-            self._parked.append(_OffloadedStorage(storage, copy))
+            self._offloaded.append(_OffloadedStorage(storage, copy))
             storage.resize_(0)
 
-    def take(self) -> None:
-        """Allocate on the device again and copy back."""
-        for item in self._parked:
+    def reload(self) -> None:
+        """Allocate the storages again and copy their bytes back."""
+        for item in self._offloaded:
             item.storage.resize_(item.copy.nbytes())
             item.storage.copy_(item.copy)
-        self._parked.clear()
+        self._offloaded.clear()

@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches by a token budget, without the columns that are padding in all their rows."""
+"""Split a batch into micro-batches by a token budget, without the columns that are padding in all their rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from flexrlhf.operators.columns import Lengths
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows with their text cut to ``[first, last)`` of the padded sequence; the last prompt token is always in it.
+    """Rows with their text narrowed to columns ``[first, last)`` of the padded sequence.
 
-    ``idle``: it stands for no row, and its outputs count for nothing.
+    batch:   the rows, in full width.
+    first:   at most P - 1, so that the last prompt token is included.
+    last:    at least P + 1, so that the first response token is included.
+    lengths: P and R of the run.
+    idle:    whether it stands for no row, so that its outputs do not count.
     """
 
     batch: Batch
@@ -27,23 +31,27 @@ class MicroBatch:
 
     @property
     def tokens(self) -> Tensor:
+        """int64 (n, last - first)."""
         return self.batch["tokens"][:, self.first : self.last].long()
 
     @property
     def attention_mask(self) -> Tensor:
+        """int64 (n, last - first)."""
         return self.batch["attention_mask"][:, self.first : self.last].long()
 
     @property
     def position_ids(self) -> Tensor:
+        """int64 (n, last - first), 0 at the first token of each text."""
         return (self.attention_mask.cumsum(1) - 1).clamp(min=0)
 
     @property
     def response_width(self) -> int:
+        """Response columns that are kept."""
         return self.last - self.lengths.prompt
 
 
 def idle_micro_batch(lengths: Lengths, device: torch.device) -> MicroBatch:
-    """One row of two tokens, for ranks that must call as often as others and have no rows left."""
+    """Return one row of two tokens, for ranks that must call as often as others and have no rows left."""
     width = lengths.prompt + lengths.response
     tokens = torch.zeros(1, width, dtype=torch.int32, device=device)
     mask = torch.zeros(1, width, dtype=torch.uint8, device=device)
@@ -54,7 +62,10 @@ def idle_micro_batch(lengths: Lengths, device: torch.device) -> MicroBatch:
 
 
 def micro_batches(batch: Batch, lengths: Lengths, token_budget: int) -> Iterator[MicroBatch]:
-    """Contiguous rows of at most ``token_budget`` padded tokens, but at least one prompt with all its samples."""
+    """Split ``batch`` into contiguous rows of at most ``token_budget`` padded tokens.
+
+    Samples of one prompt stay together, so a micro-batch has at least one prompt, whatever its tokens.
+    """
     if not len(batch):
         return
     mask = batch["attention_mask"].bool()

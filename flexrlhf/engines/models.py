@@ -32,9 +32,10 @@ _CLASSES: dict[Head, Any] = {
 
 
 def load_model(placed: PlacedModel, seed: int) -> PreTrainedModel:
-    """The model in float32 on the CPU, without dropout; ``requires_grad`` tells what is trained.
+    """Return the model of ``placed`` in float32 on the CPU, in evaluation mode.
 
-    Weights that no file holds, adapters among them, are drawn from ``seed``, alike on all ranks and copies.
+    ``requires_grad`` is set for the parameters that are trained. Weights that no file contains, adapters among them,
+    are initialised from ``seed``, alike on all ranks and copies.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -45,25 +46,26 @@ def load_model(placed: PlacedModel, seed: int) -> PreTrainedModel:
         if placed.settings.lora is not None:
             _add_adapters(model, placed.settings.lora)
         if head == "both":
-            # last: the other weights are those of a copy without it, and adapters find no layer more
+            # last: so the random numbers of the other weights, and the layers with adapters, are as without it
             add_value_head(model, placed.settings.path)
     if head != "scalar":
-        # decoding is set by the run alone: sampling defaults stored with a model would change the policy
+        # only the run sets sampling: defaults stored with a model would change the policy
         model.generation_config = GenerationConfig()
     else:
         model.forward = MethodType(_scores_everywhere, model)
-    # saved with the model; other tools choose the class by it
+    # saved with the model; other tools select the class by it
     model.config.architectures = [type(model).__name__]
     if not placed.trained:
         model.requires_grad_(False)
     for parameter in model.parameters():
-        # weights mapped from a file cannot be freed, which offloading does
+        # weights mapped from a file cannot be freed, as offloading requires
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
     return model.eval()
 
 
 def _load(settings: ModelSpec, head: Head) -> PreTrainedModel:
+    """Load a model from its path, or make one from its config with random weights; float32."""
     extra = {"num_labels": 1} if head == "scalar" else {}
     if settings.path is not None:
         model: PreTrainedModel = _CLASSES[head].from_pretrained(settings.path, dtype=torch.float32, **extra)
@@ -74,22 +76,22 @@ def _load(settings: ModelSpec, head: Head) -> PreTrainedModel:
 
 
 def _scores_everywhere(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-    """A sequence classifier's forward: its head at every position (n, width), float32.
+    """Forward of a sequence classifier that returns scores at every position, float32 (n, width).
 
-    The model's own looks for the pad token to find the last one; where that is, the mask knows.
+    The model's own forward returns one position, which it derives from the pad token instead of the mask.
     """
     base = getattr(self, self.base_model_prefix)
     out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
     scores: Tensor = self.score(out.last_hidden_state).squeeze(-1).float()
-    return scores.clone()  # FSDP2 warns of a module that returns a view
+    return scores.clone()  # a new tensor: FSDP2 warns of a module that returns a view
 
 
 def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
-    """Adapters inside the model, which keeps its class and forward; a scalar head is trained beside them."""
+    """Add adapters inside the model, which keeps its class and forward; a scalar head stays trained in full."""
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = list(lora.targets) if lora.targets is not None else "all-linear"
-    # peft leaves the scalar head out of "every linear layer" of a classifier alone
+    # "all-linear" excludes a scalar head only for this task type
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type=kind)
     inject_adapter_in_model(config, model)
@@ -99,7 +101,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
 
 @contextmanager
 def base_weights_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Without adapters. peft's own switch would also change ``requires_grad``, which shards were made by."""
+    """Disable adapters. peft's own switch would also change ``requires_grad``, after sharding has relied on it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -115,7 +117,10 @@ def base_weights_alone(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def recomputing(model: PreTrainedModel) -> Iterator[None]:
-    """transformers recomputes activations in training mode alone, which for all else would mean dropout."""
+    """Put checkpointed layers in training mode: transformers recomputes activations only there.
+
+    All other modules stay in evaluation mode, without dropout.
+    """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer.training = layer.gradient_checkpointing

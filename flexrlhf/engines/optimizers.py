@@ -1,4 +1,4 @@
-"""The update rule and its learning rate, by torch and transformers."""
+"""Optimizers, learning-rate schedules and their statistics, on torch and transformers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": 
 
 
 def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Optimizer:
+    """Return the optimizer of ``settings`` over ``parameters``, in one group."""
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.name == "sgd":
         return SGD(parameters, lr=rate, momentum=settings.momentum, weight_decay=decay)
@@ -26,7 +27,10 @@ def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Opt
 
 
 def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: int) -> LRScheduler:
-    """Warm-up from 0, then constant, or linear or half a cosine down to 0 at ``num_updates`` optimizer steps."""
+    """Return the learning-rate schedule: warm-up from 0, then constant, or down to 0 at ``num_updates`` steps.
+
+    The way down is linear or half a cosine.
+    """
     scheduler: LRScheduler = get_scheduler(
         _SCHEDULES[settings.schedule],
         optimizer,
@@ -37,14 +41,16 @@ def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: i
 
 
 def learning_rate(optimizer: Optimizer) -> Tensor:
-    """The rate of the next update (1,)."""
+    """Learning rate of the next update, float64 (1,)."""
     return torch.tensor([float(optimizer.param_groups[0]["lr"])], dtype=torch.float64)
 
 
 def update_statistics(rate: Tensor, norm: Tensor, is_scaled: bool, skipped: bool) -> Moments:
-    """What every update reports: learning rate, global gradient norm before clipping, and whether float16 overflowed.
+    """Statistics of one update: learning rate, gradient norm, and whether it was skipped for an overflow.
 
-    A skipped update (``is_scaled``: of a run with a loss scale) has no norm to report.
+    rate:      learning rate (1,).
+    norm:      global norm of the gradient before clipping; not reported for a skipped update.
+    is_scaled: whether the run has a loss scale (float16); only then updates can be skipped.
     """
     statistics = {"learning_rate": moments(rate.to(norm.device)), "grad_norm": moments(norm.float().reshape(1))}
     if skipped:
@@ -55,12 +61,12 @@ def update_statistics(rate: Tensor, norm: Tensor, is_scaled: bool, skipped: bool
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """What the optimizer remembers of each parameter on this rank; counters are left out."""
+    """Tensors of the optimizer's state on this rank, without step counters."""
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [local(tensor) for tensor in tensors if tensor.ndim]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: of a DTensor its shard, sharing memory."""
+    """Return this rank's part of ``tensor``, sharing its memory: the shard of a DTensor, else all of it."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,8 +1,4 @@
-"""The passes of one transformers model on this rank, whatever engine owns it: decode, infer, and what a loss reads.
-
-``lockstep``: the ranks of the model gather its shards layer by layer, so all of them must call equally often; a rank
-with fewer rows runs idle passes up to the largest count.
-"""
+"""Passes of one transformers model on this rank, whatever engine owns it: decode, forward, and backward of losses."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments
 from flexrlhf.engines.decoding import Decoding
-from flexrlhf.engines.head import LanguageHead
+from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.models import base_weights_alone
 from flexrlhf.operators.columns import Column, Lengths, Quantity
@@ -28,9 +24,18 @@ from flexrlhf.operators.columns import Column, Lengths, Quantity
 
 @dataclass
 class Passes:
-    """``call``: the model, or the library's wrapper around it. ``head`` None: the plain language head of the model.
+    """Passes of one model, micro-batch by micro-batch.
 
-    ``heads``: which ones the model has.
+    model:       the model.
+    call:        the model, or the wrapper of the engine's library around it.
+    heads:       heads that the model has.
+    head:        its language head, where it is ours; None: the model's own.
+    settings:    of the placed model: token budgets of micro-batches.
+    lengths:     P and R of the run.
+    temperature: of log-probs.
+    dp:          data-parallel group of the model.
+    lockstep:    whether ranks of ``dp`` gather weights or reduce gradients during a pass, so that all of them must call
+                 the model equally often: a rank with fewer rows makes idle passes up to the largest count.
     """
 
     model: PreTrainedModel
@@ -45,17 +50,17 @@ class Passes:
 
     @torch.no_grad()
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
-        """Answers drawn for the rows of ``batch``, as the engine contract says."""
+        """Sample responses, as ``Engine.generate``."""
         decoding = Decoding(self.model, batch, sampling, self.lengths.response)
         num_rows = max(1, self.settings.generate_tokens // (self.lengths.prompt + self.lengths.response))
         calls = decoding.calls(num_rows)
         busy = next(calls, False)
-        while self._most(int(busy)):
-            busy = next(calls, False) if busy else self._call_idly(batch.rows.device)
+        while self._num_passes(int(busy)):
+            busy = next(calls, False) if busy else self._idle_pass(batch.rows.device)
         return decoding.columns()
 
-    def _call_idly(self, device: torch.device) -> bool:
-        """A call that counts for nothing, while other ranks of the model decode; this one has no work: False."""
+    def _idle_pass(self, device: torch.device) -> bool:
+        """Call the model on one token while other ranks decode. Returns False: this rank has no rows left."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.model(
             input_ids=token,
@@ -68,23 +73,26 @@ class Passes:
 
     @torch.no_grad()
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool) -> dict[str, Tensor]:
-        """``columns`` (n, ...) of every row of ``batch``, by name, in one pass."""
+        """Compute ``columns`` (n, ...) of every row in one pass, as ``Engine.forward``."""
         quantities = {column.name: _quantity(column) for column in columns}
         with nullcontext() if adapters else base_weights_alone(self.model):
-            pieces = [(piece, self._computed(piece, set(quantities.values()))) for piece in self._pieces(batch)]
-        found = [computed for piece, computed in pieces if not piece.idle]
-        if found:
-            return {name: torch.cat([each[quantity] for each in found]) for name, quantity in quantities.items()}
+            pieces = [(piece, self._compute(piece, set(quantities.values()))) for piece in self._micro_batches(batch)]
+        computed = [outputs for piece, outputs in pieces if not piece.idle]
+        if computed:
+            return {name: torch.cat([each[quantity] for each in computed]) for name, quantity in quantities.items()}
         widths = {column.name: self.lengths.width(column) for column in columns}
         device = batch.rows.device
         return {name: torch.zeros((0,) if w is None else (0, w), device=device) for name, w in widths.items()}
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]], backward: Callable[[Tensor, bool], None]) -> Moments:
-        """The sum of the losses of mini-batches, micro-batch by micro-batch: ``backward(its part, is it the last)``."""
+        """Compute the sum of the losses, each of its own mini-batch, and return their statistics.
+
+        Calls ``backward(contribution, is_last)`` for every micro-batch.
+        """
         assert parts, "an optimizer step needs a loss"
         empty = torch.zeros(3, dtype=torch.float64, device=parts[0][0].rows.device)
         statistics: Moments = {name: empty for _, loss in parts for name in loss.statistics}
-        counted = [(loss, self._totals(batch), self._pieces(batch)) for batch, loss in parts]
+        counted = [(loss, self._totals(batch), self._micro_batches(batch)) for batch, loss in parts]
         work = [(loss, totals, piece) for loss, totals, pieces in counted for piece in pieces]
         for number, (loss, totals, piece) in enumerate(work):
             value, part = self._loss(loss, totals, piece)
@@ -93,70 +101,75 @@ class Passes:
         return statistics
 
     def _loss(self, loss: Loss, totals: Totals, piece: MicroBatch) -> tuple[Tensor, Moments]:
-        """What ``piece`` contributes.
+        """Return the contribution () of ``piece`` to the loss, and its statistics.
 
-        Of a trunk with both heads each has a part in it, if only as nothing: ranks that reduce gradients while they are
-        computed must all have the same ones, and some libraries want one of every weight.
+        Where the model has both heads, each takes part, if only with a factor of 0: ranks that reduce gradients during
+        backward need the same gradients on all of them, and some libraries need one of every weight.
         """
         has_both = self.heads == "both"
-        assert has_both or not loss.with_values, "only a trunk with both heads has values beside"
-        read: set[Quantity] = {loss.quantity, "values"} if has_both else {loss.quantity}
-        computed = self._computed(piece, read, loss.entropy, loss.temperature)
+        assert has_both or not loss.with_values, "only a model with both heads has values next to log-probs"
+        quantities: set[Quantity] = {loss.quantity, "values"} if has_both else {loss.quantity}
+        computed = self._compute(piece, quantities, loss.entropy, loss.temperature)
         if piece.idle:
-            return _nothing(computed, read), {}
+            return _zero_of(computed, quantities), {}
         values = computed["values"] if loss.with_values else None
         outputs = Outputs(computed[loss.quantity], computed.get("entropy"), values)
         value, statistics = loss.function(outputs, piece.batch, totals)
-        return (value + _nothing(computed, read) if has_both else value), statistics
+        return (value + _zero_of(computed, quantities) if has_both else value), statistics
 
-    def _pieces(self, batch: Batch) -> list[MicroBatch]:
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Split ``batch``, with idle micro-batches up to the number of passes."""
         pieces = list(micro_batches(batch, self.lengths, self.settings.micro_batch_tokens))
-        idle = self._most(len(pieces)) - len(pieces)
-        return pieces + [idle_micro_batch(self.lengths, batch.rows.device)] * idle
+        num_idle = self._num_passes(len(pieces)) - len(pieces)
+        return pieces + [idle_micro_batch(self.lengths, batch.rows.device)] * num_idle
 
-    def _most(self, count: int) -> int:
-        """How often this rank calls: as often as the busiest one in lockstep, else as its rows ask."""
+    def _num_passes(self, count: int) -> int:
+        """Return ``count``, or in lockstep the largest count of all data-parallel ranks."""
         return self.dp.largest(count, self.model.device) if self.lockstep else count
 
     def _totals(self, batch: Batch) -> Totals:
+        """Count the mini-batch over all data-parallel ranks."""
         mask = batch.mask.double()
         counts = torch.stack([mask.sum(), (mask.sum(1) > 0).double().sum(), mask.new_tensor(len(batch))])
         tokens, sequences, rows = self.dp.sum(counts).tolist()
         return Totals(tokens, sequences, rows / batch.samples_per_prompt)
 
-    def _computed(
+    def _compute(
         self,
         piece: MicroBatch,
         quantities: Collection[Quantity],
         entropy: EntropyUse = "none",
         temperature: float | None = None,
     ) -> dict[str, Tensor]:
-        """Each of ``quantities``, by one pass over the model; with log-probs also ``entropy``, where it is used."""
+        """Compute ``quantities`` in one pass, and with log-probs also "entropy", where it is used.
+
+        ``temperature``: None: that of the run.
+        """
         temperature = temperature or self.temperature
-        judged = [quantity for quantity in quantities if quantity != "logprobs"]
+        of_scalar_head = [quantity for quantity in quantities if quantity != "logprobs"]
         targets = piece.tokens[:, -piece.response_width :] if "logprobs" in quantities else None
         with self._scoring(targets, temperature, entropy):
-            logits, scores = self._heads_of(piece, targets is not None, bool(judged))
-        found: dict[str, Tensor] = {}
+            logits, scores = self._call_heads(piece, targets is not None, bool(of_scalar_head))
+        computed: dict[str, Tensor] = {}
         if logits is not None and targets is not None:
-            found |= self._logprobs(piece, logits, targets, temperature, entropy)
+            computed |= self._logprobs(piece, logits, targets, temperature, entropy)
         if scores is not None:
-            found |= {quantity: self._judgement(quantity, piece, scores) for quantity in judged}
-        return found
+            computed |= {quantity: self._from_scores(quantity, piece, scores) for quantity in of_scalar_head}
+        return computed
 
     def _scoring(self, targets: Tensor | None, temperature: float, entropy: EntropyUse) -> AbstractContextManager[None]:
         if targets is None or self.head is None:
             return nullcontext()
         return self.head.scoring(targets, temperature, entropy)
 
-    def _heads_of(self, piece: MicroBatch, logits: bool, scores: bool) -> tuple[Tensor | None, Tensor | None]:
-        """What the heads that are wanted give at the response tokens and the one before."""
+    def _call_heads(self, piece: MicroBatch, logits: bool, scores: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Run the model; return the outputs of the requested heads at the response tokens and the one before."""
         kept = piece.response_width + 1
         if self.heads == "scalar":
-            assert not logits, "a scalar head tells no log-probs"
+            assert not logits, "a scalar head has no log-probs"
             return None, self._call(piece)[:, -kept:]
         if self.heads == "causal":
-            assert not scores, "a language head tells no values or scores"
+            assert not scores, "a language head has no values or scores"
             return self._call(piece, logits_to_keep=kept, use_cache=False).logits, None
         out = self._call(piece, logits_to_keep=kept, use_cache=False, with_logits=logits, with_scores=scores)
         return out.logits, out.scores
@@ -164,23 +177,27 @@ class Passes:
     def _logprobs(
         self, piece: MicroBatch, logits: Tensor, targets: Tensor, temperature: float, entropy: EntropyUse
     ) -> dict[str, Tensor]:
-        """Log-probs (n, R) of the response tokens under softmax(logits / T), and entropies; 0 outside the response.
+        """Return log-probs (n, R) of the response tokens under softmax(logits / T), and entropies (n, R).
 
-        ``logits``: what the language head gave, inside ``scoring`` where it is ours.
+        Both are 0 outside the response. ``logits``: the output of the language head, which is that of ``scoring`` where
+        the head is ours.
         """
         if self.head is not None:
-            picked, spread = logits.unbind(-1)
+            picked, entropies = logits.unbind(-1)
         else:
-            picked, spread = _from_logits(logits[:, :-1], targets, temperature, entropy)
+            picked, entropies = _from_logits(logits[:, :-1], targets, temperature, entropy)
         mask = piece.attention_mask[:, -piece.response_width :].bool()
-        # a value outside the mask may be anything: of padding no number counts
-        masked = [self._widen(values.where(mask, 0.0), self.lengths.response) for values in (picked, spread)]
+        # where, because values outside the mask may be anything, also not finite
+        masked = [self._widen(values.where(mask, 0.0), self.lengths.response) for values in (picked, entropies)]
         return {"logprobs": masked[0]} | ({} if entropy == "none" else {"entropy": masked[1]})
 
-    def _judgement(self, quantity: Quantity, piece: MicroBatch, scores: Tensor) -> Tensor:
-        """Of the scalar head's output at the response tokens and the one before: ``scores`` (n,) that at the last token
-        of the text, known from the mask; ``values`` (n, R+1), entry t that of the state before response token t, the
-        last that after the whole text; ``token_scores`` (n, R) that after each response token."""
+    def _from_scores(self, quantity: Quantity, piece: MicroBatch, scores: Tensor) -> Tensor:
+        """Return a quantity of the scalar head, from its output at the response tokens and the one before.
+
+        scores:       (n,), after the last token of the text, which follows from the mask.
+        values:       (n, R+1); entry t is the value before response token t, the last one that after the whole text.
+        token_scores: (n, R), after each response token.
+        """
         mask = piece.attention_mask[:, -scores.shape[1] :]
         if quantity == "scores":
             last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
@@ -188,9 +205,9 @@ class Passes:
         values = self._widen(scores * mask, self.lengths.response + 1)
         return values if quantity == "values" else values[:, 1:]
 
-    def _call(self, piece: MicroBatch, **further: Any) -> Any:
+    def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
         return self.call(
-            input_ids=piece.tokens, attention_mask=piece.attention_mask, position_ids=piece.position_ids, **further
+            input_ids=piece.tokens, attention_mask=piece.attention_mask, position_ids=piece.position_ids, **arguments
         )
 
     @staticmethod
@@ -198,9 +215,9 @@ class Passes:
         return pad(tensor, (0, width - tensor.shape[1]))
 
 
-def _nothing(computed: Mapping[str, Tensor], read: Collection[Quantity]) -> Tensor:
-    """0, which all weights behind what is ``read`` take part in."""
-    return torch.stack([computed[quantity].sum() for quantity in sorted(read)]).sum() * 0.0
+def _zero_of(computed: Mapping[str, Tensor], quantities: Collection[Quantity]) -> Tensor:
+    """Return 0 (), with a gradient of 0 for every weight behind ``quantities``."""
+    return torch.stack([computed[quantity].sum() for quantity in sorted(quantities)]).sum() * 0.0
 
 
 def _quantity(column: Column) -> Quantity:
@@ -209,10 +226,10 @@ def _quantity(column: Column) -> Quantity:
 
 
 def _from_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: EntropyUse) -> tuple[Tensor, Tensor]:
-    """Of a family whose head may do more than multiply: all logits at once."""
-    scaled = (logits.float() / temperature).log_softmax(-1)
-    picked = scaled.gather(-1, targets[..., None]).squeeze(-1)
+    """Return log-probs and entropies (n, w) from all logits at once, for heads that do more than multiply."""
+    logprobs = (logits.float() / temperature).log_softmax(-1)
+    picked = logprobs.gather(-1, targets[..., None]).squeeze(-1)
     if entropy == "none":
         return picked, torch.zeros_like(picked)
     with torch.set_grad_enabled(entropy == "gradient"):
-        return picked, -(scaled.exp() * scaled).sum(-1)
+        return picked, -(logprobs.exp() * logprobs).sum(-1)

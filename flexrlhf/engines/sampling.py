@@ -1,7 +1,8 @@
-"""Sampling that depends on nothing but (seed, step, row, position): Gumbel noise from a counter-based hash.
+"""Sample tokens with noise that depends on nothing but (seed, step, row, position).
 
-argmax(logits / T + Gumbel) is a sample of softmax(logits / T) (Gumbel-max trick; Maddison et al. 2014). The hash is the
-splitmix64 finaliser (Steele et al. 2014) on int64 tensors, so that batches, devices and engines draw the same noise.
+argmax(logits / T + Gumbel noise) is a sample of softmax(logits / T) (Gumbel-max trick; Maddison et al. 2014). The noise
+is a counter-based hash, the splitmix64 finaliser (Steele et al. 2014) on int64 tensors, so it is the same in every
+batch, on every device and in every engine.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right: the arithmetic one drags the sign bit along."""
+    """Shift right logically; int64's own shift copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
+    """Apply the splitmix64 finaliser."""
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
 
 
 def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
-    """Noise (len(rows), vocabulary), float64, for one decoding position, or for one int64 (len(rows),) of each row."""
+    """Return Gumbel noise (n, vocabulary), float64.
+
+    rows:     int64 (n,), row numbers.
+    position: decoding position of all rows, or int64 (n,) of each.
+    """
     key = torch.full_like(rows, seed)
     for part in (torch.full_like(rows, step), rows, torch.zeros_like(rows) + position):
         key = _mix(key * _GOLDEN + part + 1)
@@ -40,27 +46,30 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, voc
     return -torch.log(-torch.log(uniform))
 
 
-def draw(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
-    """The next token (n,) of every row, and its log-prob (n,), float32, under the distribution it was drawn from.
+def sample_tokens(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Sample the next token of every row.
 
-    ``logits`` (n, vocabulary) of any floating type; ``rows``: global numbers; ``position``: tokens that an answer has
-    already, of all rows or int64 (n,) of each.
+    Returns tokens, int64 (n,), and their log-probs, float32 (n,), under the distribution that they are sampled from.
+
+    logits:   (n, vocabulary), of any floating type.
+    rows:     int64 (n,), row numbers.
+    position: number of tokens that the responses have so far: of all rows, or int64 (n,) of each.
     """
-    scores = _without_early_ends(logits.float(), sampling, position)
+    scores = _exclude_early_ends(logits.float(), sampling, position)
     if sampling.temperature == 0:
         tokens = scores.argmax(1)
     else:
         scores = scores.double().div_(sampling.temperature)
-        scores = _likeliest(scores, sampling)
+        scores = _apply_top_k_top_p(scores, sampling)
         noise = gumbel_noise(sampling.seed, sampling.step, rows, position, scores.shape[1])
         tokens = noise.add_(scores).argmax(1)
-        del noise  # or it would stand beside the sums below
-    drawn = scores.gather(1, tokens[:, None]).squeeze(1)
-    return tokens, (drawn - scores.logsumexp(1)).float()
+        del noise  # frees it before logsumexp allocates as much
+    sampled = scores.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, (sampled - scores.logsumexp(1)).float()
 
 
-def _without_early_ends(scores: Tensor, sampling: Sampling, position: int | Tensor) -> Tensor:
-    """Probability 0 of end tokens before ``min_tokens``."""
+def _exclude_early_ends(scores: Tensor, sampling: Sampling, position: int | Tensor) -> Tensor:
+    """Set the scores of end tokens to -inf at positions before ``min_tokens``."""
     if not sampling.min_tokens:
         return scores
     is_end = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
@@ -69,14 +78,14 @@ def _without_early_ends(scores: Tensor, sampling: Sampling, position: int | Tens
     return scores.masked_fill(early.view(-1, 1) & is_end, -torch.inf)
 
 
-def _likeliest(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Probability 0 outside the ``top_k``, and of these outside ``top_p``."""
+def _apply_top_k_top_p(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Set the scores of tokens outside ``top_k``, then of those outside ``top_p``, to -inf, in place."""
     if not sampling.top_k and sampling.top_p == 1:
         return scores
-    no_text = torch.empty(0, dtype=torch.int64)  # which these warpers do not read
-    narrow = scores.float()  # sorting needs much memory, and other engines sort float32
+    no_tokens = torch.empty(0, dtype=torch.int64)  # these warpers do not read them
+    narrow = scores.float()  # sorting takes much memory, and other engines sort float32
     if sampling.top_k:
-        narrow = TopKLogitsWarper(sampling.top_k)(no_text, narrow)
+        narrow = TopKLogitsWarper(sampling.top_k)(no_tokens, narrow)
     if sampling.top_p < 1:
-        narrow = TopPLogitsWarper(sampling.top_p)(no_text, narrow)
+        narrow = TopPLogitsWarper(sampling.top_p)(no_tokens, narrow)
     return scores.masked_fill_(narrow.isneginf(), -torch.inf)

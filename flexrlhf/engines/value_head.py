@@ -1,7 +1,7 @@
-"""A scalar head beside the language head of a causal model: a policy and its critic on one trunk.
+"""Scalar head next to the language head of a causal model: a policy and its critic on one trunk.
 
-The model keeps its class and so its names; the head is one more module, ``score``, and files hold it as
-``score.weight``, which transformers passes over where it reads them as a causal model.
+The model keeps its class and so its parameter names; the head is one more module, ``score``. Files contain it as
+``score.weight``, which transformers ignores where it loads them as a causal model.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flexrlhf.weights.shapes import SCALAR_HEAD
 
 @dataclass
 class HeadsOutput(CausalLMOutputWithPast):
-    """``logits`` as of a causal model; ``scores`` (n, kept) float32. What nobody asked for is None."""
+    """Output of a model with both heads. ``scores``: float32 (n, kept). Heads that were not requested are None."""
 
     scores: Tensor | None = None
 
 
 def add_value_head(model: PreTrainedModel, path: str | None) -> None:
-    """Give the causal ``model`` a scalar head: that of the files in ``path``, else drawn as transformers draws one."""
-    # made without numbers: torch's own draw would be thrown away
+    """Add a scalar head to the causal ``model``: that of the files in ``path``, else a random one as transformers'."""
+    # without torch's own initialisation, which would be overwritten
     head = nn.Linear(model.config.hidden_size, 1, bias=False, device="meta").to_empty(device="cpu")
     saved = None if path is None else saved_value_head(path)
     with torch.no_grad():
@@ -42,12 +42,12 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
 
 
 def saved_value_head(directory: str) -> Tensor | None:
-    """The scalar head (1, hidden) that the files of a model hold."""
+    """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
     for file in sorted(Path(directory).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            if SCALAR_HEAD in tensors.keys():  # noqa: SIM118 - no mapping, it has nothing but keys()
-                found: Tensor = tensors.get_tensor(SCALAR_HEAD)
-                return found
+            if SCALAR_HEAD in tensors.keys():  # noqa: SIM118 - not a mapping, it has only keys()
+                weight: Tensor = tensors.get_tensor(SCALAR_HEAD)
+                return weight
     return None
 
 
@@ -59,20 +59,20 @@ def _both_heads(
     logits_to_keep: int = 0,
     with_logits: bool = True,
     with_scores: bool = False,
-    **further: Any,
+    **arguments: Any,
 ) -> HeadsOutput:
-    """A causal model's forward with a second head, for families whose first one does nothing but multiply.
+    """Forward of a causal model with two heads, for families whose language head only multiplies.
 
-    Both are applied to the last ``logits_to_keep`` positions, 0: to all.
+    Both heads are applied to the last ``logits_to_keep`` positions; 0: to all.
     """
     base = getattr(self, self.base_model_prefix)
-    out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **further)
+    out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **arguments)
     hidden = out.last_hidden_state
-    # of all positions: a slice is multiplied in another way where the weight is trained than where it is not
+    # of all positions: the kernel for a slice would depend on whether the weight is trained
     scores = self.score(hidden).squeeze(-1)[:, -logits_to_keep:] if with_scores else None
     return HeadsOutput(
         logits=self.lm_head(hidden[:, -logits_to_keep:]) if with_logits else None,
-        # made whole: FSDP2 warns of a module that returns a view
+        # a new tensor: FSDP2 warns of a module that returns a view
         scores=None if scores is None else scores.float().clone(),
         past_key_values=out.past_key_values,
     )

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory, or its adapters as peft's, whole or not at all."""
+"""Writing of checkpoints: a model as a Hugging Face directory, or its adapters as peft's, atomically."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-
 BEST = "best.json"
-"""In a directory with the best model so far: the step, the metric and its value."""
+"""File in a directory with the best model so far: the step, the metric and its value."""
 
 
 def save_model(
@@ -38,7 +37,7 @@ def save_model(
     tokenizer: str | None,
     best: Mapping[str, Any] | None = None,
 ) -> None:
-    """A directory with config, weights and the tokenizer's files. ``best``: what a best model was chosen by."""
+    """Write config, weights and the tokenizer's files. ``best``: contents of ``best.json``, for a best model."""
     with _replacing(directory, tokenizer, best) as fresh:
         config.save_pretrained(fresh)
         save_file(dict(weights), fresh / "model.safetensors", metadata={"format": "pt"})
@@ -52,22 +51,22 @@ def save_adapters(
     head: Head = "scalar",
     best: Mapping[str, Any] | None = None,
 ) -> None:
-    """A directory that ``peft.PeftModel.from_pretrained(base, directory)`` reads; a scalar head goes with it.
+    """Write a directory that ``peft.PeftModel.from_pretrained(base, directory)`` reads, with a scalar head if any.
 
-    ``head`` "both": it is in the files alone, since peft reads them for a causal model, which has no place for it.
+    ``head`` "both": the scalar head is in the files alone, since peft reads them as a causal model's.
     """
     from peft import LoraConfig
 
     assert model.lora is not None, "a model without adapters has none to save"
     targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in weights if ".lora_" in name})
-    own = ["score"] if SCALAR_HEAD in weights and head != "both" else None
+    modules = ["score"] if SCALAR_HEAD in weights and head != "both" else None
     config = LoraConfig(
         r=model.lora.rank,
         lora_alpha=model.lora.alpha,
         target_modules=targets,
-        modules_to_save=own,
+        modules_to_save=modules,
         base_model_name_or_path=model.path,
-        task_type="SEQ_CLS" if own else "CAUSAL_LM",
+        task_type="SEQ_CLS" if modules else "CAUSAL_LM",
         inference_mode=True,
     )
     tensors = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
@@ -78,7 +77,7 @@ def save_adapters(
 
 @contextmanager
 def _replacing(directory: Path, tokenizer: str | None, best: Mapping[str, Any] | None) -> Iterator[Path]:
-    """A directory to fill with the tokenizer's files in it, which then takes the place of ``directory``."""
+    """Yield a directory to fill; it gets the tokenizer's files and then replaces ``directory``."""
     fresh = directory.with_name(directory.name + ".writing")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The controllers of a run on one rank: their numbers, and what the step at work has told so far."""
+"""States of the controllers of a run on one rank, and the statistics of the step that will change them."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ from flexrlhf.strategies.instructions import Run
 
 
 @dataclass
-class Controls:
-    """``states``: by operator. ``num_mini_batches``: of a step, after which the numbers change."""
+class ControllerStates:
+    """Numbers that one step passes on to the next, such as the KL coefficient.
+
+    algorithm:         settings of the controllers.
+    num_mini_batches:  of a step, after which the states change.
+    states:            by operator.
+    """
 
     algorithm: AlgorithmSpec
     num_mini_batches: int
     states: dict[str, State]
-    _told: dict[str, dict[str, Triple]] = field(default_factory=dict)
+    _statistics: dict[str, dict[str, Triple]] = field(default_factory=dict)
 
     def state(self, operator: Operator) -> State:
-        """As the step before has left it; nothing for an operator that no controller serves."""
+        """Return the state after the last step; empty for an operator without controller."""
         return self.states.get(operator.name, {})
 
     def add(self, run: Run, statistics: Mapping[str, Triple]) -> None:
-        """What ``run`` has found, over all replicas. Its chunks come in order, and the last one ends the step."""
+        """Add the statistics of ``run``, summed over all replicas. Its chunks come in order; the last ends the step."""
         name = run.operator.name
         if name not in self.states:
             return
-        assert isinstance(self.algorithm, PolicySpec), "only these are controlled"
-        told = self._told.setdefault(name, {})
-        add(told, statistics)
+        assert isinstance(self.algorithm, PolicySpec), "only these have controllers"
+        add(self._statistics.setdefault(name, {}), statistics)
         if run.mini_batches.stop == self.num_mini_batches:
-            self.states[name] = next_state(self.algorithm, self.states[name], self._told.pop(name))
+            self.states[name] = next_state(self.algorithm, self.states[name], self._statistics.pop(name))
 
 
-def make_controls(plan: Plan) -> Controls:
-    """The controllers before the first step."""
+def make_controller_states(plan: Plan) -> ControllerStates:
+    """Return the states before the first step."""
     algorithm = plan.spec.algorithm
     states: dict[str, State] = {}
     if isinstance(algorithm, PolicySpec):
         states = {operator.name: first_state(algorithm) for operator in plan.graph.operators if operator.is_controlled}
-    return Controls(algorithm, algorithm.num_mini_batches, states)
+    return ControllerStates(algorithm, algorithm.num_mini_batches, states)

@@ -1,66 +1,111 @@
-"""The held-out rows of one rank while an evaluation lasts."""
+"""Evaluations on one rank: execute an Eval's list over batches of the evaluation set, report and record results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from flexrlhf.comm.move import Mover, Wire
+from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.data.examples import Example
+from flexrlhf.engines.base import Moments, add_moments
+from flexrlhf.execution.column_files import EVALUATION_PREFIX, record_columns
 from flexrlhf.execution.input_columns import input_columns
-from flexrlhf.plan.plan import Plan
+from flexrlhf.execution.rank_context import RankContext
+from flexrlhf.execution.recorder import Recorder
+from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
+from flexrlhf.execution.samples import append_samples
+from flexrlhf.execution.sampling_settings import evaluation_sampling
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run
 
 
-class Evaluation:
-    """``shape``: of all held-out prompts. ``rows``: the columns of this rank's, which are numbered over all of them."""
+class Evaluator:
+    """Executes Eval instructions on this rank."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        instruction: Eval,
-        examples: Sequence[Example],
-        pad_token_id: int,
-        world: World,
-        groups: Groups,
-        wait: Wait,
-    ) -> None:
-        self.shape = evaluation_shape(len(examples), instruction.batch)
-        self.rows = RowStore(plan.lengths, world.device)
-        self._plan = plan
-        self._instruction = instruction
-        self._examples = examples
-        self._world = world
-        self._groups = groups
-        self._mover = Mover(world.rank, Wire(self.shape, plan.lengths, world.device), wait)
-        self._put_inputs(pad_token_id)
+    def __init__(self, context: RankContext, operators: OperatorContext, recorder: Recorder) -> None:
+        """``operators``: context of the operators of training, whose sampling evaluations change."""
+        self._context = context
+        self._operators = replace(operators, sampling=evaluation_sampling(context.plan, operators.sampling))
+        self._recorder = recorder
 
-    def walk(self) -> Iterator[tuple[int, Run | Move, range]]:
-        """What this rank does: (place in the list, instruction, batches)."""
-        return walk_evaluation(self._instruction, self.shape, self._world.rank)
+    def evaluate(self, instruction: Eval, step: int, position: int) -> None:
+        """Execute the list of ``instruction``, then report the statistics of its runs and record what they wrote.
+
+        ``position``: of the instruction in the walk.
+        """
+        rows = EvaluationRows(self._context, instruction)
+        results: dict[int, Moments] = {}
+        for index, inner, batches in walk_evaluation(instruction, rows.shape, self._context.rank):
+            if isinstance(inner, Move):
+                rows.move(inner)
+            else:
+                add_moments(results.setdefault(index, {}), self._run(inner, batches, rows))
+        rows.finish()
+        for index, moments in sorted(results.items()):
+            run = instruction.instructions[index]
+            assert isinstance(run, Run), "moves report nothing"
+            model = self._context.models[run.model]
+            self._recorder.report(step, position, model, run.operator.name, moments, inner=index)
+            record_columns(self._context, run, step, rows.of(run), rows.store, EVALUATION_PREFIX)
+            self._show_samples(run, step, rows)
+
+    def _run(self, run: Run, batches: range, rows: EvaluationRows) -> Moments:
+        """Execute ``run`` on this rank's rows of ``batches``. Returns its statistics under the names of evaluations."""
+        model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
+        work = OperatorRun(run.operator, model, rows.shape, batches, rank, examples=examples)
+        statistics = run_operator(work, rows.store, self._operators)
+        return {f"eval_{name.removeprefix('eval_')}": value for name, value in statistics.items()}
+
+    def _show_samples(self, run: Run, step: int, rows: EvaluationRows) -> None:
+        """Append some responses as text, the first one of each prompt, if ``run`` has generated them."""
+        if run.operator.kind != "generate" or self._context.rank != run.ranks[0]:
+            return
+        suffix = run.operator.suffix
+        names = (f"tokens{suffix}", "prompt_mask", f"response_mask{suffix}", "scores")
+        shown = rows.of(run)[:: rows.shape.samples_per_prompt]
+        columns = [rows.store.get(name, shown).cpu() for name in names if rows.store.has(name, shown)]
+        version = self._context.models[run.model].version
+        append_samples(self._context.directory, step, version, self._operators.decode, *columns)
+
+
+class EvaluationRows:
+    """Rows of the evaluation set on this rank, for one Eval.
+
+    shape:  of all prompts, in batches.
+    store:  columns of this rank's rows, which are numbered over all prompts.
+    """
+
+    def __init__(self, context: RankContext, instruction: Eval) -> None:
+        plan, device = context.plan, context.world.device
+        self.shape = evaluation_shape(len(context.data.evaluation), instruction.batch)
+        self.store = RowStore(plan.lengths, device)
+        self._context = context
+        self._mover = ColumnMover(context.rank, RowPacking(self.shape, plan.lengths, device), context.wait)
+        self._put_inputs(instruction)
 
     def move(self, move: Move) -> None:
-        group = self._groups.get("move", move.ranks)
+        """Start a Move of columns of one batch."""
+        group = self._context.groups.get("move", move.ranks)
         assert group is not None, "a move joins at least two ranks"
-        self._mover.start(move, self.rows, group)
+        self._mover.start(move, self.store, group)
 
     def finish(self) -> None:
-        """Await whatever is still under way."""
-        self.rows.finish()
+        """Await all rows that are under way."""
+        self.store.finish()
         self._mover.close()
 
-    def rows_of(self, run: Run) -> tuple[int, ...]:
-        """Rows of this rank that ``run`` works on in the whole evaluation."""
-        layout = self._plan.placement[run.model].layout
-        return self.shape.rows(self.shape.prompts_on(layout, self._world.rank, self.shape.mini_batches))
+    def of(self, run: Run) -> tuple[int, ...]:
+        """Return the rows of this rank that ``run`` works on in the whole evaluation."""
+        layout = self._context.models[run.model].placed.layout
+        return self.shape.rows(self.shape.prompts_on(layout, self._context.rank, self.shape.mini_batches))
 
-    def _put_inputs(self, pad_token_id: int) -> None:
-        """Columns of the data set, of the rows whose runs read some."""
-        names = set(self._plan.graph.inputs)
-        mine = [run for run in self._instruction.runs if self._world.rank in run.ranks]
-        rows = sorted({row for run in mine if names & set(run.operator.reads) for row in self.rows_of(run)})
-        columns = input_columns(self._examples, rows, self.shape.samples_per_prompt, self._plan.lengths, pad_token_id)
+    def _put_inputs(self, instruction: Eval) -> None:
+        """Put columns of the data set, for the rows of which runs on this rank read some."""
+        plan, data = self._context.plan, self._context.data
+        names = set(plan.graph.inputs)
+        readers = [
+            run for run in instruction.runs if self._context.rank in run.ranks and names & set(run.operator.reads)
+        ]
+        rows = sorted({row for run in readers for row in self.of(run)})
+        columns = input_columns(data.evaluation, rows, self.shape.samples_per_prompt, plan.lengths, data.pad_token_id)
         for name in names & set(columns):
-            self.rows.put(name, rows, columns[name].to(self._world.device))
+            self.store.put(name, rows, columns[name].to(self._context.world.device))

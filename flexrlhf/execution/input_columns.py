@@ -1,4 +1,4 @@
-"""Columns that come from the data set: padded tensors of examples."""
+"""Columns of the data set: examples as padded tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flexrlhf.operators.columns import Lengths
 def input_columns(
     examples: Sequence[Example], rows: Sequence[int], samples_per_prompt: int, lengths: Lengths, pad_token_id: int
 ) -> dict[str, Tensor]:
-    """Columns of ``rows``: example row // samples_per_prompt, and of its responses the one numbered by the remainder.
+    """Return the columns of ``rows``; a row has example row // samples_per_prompt and its response of the remainder.
 
-    Prompts are left-padded to P, responses right-padded to R. Examples without responses give the prompt columns alone.
+    Prompts are left-padded to P, responses right-padded to R. Without responses there are the prompt columns alone.
     """
     chosen = [(examples[row // samples_per_prompt], row % samples_per_prompt) for row in rows]
     prompts = torch.full((len(rows), lengths.prompt), pad_token_id, dtype=torch.int32)
@@ -33,13 +33,14 @@ def input_columns(
 def _with_responses(
     prompts: dict[str, Tensor], responses: list[tuple[tuple[int, ...], bool]], lengths: Lengths, pad_token_id: int
 ) -> dict[str, Tensor]:
-    answers = torch.full((len(responses), lengths.response), pad_token_id, dtype=torch.int32)
-    mask = torch.zeros_like(answers, dtype=torch.uint8)
+    """Return the columns of prompts with responses, each given as its tokens and whether they end with eos."""
+    padded = torch.full((len(responses), lengths.response), pad_token_id, dtype=torch.int32)
+    mask = torch.zeros_like(padded, dtype=torch.uint8)
     for i, (tokens, _) in enumerate(responses):
-        answers[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        padded[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         mask[i, : len(tokens)] = 1
     return {
-        "tokens": torch.cat([prompts["prompts"], answers], 1),
+        "tokens": torch.cat([prompts["prompts"], padded], 1),
         "attention_mask": torch.cat([prompts["prompt_mask"], mask], 1),
         "response_mask": mask,
         "finished": torch.tensor([done for _, done in responses], dtype=torch.uint8),

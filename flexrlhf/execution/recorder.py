@@ -1,7 +1,7 @@
-"""From the ranks' statistics to metrics.jsonl, timeline.json and the progress lines.
+"""Recording of a run: statistics of all ranks become metrics.jsonl, timeline.json and the progress lines.
 
-Statistics and spans travel through the job's key-value store, so that reporting needs no collective: the first rank of
-a placed model publishes, rank 0 collects what has arrived and never waits for another rank while it trains.
+Statistics and spans travel through the job's key-value store: the first rank of a placed model publishes, rank 0
+collects what has arrived and never waits for another rank while it trains.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.world import World
-from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line
+from flexrlhf.engines.base import Moments
+from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, statistic_name
+from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
 from flexrlhf.timeline import Span, Timeline, load_spans, write_trace
 
 
 class Recorder:
-    """Publishes for this rank; on rank 0 also collects and writes."""
+    """Publisher of this rank's statistics; on rank 0 it also collects and writes those of all ranks."""
 
     def __init__(self, plan: Plan, world: World, directory: Path) -> None:
         self._plan = plan
@@ -36,6 +40,29 @@ class Recorder:
         if world.rank == 0:
             (directory / "metrics.jsonl").write_text("")
 
+    def report(
+        self,
+        step: int,
+        position: int,
+        model: LoadedModel,
+        operator: str,
+        moments: Moments,
+        labels: Mapping[str, str] | None = None,
+        inner: int | None = None,
+    ) -> dict[str, Triple]:
+        """Sum the statistics of ``operator`` over the model's data-parallel group; its first rank publishes them.
+
+        ``moments``: of this rank's rows, under the same names on all ranks of the group. Returns the sums.
+        """
+        named = {statistic_name(operator, name): value for name, value in moments.items()}
+        names = sorted(named)
+        # one collective for all of them
+        table = model.dp.sum(torch.stack([named[name] for name in names])).tolist() if names else []
+        statistics: dict[str, Triple] = {name: tuple(row) for name, row in zip(names, table, strict=True)}
+        if self._world.rank == model.placed.ranks[0]:
+            self.publish(step, position, statistics, labels or {}, inner)
+        return statistics
+
     def publish(
         self,
         step: int,
@@ -44,9 +71,9 @@ class Recorder:
         labels: Mapping[str, str],
         inner: int | None = None,
     ) -> None:
-        """Hand in the statistics of the instruction at ``position`` of the walk, and words for the row of metrics.
+        """Publish the statistics of the instruction at ``position`` of the walk.
 
-        ``inner``: of the instruction at that place in the list of an evaluation.
+        ``labels``: words for the row of metrics. ``inner``: index in the list of an Eval, for an instruction there.
         """
         key, report = self._key(step, position, inner), json.dumps({"statistics": statistics, "labels": labels})
         self._store.set(key, report)
@@ -54,9 +81,9 @@ class Recorder:
             self._store.set(f"best/{key}", report)
 
     def improved(self, save: Save, step: int) -> float | None:
-        """The metric of ``save`` in the evaluation of ``step``, if that is better than all before; else None.
+        """Return the metric of ``save`` in the evaluation of ``step`` if it is better than all before; else None.
 
-        Every rank of every such Save asks once, and all are told the same: waits for whoever has evaluated.
+        Every rank of every such Save calls this once, and all get the same; waits for the ranks that evaluate.
         """
         assert save.best is not None
         value = self._read_evaluation(step).get(save.best)
@@ -66,12 +93,13 @@ class Recorder:
         return value
 
     def _read_evaluation(self, step: int) -> dict[str, float]:
+        """Wait for the evaluation of ``step`` and return its metrics."""
         keys = {f"best/{key}": who for key, who in self._reports(step, Eval).items()}
         self._wait(keys, f"the evaluation of step {step}")
         total: dict[str, Triple] = {}
         for key in keys:
             add(total, json.loads(self._store.get(key))["statistics"])
-        # whoever reads last clears up: the row of metrics may have been written long before
+        # the last reader clears up: the row of metrics may have been written long before
         if self._store.add(f"best/{step}/read", 1) == self._num_readers:
             for key in (*keys, f"best/{step}/read"):
                 self._store.delete_key(key)
@@ -82,28 +110,31 @@ class Recorder:
         return f"{step}/{index}" if inner is None else f"{step}/{index}.{inner}"
 
     def _reports(self, step: int, *kinds: type[Run | Eval]) -> dict[str, str]:
-        """The keys that make up a step, or those of ``kinds`` of instructions, and who publishes each."""
-        found: dict[str, str] = {}
+        """Return the keys of a step, or of its instructions of ``kinds``, and which rank publishes each."""
+        keys: dict[str, str] = {}
         for index, instruction in enumerate(self._plan.schedule.instructions):
             if not isinstance(instruction, kinds or (Run, Eval)) or not instruction.due(step, self._plan.spec.steps):
                 continue
             if isinstance(instruction, Run):
-                found[self._key(step, index, None)] = _publisher(instruction)
+                keys[self._key(step, index, None)] = _publisher(instruction)
                 continue
             for inner, each in enumerate(instruction.instructions):
                 if isinstance(each, Run):
-                    found[self._key(step, index, inner)] = _publisher(each)
-        return found
+                    keys[self._key(step, index, inner)] = _publisher(each)
+        return keys
 
     def collect(self) -> None:
-        """Write the metrics of all steps that have arrived in full; do not wait."""
+        """Write the metrics of all steps that have been published in full, without waiting."""
         while self._next_step < self._plan.spec.steps and self._store.check(list(self._reports(self._next_step))):
             self._write_step()
 
-    def finish(self, timeline: Timeline, held: Mapping[str, Mapping[str, int]], peak: int) -> None:
-        """Hand in this rank's spans and the bytes that it held; rank 0 waits for all and writes the rest."""
+    def finish(self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int) -> None:
+        """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the rest.
+
+        ``usage``: bytes by placed model. ``peak``: the most that the rank's process used.
+        """
         self._store.set(f"timeline/{self._world.rank}", timeline.dump())
-        self._store.set(f"held/{self._world.rank}", json.dumps({"models": held, "peak": peak}))
+        self._store.set(f"memory/{self._world.rank}", json.dumps({"models": usage, "peak": peak}))
         if self._world.rank != 0:
             return
         while self._next_step < self._plan.spec.steps:
@@ -132,20 +163,21 @@ class Recorder:
 
     def _write_timeline(self) -> None:
         spans: list[Span] = []
-        held, peaks = {}, {}
+        usage, peaks = {}, {}
         for rank in range(self._plan.placement.num_ranks):
-            self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "held")}, "the end of the run")
+            self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}, "the end of the run")
             spans += load_spans(self._store.get(f"timeline/{rank}").decode())
-            found = json.loads(self._store.get(f"held/{rank}"))
-            held[rank], peaks[rank] = found["models"], found["peak"]
+            memory = json.loads(self._store.get(f"memory/{rank}"))
+            usage[rank], peaks[rank] = memory["models"], memory["peak"]
         facts = {
             "device": self._world.device.type,
             "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
-            "held_bytes": held,
+            "held_bytes": usage,
             "peak_bytes": peaks,
         }
         write_trace(self._directory / "timeline.json", spans, facts)
 
 
 def _publisher(run: Run) -> str:
+    """Return the rank that publishes the statistics of ``run``, in words."""
     return f"rank {run.ranks[0]} ({run.label})"

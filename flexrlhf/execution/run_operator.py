@@ -2,74 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 
-from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
-from flexrlhf.engines.base import Batch, Engine, Loss, Moments, Sampling, add_moments, moments
-from flexrlhf.execution.scoring import Scoring
+from flexrlhf.engines.base import Batch, Loss, Moments, Sampling, add_moments, moments
+from flexrlhf.execution.external_scores import ExternalScorers
+from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES, settings_of
+from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.operators.columns import column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import ModelShape
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A placed model on this rank. ``tp``: the ranks that hold the other parts of it for the same rows."""
-
-    model: PlacedModel
-    engine: Engine
-    dp: RankGroup
-    tp: RankGroup
-    shape: ModelShape
 
 
 @dataclass(frozen=True)
 class OperatorRun:
-    """An operator over whole mini-batches on this rank. ``rows`` of a mini-batch may be empty.
+    """An operator over whole mini-batches on this rank. A mini-batch may have no rows here.
 
-    ``version``: batches that the weights of the resident have been trained on. ``examples``: those of the prompts of
-    ``shape``. ``state``: of the operator's controllers.
+    operator:      what to compute.
+    model:         the loaded model that computes it, or on whose ranks it runs.
+    shape:         prompts and mini-batches of the step or evaluation.
+    mini_batches:  those that it works on.
+    rank:          this rank.
+    examples:      of the prompts of ``shape``, for an operator that scores.
+    state:         numbers of the operator's controllers.
     """
 
     operator: Operator
-    resident: LoadedModel
+    model: LoadedModel
     shape: BatchShape
     mini_batches: range
     rank: int
-    version: int = 0
     examples: Sequence[Example] = ()
     state: Mapping[str, float] = field(default_factory=dict)
 
     def rows_of(self, mini_batches: range) -> tuple[int, ...]:
-        return self.shape.rows(self.shape.prompts_on(self.resident.model.layout, self.rank, mini_batches))
+        """Return the rows of ``mini_batches`` on this rank."""
+        return self.shape.rows(self.shape.prompts_on(self.model.placed.layout, self.rank, mini_batches))
 
     @property
     def rows(self) -> tuple[int, ...]:
+        """Rows that the operator works on."""
         return self.rows_of(self.mini_batches)
 
     def segments(self) -> list[slice]:
-        """Where each mini-batch's rows lie among ``rows``."""
+        """Return the slice of each mini-batch's rows in ``rows``."""
         ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
-        """What the operator reads of ``rows``, without its suffix."""
+        """Return the columns that the operator reads of ``rows``, named without its suffix."""
         names = [name for name in self.operator.reads if name not in self.operator.extra_reads]
         return self._batch(store, names, self.operator.suffix, rows, device)
 
     def extra_batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
-        """The further texts of a train operator."""
+        """Return the further texts of a train operator."""
         return self._batch(store, self.operator.extra_reads, f".{self.operator.extra_loss}", rows, device)
 
     def _batch(
@@ -81,54 +75,69 @@ class OperatorRun:
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """What operators need of their rank besides rows and models."""
+    """Arguments of operators that are neither rows nor models.
+
+    spec:      settings of the run.
+    sampling:  how responses are sampled.
+    device:    of this rank.
+    scorers:   functions, services and rules that score responses.
+    decode:    tokens to text, special tokens included.
+    """
 
     spec: Spec
     sampling: Sampling
     device: torch.device
-    scoring: Scoring
+    scorers: ExternalScorers
+    decode: Callable[..., str]
 
 
 def run_operator(
-    work: OperatorRun, store: RowStore, surroundings: OperatorContext, ahead: Sequence[OperatorRun] = ()
+    run: OperatorRun, store: RowStore, context: OperatorContext, ahead: Sequence[OperatorRun] = ()
 ) -> Moments:
-    """Execute ``work``; its columns are in ``store`` afterwards. Returns the moments of this rank's rows.
+    """Execute ``run`` and put the columns that it writes into ``store``. Returns the moments of this rank's rows.
 
     ``ahead``: what this rank will generate next with the same weights.
     """
-    operator, device = work.operator, surroundings.device
-    if operator.kind == "train":
-        return _train(work, store, surroundings)
-    batch = work.batch(store, work.rows, device)
-    statistics: Moments = {}
-    match operator.kind:
-        case "generate":
-            later = [each.batch(store, each.rows, device) for each in ahead]
-            columns, statistics = _generate(work, batch, surroundings.sampling, later)
-        case "forward":
-            wanted = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
-            columns = work.resident.engine.forward(batch, wanted, operator.adapters)
-        case "score":
-            answers = [work.examples[row // work.shape.samples_per_prompt] for row in work.rows]
-            columns, statistics = surroundings.scoring.score(operator, batch, answers, work.resident.tp)
-        case "combine":
-            context = CombineContext(work.segments(), work.resident.dp, work.state)
-            settings = settings_of(operator.function, surroundings.spec)
-            columns, statistics = COMBINES[operator.function](settings, batch, context)
-    for name in operator.writes:
-        store.put(name, work.rows, columns[name.removesuffix(operator.suffix)])
+    if run.operator.kind == "train":
+        return _train(run, store, context)
+    batch = run.batch(store, run.rows, context.device)
+    columns, statistics = _computed(
+        run, batch, context, [each.batch(store, each.rows, context.device) for each in ahead]
+    )
+    for name in run.operator.writes:
+        store.put(name, run.rows, columns[name.removesuffix(run.operator.suffix)])
     return statistics
 
 
-def _generate(work: OperatorRun, batch: Batch, sampling: Sampling, later: Sequence[Batch]) -> tuple[Columns, Moments]:
-    """Answers, the version of the policy that drew them, and how many the engine says that it has drawn."""
-    engine = work.resident.engine
+def _computed(
+    run: OperatorRun, batch: Batch, context: OperatorContext, ahead: Sequence[Batch]
+) -> tuple[Columns, Moments]:
+    """Return the columns that ``run`` writes, named without its suffix, and the moments of their statistics."""
+    operator = run.operator
+    match operator.kind:
+        case "generate":
+            return _generate(run, batch, context.sampling, ahead)
+        case "forward":
+            written = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
+            return run.model.engine.forward(batch, written, operator.adapters), {}
+        case "score":
+            examples = [run.examples[row // run.shape.samples_per_prompt] for row in run.rows]
+            return context.scorers.score(operator, batch, examples, run.model.tp)
+        case "combine":
+            return _combine(run, batch, context)
+        case "train":
+            raise AssertionError("a train writes no columns")
+
+
+def _generate(run: OperatorRun, batch: Batch, sampling: Sampling, ahead: Sequence[Batch]) -> tuple[Columns, Moments]:
+    """Return responses with the weights version of their policy, and how many the engine reports."""
+    engine = run.model.engine
     before = engine.num_requests
-    if work.operator.is_greedy:
+    if run.operator.is_greedy:
         sampling = replace(sampling, temperature=0.0)
-    columns = engine.generate(batch, sampling, later)
-    columns["policy_version"] = torch.full_like(columns["finished"], work.version, dtype=torch.int32)
-    # where nothing else tells them, an engine's log-probs are the policy's
+    columns = engine.generate(batch, sampling, ahead)
+    columns["policy_version"] = torch.full_like(columns["finished"], run.model.version, dtype=torch.int32)
+    # without a pass of the trained model, an engine's log-probs serve as the policy's
     columns["logprobs"] = columns["rollout_logprobs"]
     if sampling.step < 0:
         return columns, {}  # an evaluation
@@ -137,17 +146,25 @@ def _generate(work: OperatorRun, batch: Batch, sampling: Sampling, later: Sequen
     return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)}
 
 
-def _train(work: OperatorRun, store: RowStore, surroundings: OperatorContext) -> Moments:
-    """One optimizer step per mini-batch, in order, ``epochs`` times over."""
-    operator, algorithm, device = work.operator, surroundings.spec.algorithm, surroundings.device
+def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[Columns, Moments]:
+    """Return the columns and statistics of a function of ``objectives/``."""
+    function = run.operator.function
+    combine_context = CombineContext(run.segments(), run.model.dp, run.state)
+    with naming_tokens(context.decode, context.sampling.step):
+        return COMBINES[function](settings_of(function, context.spec), batch, combine_context)
+
+
+def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
+    """Make one optimizer step per mini-batch, in order, ``epochs`` times over."""
+    operator, algorithm, device = run.operator, context.spec.algorithm, context.device
     loss = LOSSES[operator.function](algorithm)
     extra_loss = LOSSES[operator.extra_loss](algorithm) if operator.extra_loss else None
     statistics: Moments = {}
     for _ in range(algorithm.epochs):
-        for mini_batch in work.mini_batches:
-            rows = work.rows_of(range(mini_batch, mini_batch + 1))
-            parts: list[tuple[Batch, Loss]] = [(work.batch(store, rows, device), loss)]
+        for mini_batch in run.mini_batches:
+            rows = run.rows_of(range(mini_batch, mini_batch + 1))
+            parts: list[tuple[Batch, Loss]] = [(run.batch(store, rows, device), loss)]
             if extra_loss is not None:
-                parts.append((work.extra_batch(store, rows, device), extra_loss))
-            add_moments(statistics, work.resident.engine.train(parts))
+                parts.append((run.extra_batch(store, rows, device), extra_loss))
+            add_moments(statistics, run.model.engine.train(parts))
     return statistics

@@ -1,4 +1,4 @@
-"""A few answers to held-out prompts as text, so that a person sees what a policy says: ``samples.jsonl``."""
+"""Samples for people to read: a few responses to evaluation prompts as text, in ``samples.jsonl``."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def append_samples(
     decode: Callable[..., str],
     tokens: Tensor,
     prompt_mask: Tensor,
-    answers: Tensor,
+    response_mask: Tensor,
     scores: Tensor | None = None,
 ) -> None:
-    """Add the first rows of ``tokens`` (n, P+R) as text. prompt_mask (n, P), answers (n, R): 1 on real tokens.
+    """Append the first rows of ``tokens`` (n, P+R) as text. prompt_mask (n, P), response_mask (n, R): 1 on real tokens.
 
-    ``version``: batches that the policy had been trained on. ``scores`` (n,): of the answers, where they have some; one
-    that is no finite number is null.
+    ``version``: weights version of the policy. ``scores`` (n,): of the responses, where they have some; one that is no
+    finite number becomes null.
     """
     width = prompt_mask.shape[1]
     with (directory / "samples.jsonl").open("a") as file:
         for row in range(min(NUM_SAMPLES, len(tokens))):
             prompt = decode(tokens[row, :width][prompt_mask[row].bool()].tolist(), skip_special_tokens=True)
-            answer = decode(tokens[row, width:][answers[row].bool()].tolist(), skip_special_tokens=True)
-            sample: dict[str, Any] = {"step": step, "policy_version": version, "prompt": prompt, "answer": answer}
+            response = decode(tokens[row, width:][response_mask[row].bool()].tolist(), skip_special_tokens=True)
+            sample: dict[str, Any] = {"step": step, "policy_version": version, "prompt": prompt, "answer": response}
             if scores is not None:
                 sample["score"] = float(scores[row]) if scores[row].isfinite() else None
             file.write(json.dumps(sample, ensure_ascii=False) + "\n")

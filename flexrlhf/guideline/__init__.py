@@ -1,1 +1,1 @@
-"""What a plan will cost, before it runs: time of instructions, simulated timelines, and which placement to use."""
+"""Costs of a plan before it runs: seconds of instructions, simulated timelines, and the choice of a placement."""

@@ -1,1 +1,1 @@
-"""Mathematics of training on tensors: losses, advantages, reward shaping, controllers."""
+"""Mathematics of training, on tensors: losses, advantages, reward shaping, controllers, evaluation metrics."""

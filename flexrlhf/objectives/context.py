@@ -1,4 +1,4 @@
-"""What the mathematics of a combine sees besides the rows of its rank."""
+"""Context of a combine: all that its mathematics reads besides the rows of its rank."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from typing import Protocol
 from torch import Tensor
 
 Columns = dict[str, Tensor]
+"""Column name → tensor (n, ...)."""
 
 
 class Reducer(Protocol):
-    """Sums and gathers over the replicas that hold the rows."""
+    """Collectives over the data-parallel group of the rows, which all of its ranks call."""
 
-    def sum(self, tensor: Tensor) -> Tensor: ...
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the group, in place."""
+        ...
 
-    def gather(self, vector: Tensor) -> Tensor: ...
+    def gather(self, vector: Tensor) -> Tensor:
+        """Concatenate int64 vectors of any lengths, without negative numbers, over the group."""
+        ...
 
 
 @dataclass(frozen=True)
 class CombineContext:
-    """``segments``: the rows of each mini-batch. ``state``: of the controllers, as the step before has left it."""
+    """Context of a combine on this rank.
+
+    segments: rows of each mini-batch, as slices of the batch.
+    reducer:  collectives over the data-parallel group.
+    state:    numbers of the controllers after the step before (objectives/controllers.py).
+    """
 
     segments: Sequence[slice]
     reducer: Reducer

@@ -1,4 +1,4 @@
-"""The mathematics of a graph by name: losses of train operators, and what combines compute. An algorithm adds here."""
+"""Functions of operators by name: losses of trains, and mathematics of combines. A new algorithm adds its own here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.evaluation_metrics import diversity, held_out_scores, likelihood, pair_accuracy
+from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores, likelihood, pair_accuracy
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
 from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, ptx_loss, shared_loss, value_loss
 from flexrlhf.objectives.parity import parity
@@ -27,7 +27,9 @@ LOSSES: dict[str, Callable[[Any], Loss]] = {
     "shared_loss": shared_loss,
     "value_loss": value_loss,
 }
+"""Function name → settings of the algorithm → loss."""
 Combine = Callable[[Any, Batch, CombineContext], tuple[Columns, Moments]]
+"""(settings, rows of this rank, context) → columns that it writes, statistics of this rank's rows."""
 COMBINES: dict[str, Combine] = {
     "ppo_advantages": ppo_advantages,
     "group_advantages": group_advantages,
@@ -39,7 +41,7 @@ COMBINES: dict[str, Combine] = {
     "pair_accuracy": pair_accuracy,
     "preference_accuracy": preference_accuracy,
     "diversity": diversity,
-    "held_out_scores": held_out_scores,
+    "held_out_scores": evaluation_scores,
     "parity": parity,
     "reward": weighted_scores,
     "cost": weighted_scores,
@@ -47,6 +49,6 @@ COMBINES: dict[str, Combine] = {
 
 
 def settings_of(function: str, spec: Spec) -> Any:
-    """The section of the YAML that a function reads: the algorithm's, but for a few."""
+    """Return the section of the YAML that a combine reads: the algorithm's, unless it has one of its own."""
     others = {"parity": spec.rollout, "reward": spec.reward, "cost": spec.cost, "held_out_scores": spec.eval}
     return others.get(function, spec.algorithm)

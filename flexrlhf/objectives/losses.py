@@ -1,7 +1,8 @@
-"""Losses of train operators. Tensors in, tensors out; nothing knows a rank.
+"""Losses of train operators, without communication.
 
-Shapes: n rows, R response positions. ``batch.mask`` (n, R) is 1 on response tokens that count; it may have gaps. Parts
-of a mini-batch give contributions that add up to the loss, whatever the split: ``Totals`` count the whole of it.
+Shapes: n rows, R response positions. ``batch.mask`` (n, R) is 1 on response tokens that count; it may have gaps. The
+function of a loss returns the contribution of some rows; contributions add up to the loss of the mini-batch, however it
+is split, because ``Totals`` count all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import Tensor
 from flexrlhf.config.algorithms import (
     AcShareSpec,
     ImportanceSpec,
-    KlSpec,
     LossAggregation,
     PolicySpec,
     PpoSpec,
@@ -22,13 +22,20 @@ from flexrlhf.config.algorithms import (
     SftSpec,
 )
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
-
-LOG_RATIO_CLAMP = 20.0
-"""Keeps exp() finite; far beyond what any sane policy update reaches."""
+from flexrlhf.objectives.kl_penalty import LOG_RATIO_CLAMP, kl_estimate
 
 
 def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Totals) -> Tensor:
-    """This part's contribution to the loss of a mini-batch; the names are those of verl's ``loss_agg_mode``."""
+    """Aggregate losses (n, R) of tokens to the contribution () of these rows to the mini-batch's loss.
+
+    token-mean:              mean over the tokens that count.
+    token-sum:               sum over them.
+    seq-mean-token-sum:      mean over responses of the sum over their tokens.
+    seq-mean-token-sum-norm: the same, divided by R.
+    seq-mean-token-mean:     mean over responses of the mean over their tokens.
+
+    The names are those of verl's ``loss_agg_mode``.
+    """
     weights = mask.to(per_token.dtype)
     match how:
         case "token-mean":
@@ -45,7 +52,7 @@ def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Tot
 
 
 def likelihood_loss(spec: SftSpec) -> Loss:
-    """Negative log-likelihood of the answers."""
+    """Return the negative log-likelihood of the responses, as in supervised fine-tuning."""
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         loss = aggregate(-outputs.quantity, batch.mask, spec.loss_aggregation, totals)
@@ -55,8 +62,8 @@ def likelihood_loss(spec: SftSpec) -> Loss:
 
 
 def ptx_loss(spec: PolicySpec) -> Loss:
-    """The coefficient times the negative log-likelihood of pretraining texts, mean over tokens (Ouyang et al. 2022)."""
-    assert spec.ptx is not None, "the graph mixes texts in only where they are given"
+    """Return the pretraining loss: coefficient x mean negative log-likelihood of tokens (Ouyang et al. 2022, eq. 2)."""
+    assert spec.ptx is not None, "only graphs of algorithms with ptx have this loss"
     coefficient = spec.ptx.coefficient
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
@@ -67,7 +74,7 @@ def ptx_loss(spec: PolicySpec) -> Loss:
 
 
 def pair_loss(_: RewardSpec) -> Loss:
-    """-log sigmoid(chosen - rejected), mean over pairs (Ouyang et al. 2022, eq. 1)."""
+    """Return the reward model's loss: -log sigmoid(chosen - rejected), mean over pairs (Ouyang et al. 2022, eq. 1)."""
 
     def function(outputs: Outputs, _: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         chosen, rejected = pairs_of(outputs.quantity)
@@ -79,12 +86,15 @@ def pair_loss(_: RewardSpec) -> Loss:
 
 
 def pairs_of(numbers: Tensor) -> tuple[Tensor, ...]:
-    """``numbers`` (n,) of the chosen and of the rejected answers: samples 0 and 1 of every prompt."""
+    """Split ``numbers`` (n,) into those of the chosen and of the rejected responses (n / 2,): samples 0 and 1."""
     return numbers.view(len(numbers) // 2, 2).unbind(1)
 
 
 def policy_loss(spec: PolicySpec) -> Loss:
-    """Clipped surrogate (Schulman et al. 2017, eq. 7), with the bonus and the penalty that the settings ask for."""
+    """Return the clipped surrogate loss (Schulman et al. 2017, eq. 7).
+
+    Less the entropy bonus and plus the KL penalty, where the settings have them.
+    """
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         mask, how = batch.mask, spec.loss_aggregation
@@ -105,10 +115,11 @@ def policy_loss(spec: PolicySpec) -> Loss:
 
 
 def clipped_surrogate(spec: PolicySpec, outputs: Outputs, batch: Batch) -> tuple[Tensor, Moments]:
-    """Losses (n, R) of the tokens: the larger of plain and clipped, with weights where another policy drew them.
+    """Return losses (n, R) of the tokens, -min(ratio A, clip(ratio) A), and their statistics.
 
-    ``dual_clip`` c bounds the loss by -c * advantage where that is negative (Ye et al. 2020, eq. 5). ``ratio``
-    "sequence": that of the whole answer, to the power 1 / its length (GSPO, Zheng et al. 2025, eq. 7).
+    Reads ``advantages`` and ``logprobs`` (n, R), and ``rollout_logprobs`` for importance weights. With ``dual_clip`` c
+    the loss is at most -c A where the advantage A is negative (Ye et al. 2020, eq. 5). With ``ratio: sequence`` the
+    ratio is that of the whole response, to the power 1 / its length (GSPO, Zheng et al. 2025, eq. 7).
     """
     mask, advantages = batch.mask, batch["advantages"]
     log_ratio = (outputs.quantity - batch["logprobs"]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -134,23 +145,11 @@ def clipped_surrogate(spec: PolicySpec, outputs: Outputs, batch: Batch) -> tuple
     return losses, statistics | importance
 
 
-def kl_estimate(spec: KlSpec, log_ratio: Tensor) -> Tensor:
-    """Estimates of KL(policy || ref) of drawn tokens from log policy - log ref (Schulman 2020)."""
-    limit = LOG_RATIO_CLAMP if spec.clamp is None else spec.clamp
-    bounded = log_ratio.clamp(-limit, limit)
-    match spec.estimator:
-        case "k1":
-            return log_ratio if spec.clamp is None else bounded
-        case "k2":
-            return (log_ratio if spec.clamp is None else bounded) ** 2 / 2
-        case "k3":
-            return (-bounded).exp() - 1 + bounded
-
-
 def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tensor, Moments]:
-    """Weights (n, R) of the tokens' losses: min(pi_old / pi_rollout, cap), of each token or of the whole answer.
+    """Return weights (n, R) of the tokens' losses, min(pi_old / pi_rollout, cap), and their statistics.
 
-    Token level: truncated importance sampling (Ionides 2008) as AReaL and verl apply it beside PPO's own ratio.
+    The ratio is that of each token or of the whole response. At token level this is truncated importance sampling
+    (Ionides 2008), as AReaL and verl apply it in addition to PPO's own ratio. Without ``spec`` weights are 1.
     """
     mask = batch.mask.float()
     if spec is None:
@@ -169,7 +168,7 @@ def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tenso
 
 
 def value_loss(spec: PpoSpec) -> Loss:
-    """Half of the squared error, the larger of plain and clipped (Schulman et al.'s PPO code)."""
+    """Return the value loss: half the squared error, the larger of plain and clipped (OpenAI Baselines' PPO2)."""
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         losses, statistics = clipped_value_errors(spec, outputs.quantity, batch["values"], batch["returns"], batch.mask)
@@ -179,15 +178,17 @@ def value_loss(spec: PpoSpec) -> Loss:
 
 
 def shared_loss(spec: AcShareSpec) -> Loss:
-    """The policy's loss plus ``value_coefficient`` times that of the values (Schulman et al. 2017, eq. 9)."""
+    """Return the policy loss plus ``value_coefficient`` times the value loss (Schulman et al. 2017, eq. 9)."""
     policy = policy_loss(spec)
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         assert outputs.values is not None
         loss, statistics = policy.function(outputs, batch, totals)
-        errors, of_values = clipped_value_errors(spec, outputs.values, batch["values"], batch["returns"], batch.mask)
+        errors, value_statistics = clipped_value_errors(
+            spec, outputs.values, batch["values"], batch["returns"], batch.mask
+        )
         loss = loss + spec.value_coefficient * aggregate(errors, batch.mask, spec.loss_aggregation, totals)
-        return loss, statistics | of_values
+        return loss, statistics | value_statistics
 
     names = (*policy.statistics, "value_loss", "value_clipped")
     return replace(policy, function=function, statistics=names, with_values=True)
@@ -196,7 +197,11 @@ def shared_loss(spec: AcShareSpec) -> Loss:
 def clipped_value_errors(
     spec: PpoSpec, new: Tensor, old: Tensor, returns: Tensor, mask: Tensor
 ) -> tuple[Tensor, Moments]:
-    """Losses (n, R) of the values ``new`` (n, R+1), which were ``old`` when the answers were drawn."""
+    """Return losses (n, R) of the values, and their statistics.
+
+    new, old: (n, R+1), values now and when the responses were generated.
+    returns:  (n, R).
+    """
     values, before = new[:, :-1], old[:, :-1]
     plain = (values - returns) ** 2
     clipped = plain

@@ -1,4 +1,4 @@
-"""The gate between the rollout engine and the trainer: both tell the log-probs of the same tokens, which must agree."""
+"""Parity gate: rollout engine and trainer must compute equal log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
 
 NUM_WORST = 3
+"""Tokens that an error names."""
 SCALE = 1e9
-"""Log-probs travel as whole numbers of this fraction of a nat."""
+"""Log-probs are gathered as integers, in units of 1 / SCALE nats."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A token and what each side says of it. ``row``: of the step; ``position``: in the answer, from 0."""
+    """Log-probs of one token, by both sides.
+
+    row:      number in the step.
+    position: in the response, from 0.
+    token:    id.
+    engine:   log-prob by the rollout engine, in nats.
+    trainer:  log-prob by the trainer.
+    """
 
     row: int
     position: int
@@ -30,6 +38,7 @@ class Difference:
     trainer: float
 
     def text(self, decode: Callable[[Sequence[int]], str]) -> str:
+        """Describe it in an error sentence."""
         return (
             f"{decode([self.token])!r} (row {self.row}, token {self.position}: engine {self.engine:.5f}, "
             f"trainer {self.trainer:.5f})"
@@ -37,7 +46,7 @@ class Difference:
 
 
 class ParityError(RunStopped):
-    """The rollout engine does not compute what is trained."""
+    """Rollout engine and trainer disagree. ``worst``: the tokens that differ most."""
 
     def __init__(self, sentence: str, worst: Sequence[Difference]) -> None:
         super().__init__(sentence)
@@ -46,7 +55,7 @@ class ParityError(RunStopped):
 
 @contextmanager
 def naming_tokens(decode: Callable[[Sequence[int]], str], step: int) -> Iterator[None]:
-    """Say the step and the texts of the worst tokens, which the comparison of columns cannot know."""
+    """Add the step and the texts of the worst tokens to a ParityError raised inside."""
     try:
         yield
     except ParityError as error:
@@ -55,62 +64,64 @@ def naming_tokens(decode: Callable[[Sequence[int]], str], step: int) -> Iterator
 
 
 def parity(spec: RolloutSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
-    """Mean and largest difference of log-probs (nats) over the answers of the step. Raises ParityError.
+    """Return the mean and the largest difference of log-probs (nats) over the responses of the step.
 
-    All replicas see the same numbers, so they stop together.
+    Raises ParityError, on all ranks alike, where one of them is over its limit.
     """
-    engine, trainer = _compared(batch)
+    engine, trainer = _logprobs_of_both(batch)
     mask = batch["response_mask"].bool()
     difference = (engine - trainer).abs().double().nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
-    found = context.reducer.gather(_encoded(batch, engine, trainer, difference)).view(-1, 6)
-    total = context.reducer.gather(_whole_number(torch.stack([difference[mask].sum(), mask.sum().double()])))
+    tokens = context.reducer.gather(_encoded(batch, engine, trainer, difference)).view(-1, 6)
+    total = context.reducer.gather(_as_integers(torch.stack([difference[mask].sum(), mask.sum().double()])))
     mean = float(total[0::2].double().sum()) / max(float(total[1::2].sum()), 1.0)
-    worst = [_decoded(row) for row in found[found[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
-    largest = float(found[:, 3].max()) / SCALE if len(found) else 0.0
+    worst = [_decoded(row) for row in tokens[tokens[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
+    largest = float(tokens[:, 3].max()) / SCALE if len(tokens) else 0.0
     _check(spec, mean, largest, worst)
     statistics = {"parity_mean": mean, "parity_max": largest}
     return {}, {name: moments(difference.new_tensor(value)) for name, value in statistics.items()}
 
 
-def _compared(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs (n, R) of the engine and of the trainer (operators/rollout.py says which columns they are)."""
+def _logprobs_of_both(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probs (n, R) of the engine and of the trainer; operators/rollout.py chooses their columns."""
     if "trainer_logprobs" in batch.columns:
         return batch["logprobs"], batch["trainer_logprobs"]
     return batch["rollout_logprobs"], batch["logprobs"]
 
 
-def _whole_number(values: Tensor) -> Tensor:
-    """Differences as integers, which replicas can gather; one beyond all sense, or none at all, is the largest."""
+def _as_integers(values: Tensor) -> Tensor:
+    """Convert to integers, which can be gathered; NaN and infinity become the largest one."""
     return (values.nan_to_num(nan=torch.inf) * SCALE).clamp(max=2.0**62).long()
 
 
 def _encoded(batch: Batch, engine: Tensor, trainer: Tensor, difference: Tensor) -> Tensor:
-    """The worst tokens of this replica: row, position, token, difference and both log-probs of each.
+    """Return the worst tokens of this rank, int64 (6 x tokens,): row, position, token, difference, both log-probs.
 
-    ``difference`` is negative outside the answers.
+    ``difference`` (n, R) is negative outside the responses.
     """
     largest, worst = difference.flatten().topk(min(NUM_WORST, difference.numel()))
     worst = worst[largest >= 0]
     row, position = worst // difference.shape[1], worst % difference.shape[1]
     token = batch["tokens"][:, -difference.shape[1] :][row, position].long()
-    numbers = [_whole_number(each[row, position].double()) for each in (difference, -engine, -trainer)]
+    numbers = [_as_integers(each[row, position].double()) for each in (difference, -engine, -trainer)]
     return torch.stack([batch.rows[row], position, token, *(each.clamp(min=0) for each in numbers)], 1).flatten()
 
 
 def _decoded(item: Sequence[int]) -> Difference:
+    """Return the token of six numbers of ``_encoded``."""
     row, position, token, _, engine, trainer = item
     return Difference(row, position, token, -engine / SCALE, -trainer / SCALE)
 
 
 def _check(spec: RolloutSpec, mean: float, largest: float, worst: Sequence[Difference]) -> None:
-    assert spec.parity is not None, "compared only where there is a gate"
-    limits = {"max_difference": largest, "mean_difference": mean}
-    for name, found in limits.items():
+    """Raise ParityError where a difference is over its limit, or NaN."""
+    assert spec.parity is not None, "only graphs with a parity gate compare"
+    measured = {"max_difference": largest, "mean_difference": mean}
+    for name, value in measured.items():
         limit = getattr(spec.parity, name)
-        assert limit is not None, "planning fills it in"
-        if not found <= limit:
+        assert limit is not None, "planning sets it"
+        if not value <= limit:
             raise ParityError(
                 f"rollout engine and trainer disagree about the same tokens: rollout.parity.{name} {limit:g}, found "
-                f"{found:.3g} nats (mean {mean:.3g}, largest {largest:.3g})",
+                f"{value:.3g} nats (mean {mean:.3g}, largest {largest:.3g})",
                 worst,
             )

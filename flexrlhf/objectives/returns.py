@@ -1,4 +1,7 @@
-"""Advantages that are the rewards which follow a token, less a baseline. Shapes: n rows, R response positions."""
+"""Advantages that are discounted returns less a baseline: REINFORCE++ and ReMax.
+
+Shapes: n rows of this rank, R response positions.
+"""
 
 from __future__ import annotations
 
@@ -11,51 +14,59 @@ from flexrlhf.config.algorithms import ReinforceSpec, RemaxSpec, ReturnsSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.advantages import gae, whiten
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.group_advantages import compared
-from flexrlhf.objectives.reward_shaping import experience, kl_penalty, on_last
+from flexrlhf.objectives.group_advantages import centre_in_groups
+from flexrlhf.objectives.kl_penalty import kl_penalty
+from flexrlhf.objectives.reward_shaping import on_last_token, shape_rewards
 
 
 def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
-    """REINFORCE++ (Hu 2025, section 3): the score, over the group's mean where asked for, less the KL penalty."""
-    found = experience(spec, batch, context)
-    baseline = torch.zeros_like(found.scores)
+    """Return loss_mask and advantages (n, R) of REINFORCE++ (Hu 2025, section 3).
+
+    They are returns of the score and the KL penalty; with ``baseline: group`` less the mean score of the group. Raises
+    RunStopped for scores that are not finite, with ``invalid_scores: stop``.
+    """
+    shaped = shape_rewards(spec, batch, context)
+    baseline = torch.zeros_like(shaped.scores)
     if spec.baseline == "group":
-        baseline = found.scores - compared(found.scores, found.counts, batch.samples_per_prompt, "mean")[0]
-    penalty, kl = kl_penalty(spec, batch, found.mask, context.state)
-    columns, statistics = over_baseline(spec, found.rewards - penalty, baseline, found.mask, context)
-    return columns, {**found.statistics, **kl, **statistics}
+        baseline = shaped.scores - centre_in_groups(shaped.scores, shaped.counts, batch.samples_per_prompt, "mean")[0]
+    penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
+    columns, statistics = returns_over_baseline(spec, shaped.rewards - penalty, baseline, shaped.mask, context)
+    return columns, {**shaped.statistics, **kl, **statistics}
 
 
 def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
-    """Returns less the score of the greedy answer (Li et al. 2023, eq. 5), which the same rules have shaped."""
-    found = experience(spec, batch, context)
-    greedy = experience(spec, called(batch, "greedy"), context)
-    counts = found.counts & greedy.counts
-    mask = found.mask * counts[:, None].to(found.mask.dtype)
+    """Return loss_mask and advantages (n, R) of ReMax (Li et al. 2023, eq. 5).
+
+    They are returns less the score of the greedy response (columns with the suffix ``.greedy``), shaped by the same
+    settings. Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
+    """
+    shaped = shape_rewards(spec, batch, context)
+    greedy = shape_rewards(spec, without_suffix(batch, ".greedy"), context)
+    counts = shaped.counts & greedy.counts
+    mask = shaped.mask * counts[:, None].to(shaped.mask.dtype)
     penalty, kl = kl_penalty(spec, batch, mask, context.state)
-    columns, statistics = over_baseline(spec, found.rewards - penalty, greedy.scores, mask, context)
+    columns, statistics = returns_over_baseline(spec, shaped.rewards - penalty, greedy.scores, mask, context)
     statistics["greedy_score"] = greedy.statistics["reward"]
     statistics["not_counted"] = moments((~counts).float())
-    return columns, {**found.statistics, **kl, **statistics}
+    return columns, {**shaped.statistics, **kl, **statistics}
 
 
-def called(batch: Batch, qualifier: str) -> Batch:
-    """The columns of ``batch`` with ``qualifier`` behind their names, without it."""
-    suffix = f".{qualifier}"
+def without_suffix(batch: Batch, suffix: str) -> Batch:
+    """Return the columns of ``batch`` whose names end in ``suffix``, under names without it."""
     own = {name.removesuffix(suffix): column for name, column in batch.columns.items() if name.endswith(suffix)}
     return replace(batch, columns=own)
 
 
-def over_baseline(
+def returns_over_baseline(
     spec: ReturnsSpec, rewards: Tensor, baseline: Tensor, mask: Tensor, context: CombineContext
 ) -> tuple[Columns, Moments]:
-    """Returns of ``rewards`` (n, R) less the ``baseline`` (n,) of the answer, whitened where asked for.
+    """Return loss_mask and advantages (n, R): discounted ``rewards`` (n, R) less ``baseline`` (n,), maybe whitened.
 
-    The baseline stands where the score does, so that both are discounted alike.
+    The baseline is placed on the last token, as scores are, so that both are discounted alike.
     """
-    nothing = rewards.new_zeros(len(rewards), rewards.shape[1] + 1)
+    zeros = rewards.new_zeros(len(rewards), rewards.shape[1] + 1)
     returns, expected = (
-        gae(each, nothing, mask, spec.gamma, 1.0, nothing[:, 0])[0] for each in (rewards, on_last(baseline, mask))
+        gae(each, zeros, mask, spec.gamma, 1.0, zeros[:, 0])[0] for each in (rewards, on_last_token(baseline, mask))
     )
     advantages = returns - expected
     statistics = {"advantage": moments(advantages, mask), "return": moments(returns, mask)}

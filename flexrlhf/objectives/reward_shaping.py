@@ -1,11 +1,11 @@
-"""From what models and functions said of the answers to rewards: which answers count, shaped scores, the KL penalty.
+"""Reward shaping: from raw scores of responses to rewards of tokens.
 
-Shapes: n rows, R response positions; n is this rank's rows of the mini-batches at work.
+Scores go through the penalties for length, normalisation and clipping, in this order, and end up on the last token of
+their response. Shapes: n rows of this rank, R response positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,48 +15,51 @@ from flexrlhf.config.algorithms import PolicySpec, TruncationPenalty
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import CombineContext, Reducer
-from flexrlhf.objectives.losses import kl_estimate
 
 
 @dataclass(frozen=True)
-class Experience:
-    """``counts`` (n,): which answers do. ``mask`` (n, R): 1 on their response tokens. ``told`` (n,): scores as they
-    were told, ``scores`` (n,): shaped; 0 where there is none.
+class ShapedRewards:
+    """Rewards of the tokens of a batch, before the KL penalty.
 
-    ``rewards`` (n, R): of every token: what its answer scores, on the last one, less the KL penalty where it has one.
+    counts:     bool (n,), responses that are trained on.
+    mask:       uint8 (n, R), 1 on response tokens of these.
+    raw_scores: (n,), scores before shaping; 0 for one that is not finite.
+    scores:     (n,), scores after shaping; 0 for a response without one.
+    rewards:    (n, R), reward of each token; a response's sum to its score.
+    statistics: of scores and lengths.
     """
 
     counts: Tensor
     mask: Tensor
-    told: Tensor
+    raw_scores: Tensor
     scores: Tensor
     rewards: Tensor
     statistics: Moments
 
 
-def experience(spec: PolicySpec, batch: Batch, context: CombineContext) -> Experience:
-    """What the answers of ``batch`` are worth.
+def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> ShapedRewards:
+    """Shape the scores of ``batch`` by the settings of the algorithm.
 
-    Raises RunStopped for scores that are no finite numbers, where ``invalid_scores`` says so.
+    Reads ``scores`` (n,), ``finished`` (n,), ``response_mask`` (n, R), and ``token_scores`` (n, R) where there are any.
+    Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
     """
-    raw = batch["scores"]
-    finite = checked(spec, batch, raw, context.reducer)
+    finite = finite_scores(spec, batch, batch["scores"], context.reducer)
     truncated = 1 - batch["finished"].float()
     counts = finite & (truncated == 0) if spec.truncation == "mask" else finite
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
-    # a critic's value stands for the score of an answer that was cut off
+    # with bootstrap the critic's value replaces the score of a truncated response
     scored = counts & (truncated == 0) if spec.truncation == "bootstrap" else counts
-    told = raw.where(finite, 0.0)
-    ruled = _ruled(spec, batch, told, truncated)
-    normalised = _normalised(spec, ruled, scored, context)
+    raw_scores = batch["scores"].where(finite, 0.0)
+    penalised = _length_penalised(spec, batch, raw_scores, truncated)
+    normalised = _normalised(spec, penalised, scored, context)
     scores = normalised
     if spec.reward_clip is not None:
         scores = normalised.clamp(-spec.reward_clip, spec.reward_clip)
-    # one that is cut off, of whose tokens some have scores of their own, keeps these
-    scores = scores.where(scored, own_scores(batch, mask).sum(1))
+    # without a score of its own, a response keeps those of its tokens
+    scores = scores.where(scored, token_scores_of(batch, mask).sum(1))
     statistics = {
-        "reward": moments(told, finite),
-        "shaped_score": moments(ruled, scored),
+        "reward": moments(raw_scores, finite),
+        "shaped_score": moments(penalised, scored),
         "score_invalid": moments((~finite).float()),
         "not_counted": moments((~counts).float()),
         "response_length": moments(batch["response_mask"].float().sum(1)),
@@ -64,28 +67,30 @@ def experience(spec: PolicySpec, batch: Batch, context: CombineContext) -> Exper
     }
     if spec.reward_clip is not None:
         statistics["reward_clipped"] = moments((normalised.abs() > spec.reward_clip).float(), scored)
-    rewards = placed_scores(scores, batch, mask)
-    return Experience(counts, mask, told, scores, rewards, statistics)
+    return ShapedRewards(counts, mask, raw_scores, scores, token_rewards(scores, batch, mask), statistics)
 
 
-def checked(spec: PolicySpec, batch: Batch, scores: Tensor, reducer: Reducer) -> Tensor:
-    """(n,): which scores are finite numbers. Raises RunStopped where the others are to end the run.
+def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, reducer: Reducer) -> Tensor:
+    """Return bool (n,): which scores are finite.
 
-    All replicas see the same rows, so they stop together.
+    Raises RunStopped for any other, on all ranks alike, with ``invalid_scores: stop``.
     """
     finite = scores.isfinite()
     rows = sorted(reducer.gather(batch.rows[~finite]).tolist()) if spec.invalid_scores == "stop" else []
     if rows:
         shown = ", ".join(map(str, rows[:5])) + (" ..." if len(rows) > 5 else "")
         raise RunStopped(
-            f"{len(rows)} answers have a score that is no finite number (rows {shown} of the step); "
+            f"{len(rows)} responses have a score that is not a finite number (rows {shown} of the step); "
             f"algorithm.invalid_scores: mask would go on without them"
         )
     return finite
 
 
-def _ruled(spec: PolicySpec, batch: Batch, scores: Tensor, truncated: Tensor) -> Tensor:
-    """Scores (n,) after what is said about answers that are cut off, or nearly."""
+def _length_penalised(spec: PolicySpec, batch: Batch, scores: Tensor, truncated: Tensor) -> Tensor:
+    """Subtract the penalties (n,) of truncated and of overlong responses.
+
+    Overlong: linear over the last ``buffer_tokens`` before R (DAPO, Yu et al. 2025, eq. 13).
+    """
     if isinstance(spec.truncation, TruncationPenalty):
         scores = scores - spec.truncation.penalty * truncated
     if spec.overlong is not None:
@@ -97,7 +102,7 @@ def _ruled(spec: PolicySpec, batch: Batch, scores: Tensor, truncated: Tensor) ->
 
 
 def _normalised(spec: PolicySpec, scores: Tensor, counts: Tensor, context: CombineContext) -> Tensor:
-    """To mean 0 and deviation 1 of the scores of the steps before, or of all that count in this one."""
+    """Subtract the mean (n,) and divide by the deviation: of the steps before, or of all that count in this one."""
     match spec.normalise_scores:
         case "none":
             return scores
@@ -112,22 +117,26 @@ def _normalised(spec: PolicySpec, scores: Tensor, counts: Tensor, context: Combi
     return (scores - mean) / (deviation + 1e-8)
 
 
-def placed_scores(scores: Tensor, batch: Batch, mask: Tensor, qualifier: str = "") -> Tensor:
-    """Rewards (n, R): the scores on the last response tokens; where tokens have scores of their own these, and on the
-    last one what shaping has changed of their sum."""
-    by_token = own_scores(batch, mask, qualifier)
-    return by_token + on_last(scores - by_token.sum(1), mask)
+def token_rewards(scores: Tensor, batch: Batch, mask: Tensor, suffix: str = "") -> Tensor:
+    """Return rewards (n, R) of the tokens that sum to ``scores`` (n,).
+
+    The score is on the last token; where tokens have scores of their own, only its difference to their sum is.
+
+    ``suffix``: of the column ``token_scores``.
+    """
+    by_token = token_scores_of(batch, mask, suffix)
+    return by_token + on_last_token(scores - by_token.sum(1), mask)
 
 
-def on_last(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` (n,) on the last response tokens (n, R); those of empty responses are nowhere."""
+def on_last_token(values: Tensor, mask: Tensor) -> Tensor:
+    """Return (n, R) with ``values`` (n,) on the last response tokens; those of empty responses are dropped."""
     position, weights = last_positions(mask.bool())[:, None], mask.float()
     return torch.zeros_like(weights).scatter_add(1, position, values[:, None] * weights.gather(1, position))
 
 
-def own_scores(batch: Batch, mask: Tensor, qualifier: str = "") -> Tensor:
-    """Scores (n, R) that tokens have of their own; zeros where there are none."""
-    name = f"token_scores{qualifier}"
+def token_scores_of(batch: Batch, mask: Tensor, suffix: str = "") -> Tensor:
+    """Scores (n, R) of single tokens: column ``token_scores``; 0 outside ``mask`` and where there is none."""
+    name = f"token_scores{suffix}"
     if name not in batch.columns:
         return torch.zeros_like(mask, dtype=torch.float32)
     return batch[name].where(mask.bool() & batch[name].isfinite(), 0.0)
@@ -136,25 +145,3 @@ def own_scores(batch: Batch, mask: Tensor, qualifier: str = "") -> Tensor:
 def last_positions(mask: Tensor) -> Tensor:
     """Index (n,) of the last response token; 0 for an empty response."""
     return (mask.shape[1] - 1 - mask.flip(1).long().argmax(1)) * mask.any(1)
-
-
-def drawn_logprobs(batch: Batch) -> Tensor:
-    """Log-probs (n, R) under the policy that drew the answers, whose KL it is: column ``logprobs`` unless one policy
-    draws and another is trained."""
-    return batch["rollout_logprobs"] if "rollout_logprobs" in batch.columns else batch["logprobs"]
-
-
-def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str, float]) -> tuple[Tensor, Moments]:
-    """Penalty (n, R) of every token for leaving the reference, and the measured KL; zeros where there is none."""
-    if spec.kl is None:
-        return torch.zeros_like(mask, dtype=torch.float32), {}
-    log_ratio = (drawn_logprobs(batch) - batch["ref_logprobs"]) * mask
-    coefficient = state["kl_coefficient"]
-    statistics = {
-        "kl": moments(log_ratio.sum(1), mask.any(1)),
-        "kl_token": moments(log_ratio, mask),
-        "kl_coefficient": moments(log_ratio.new_full((len(batch),), coefficient, dtype=torch.float64)),
-    }
-    if spec.kl.place == "loss":
-        return torch.zeros_like(log_ratio), statistics
-    return coefficient * kl_estimate(spec.kl, log_ratio) * mask, statistics

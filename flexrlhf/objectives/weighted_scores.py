@@ -1,4 +1,4 @@
-"""One score of several sources: their weighted sum."""
+"""Weighted sum of the scores of several sources."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.reward_shaping import on_last
+from flexrlhf.objectives.reward_shaping import on_last_token
 from flexrlhf.operators.sources import CALLED
 
 
 def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
-    """Columns ``scores`` (n,), and ``token_scores`` (n, R): a source of whole answers adds on their last tokens.
+    """Return ``scores`` (n,) and ``token_scores`` (n, R); scores of whole responses are on their last tokens.
 
-    What is asked from outside the models comes weighted already.
+    Scores of functions and services are one source, weighted already.
     """
     weights = {source.model: source.weight for source in sources if isinstance(source, ModelSource)} | {CALLED: 1.0}
     mask = batch["response_mask"]
@@ -25,5 +25,5 @@ def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[
             total, by_token = total + tokens.sum(1), by_token + tokens
         elif f"scores.{source}" in batch.columns:
             scores = weight * batch[f"scores.{source}"]
-            total, by_token = total + scores, by_token + on_last(scores, mask)
+            total, by_token = total + scores, by_token + on_last_token(scores, mask)
     return {"scores": total, "token_scores": by_token}, {}

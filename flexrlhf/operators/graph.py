@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from flexrlhf.config.spec import CallKind, Head
-from flexrlhf.data.examples import Needs
+from flexrlhf.data.forms import Needs
 from flexrlhf.operators.columns import Quantity, column_of
 
 OperatorKind = CallKind | Literal["score", "combine"]

@@ -1,4 +1,4 @@
-"""From the data section to examples: the tokenizer and the rows of a run. Bad ones raise UserError."""
+"""Tokenizer and examples of a run, and the checks of all its inputs. Bad ones raise UserError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.algorithms import PolicySpec
-from flexrlhf.data.examples import Example, Needs, load_examples, read_rows, read_texts
+from flexrlhf.data.examples import Example, load_examples, read_texts
+from flexrlhf.data.files import read_rows
+from flexrlhf.data.forms import Needs
 from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
@@ -20,10 +22,18 @@ WEIGHT_FILES = "*.safetensors"
 
 @dataclass(frozen=True)
 class RunData:
-    """The examples of a run and the special tokens of its tokenizer. ``texts``: what is trained on beside answers."""
+    """Examples of a run and the special tokens of its tokenizer.
+
+    examples:       training rows
+    evaluation:     evaluation rows
+    texts:          pretraining texts of ``algorithm.ptx``
+    tokenizer:      its directory
+    eos_token_ids:  end tokens
+    pad_token_id:   padding token; the end token where the tokenizer has none
+    """
 
     examples: list[Example]
-    held_out: list[Example]
+    evaluation: list[Example]
     texts: list[Example]
     tokenizer: str
     eos_token_ids: tuple[int, ...]
@@ -31,7 +41,7 @@ class RunData:
 
 
 def tokenizer_path(plan: Plan) -> str:
-    """The directory named in ``data.tokenizer``, else that of the first model with a path."""
+    """Return the directory in ``data.tokenizer``, else that of the first model with a path."""
     if plan.spec.data.tokenizer is not None:
         return plan.spec.data.tokenizer
     paths = [path for role in plan.graph.roles if (path := plan.model(role).path) is not None]
@@ -41,7 +51,7 @@ def tokenizer_path(plan: Plan) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The Hugging Face tokenizer in a directory."""
+    """Return the Hugging Face tokenizer in a directory."""
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
@@ -53,20 +63,26 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_run_data(plan: Plan) -> RunData:
-    """Examples for training and for evaluation."""
+    """Load the examples for training and for evaluation."""
     path = tokenizer_path(plan)
     tokenizer = load_tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
-    found = {source.key: _examples(plan, source, tokenizer) for source in data_sources(plan)}
+    loaded = {source.key: _examples(plan, source, tokenizer) for source in data_sources(plan)}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    examples, held_out, texts = (found.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
-    return RunData(examples, held_out, texts, path, (tokenizer.eos_token_id,), pad)
+    examples, evaluation, texts = (loaded.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
+    return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad)
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file of rows, and what is wanted of them. ``key``: the section of the YAML that names it."""
+    """A data file.
+
+    key:    section of the YAML that names it
+    path:   the file
+    form:   form of its rows, or ``auto``
+    needs:  responses that each row must have
+    """
 
     key: str
     path: str
@@ -75,22 +91,22 @@ class DataSource:
 
 
 def data_sources(plan: Plan) -> list[DataSource]:
-    """The training file, the held-out one and that of further texts, where there are such."""
+    """Return the training file, and those of evaluation rows and pretraining texts, where there are such."""
     spec, needs = plan.spec, plan.graph.data
-    found = [DataSource("data", spec.data.path, spec.data.form, needs)]
+    sources = [DataSource("data", spec.data.path, spec.data.form, needs)]
     if spec.eval is not None:
-        found.append(DataSource("eval", spec.eval.path, spec.data.form, needs))
+        sources.append(DataSource("eval", spec.eval.path, spec.data.form, needs))
     if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.ptx is not None:
         ptx = spec.algorithm.ptx
-        found.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses"))
-    return found
+        sources.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses"))
+    return sources
 
 
 def check_runs(plans: Sequence[Plan]) -> None:
-    """Look at all inputs of a command before a rank starts: a bad one is a sentence, and nothing is half-written.
+    """Check all inputs of a command before a rank starts, so that a bad one leaves nothing half-written.
 
-    What an earlier run of the command writes does not exist yet: a run that takes its tokenizer from there has its
-    texts checked here and its tokens by its ranks.
+    Raises UserError. What an earlier run of the command writes does not exist yet: a run that takes its tokenizer from
+    there has its texts checked here and its tokens by its ranks.
     """
     for index, plan in enumerate(plans):
         check_packages(plan.placement)
@@ -111,18 +127,18 @@ def check_runs(plans: Sequence[Plan]) -> None:
 
 
 def _check_columns(plan: Plan) -> None:
-    """Each data file has what the sources that score its answers read of its rows."""
+    """Check that each data file has the columns that the sources of its scores need."""
     operators = {"data": plan.graph.operators, "eval": plan.graph.evaluation}
     sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
     for source in data_sources(plan):
-        asked = sorted({each.function for each in operators.get(source.key, ()) if each.kind == "score"})
-        columns = dict.fromkeys(key for row in read_rows(source.path) for key in row) if asked else {}
-        for name in asked:
+        names = sorted({each.function for each in operators.get(source.key, ()) if each.kind == "score"})
+        columns = dict.fromkeys(key for row in read_rows(source.path) for key in row) if names else {}
+        for name in names:
             check_columns(sections[name], name, columns, source.path)
 
 
 def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
-    """Nothing that a run reads may lie where a run of the command starts afresh, but for models of an earlier one."""
+    """Refuse inputs in a directory that a run of the command starts afresh, except for models of an earlier one."""
     models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
     others: dict[str, str | None] = {f"{source.key}.path": source.path for source in data_sources(plan)}
     others["data.tokenizer"] = plan.spec.data.tokenizer
@@ -133,13 +149,13 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
         for other in plans:
             if Path(source).resolve().is_relative_to(other.spec.directory.resolve()):
                 raise UserError(
-                    f"{key} {source}: lies in {other.spec.directory}, which run {other.spec.name!r} starts afresh; "
+                    f"{key} {source}: is in {other.spec.directory}, which run {other.spec.name!r} starts afresh; "
                     f"give that run another name"
                 )
 
 
 def _check_model(plan: Plan, role: str, num_tokens: int) -> None:
-    """Weights are there, every token has an embedding, every position is known: else a rank would end obscurely."""
+    """Check for weights, an embedding of every token and enough positions: on a rank the error would be obscure."""
     model = plan.model(role)
     if model.path is not None and not any(Path(model.path).glob(WEIGHT_FILES)):
         raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {WEIGHT_FILES})")

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
-from flexrlhf.execution.controller_states import make_controls
-from flexrlhf.execution.run_operator import LoadedModel, OperatorContext, OperatorRun, run_operator
-from flexrlhf.execution.scoring import Scoring
+from flexrlhf.execution.controller_states import make_controller_states
+from flexrlhf.execution.external_scores import ExternalScorers
+from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
@@ -37,34 +38,34 @@ class Bench:
     device: torch.device
     budget: float
 
-    def work(self, operator: Operator, resident: LoadedModel, rows: int, sampling: Sampling | None = None) -> Work:
+    def work(self, operator: Operator, loaded: LoadedModel, rows: int, sampling: Sampling | None = None) -> Work:
         """``operator`` on ``rows`` of each replica, the columns already there."""
-        run, store = self._prepared(operator, resident, rows)
+        run, store = self._prepared(operator, loaded, rows)
         drawn = sampling or self.sampling((NEVER,))
-        return lambda: run_operator(run, store, self._surroundings(drawn))
+        return lambda: run_operator(run, store, self._context(drawn))
 
     def sampling(self, ends: tuple[int, ...]) -> Sampling:
         """As the run draws, but answers that end with other tokens."""
         return Sampling(self.plan.spec.seed, 0, self.plan.temperature, ends, 0, **settings_of(self.plan))
 
-    def first_tokens(self, operator: Operator, resident: LoadedModel, rows: int) -> tuple[int, ...]:
+    def first_tokens(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[int, ...]:
         """What whole answers begin with: noise is a function of the rows, so they always do."""
-        run, store = self._prepared(operator, resident, rows)
-        run_operator(run, store, self._surroundings(self.sampling((NEVER,))))
+        run, store = self._prepared(operator, loaded, rows)
+        run_operator(run, store, self._context(self.sampling((NEVER,))))
         return tuple(sorted(set(store.get("tokens", run.rows)[:, self.plan.lengths.prompt].tolist())))
 
-    def _surroundings(self, sampling: Sampling) -> OperatorContext:
+    def _context(self, sampling: Sampling) -> OperatorContext:
         """Nothing is asked from outside the models."""
-        return OperatorContext(self.plan.spec, sampling, self.device, Scoring({}, lambda _: ""))
+        return OperatorContext(self.plan.spec, sampling, self.device, ExternalScorers({}, str), str)
 
-    def _prepared(self, operator: Operator, resident: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
+    def _prepared(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
         samples = self.plan.batch.samples_per_prompt
-        shape = BatchShape(rows // samples * resident.model.layout.dp, samples)
-        state = make_controls(self.plan).state(operator)
-        run = OperatorRun(operator, resident, shape, range(1), self.rank, state=state)
+        shape = BatchShape(rows // samples * loaded.placed.layout.dp, samples)
+        state = make_controller_states(self.plan).state(operator)
+        run = OperatorRun(operator, loaded, shape, range(1), self.rank, state=state)
         store = RowStore(self.plan.lengths, self.device)
         for name in operator.reads:
-            values = self._column(column_of(name), len(run.rows), resident.engine.config.vocab_size)
+            values = self._column(column_of(name), len(run.rows), loaded.engine.config.vocab_size)
             store.put(name, run.rows, values.to(self.device))
         return run, store
 
@@ -89,19 +90,19 @@ class Bench:
         return parts[width].to(torch.uint8).contiguous()
 
 
-def measure_calls(bench: Bench, subject: Subject, resident: LoadedModel, counts: RowCounts) -> ModelTimes:
+def measure_calls(bench: Bench, subject: Subject, loaded: LoadedModel, counts: RowCounts) -> ModelTimes:
     """Everything that the roles of a shape do, with all ranks as replicas."""
     works: dict[tuple[str, int], Work] = {}
     for kind, operator in subject.operators.items():
         match kind:
             case "forward":
-                works |= {(kind, rows): bench.work(operator, resident, rows) for rows in counts.calls}
+                works |= {(kind, rows): bench.work(operator, loaded, rows) for rows in counts.calls}
             case "train":
-                works |= {(kind, rows): bench.work(operator, resident, rows) for rows in counts.update}
+                works |= {(kind, rows): bench.work(operator, loaded, rows) for rows in counts.update}
             case "generate":
-                works |= _generating(bench, operator, resident, counts)
+                works |= _generating(bench, operator, loaded, counts)
     timed = _timed(bench, works)
-    prompt, dp = max(bench.texts.prompts), resident.model.layout.dp
+    prompt, dp = max(bench.texts.prompts), loaded.placed.layout.dp
     return ModelTimes(
         model=subject.transformer,
         engine=subject.engine,
@@ -116,22 +117,22 @@ def measure_calls(bench: Bench, subject: Subject, resident: LoadedModel, counts:
     )
 
 
-def measure_alone(bench: Bench, subject: Subject, resident: LoadedModel, counts: RowCounts) -> Points:
+def measure_alone(bench: Bench, subject: Subject, loaded: LoadedModel, counts: RowCounts) -> Points:
     """Optimizer steps without another replica."""
     operator = subject.operators["train"]
-    works = {("train", rows): bench.work(operator, resident, rows) for rows in counts.update}
+    works = {("train", rows): bench.work(operator, loaded, rows) for rows in counts.update}
     return _points(_timed(bench, works), "train")
 
 
-def measure_combine(bench: Bench, operator: Operator, resident: LoadedModel, counts: RowCounts) -> Points:
-    works = {("combine", rows): bench.work(operator, resident, rows) for rows in counts.calls}
+def measure_combine(bench: Bench, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> Points:
+    works = {("combine", rows): bench.work(operator, loaded, rows) for rows in counts.calls}
     return _points(_timed(bench, works), "combine")
 
 
-def measure_contention(bench: Bench, operator: Operator, resident: LoadedModel, rows: int) -> dict[int, float]:
+def measure_contention(bench: Bench, operator: Operator, loaded: LoadedModel, rows: int) -> dict[int, float]:
     """How much longer a forward takes with so many ranks at work as with the first one alone."""
     ranks = bench.stopwatch.everyone.ranks
-    work = bench.work(operator, resident, rows)
+    work = bench.work(operator, loaded, rows)
     works = {str(count): work for count in _doubling(len(ranks))}
     idle = frozenset(name for name in works if ranks.index(bench.rank) >= int(name))
     timed = bench.stopwatch.time(works, bench.budget, idle)
@@ -145,14 +146,14 @@ def _doubling(most: int) -> list[int]:
 
 
 def _generating(
-    bench: Bench, operator: Operator, resident: LoadedModel, counts: RowCounts
+    bench: Bench, operator: Operator, loaded: LoadedModel, counts: RowCounts
 ) -> dict[tuple[str, int], Work]:
     """Whole answers, none of which ends early, and such as end with the first token."""
     works: dict[tuple[str, int], Work] = {}
     for rows in counts.decode:
-        works[FULL, rows] = bench.work(operator, resident, rows)
-        ends = bench.first_tokens(operator, resident, rows)
-        works[FIRST, rows] = bench.work(operator, resident, rows, bench.sampling(ends))
+        works[FULL, rows] = bench.work(operator, loaded, rows)
+        ends = bench.first_tokens(operator, loaded, rows)
+        works[FIRST, rows] = bench.work(operator, loaded, rows, bench.sampling(ends))
     return works
 
 

@@ -23,8 +23,7 @@ from flexrlhf.comm.world import Groups, RankProgress, Wait, World, deadline, ope
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.execution.loading import load_model_on_rank
-from flexrlhf.execution.run_operator import LoadedModel
+from flexrlhf.execution.loaded_models import LoadedModel, load_model_on_rank
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
@@ -81,7 +80,7 @@ class Session:
         ranks = tuple(range(world.size))
         own = [Group("profile", ranks), Group("move", ranks), Group("sync", ranks)] if len(ranks) > 1 else []
         self._groups: Groups = world.make_groups([*own, *plan.groups], plan.spec.timeout_seconds)
-        self._whereabouts = RankProgress(world, f"profile/{plan.spec.name}")
+        self._progress = RankProgress(world, f"profile/{plan.spec.name}")
         self._position = 0
         everyone = RankGroup(self._groups.get("profile", ranks), ranks, self._wait)
         crowded = world.device.type == "cpu" and world.size > len(os.sched_getaffinity(0))
@@ -99,12 +98,12 @@ class Session:
     def _model(self, subject: Subject) -> ModelTimes:
         self._say(f"the calls of {subject.role}, alone and with {self._world.size} ranks")
         counts = row_counts(self._plan, subject.tp)
-        with self._resident(self._plan.placement[subject.role]) as resident:
-            times = measure_calls(self._models, subject, resident, counts)
+        with self._loaded(self._plan.placement[subject.role]) as loaded:
+            times = measure_calls(self._models, subject, loaded, counts)
         if "train" not in subject.operators or subject.tp > 1 or self._world.size == 1:
             return times
-        with self._resident(self._single(subject.role)) as resident:
-            alone = measure_alone(self._models, subject, resident, counts)
+        with self._loaded(self._single(subject.role)) as loaded:
+            alone = measure_alone(self._models, subject, loaded, counts)
         return times.model_copy(update={"train": {1: alone, **times.train}})
 
     def _single(self, role: str) -> PlacedModel:
@@ -115,10 +114,10 @@ class Session:
         """``models``, and what goes on around their calls."""
         self._say("contention, columns and weights that travel")
         role = next(subject for subject in subjects(self._plan) if "train" in subject.operators).role
-        with self._resident(self._plan.placement[role]) as resident, TemporaryDirectory() as directory:
-            combine = self._combine(resident)
-            switch = measure_switch(self._pieces, resident)
-            save = measure_save(self._pieces, resident, Path(directory))
+        with self._loaded(self._plan.placement[role]) as loaded, TemporaryDirectory() as directory:
+            combine = self._combine(loaded)
+            switch = measure_switch(self._pieces, loaded)
+            save = measure_save(self._pieces, loaded, Path(directory))
         several = self._world.size > 1
         plain, sums = self._bookkeeping()
         return Measurements(
@@ -136,10 +135,10 @@ class Session:
             save=save,
         )
 
-    def _combine(self, resident: LoadedModel) -> Points:
+    def _combine(self, loaded: LoadedModel) -> Points:
         operator = first_combine(self._plan)
-        counts = row_counts(self._plan, resident.model.layout.tp)
-        return () if operator is None else measure_combine(self._pieces, operator, resident, counts)
+        counts = row_counts(self._plan, loaded.placed.layout.tp)
+        return () if operator is None else measure_combine(self._pieces, operator, loaded, counts)
 
     def _contention(self, model: PlacedModel) -> dict[int, float]:
         """Not of a model that is in parts: one rank may hold no more than its own."""
@@ -147,8 +146,8 @@ class Session:
         if not forwards or model.split != "whole" or model.layout.tp > 1:
             return {1: 1.0}
         # without replicas, which some engines would wait for
-        with self._resident(self._single(model.role)) as resident:
-            return measure_contention(self._pieces, forwards[0], resident, row_counts(self._plan, 1).calls[0])
+        with self._loaded(self._single(model.role)) as loaded:
+            return measure_contention(self._pieces, forwards[0], loaded, row_counts(self._plan, 1).calls[0])
 
     def _bookkeeping(self) -> tuple[float, float]:
         """What the trainer does around a Run: say where it is, and publish, with or without numbers to add up."""
@@ -156,7 +155,7 @@ class Session:
         statistics = [torch.ones(3, dtype=torch.float64, device=self._world.device) for _ in range(6)]
 
         def publish(table: list[list[float]]) -> None:
-            self._whereabouts.report(self._position, "bookkeeping")
+            self._progress.report(self._position, "bookkeeping")
             store.set(f"statistics/{self._world.rank}", json.dumps({"statistics": table, "labels": {}}))
 
         def publish_sums() -> None:
@@ -183,17 +182,17 @@ class Session:
         )
 
     @contextmanager
-    def _resident(self, model: PlacedModel) -> Iterator[LoadedModel]:
-        resident = load_model_on_rank(self._plan, model, self._world, self._groups, self._wait)
+    def _loaded(self, model: PlacedModel) -> Iterator[LoadedModel]:
+        loaded = load_model_on_rank(self._plan, model, self._world, self._groups, self._wait)
         try:
-            yield resident
+            yield loaded
         finally:
-            resident.engine.close()
+            loaded.engine.close()
             gc.collect()
 
     def _say(self, what: str) -> None:
         self._position += 1
-        self._whereabouts.report(self._position, what)
+        self._progress.report(self._position, what)
         if self._world.rank == 0:
             print(f"{self._plan.spec.name}: measuring {what}", flush=True)
 
@@ -201,7 +200,7 @@ class Session:
     def _wait(self) -> Wait:
         def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
             what = f"rank {self._world.rank} in the profile of {self._plan.spec.name}"
-            with deadline(what, lambda: self._whereabouts.missing(ranks, self._position)):
+            with deadline(what, lambda: self._progress.missing(ranks)):
                 work.wait()
 
         return wait

@@ -12,7 +12,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 from flexrlhf.plan.plan import Plan
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, count_elements, read_config
 
@@ -125,7 +125,7 @@ def _spread(ordered: Sequence[int], count: int) -> list[int]:
 def text_sample(plan: Plan) -> TextSample:
     """As the data files of the run tell; where they do not, from half of what is allowed to all of it."""
     most_prompt, most_answer = plan.lengths.prompt, plan.lengths.response
-    prompts, answers = prompt_lengths(plan), answer_lengths(plan)
+    prompts, answers = prompt_lengths(plan), response_lengths(plan)
     if prompts == (most_prompt,):
         prompts = tuple(range(-(-most_prompt // 2), most_prompt + 1))
     if answers == (most_answer,):

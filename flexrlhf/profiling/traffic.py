@@ -10,22 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.move import Mover, Wire
+from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.sync import Destination, Source, Syncer
-from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.execution.checkpoint import save_model
-from flexrlhf.execution.run_operator import LoadedModel
+from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import bucket_bytes
 from flexrlhf.profiling.model_calls import Bench
 from flexrlhf.profiling.stopwatch import Work
-from flexrlhf.strategies.instructions import Move, Sync
+from flexrlhf.strategies.instructions import Move
 from flexrlhf.weights.reshard import WeightTransfer
-from flexrlhf.weights.shards import whole
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.sync_plan import plan_sync
 
 COLUMN = "logprobs"
 SUMMED = (2, 2**16, 2**20)
@@ -112,7 +114,7 @@ def _moving(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Tran
         transfers=tuple(transfers),
     )
     shape = BatchShape(1 + max(transfer.prompts[-1] for transfer in transfers))
-    mover = Mover(rank, Wire(shape, bench.plan.lengths, bench.device), bench.stopwatch.everyone.wait)
+    mover = ColumnMover(rank, RowPacking(shape, bench.plan.lengths, bench.device), bench.stopwatch.everyone.wait)
     mine = sorted({prompt for t in transfers if t.source == rank for prompt in t.prompts})
     due = sorted({prompt for t in transfers if t.destination == rank for prompt in t.prompts})
     values = torch.zeros(len(mine), bench.plan.lengths.response, device=bench.device)
@@ -142,16 +144,15 @@ def measure_sync(channel: Channel) -> LinearTime:
 def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
     bench, (source, destination) = channel.bench, channel.ranks[:2]
     spec, wait = bench.plan.spec, bench.stopwatch.everyone.wait
-    names = [f"tensor {number:03}" for number in range(tensors)]
-    weights = {name: torch.zeros(numbers, device=bench.device) for name in names}
-    parts = {name: whole((numbers,)) for name in names}
-    sync = Sync(
-        ranks=(source, destination),
-        source=ModelName("a"),
-        destination=ModelName("b"),
-        transfers=(WeightTransfer(source, destination),),
-    )
-    syncer = Syncer(bench.rank, spec.sync, bucket_bytes(spec), wait)
+    shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
+    trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
+    copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
+    transfers = (WeightTransfer(source, destination),)
+    plan = plan_sync(trained, copy, shape, transfers, bucket_bytes(spec), bench.rank)
+    gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
+    sync = SyncChannel(plan, torch.float32, gather, channel.group)
+    sender, receiver = WeightSender(spec.sync, wait), WeightReceiver(spec.sync.checksum, wait)
+    weights = {name: torch.zeros(numbers, device=bench.device) for name, _ in shape.parameters}
 
     def load(values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
@@ -159,39 +160,38 @@ def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
 
     def work() -> None:
         if bench.rank == source:
-            held = Source(weights, Gather(None, (source,), (parts,), wait))
-            syncer.send(sync, held, Destination(torch.float32, {destination: parts}), channel.group, None)
-            syncer.close()
+            sender.send(sync, weights, None)
+            sender.close()
         else:
-            syncer.receive(sync, weights, parts, load, channel.group)
+            receiver.receive(sync, weights, load)
 
     return work
 
 
-def measure_switch(bench: Bench, resident: LoadedModel) -> LinearTime:
+def measure_switch(bench: Bench, loaded: LoadedModel) -> LinearTime:
     """A model to host memory and back."""
-    held = resident.engine.memory_usage()
-    size = held.weights + held.optimizer
+    usage = loaded.engine.memory_usage()
+    size = usage.weights + usage.optimizer
 
     def work() -> None:
-        resident.engine.offload()
-        resident.engine.reload()
+        loaded.engine.offload()
+        loaded.engine.reload()
 
     timed = bench.stopwatch.time({"switch": work}, bench.budget)
     return LinearTime(start=0.0, per_byte=timed["switch"].seconds / 2 / size)
 
 
-def measure_save(bench: Bench, resident: LoadedModel, directory: Path) -> LinearTime:
+def measure_save(bench: Bench, loaded: LoadedModel, directory: Path) -> LinearTime:
     """Weights to a directory, by one rank."""
     source = bench.plan.spec.data.tokenizer
-    works = {str(4 * size): _saving(resident, directory / str(size), torch.zeros(size), source) for size in SAVED}
+    works = {str(4 * size): _saving(loaded, directory / str(size), torch.zeros(size), source) for size in SAVED}
     idle = frozenset(works) if bench.rank else frozenset[str]()
     timed = bench.stopwatch.time(works, bench.budget, idle)
     return fit([(0.0, float(name), each.seconds) for name, each in timed.items()])
 
 
-def _saving(resident: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> Work:
-    return lambda: save_model(directory, {"weights": weights}, resident.engine.config, tokenizer)
+def _saving(loaded: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> Work:
+    return lambda: save_model(directory, {"weights": weights}, loaded.engine.config, tokenizer)
 
 
 def measure_memory(bench: Bench) -> float:

@@ -1,4 +1,4 @@
 """Scores that come from no model: functions of the user, HTTP services, rules. None of it loads torch.
 
-``Scorer`` asks the sources of one section; ``check_sources`` and ``check_columns`` look at them before a run starts.
+``Scorer`` calls the sources of one section; ``check_sources`` and ``check_columns`` check them before a run starts.
 """

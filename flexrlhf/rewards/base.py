@@ -1,4 +1,4 @@
-"""What a source of scores is asked, and what comes back. Worker processes load this: the standard library alone."""
+"""Input and output of a source of scores. Worker processes load this: the standard library alone."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Entry = float | list[float] | None
-"""What a source says of an answer: a number, a number for each of its tokens, or nothing."""
+Score = float | list[float] | None
+"""Score of one response by one source: a number, a number for each of its tokens, or None without one."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Texts are decoded without special tokens. ``num_tokens``: of the response, its end token included.
+class Sample:
+    """A prompt with the response to score, as text without special tokens.
 
-    ``columns``: all columns of the row that the prompt is of, as JSON has them.
+    prompt:      text of the prompt
+    response:    text of the response
+    num_tokens:  tokens of the response, its end token included
+    columns:     all columns of the prompt's row in the data file
     """
 
     prompt: str
@@ -25,11 +28,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of answers, each the weighted sum over the sources.
+    """Scores of samples, each the weighted sum over the sources.
 
-    ``totals``: one an answer; NaN where a source gave nothing or said NaN. ``tokens``: where a source is of level
-    token, one list an answer with a number for each of its tokens, else None. ``failed``: answers for which a source
-    gave nothing: a call that hung or crashed, a reply that is none.
+    totals:  one a sample; NaN where a source returned NaN or no score
+    tokens:  for each sample one number a token, where a source has level token; else None
+    failed:  number of samples without a score of every source (calls that hung or crashed, unusable replies)
     """
 
     totals: list[float]
@@ -38,8 +41,12 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Why a source gave nothing. ``kind``: what is told once only, however often it comes."""
+class ScoreFailure:
+    """The reason why a source returned no score.
+
+    kind:  failures of one kind are reported once
+    text:  the reason, for a person
+    """
 
     kind: str
     text: str
@@ -47,15 +54,25 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reply:
-    """One entry an answer of a batch; ``problem`` is the first reason where entries are None."""
+    """Scores of one batch by one source.
 
-    entries: list[Entry]
-    problem: Problem | None = None
+    scores:   one a sample
+    failure:  the first reason, where scores are None
+    """
+
+    scores: list[Score]
+    failure: ScoreFailure | None = None
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The answers of one call; ``columns`` has the rows' columns as lists, None where a row lacks one."""
+class ScoreBatch:
+    """The samples of one call, column by column.
+
+    prompts:     texts of the prompts
+    responses:   texts of the responses
+    num_tokens:  tokens of the responses, end tokens included
+    columns:     the data rows' columns as lists, None where a row lacks one
+    """
 
     prompts: list[str]
     responses: list[str]
@@ -66,20 +83,22 @@ class Batch:
         return len(self.prompts)
 
 
-def batch_of(answers: Sequence[Answer]) -> Batch:
-    names = dict.fromkeys(name for answer in answers for name in answer.columns)
-    return Batch(
-        prompts=[answer.prompt for answer in answers],
-        responses=[answer.response for answer in answers],
-        num_tokens=[answer.num_tokens for answer in answers],
-        columns={name: [answer.columns.get(name) for answer in answers] for name in names},
+def make_batch(samples: Sequence[Sample]) -> ScoreBatch:
+    """Return ``samples`` column by column."""
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    return ScoreBatch(
+        prompts=[sample.prompt for sample in samples],
+        responses=[sample.response for sample in samples],
+        num_tokens=[sample.num_tokens for sample in samples],
+        columns={name: [sample.columns.get(name) for sample in samples] for name in names},
     )
 
 
-def batches_of(answers: Sequence[Answer], batch_size: int) -> list[Batch]:
-    return [batch_of(answers[start : start + batch_size]) for start in range(0, len(answers), batch_size)]
+def make_batches(samples: Sequence[Sample], batch_size: int) -> list[ScoreBatch]:
+    """Split ``samples`` into batches of at most ``batch_size``."""
+    return [make_batch(samples[start : start + batch_size]) for start in range(0, len(samples), batch_size)]
 
 
-def nothing(batch: Batch, problem: Problem) -> Reply:
-    """The reply of a call that failed."""
-    return Reply([None] * len(batch), problem)
+def failed_reply(batch: ScoreBatch, failure: ScoreFailure) -> Reply:
+    """Return the reply of a call that failed: no score for any sample."""
+    return Reply([None] * len(batch), failure)

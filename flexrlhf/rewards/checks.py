@@ -1,4 +1,4 @@
-"""A look at the sources of scores before a run starts. A user's file is read here, not run: it may do anything."""
+"""Checks of the sources of scores before a run starts. A user's file is read here, not run: it may do anything."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
+from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.errors import UserError, nearest, shown
 
 FORM = "path/to/file.py:name or module:name"
 OWN_COLUMNS = ("num_tokens",)
-"""What a function is given beside the columns of the data."""
+"""What a function may take in addition to the columns of the data."""
 
 
-def check_sources(
-    sources: Sequence[ModelSource | FunctionSource | ServiceSource | RuleSource], name: str = "reward"
-) -> None:
-    """Raise UserError for the first of the sources of section ``name`` that could not be asked, models aside.
+def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None:
+    """Raise UserError for the first of the sources of section ``name`` that could not be called, models aside.
 
-    A name that a module brings in by ``import *``, or a module of another kind than a Python file, is taken as it is.
+    A name that a module imports by ``import *``, or a module of another kind than a Python file, is not checked.
     """
     for index, source in enumerate(sources):
         section = name if len(sources) == 1 else f"{name}.{index}"
@@ -36,29 +34,24 @@ def check_sources(
                 _check_pattern(pattern, f"{section}.pattern")
 
 
-def check_columns(
-    sources: Sequence[ModelSource | FunctionSource | ServiceSource | RuleSource],
-    name: str,
-    columns: Collection[str],
-    path: str,
-) -> None:
-    """Raise UserError for the first source of section ``name`` that wants a column that no row of ``path`` has.
+def check_columns(sources: Sequence[RewardSource], name: str, columns: Collection[str], path: str) -> None:
+    """Raise UserError for the first source of section ``name`` that needs a column that no row of ``path`` has.
 
-    Of a service only a label that was written is looked for; of a function whatever has no default, where its ``def``
-    can be read.
+    A service needs a label that is written in the YAML; a function needs its parameters without a default, where its
+    ``def`` can be read.
     """
     for index, source in enumerate(sources):
         section = name if len(sources) == 1 else f"{name}.{index}"
         match source:
             case FunctionSource():
-                wanted = [(f"{section}.function: {source.function} takes", key) for key in _needed(source.function)]
+                needed = [(f"{section}.function: {source.function} takes", key) for key in _needed(source.function)]
             case ServiceSource() if "label" in source.model_fields_set:
-                wanted = [(f"{section}.label:", source.label)]
+                needed = [(f"{section}.label:", source.label)]
             case RuleSource(rule="exact_answer" | "gsm8k"):
-                wanted = [(f"{section}.answer:", source.answer)]
+                needed = [(f"{section}.answer:", source.answer)]
             case _:
-                wanted = []
-        for words, column in wanted:
+                needed = []
+        for words, column in needed:
             if column not in columns:
                 raise UserError(
                     f"{words} {shown(column)}, no column of {path}{nearest(column, columns)}; "
@@ -67,18 +60,21 @@ def check_columns(
 
 
 def _needed(reference: str) -> list[str]:
-    """Columns that a function cannot be called without. A decorator, or a second ``def``, may change its parameters."""
+    """Return the columns that a function cannot be called without; none where its parameters are not certain.
+
+    A decorator, or a second ``def``, may change its parameters.
+    """
     place, _, name = reference.rpartition(":")
     file = _file(place, "function")
-    found = [node for other, node in _defined(ast.parse(file.read_bytes()).body) if other == name] if file else []
-    match found:
+    nodes = [node for other, node in _defined(ast.parse(file.read_bytes()).body) if other == name] if file else []
+    match nodes:
         case [ast.FunctionDef(args=parameters, decorator_list=[])]:
             return [column for column in _without_default(parameters) if column not in OWN_COLUMNS]
     return []
 
 
 def _without_default(parameters: ast.arguments) -> list[str]:
-    """Those behind the two texts."""
+    """Return the parameters without a default that come after the two texts."""
     by_place = [*parameters.posonlyargs, *parameters.args]
     required = by_place[2 : len(by_place) - len(parameters.defaults)]
     named = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
@@ -120,28 +116,28 @@ def _check_function(reference: str, key: str) -> None:
 
 
 def _file(place: str, key: str) -> Path | None:
-    """The Python file of ``place``; None for a module of another kind."""
+    """Return the Python file of ``place``; None for a module of another kind."""
     if not place.endswith(".py"):
         return _module_file(place, key)
     file = Path(place)
     if not file.is_file():
-        beside = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise UserError(f"{key}: no file {place}{nearest(place, beside)}")
+        others = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise UserError(f"{key}: no file {place}{nearest(place, others)}")
     return file
 
 
 def _module_file(module: str, key: str) -> Path | None:
-    """Where a module would be loaded from, as a worker looks for it; nothing of it is loaded."""
+    """Return the file that a worker would load a module from; nothing of it is loaded."""
     places: list[str] | None = [os.getcwd(), *sys.path]
     parts = module.split(".")
-    found: ModuleSpec | None = None
+    spec: ModuleSpec | None = None
     for depth in range(1, len(parts) + 1):
-        found = PathFinder.find_spec(".".join(parts[:depth]), places) if places else None
-        if found is None:
+        spec = PathFinder.find_spec(".".join(parts[:depth]), places) if places else None
+        if spec is None:
             raise UserError(f"{key}: no module {'.'.join(parts[:depth])!r}; a file is named as path/to/file.py:name")
-        places = found.submodule_search_locations
-    is_source = found is not None and found.origin is not None and found.origin.endswith(".py")
-    return Path(found.origin) if is_source and found is not None and found.origin is not None else None
+        places = spec.submodule_search_locations
+    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
+    return Path(spec.origin) if is_source and spec is not None and spec.origin is not None else None
 
 
 def _check_defined(file: Path, name: str, key: str) -> None:
@@ -163,7 +159,7 @@ def _check_defined(file: Path, name: str, key: str) -> None:
 
 
 def _defined(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """Names at the top of a module, in its ifs and tries too, with what they are bound to; ``*``: further ones."""
+    """Yield the names at the top of a module, in its ifs and tries too, with what they are bound to; ``*``: others."""
     for statement in body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -171,9 +167,9 @@ def _defined(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 yield from ((alias.asname or alias.name.partition(".")[0], statement) for alias in names)
             case ast.Assign(targets=targets, value=value):
-                yield from ((found, value) for target in targets for found in _names(target))
+                yield from ((name, value) for target in targets for name in _names(target))
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                yield from ((found, value) for found in _names(target))
+                yield from ((name, value) for name in _names(target))
             case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
                 inner = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
                 handled = [child for handler in getattr(statement, "handlers", ()) for child in handler.body]

@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from functools import partial
 
 from flexrlhf.config.reward_sources import FunctionSource
-from flexrlhf.rewards.base import Answer, Entry, batches_of
+from flexrlhf.rewards.base import Sample, Score, make_batches
 from flexrlhf.rewards.limits import Deadline
-from flexrlhf.rewards.warn_once import Told
+from flexrlhf.rewards.warn_once import WarnOnce
 from flexrlhf.rewards.worker_calls import call, load
 from flexrlhf.rewards.workers import Workers
 
 
-class Function:
-    """Called in worker processes as ``function(prompts, responses, **columns)``; see ``workers`` for what may go wrong.
+class UserFunction:
+    """A function that worker processes call as ``function(prompts, responses, **columns)``; see ``workers`` for faults.
 
-    Columns are the rows' own, as lists, and ``num_tokens``, the responses' tokens; those that it has no name for are
-    left out, unless it takes ``**columns``.
+    Columns are the data rows' own, as lists, and ``num_tokens``, the responses' tokens. A column that the function has
+    no parameter for is left out, unless it takes ``**columns``.
     """
 
-    def __init__(self, source: FunctionSource, told: Told) -> None:
-        self._source, self._told = source, told
+    def __init__(self, source: FunctionSource, warn: WarnOnce) -> None:
+        self._source, self._warn = source, warn
         self._workers = Workers(source.workers, source.timeout_seconds, partial(load, source.function))
 
-    def ask(self, answers: Sequence[Answer], deadline: Deadline) -> list[Entry]:
-        """Bounded as ``Workers.replies``."""
-        asked = partial(call, self._source.function, self._source.level)
-        replies = self._workers.replies(asked, batches_of(answers, self._source.batch_size), deadline)
+    def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
+        """Return one score a sample; bounded in time as ``Workers.replies``."""
+        function = partial(call, self._source.function, self._source.level)
+        replies = self._workers.replies(function, make_batches(samples, self._source.batch_size), deadline)
         for reply in replies:
-            self._told(reply.problem)
-        return [entry for reply in replies for entry in reply.entries]
+            self._warn(reply.failure)
+        return [score for reply in replies for score in reply.scores]
 
     def close(self) -> None:
         self._workers.close()

@@ -1,4 +1,4 @@
-"""How long the sources of one section may take over the answers of one step: other ranks wait for them meanwhile."""
+"""Limits on the time that the sources of one section take for one step: the other ranks wait for them meanwhile."""
 
 from __future__ import annotations
 
@@ -8,43 +8,49 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol, Self
 
-from flexrlhf.rewards.base import Answer, Entry, Problem, Reply
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreFailure
 
-MOST_TIMEOUTS = 3
-"""Running, of one source in one step: what hangs so often will go on to."""
+MAX_TIMEOUTS = 3
+"""Timeouts in a row, of one source in one step, after which no further batch is sent: it would hang, too."""
 TIMEOUTS = frozenset({"timeout", "deadline"})
-"""Kinds of problems of a batch that was waited for in vain."""
+"""Kinds of failures that count as timeouts."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """``end``: as ``time.monotonic`` counts, ``seconds`` after the start."""
+    """The end of the time for one step's scores.
+
+    seconds:  the time from its start
+    end:      as ``time.monotonic`` counts
+    """
 
     seconds: float
     end: float
 
     @classmethod
     def after(cls, seconds: float) -> Self:
+        """Return the deadline ``seconds`` from now."""
         return cls(seconds, time.monotonic() + seconds)
 
     def left(self) -> float:
-        """Seconds; negative afterwards."""
+        """Seconds until the deadline; negative afterwards."""
         return self.end - time.monotonic()
 
-    def problem(self) -> Problem:
-        return Problem("late", f"not all scores within {self.seconds:g} s, half of the run's timeout_seconds")
+    def failure(self) -> ScoreFailure:
+        """The failure of a batch that has no reply by the deadline."""
+        return ScoreFailure("late", f"not all scores within {self.seconds:g} s, half of the run's timeout_seconds")
 
 
-class Asked(Protocol):
-    """One source. ``ask`` gives one entry an answer, and returns a few seconds after the deadline at the latest."""
+class ScoreSource(Protocol):
+    """One source of scores. ``score`` returns one score a sample, a few seconds after the deadline at the latest."""
 
-    def ask(self, answers: Sequence[Answer], deadline: Deadline) -> list[Entry]: ...
+    def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]: ...
 
     def close(self) -> None: ...
 
 
-class Patience:
-    """Of one source in one step: until the deadline, and for no more than MOST_TIMEOUTS timeouts running.
+class CircuitBreaker:
+    """Stops sending batches to one source for the rest of a step: at the deadline, or after MAX_TIMEOUTS in a row.
 
     Several threads may use it.
     """
@@ -54,17 +60,18 @@ class Patience:
         self._timeouts = 0
         self._lock = Lock()
 
-    def ended(self) -> Problem | None:
-        """Why no further batch is to be asked."""
+    def failure(self) -> ScoreFailure | None:
+        """Return why no further batch is to be sent; None while batches are sent."""
         if self._deadline.left() <= 0:
-            return self._deadline.problem()
-        if self._timeouts >= MOST_TIMEOUTS:
-            return Problem("patience", f"{MOST_TIMEOUTS} timeouts running; the step's other batches are not asked")
+            return self._deadline.failure()
+        if self._timeouts >= MAX_TIMEOUTS:
+            text = f"{MAX_TIMEOUTS} timeouts in a row; the step's other batches are not sent"
+            return ScoreFailure("circuit breaker", text)
         return None
 
-    def heard(self, reply: Reply) -> None:
-        """Count the reply of a batch that was asked. Once patience has ended, it stays so."""
+    def record(self, reply: Reply) -> None:
+        """Count the timeouts in a row. Once there are MAX_TIMEOUTS it stays so."""
         with self._lock:
-            if self._timeouts < MOST_TIMEOUTS:
-                is_timeout = reply.problem is not None and reply.problem.kind in TIMEOUTS
+            if self._timeouts < MAX_TIMEOUTS:
+                is_timeout = reply.failure is not None and reply.failure.kind in TIMEOUTS
                 self._timeouts = self._timeouts + 1 if is_timeout else 0

@@ -1,7 +1,7 @@
-"""How a worker process begins and ends. Worker processes load this: the standard library alone.
+"""Start and end of a worker process. Worker processes load this: the standard library alone.
 
 A worker leads a session of its own, so that what it starts can be ended with it. The kernel ends it when its rank dies:
-a thread of its own could not, while a function holds the interpreter's lock. What a worker had started may then stay,
+a thread of its own could not, while a function has the interpreter's lock. What a worker had started may then stay,
 and so may, always, what has left its process group.
 """
 
@@ -18,16 +18,16 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 
 WATCH_SECONDS = 1.0
 END_SECONDS = 1.0
-"""For a worker to end by itself before it is killed."""
+"""Limit for a worker to end by itself before it is killed."""
 PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>: the signal that this process gets when the thread that started it ends."""
+"""Constant of <sys/prctl.h>: the signal that this process gets when the thread that started it ends."""
 
 
 class WorkerProcess(SpawnProcess):
     """A process that ends with all of its group."""
 
     def terminate(self) -> None:
-        """SIGTERM, and after at most END_SECONDS SIGKILL, to what the process has started, too."""
+        """Send SIGTERM, and after at most END_SECONDS SIGKILL, to what the process has started, too."""
         super().terminate()
         self.join(END_SECONDS)
         if self.pid is not None:
@@ -35,13 +35,13 @@ class WorkerProcess(SpawnProcess):
 
 
 class WorkerContext(SpawnContext):
-    """Processes that are spawned: a rank has threads of torch and gloo, which a fork would copy in any state."""
+    """Context that spawns processes: a rank has threads of torch and gloo, which a fork would copy in any state."""
 
     Process = WorkerProcess
 
 
 def kill_group(leader: int) -> None:
-    """End what is left of the group that worker ``leader`` led. One that died before it began leads none."""
+    """End what is left of the group of worker ``leader``. One that died before ``begin`` leads none."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -49,7 +49,7 @@ def kill_group(leader: int) -> None:
 def begin(parent: int) -> None:
     """Lead a group, and end with the thread of process ``parent`` that started this one.
 
-    Elsewhere than on Linux: end within WATCH_SECONDS of the process, unless a function holds the interpreter's lock.
+    Elsewhere than on Linux: end within WATCH_SECONDS of the process, unless a function has the interpreter's lock.
     """
     os.setsid()
     if not _is_killed_with_parent():

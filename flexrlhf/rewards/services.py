@@ -3,24 +3,24 @@
 Request: POST of JSON ``{"query": [prompt + response, ...], "prompts": [...], "labels": [...]}``; with level token also
 ``"num_tokens": [...]``. Reply: ``{"rewards": [...]}``, ``{"scores": [...]}`` or the list alone.
 
-| the service                                   | what is done                                                    |
+| the service                                   | what happens                                                    |
 |-----------------------------------------------|-----------------------------------------------------------------|
-| is slow: no whole reply in timeout_seconds    | asked again                                                     |
-| refuses the connection, or drops it           | asked again                                                     |
-| replies with another status than 2xx          | asked again                                                     |
-| replies with what is not JSON, no list,       | asked again                                                     |
+| is slow: no whole reply in timeout_seconds    | retry                                                           |
+| refuses the connection, or drops it           | retry                                                           |
+| replies with another status than 2xx          | retry                                                           |
+| replies with what is not JSON, no list,       | retry                                                           |
 | another number of scores, or no numbers       |                                                                 |
-| says NaN or an infinity for an answer         | the answer has that score; not asked again                      |
-| says null for an answer, or, at level token,  | nothing for that answer; not asked again                        |
-| a list of another length                      |                                                                 |
-| failed 1 + retries times                      | nothing for the batch                                           |
-| has not replied well in deadline_seconds      | nothing for the batch                                           |
-| timed out for three batches running           | nothing for the step's batches that are not yet under way       |
-| is not done by the step's deadline            | nothing for the batches that are left                           |
+| returns NaN or an infinity for a response     | the response has that score; no retry                           |
+| returns null for a response, or, with level   | no score for that response; no retry                            |
+| token, a list of another length               |                                                                 |
+| failed 1 + retries times                      | no scores for the batch                                         |
+| no usable reply in deadline_seconds           | no scores for the batch                                         |
+| timed out for three batches in a row          | no scores for the step's batches that are not yet under way     |
+| is not done by the step's deadline            | no scores for the batches that are left                         |
 
-Asking again: after a random pause of up to FIRST_PAUSE_SECONDS, twice as long each time, and at the next of several
-URLs. Batches go to the URLs in turn. At most ``concurrency`` batches are under way; the deadline of a batch runs from
-when it is. A service that stays dead costs its scores; whether the run then stops is not decided here.
+A retry comes after a random pause of up to FIRST_PAUSE_SECONDS, twice as long each time, and goes to the next of
+several URLs. Batches go to the URLs in turn. At most ``concurrency`` batches are under way; the deadline of a batch
+runs from when it is. A service that stays dead costs its scores; whether the run then stops is not decided here.
 """
 
 from __future__ import annotations
@@ -36,103 +36,109 @@ import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from flexrlhf.config.reward_sources import ServiceSource
-from flexrlhf.rewards.base import Answer, Batch, Entry, Problem, Reply, batches_of, nothing
-from flexrlhf.rewards.limits import Deadline, Patience
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
+from flexrlhf.rewards.limits import CircuitBreaker, Deadline
 from flexrlhf.rewards.replies import BadReply, read_reply
-from flexrlhf.rewards.warn_once import Told
+from flexrlhf.rewards.warn_once import WarnOnce
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 
 
 class RequestFailed(Exception):
-    """One request without a reply of use."""
+    """A request without a usable reply."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.text)
-        self.problem = problem
+    def __init__(self, failure: ScoreFailure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What the batches of one step share. ``free``: a place among the batches that are under way."""
+class _StepRequests:
+    """Shared state of the requests of one step.
+
+    client:       keeps the connections
+    concurrency:  limits the batches that are under way
+    deadline:     of the step
+    breaker:      ends the step's batches after several timeouts
+    """
 
     client: httpx.AsyncClient
-    free: asyncio.Semaphore
+    concurrency: asyncio.Semaphore
     deadline: Deadline
-    patience: Patience
+    breaker: CircuitBreaker
 
 
-class Service:
-    """``first_pause``: the longest pause before the first of the retries, in seconds."""
+class HttpService:
+    """A service at one or several URLs. ``first_pause``: the longest pause before the first retry, in seconds."""
 
-    def __init__(self, source: ServiceSource, told: Told, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
-        self._source, self._told, self._first_pause = source, told, first_pause
-        # goes on from step to step, so that steps of one batch use all URLs, too
+    def __init__(self, source: ServiceSource, warn: WarnOnce, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
+        self._source, self._warn, self._first_pause = source, warn, first_pause
+        # counts on from step to step, so that steps of one batch use all URLs, too
         self._turns = itertools.count()
 
-    def ask(self, answers: Sequence[Answer], deadline: Deadline) -> list[Entry]:
-        """Bounded by the deadline, and what a name server may take to fail.
+    def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
+        """Return one score a sample; bounded by the deadline, and what a name server may take to fail.
 
         Not from a thread with an event loop.
         """
-        replies = asyncio.run(self._ask(batches_of(answers, self._source.batch_size), deadline))
+        replies = asyncio.run(self._replies(make_batches(samples, self._source.batch_size), deadline))
         for reply in replies:
-            self._told(reply.problem)
-        return [entry for reply in replies for entry in reply.entries]
+            self._warn(reply.failure)
+        return [score for reply in replies for score in reply.scores]
 
     def close(self) -> None:
-        """Connections live as long as one ``ask``."""
+        """Do nothing: connections live as long as one ``score``."""
 
-    async def _ask(self, batches: Sequence[Batch], deadline: Deadline) -> list[Reply]:
-        free = asyncio.Semaphore(self._source.concurrency)
+    async def _replies(self, batches: Sequence[ScoreBatch], deadline: Deadline) -> list[Reply]:
+        concurrency = asyncio.Semaphore(self._source.concurrency)
         limits = httpx.Limits(max_connections=self._source.concurrency)
         async with httpx.AsyncClient(headers=self._source.headers, timeout=None, limits=limits) as client:
-            step = _Step(client, free, deadline, Patience(deadline))
+            step = _StepRequests(client, concurrency, deadline, CircuitBreaker(deadline))
             return await asyncio.gather(*(self._reply(step, batch, next(self._turns)) for batch in batches))
 
-    async def _reply(self, step: _Step, batch: Batch, turn: int) -> Reply:
-        """The reply to one batch, once there is a place for it."""
-        async with step.free:
-            problem = step.patience.ended()
-            reply = nothing(batch, problem) if problem else await self._asked(step, batch, turn)
-            step.patience.heard(reply)
+    async def _reply(self, step: _StepRequests, batch: ScoreBatch, turn: int) -> Reply:
+        """Return the reply to one batch, sent once fewer than ``concurrency`` others are under way."""
+        async with step.concurrency:
+            failure = step.breaker.failure()
+            reply = failed_reply(batch, failure) if failure else await self._send(step, batch, turn)
+            step.breaker.record(reply)
             return reply
 
-    async def _asked(self, step: _Step, batch: Batch, turn: int) -> Reply:
-        """The reply to one batch, after as many requests as it takes."""
-        failures: list[Problem] = []
+    async def _send(self, step: _StepRequests, batch: ScoreBatch, turn: int) -> Reply:
+        """Return the reply to one batch, after as many requests as it takes."""
+        failures: list[ScoreFailure] = []
         content = self._content(batch)
         limit = min(self._source.deadline_seconds, step.deadline.left())
         try:
             async with asyncio.timeout(limit):
                 return await self._retrying()(self._request, step.client, batch, content, turn, failures)
-        except RequestFailed as failure:
-            return nothing(batch, failure.problem)
+        except RequestFailed as error:
+            return failed_reply(batch, error.failure)
         except TimeoutError:
             is_last = limit < self._source.deadline_seconds
-            return nothing(batch, step.deadline.problem() if is_last else self._late(failures))
+            return failed_reply(batch, step.deadline.failure() if is_last else self._late(failures))
 
     async def _request(
-        self, client: httpx.AsyncClient, batch: Batch, content: bytes, turn: int, failures: list[Problem]
+        self, client: httpx.AsyncClient, batch: ScoreBatch, content: bytes, turn: int, failures: list[ScoreFailure]
     ) -> Reply:
-        """One request, to the next URL with every failure of the batch so far. Raises RequestFailed."""
+        """Send one request, to the next URL with every failure of the batch so far. Raises RequestFailed."""
         url = self._source.url[(turn + len(failures)) % len(self._source.url)]
         try:
             async with asyncio.timeout(self._source.timeout_seconds):
                 response = await client.post(url, content=content, headers={"Content-Type": "application/json"})
             return read_reply(_scores(response), batch.num_tokens, self._source.level)
         except (httpx.HTTPError, OSError, BadReply) as error:
-            failures.append(self._problem(url, error))
+            failures.append(self._failure(url, error))
             raise RequestFailed(failures[-1]) from None
 
-    def _content(self, batch: Batch) -> bytes:
-        """Escaped to ASCII: a text of half a surrogate pair cannot be sent otherwise."""
+    def _content(self, batch: ScoreBatch) -> bytes:
+        """Return the request's JSON, escaped to ASCII: half a surrogate pair cannot be sent otherwise."""
         labels = batch.columns.get(self._source.label, [None] * len(batch))
         queries = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
-        asked = {"query": queries, "prompts": batch.prompts, "labels": labels}
+        content = {"query": queries, "prompts": batch.prompts, "labels": labels}
         lengths = {"num_tokens": batch.num_tokens} if self._source.level == "token" else {}
-        return json.dumps(asked | lengths).encode()
+        return json.dumps(content | lengths).encode()
 
     def _retrying(self) -> AsyncRetrying:
         return AsyncRetrying(
@@ -142,28 +148,28 @@ class Service:
             reraise=True,
         )
 
-    def _problem(self, url: str, error: Exception) -> Problem:
+    def _failure(self, url: str, error: Exception) -> ScoreFailure:
         if isinstance(error, TimeoutError):
-            return Problem("timeout", f"{url}: no reply within {self._source.timeout_seconds:g} s")
+            return ScoreFailure("timeout", f"{url}: no reply within {self._source.timeout_seconds:g} s")
         if isinstance(error, BadReply):
-            return Problem("reply", f"{url} {error}")
+            return ScoreFailure("reply", f"{url} {error}")
         if isinstance(error, httpx.HTTPStatusError):
-            return Problem("status", f"{url}: status {error.response.status_code}")
-        return Problem("connection", f"{url}: {type(error).__name__} {error}".rstrip())
+            return ScoreFailure("status", f"{url}: status {error.response.status_code}")
+        return ScoreFailure("connection", f"{url}: {type(error).__name__} {error}".rstrip())
 
-    def _late(self, failures: Sequence[Problem]) -> Problem:
+    def _late(self, failures: Sequence[ScoreFailure]) -> ScoreFailure:
         last = f"; last {failures[-1].text}" if failures else ""
-        return Problem("deadline", f"no scores within {self._source.deadline_seconds:g} s{last}")
+        return ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s{last}")
 
 
 def _scores(response: httpx.Response) -> Any:
-    """What stands for the scores in a reply. Raises HTTPStatusError or BadReply."""
+    """Return the part of a reply that should be the scores. Raises HTTPStatusError or BadReply."""
     if not response.is_success:
         raise httpx.HTTPStatusError("", request=response.request, response=response)
     try:
-        said = json.loads(response.content)
+        content = json.loads(response.content)
     except ValueError:
-        raise BadReply(f"gave {response.text!r:.60}, which is not JSON") from None
-    if not isinstance(said, dict):
-        return said
-    return said.get("rewards", said.get("scores", said))
+        raise BadReply(f"returned {response.text!r:.60}, which is not JSON") from None
+    if not isinstance(content, dict):
+        return content
+    return content.get("rewards", content.get("scores", content))

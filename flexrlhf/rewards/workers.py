@@ -1,22 +1,22 @@
 """Worker processes for calls that may hang or crash: each call has a deadline, and the next call goes on.
 
-| what happens                                  | the batch        | the worker                        |
-|-----------------------------------------------|------------------|-----------------------------------|
-| the call takes longer than its limit          | gets nothing     | is killed; a new one starts       |
-| the process dies (os._exit, a signal)         | gets nothing     | a new one starts                  |
-| the call raises, or ``sys.exit``              | gets nothing     | goes on                           |
-| loading takes longer than LOAD_SECONDS        | gets nothing     | is killed; no further one is tried |
-| loading raises                                | gets nothing     | goes on, and tries again          |
-| no process within START_SECONDS               | gets nothing     | a new one starts                  |
-| three calls running take longer               | the step's other | goes on with the next step        |
-|                                               | ones get nothing |                                   |
-| the step's deadline passes                    | and all left get | is killed; a new one starts       |
-|                                               | nothing          |                                   |
-| this process dies                             | -                | is killed, see ``processes``      |
+| what happens                                  | the batch         | the worker                         |
+|-----------------------------------------------|-------------------|------------------------------------|
+| the call takes longer than its limit          | has no scores     | is killed; a new one starts        |
+| the process dies (os._exit, a signal)         | has no scores     | a new one starts                   |
+| the call raises, or ``sys.exit``              | has no scores     | goes on                            |
+| loading takes longer than LOAD_SECONDS        | has no scores     | is killed; no further one is tried |
+| loading raises                                | has no scores     | goes on, and tries again           |
+| no process within START_SECONDS               | has no scores     | a new one starts                   |
+| three calls in a row take longer              | the step's others | goes on with the next step         |
+|                                               | have no scores    |                                    |
+| the step's deadline passes                    | and all left have | is killed; a new one starts        |
+|                                               | no scores         |                                    |
+| this process dies                             | -                 | is killed, see ``processes``       |
 
-Each worker is a pool of one, so that loading, which may take long, is told apart from the call that comes behind it.
-A worker that ends takes along what it has started. A spawned process runs the parent's main module again, so a rank's
-main module should import little.
+Each worker is a pool of one, so that loading, which may take long, has another limit than the call after it. A worker
+that ends takes along what it has started. A spawned process runs the parent's main module again, so a rank's main
+module should import little.
 """
 
 from __future__ import annotations
@@ -31,39 +31,41 @@ from typing import TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from flexrlhf.rewards.base import Batch, Problem, Reply, nothing
-from flexrlhf.rewards.limits import Deadline, Patience
+from flexrlhf.rewards.base import Reply, ScoreBatch, ScoreFailure, failed_reply
+from flexrlhf.rewards.limits import CircuitBreaker, Deadline
 from flexrlhf.rewards.processes import WorkerContext, begin, kill_group
 
 START_SECONDS = 60.0
-"""For a process to start, on a machine that is busy."""
+"""Limit for a process to start, on a machine that is busy."""
 LOAD_SECONDS = 60.0
-"""For a user's file to be loaded: it may import much."""
+"""Limit for a user's file to load: it may import much."""
 
 T = TypeVar("T")
 
 
 class CallFailed(Exception):
-    """A call that did not come back, and why."""
+    """A call that did not return, and why."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.text)
-        self.problem = problem
+    def __init__(self, failure: ScoreFailure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
 
 
 class Worker:
-    """One process, started at the first call, and again behind a call that ended it."""
+    """One process, started at the first call, and again after a call that ended it."""
 
     def __init__(self) -> None:
         self._pool: ProcessPool | None = None
         self._starter: ThreadPoolExecutor | None = None
 
     def run(self, function: Callable[..., T], *args: object, seconds: float, deadline: Deadline) -> T:
-        """``function(*args)`` in the process. Raises CallFailed within ``seconds`` + START_SECONDS, and soon after
-        the deadline."""
+        """Run ``function(*args)`` in the process.
+
+        Raises CallFailed within ``seconds`` + START_SECONDS, and soon after the deadline.
+        """
         limit = min(seconds, deadline.left())
         if limit <= 0:
-            raise CallFailed(deadline.problem())
+            raise CallFailed(deadline.failure())
         try:
             future = self._schedule(function, args, limit)
             return future.result(timeout=max(0.0, min(limit + START_SECONDS, deadline.left())))
@@ -72,19 +74,19 @@ class Worker:
             if not is_ended:
                 self.close()
             if limit < seconds or deadline.left() <= 0:
-                raise CallFailed(deadline.problem()) from None
+                raise CallFailed(deadline.failure()) from None
             if is_ended:
-                raise CallFailed(Problem("timeout", f"took longer than {seconds:g} s")) from None
-            raise CallFailed(Problem("start", f"no worker process within {START_SECONDS:g} s")) from None
+                raise CallFailed(ScoreFailure("timeout", f"took longer than {seconds:g} s")) from None
+            raise CallFailed(ScoreFailure("start", f"no worker process within {START_SECONDS:g} s")) from None
         except ProcessExpired as error:
             kill_group(error.pid)
-            raise CallFailed(Problem("crash", f"ended its process, {_exit(error.exitcode)}")) from None
+            raise CallFailed(ScoreFailure("crash", f"ended its process, {_exit(error.exitcode)}")) from None
         except BrokenProcessPool:
             self.close()
-            raise CallFailed(Problem("crash", "its worker process ended between two calls")) from None
+            raise CallFailed(ScoreFailure("crash", "its worker process ended between two calls")) from None
 
     def stop(self) -> None:
-        """Begin to end the process; ``close`` waits for it."""
+        """Start to end the process; ``close`` waits for it."""
         if self._pool is not None:
             self._pool.stop()
 
@@ -99,7 +101,7 @@ class Worker:
             self._starter = None
 
     def _schedule(self, function: Callable[..., T], args: tuple[object, ...], limit: float) -> Future[T]:
-        """From a thread that stays: a process ends with the thread that started it, and those of one step end."""
+        """Submit from a thread that stays: a process ends with the thread that started it, and a step's threads end."""
         if self._pool is not None and not self._pool.active:
             self.close()
         if self._pool is None or self._starter is None:
@@ -109,27 +111,31 @@ class Worker:
 
 
 class Workers:
-    """``count`` workers that share batches. ``load``: what runs in a process before its calls, however many there are.
+    """Worker processes that share batches.
 
-    ``seconds``: of one call.
+    count:    number of processes
+    seconds:  limit of one call
+    load:     runs in a process before its calls; it has to load once only
     """
 
-    def __init__(self, count: int, seconds: float, load: Callable[[], Problem | None] | None = None) -> None:
+    def __init__(self, count: int, seconds: float, load: Callable[[], ScoreFailure | None] | None = None) -> None:
         self._workers = [Worker() for _ in range(count)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._load, self._seconds = load, seconds
-        self._given_up: Problem | None = None
+        self._given_up: ScoreFailure | None = None
 
-    def replies(self, call: Callable[[Batch], Reply], batches: Sequence[Batch], deadline: Deadline) -> list[Reply]:
-        """One reply a batch, by the deadline and what it takes to end a process.
+    def replies(
+        self, call: Callable[[ScoreBatch], Reply], batches: Sequence[ScoreBatch], deadline: Deadline
+    ) -> list[Reply]:
+        """Return one reply a batch, by the deadline and what it takes to end a process.
 
         A batch takes at most LOAD_SECONDS + ``seconds`` + 2 START_SECONDS of one worker.
         """
-        patience = Patience(deadline)
+        breaker = CircuitBreaker(deadline)
         with ThreadPoolExecutor(len(self._workers)) as threads:
-            return list(threads.map(lambda batch: self._reply(call, batch, patience, deadline), batches))
+            return list(threads.map(lambda batch: self._reply(call, batch, breaker, deadline), batches))
 
     def close(self) -> None:
         """End all processes, within a few seconds."""
@@ -138,37 +144,42 @@ class Workers:
         for worker in self._workers:
             worker.close()
 
-    def _reply(self, call: Callable[[Batch], Reply], batch: Batch, patience: Patience, deadline: Deadline) -> Reply:
-        problem = patience.ended()
-        reply = nothing(batch, problem) if problem else self._asked(call, batch, deadline)
-        patience.heard(reply)
+    def _reply(
+        self, call: Callable[[ScoreBatch], Reply], batch: ScoreBatch, breaker: CircuitBreaker, deadline: Deadline
+    ) -> Reply:
+        failure = breaker.failure()
+        reply = failed_reply(batch, failure) if failure else self._call(call, batch, deadline)
+        breaker.record(reply)
         return reply
 
-    def _asked(self, call: Callable[[Batch], Reply], batch: Batch, deadline: Deadline) -> Reply:
+    def _call(self, call: Callable[[ScoreBatch], Reply], batch: ScoreBatch, deadline: Deadline) -> Reply:
         # there are as many threads as workers
         worker = self._idle.get_nowait()
         try:
-            if problem := self._prepare(worker, deadline):
-                return nothing(batch, problem)
+            if failure := self._prepare(worker, deadline):
+                return failed_reply(batch, failure)
             return worker.run(call, batch, seconds=self._seconds, deadline=deadline)
-        except CallFailed as failure:
-            return nothing(batch, failure.problem)
+        except CallFailed as error:
+            return failed_reply(batch, error.failure)
         finally:
             self._idle.put(worker)
 
-    def _prepare(self, worker: Worker, deadline: Deadline) -> Problem | None:
-        """Why the worker cannot be called. Loading that takes too long is not tried again: steps would wait for it."""
+    def _prepare(self, worker: Worker, deadline: Deadline) -> ScoreFailure | None:
+        """Return why the worker cannot be called.
+
+        Loading that takes too long is not tried again: steps would wait for it.
+        """
         if self._load is None or self._given_up:
             return self._given_up
         try:
             return worker.run(self._load, seconds=LOAD_SECONDS, deadline=deadline)
-        except CallFailed as failure:
-            if failure.problem.kind == "late":
-                return failure.problem
-            problem = Problem(f"load {failure.problem.kind}", f"could not be loaded: {failure.problem.text}")
-            if failure.problem.kind == "timeout":
-                self._given_up = problem
-            return problem
+        except CallFailed as error:
+            if error.failure.kind == "late":
+                return error.failure
+            failure = ScoreFailure(f"load {error.failure.kind}", f"could not be loaded: {error.failure.text}")
+            if error.failure.kind == "timeout":
+                self._given_up = failure
+            return failure
 
 
 def _exit(code: int) -> str:

@@ -64,6 +64,11 @@ def is_merged(model: PlacedModel, shape: ModelShape) -> bool:
     return model.rollout is not None and bool(shape.adapters)
 
 
+def adapters_to_merge(source: PlacedModel, destination: PlacedModel) -> LoraSpec | None:
+    """Return the adapters of ``source`` that a rollout engine stores inside the weights that they change."""
+    return source.settings.lora if destination.rollout is not None else None
+
+
 def shape_of(model: PlacedModel, shape: ModelShape) -> ModelShape:
     """Return the shape of a role as this copy names its parameters: a rollout engine has no value head."""
     if model.rollout is None:

@@ -1,4 +1,4 @@
-"""A reward service for test_reward_runs.py that goes wrong as it is told, request by request."""
+"""A reward service for test_reward_runs.py with a fault for each request."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class FaultyService:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, body = service.reply(asked["query"])
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, body = service.reply(request["query"])
                 try:
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(body)))
                     self.end_headers()
                     self.wfile.write(body)
                 except (BrokenPipeError, ConnectionResetError):
-                    # whom this would tell has stopped waiting
+                    # the client has stopped waiting
                     self.close_connection = True
 
             def log_message(self, *_: Any) -> None:

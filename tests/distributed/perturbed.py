@@ -27,7 +27,7 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
     plan = make_plan(spec)
     prepare_directory(plan, format_plan(plan))
     trainer = Trainer(plan, world, load_run_data(plan), spec.directory, MemoryMeter(world.device))
-    weight = trainer._residents["actor"].engine.weights()[name]
+    weight = trainer._models["actor"].engine.weights()[name]
     with torch.no_grad():
         weight.view(-1)[0] += amount
     trainer.run()

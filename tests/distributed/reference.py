@@ -25,7 +25,8 @@ from transformers import AutoTokenizer
 
 from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, RemaxSpec, SafeRlhfSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.data.examples import Example, step_indices
+from flexrlhf.data.examples import Example
+from flexrlhf.data.order import step_indices
 
 CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost_critic")}
 """Models of their own that are trained beside the actor, by algorithm."""

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from flexrlhf.config.algorithms import DpoSpec, SftSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.data.examples import Example, step_indices
+from flexrlhf.data.examples import Example
+from flexrlhf.data.order import step_indices
 
 
 class Supervised:

@@ -20,7 +20,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.profiling.subjects import RowCounts, row_counts, text_sample
 
@@ -151,10 +151,10 @@ def test_lengths_of_texts_are_those_of_the_data_or_the_longest(tmp_path: Path, m
     """The quick start's prompts come without answers; its held-out file has them."""
     monkeypatch.chdir(tmp_path)
     plan = make_plans([load_spec(path) for path in config_paths()])[-1]
-    assert (prompt_lengths(plan), answer_lengths(plan)) == ((16,), (20,))
+    assert (prompt_lengths(plan), response_lengths(plan)) == ((16,), (20,))
     assert set(text_sample(plan).answers) == set(range(10, 21))
     prepare_corpus()
-    answers, prompts = answer_lengths(plan), prompt_lengths(plan)
+    answers, prompts = response_lengths(plan), prompt_lengths(plan)
     assert len(set(answers)) > 5 and 10 < sum(answers) / len(answers) < 20 == max(answers)
     assert len(set(prompts)) > 2 and max(prompts) <= 16
     texts = text_sample(plan).of_rows(8)

@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from toys import SCORES
 from transformers import PreTrainedTokenizerFast
 
-from flexrlhf.data.examples import read_rows
+from flexrlhf.data.files import read_rows
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"

@@ -134,5 +134,5 @@ def test_a_function_that_hangs_or_crashes_costs_its_calls(left: Left) -> None:
 def test_a_run_stops_with_a_sentence_where_that_is_asked_for(left: Left) -> None:
     last = left.said.strip().splitlines()[-1]
     assert left.status == 1 and not left.orphans
-    assert last.startswith("flexrlhf: rank ") and "answers have a score that is no finite number (rows " in last
+    assert last.startswith("flexrlhf: rank ") and "responses have a score that is not a finite number (rows " in last
     assert last.endswith("algorithm.invalid_scores: mask would go on without them"), last

@@ -37,7 +37,7 @@ def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
 
 
 def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) -> dict[str, Tensor]:
-    """The weights after some updates, whole; columns and answers of this rank's rows."""
+    """The weights after some updates, whole; columns and responses of this rank's rows."""
     spec = ModelSpec(init=INIT, **settings)
     model = PlacedModel(ModelName("actor"), Layout(BOTH, tp=spec.tp), True, spec, head="both")
     shape = model_shape("actor", spec, "both")
@@ -67,7 +67,9 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
     for step in range(UPDATES):
         engine.train(parts_of(step, None if spec.tp > 1 else world.rank))
     found = engine.forward(prompts().select(share), COLUMNS_OF_BOTH)
-    found |= {f"answer {each}": column for each, column in engine.generate(prompts().select(share), sampling()).items()}
+    found |= {
+        f"response {each}": column for each, column in engine.generate(prompts().select(share), sampling()).items()
+    }
     sets = next(ranks for ranks in model.gather_sets if world.rank in ranks)
     parts = tuple(trained_parts(model, shape, rank) for rank in sets)
     gather = Gather(groups.get(name, BOTH) if len(sets) > 1 else None, sets, parts, wait)

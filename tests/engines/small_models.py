@@ -69,12 +69,12 @@ def engine_for(model: PlacedModel, num_updates: int = 100) -> TorchEngine:
 
 def mini_batch(seed: int = 0, rows: int = 5) -> Batch:
     """Random texts with 1 to 4 prompt and 1 to 6 response tokens."""
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     places = torch.arange(LENGTHS.prompt + LENGTHS.response)
-    first = LENGTHS.prompt - torch.randint(1, LENGTHS.prompt + 1, (rows, 1), generator=draw)
-    last = LENGTHS.prompt + torch.randint(1, LENGTHS.response + 1, (rows, 1), generator=draw)
+    first = LENGTHS.prompt - torch.randint(1, LENGTHS.prompt + 1, (rows, 1), generator=generator)
+    last = LENGTHS.prompt + torch.randint(1, LENGTHS.response + 1, (rows, 1), generator=generator)
     mask = ((places >= first) & (places < last)).to(torch.uint8)
-    tokens = torch.randint(0, TINY["vocab_size"], mask.shape, generator=draw, dtype=torch.int32) * mask
+    tokens = torch.randint(0, TINY["vocab_size"], mask.shape, generator=generator, dtype=torch.int32) * mask
     columns = {"tokens": tokens, "attention_mask": mask, "response_mask": mask[:, LENGTHS.prompt :]}
     return Batch(columns, torch.arange(rows), 1)
 
@@ -109,5 +109,4 @@ def train(engine: TorchEngine, steps: int, loss: Loss | None = None) -> list[Mom
 
 def output(engine: TorchEngine, column: str, adapters: bool = True, batch: Batch | None = None) -> Tensor:
     """One column of a forward pass, by itself."""
-    wanted = column_of(column)
-    return engine.forward(mini_batch() if batch is None else batch, [wanted], adapters)[column]
+    return engine.forward(mini_batch() if batch is None else batch, [column_of(column)], adapters)[column]

@@ -1,4 +1,4 @@
-"""Low-rank adapters in an engine: they alone are trained, go away when asked, and are saved as peft reads them."""
+"""Low-rank adapters in an engine: they alone are trained, can be disabled, and are saved as peft reads them."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_only_what_is_trained_has_float32_copies_gradients_and_state() -> None:
     assert all((kind == torch.float32) == (".lora_" in name) for name, kind in kinds.items())
     trained = sum(weight.numel() for weight in engine.weights().values() if weight.dtype == torch.float32)
     total = sum(weight.numel() for weight in engine.weights().values())
-    held = engine.memory_usage()
-    assert (held.weights, held.gradients, held.optimizer) == (2 * total, 4 * trained, (4 + 8) * trained)
+    usage = engine.memory_usage()
+    assert (usage.weights, usage.gradients, usage.optimizer) == (2 * total, 4 * trained, (4 + 8) * trained)
 
 
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"micro_batch_tokens": 1}], ids=str)
@@ -94,14 +94,14 @@ def test_training_goes_on_after_a_look_without_adapters() -> None:
     assert all(torch.equal(weight, other.weights()[name]) for name, weight in looked.weights().items())
 
 
-def test_adapters_may_be_put_away_with_their_base() -> None:
-    parked, other = trained_engine(), trained_engine()
-    parked.offload()
-    assert {weight.untyped_storage().nbytes() for weight in parked.weights().values()} == {0}
-    parked.reload()
-    for engine in (parked, other):
+def test_adapters_may_be_offloaded_with_their_base() -> None:
+    offloaded, other = trained_engine(), trained_engine()
+    offloaded.offload()
+    assert {weight.untyped_storage().nbytes() for weight in offloaded.weights().values()} == {0}
+    offloaded.reload()
+    for engine in (offloaded, other):
         train(engine, 1)
-    assert all(torch.equal(weight, other.weights()[name]) for name, weight in parked.weights().items())
+    assert all(torch.equal(weight, other.weights()[name]) for name, weight in offloaded.weights().items())
 
 
 def test_a_copy_takes_the_adapters_alone() -> None:

@@ -125,7 +125,7 @@ def test_scores_are_the_values_behind_the_texts(head: Head) -> None:
     assert torch.equal(found["scores"], last)
 
 
-def test_an_empty_answer_has_the_score_behind_its_prompt() -> None:
+def test_an_empty_response_has_the_score_behind_its_prompt() -> None:
     engine, batch = trunk(), mini_batch()
     columns = {name: column.clone() for name, column in batch.columns.items()}
     columns["response_mask"][0] = 0
@@ -135,13 +135,13 @@ def test_an_empty_answer_has_the_score_behind_its_prompt() -> None:
 
 
 def test_no_rows_have_columns_of_their_widths() -> None:
-    wanted = [*BOTH, column_of("scores"), column_of("token_scores")]
-    found = trunk().forward(mini_batch().select(slice(0, 0)), wanted)
+    columns = [*BOTH, column_of("scores"), column_of("token_scores")]
+    found = trunk().forward(mini_batch().select(slice(0, 0)), columns)
     widths = [(0, LENGTHS.response), (0, LENGTHS.response + 1), (0,), (0, LENGTHS.response)]
     assert [tuple(column.shape) for column in found.values()] == widths
 
 
-def test_answers_are_those_of_the_policy_alone() -> None:
+def test_responses_are_those_of_the_policy_alone() -> None:
     engine = trunk()
     assert same(engine.generate(prompts(), sampling()), apart(engine)[0].generate(prompts(), sampling()))
 
@@ -176,7 +176,7 @@ def test_a_loss_without_values_leaves_their_head_alone() -> None:
     assert all(torch.allclose(after[name], weight, rtol=1e-6) for name, weight in policy.weights().items())
 
 
-def test_values_are_told_to_the_loss_that_asks() -> None:
+def test_a_loss_gets_values_only_with_values() -> None:
     seen: list[Tensor | None] = []
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
@@ -214,7 +214,7 @@ def test_16_bits_train_close_to_32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
-def test_with_adapters_the_value_head_is_trained_beside_them(targets: tuple[str, ...] | None) -> None:
+def test_with_adapters_the_value_head_is_trained_too(targets: tuple[str, ...] | None) -> None:
     engine = trunk(optimizer=FAST, lora=LORA | {"targets": targets})
     before = snapshot(engine)
     train(engine, 2, shared())
@@ -259,7 +259,7 @@ def test_only_the_very_last_piece_is_the_last() -> None:
     assert statistics["loss"][0] == 5
 
 
-def test_a_rank_without_rows_tells_the_statistics_of_all_losses() -> None:
+def test_a_rank_without_rows_reports_the_statistics_of_all_losses() -> None:
     empty = mini_batch().select(slice(0, 0))
     named = Loss("logprobs", likelihood().function, ("further",))
     statistics = trunk(optimizer=PLAIN).train([(empty, shared()), (empty, named)])
@@ -276,10 +276,10 @@ def test_rows_that_count_for_nothing_are_not_counted() -> None:
     assert (totals.tokens, totals.sequences, totals.prompts) == (int(mask.sum()), 3, 5)
 
 
-# --- weights: drawn, saved, loaded
+# --- weights: initialised, saved, loaded
 
 
-def test_the_trunk_is_drawn_as_without_the_second_head() -> None:
+def test_the_trunk_is_initialised_as_without_the_second_head() -> None:
     model = load_model(placed(head="both"), SEED)
     weights, alone = dict(model.named_parameters()), dict(load_model(placed(), SEED).named_parameters())
     assert set(weights) - set(alone) == {"score.weight"}
@@ -289,7 +289,7 @@ def test_the_trunk_is_drawn_as_without_the_second_head() -> None:
     assert torch.equal(weights["score.weight"], load_model(placed(head="both"), SEED).score.weight)
 
 
-def test_the_second_head_is_drawn_as_wide_as_others() -> None:
+def test_the_second_head_is_initialised_as_wide_as_others() -> None:
     wide = {**TINY, "hidden_size": 4096, "intermediate_size": 8, "initializer_range": 0.05}
     settings = ModelSpec(init=wide)
     weight = load_model(replace(placed(head="both"), settings=settings), SEED).score.weight.detach()
@@ -340,7 +340,7 @@ def test_transformers_reads_a_saved_model_as_a_policy_and_as_a_critic(tmp_path: 
         assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
 
 
-def test_files_of_a_policy_alone_get_a_drawn_head(tmp_path: Path) -> None:
+def test_files_of_a_policy_alone_get_a_random_head(tmp_path: Path) -> None:
     path = saved(engine_of(), tmp_path)
     assert saved_value_head(path) is None
     assert trunk(path=path).weights()["score.weight"].any()
@@ -373,7 +373,7 @@ def test_peft_reads_the_adapters_of_a_saved_model_as_a_policy(tmp_path: Path) ->
 def of_two_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, dict[str, Tensor]], ...]:
-    """What each rank found, by case: of those that are asked for."""
+    """Return the results of each rank, by case."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     cases = [
         test.callspec.params["case"] for test in tests if test.originalname == "test_two_ranks_compute_what_one_does"
@@ -407,15 +407,15 @@ def test_two_ranks_compute_what_one_does(case: str, of_two_ranks: tuple[dict[str
     for step in range(UPDATES):
         engine.train(parts_of(step, None))
     expected = engine.forward(prompts(), BOTH)
-    answers = engine.generate(prompts(), sampling())
+    responses = engine.generate(prompts(), sampling())
     first, second = (found[case] for found in of_two_ranks)
     tolerance = 0.1 if "dtype" in settings else 1e-4
     for name, column in expected.items():
         found = first[name] if CASES[case].get("tp") else torch.cat([first[name], second[name]])
         assert torch.allclose(found, column, rtol=tolerance, atol=tolerance), name
     if "dtype" not in settings:
-        tokens = [found["answer tokens"] for found in (first, second)]
-        assert torch.equal(tokens[0] if CASES[case].get("tp") else torch.cat(tokens), answers["tokens"])
+        tokens = [found["response tokens"] for found in (first, second)]
+        assert torch.equal(tokens[0] if CASES[case].get("tp") else torch.cat(tokens), responses["tokens"])
     weights = engine.weights()
     found = {name.removeprefix("weight "): w for name, w in first.items() if name.startswith("weight ")}
     assert "score.weight" in found

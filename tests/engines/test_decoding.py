@@ -1,4 +1,4 @@
-"""Decoding: answers are those of a plain loop whatever rows stand beside, and ended rows stop costing."""
+"""Decoding: responses are those of a plain loop whatever other rows are in the batch, and ended rows stop costing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.decoding import Decoding, completes_stop
-from flexrlhf.engines.head import LanguageHead, use_language_head
+from flexrlhf.engines.decoding import Decoding
+from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.engines.stop_strings import completes_stop
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS, NUM_ROWS, VOCABULARY = Lengths(prompt=7, response=12), 20, 32
@@ -79,10 +80,10 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def prompts() -> Batch:
     """Prompts of 1 to 7 tokens, in no order."""
-    draw = torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, LENGTHS.prompt + 1, (NUM_ROWS, 1), generator=draw)
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, LENGTHS.prompt + 1, (NUM_ROWS, 1), generator=generator)
     mask = (torch.arange(LENGTHS.prompt) >= LENGTHS.prompt - lengths).to(torch.uint8)
-    tokens = torch.randint(4, VOCABULARY, mask.shape, generator=draw, dtype=torch.int32) * mask
+    tokens = torch.randint(4, VOCABULARY, mask.shape, generator=generator, dtype=torch.int32) * mask
     return Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(40, 40 + NUM_ROWS), 1)
 
 
@@ -91,42 +92,42 @@ def shuffled(batch: Batch, order: Tensor) -> Batch:
 
 
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    """Log-probs of float32 may round in another way beside other rows."""
+    """Log-probs of float32 may round in another way in another batch."""
     assert first.keys() == second.keys()
     for name, column in first.items():
         assert column.dtype == second[name].dtype, name
         assert torch.allclose(column.double(), second[name].double(), atol=1e-5, rtol=0), name
 
 
-# --- what an answer is
+# --- what a response is
 
 
 @dataclass
-class Answer:
+class Response:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
 
 
-def plain_answer(model: PreTrainedModel, prompt: list[int], row: int, sampling: Sampling) -> Answer:
+def plain_response(model: PreTrainedModel, prompt: list[int], row: int, sampling: Sampling) -> Response:
     """Token by token, without padding or cache."""
-    answer = Answer()
-    while len(answer.tokens) < LENGTHS.response and not answer.finished:
-        position = len(answer.tokens)
-        logits = model(input_ids=torch.tensor([prompt + answer.tokens])).logits[0, -1].double()
+    response = Response()
+    while len(response.tokens) < LENGTHS.response and not response.finished:
+        position = len(response.tokens)
+        logits = model(input_ids=torch.tensor([prompt + response.tokens])).logits[0, -1].double()
         allowed = allowed_tokens(logits, sampling, position)
         scores = torch.full_like(logits, -torch.inf)
         scores[allowed] = logits[allowed] / (sampling.temperature or 1.0)
         noise = gumbel_noise(sampling.seed, sampling.step, torch.tensor([row]), position, len(logits))[0]
         token = int((scores + noise * bool(sampling.temperature)).argmax())
-        answer.tokens.append(token)
-        answer.logprobs.append(float(scores.log_softmax(0)[token]))
-        answer.finished = token in sampling.eos_token_ids or has_stop(answer.tokens, sampling)
-    return answer
+        response.tokens.append(token)
+        response.logprobs.append(float(scores.log_softmax(0)[token]))
+        response.finished = token in sampling.eos_token_ids or has_stop(response.tokens, sampling)
+    return response
 
 
 def allowed_tokens(logits: Tensor, sampling: Sampling, position: int) -> list[int]:
-    """The likeliest tokens that top-k and top-p leave; greedy decoding knows neither."""
+    """The likeliest tokens that top-k and top-p leave; greedy decoding uses neither."""
     banned = sampling.eos_token_ids if position < sampling.min_tokens else ()
     order = [token for token in logits.argsort(descending=True).tolist() if token not in banned]
     if not sampling.temperature:
@@ -143,19 +144,19 @@ def has_stop(tokens: list[int], sampling: Sampling) -> bool:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_answers_are_those_of_a_plain_loop(model: PreTrainedModel, prompts: Batch, sampling: Sampling) -> None:
+def test_responses_are_those_of_a_plain_loop(model: PreTrainedModel, prompts: Batch, sampling: Sampling) -> None:
     columns = passes_of(model, rows_together=7).generate(prompts, sampling)
     lengths = columns["response_mask"].sum(1).tolist()
     assert int(columns["finished"].sum()) > 0 and len(set(lengths)) > 3
     for place, length in enumerate(lengths):
         prompt = prompts["prompts"][place][prompts["prompt_mask"][place].bool()].tolist()
-        answer = plain_answer(model, prompt, int(prompts.rows[place]), sampling)
+        response = plain_response(model, prompt, int(prompts.rows[place]), sampling)
         padding = LENGTHS.response - length
-        assert columns["tokens"][place].tolist() == prompts["prompts"][place].tolist() + answer.tokens + [0] * padding
-        assert columns["response_mask"][place].tolist() == [1] * len(answer.tokens) + [0] * padding
-        assert bool(columns["finished"][place]) == answer.finished
+        assert columns["tokens"][place].tolist() == prompts["prompts"][place].tolist() + response.tokens + [0] * padding
+        assert columns["response_mask"][place].tolist() == [1] * len(response.tokens) + [0] * padding
+        assert bool(columns["finished"][place]) == response.finished
         logprobs = columns["rollout_logprobs"][place].tolist()
-        assert logprobs == pytest.approx(answer.logprobs + [0.0] * padding, abs=1e-5)
+        assert logprobs == pytest.approx(response.logprobs + [0.0] * padding, abs=1e-5)
     assert torch.equal(columns["attention_mask"], torch.cat([prompts["prompt_mask"], columns["response_mask"]], 1))
     types = {name: column.dtype for name, column in columns.items()}
     assert types["tokens"] == torch.int32 and types["rollout_logprobs"] == torch.float32
@@ -164,8 +165,8 @@ def test_answers_are_those_of_a_plain_loop(model: PreTrainedModel, prompts: Batc
 
 def test_the_noise_and_every_setting_matter(model: PreTrainedModel, prompts: Batch) -> None:
     """Else the comparison above would show little."""
-    answers = [passes_of(model).generate(prompts, sampling)["tokens"] for sampling in SAMPLINGS.values()]
-    assert not any(torch.equal(a, b) for i, a in enumerate(answers) for b in answers[:i])
+    responses = [passes_of(model).generate(prompts, sampling)["tokens"] for sampling in SAMPLINGS.values()]
+    assert not any(torch.equal(a, b) for i, a in enumerate(responses) for b in responses[:i])
 
 
 @pytest.mark.parametrize(
@@ -177,20 +178,20 @@ def test_other_kinds_of_caches(prompts: Batch, kind: str, changes: dict[str, obj
     columns = passes_of(model, rows_together=7).generate(prompts, PLAIN)
     for place in range(NUM_ROWS):
         prompt = prompts["prompts"][place][prompts["prompt_mask"][place].bool()].tolist()
-        answer = plain_answer(model, prompt, int(prompts.rows[place]), PLAIN)
+        response = plain_response(model, prompt, int(prompts.rows[place]), PLAIN)
         inside = columns["response_mask"][place].bool()
-        assert columns["tokens"][place, LENGTHS.prompt :][inside].tolist() == answer.tokens
+        assert columns["tokens"][place, LENGTHS.prompt :][inside].tolist() == response.tokens
 
 
 def test_a_pad_token_may_be_a_token_like_any_other(model: PreTrainedModel, prompts: Batch) -> None:
-    """Also one that ends answers: what belongs to an answer is known by its length."""
+    """Also one that ends responses: what belongs to a response is known by its length."""
     plain = passes_of(model).generate(prompts, PLAIN)
     inside = plain["response_mask"].bool()
     for pad in (7, ENDS[0]):
         other = passes_of(model).generate(prompts, replace(PLAIN, pad_token_id=pad))
-        answers = other["tokens"][:, LENGTHS.prompt :]
-        assert (answers[inside] == pad).any() and (answers[~inside] == pad).all()
-        assert torch.equal(answers[inside], plain["tokens"][:, LENGTHS.prompt :][inside])
+        responses = other["tokens"][:, LENGTHS.prompt :]
+        assert (responses[inside] == pad).any() and (responses[~inside] == pad).all()
+        assert torch.equal(responses[inside], plain["tokens"][:, LENGTHS.prompt :][inside])
         assert all(torch.equal(other[name], plain[name]) for name in plain if name != "tokens")
 
 
@@ -208,7 +209,7 @@ def test_no_prompts_need_no_call(model: PreTrainedModel, prompts: Batch) -> None
     }
 
 
-# --- rows beside one another
+# --- rows of one batch
 
 
 @contextmanager
@@ -226,7 +227,7 @@ def calls_of(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("rows_together", [1, 3, 7, 100])
-def test_answers_do_not_depend_on_how_many_are_decoded_together(
+def test_responses_do_not_depend_on_how_many_are_decoded_together(
     model: PreTrainedModel, prompts: Batch, rows_together: int, name: str
 ) -> None:
     together = passes_of(model).generate(prompts, SAMPLINGS[name])
@@ -234,28 +235,28 @@ def test_answers_do_not_depend_on_how_many_are_decoded_together(
 
 
 @pytest.mark.parametrize("size", [1, 4, 10])
-def test_answers_do_not_depend_on_how_rows_are_handed_over(model: PreTrainedModel, prompts: Batch, size: int) -> None:
+def test_responses_do_not_depend_on_how_rows_are_handed_over(model: PreTrainedModel, prompts: Batch, size: int) -> None:
     passes, sampling = passes_of(model), SAMPLINGS["all"]
     pieces = [passes.generate(prompts.select(slice(i, i + size)), sampling) for i in range(0, NUM_ROWS, size)]
     whole = passes.generate(prompts, sampling)
     assert_same({name: torch.cat([piece[name] for piece in pieces]) for name in whole}, whole)
 
 
-def test_answers_follow_their_rows_in_any_order(model: PreTrainedModel, prompts: Batch) -> None:
+def test_responses_follow_their_rows_in_any_order(model: PreTrainedModel, prompts: Batch) -> None:
     passes, sampling = passes_of(model, rows_together=6), SAMPLINGS["all"]
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
     whole = passes.generate(prompts, sampling)
     assert_same(passes.generate(shuffled(prompts, order), sampling), {name: c[order] for name, c in whole.items()})
 
 
-def test_answers_do_not_depend_on_padding_of_all_prompts(model: PreTrainedModel, prompts: Batch) -> None:
+def test_responses_do_not_depend_on_padding_of_all_prompts(model: PreTrainedModel, prompts: Batch) -> None:
     wider = {name: torch.nn.functional.pad(column, (3, 0)) for name, column in prompts.columns.items()}
-    answers = []
+    responses = []
     for columns in (prompts.columns, wider):
         decoding = Decoding(model, Batch(columns, prompts.rows, 1), PLAIN, LENGTHS.response)
         assert all(decoding.calls(NUM_ROWS))
-        answers.append(decoding.columns()["tokens"][:, -LENGTHS.response :])
-    assert torch.equal(*answers)
+        responses.append(decoding.columns()["tokens"][:, -LENGTHS.response :])
+    assert torch.equal(*responses)
 
 
 def test_rows_with_prompts_of_like_lengths_are_decoded_together(model: PreTrainedModel, prompts: Batch) -> None:
@@ -275,7 +276,7 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
     left = [int((lengths > position).sum()) for position in range(len(calls))]
     assert all(rows * 0.75 < some <= rows for (rows, _), some in zip(calls, left, strict=True))
     assert sum(rows for rows, _ in calls) < 0.6 * NUM_ROWS * len(calls)
-    monkeypatch.setattr(decoding, "_WORTHWHILE", 2.0)
+    monkeypatch.setattr(decoding, "_DROP_SHARE", 2.0)
     with calls_of(model) as calls:
         assert_same(passes_of(model).generate(prompts, sampling), columns)
     assert {rows for rows, _ in calls} == {NUM_ROWS}
@@ -286,7 +287,7 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
 
 @dataclass(frozen=True)
 class Together(RankGroup):
-    """Threads that stand for ranks. ``numbers``: what each last told."""
+    """Threads in place of ranks. ``numbers``: the last one of each."""
 
     barrier: Barrier
     numbers: list[int]
@@ -311,7 +312,7 @@ def in_lockstep(work: Sequence[Callable[[RankGroup], None]]) -> None:
 
 @pytest.mark.parametrize("parts", [(20, 0), (13, 7), (1, 19, 0), (0, 0)], ids=str)
 def test_ranks_in_lockstep_call_equally_often(prompts: Batch, parts: tuple[int, ...]) -> None:
-    """Those that have fewer rows, shorter answers or none at all call idly with one row; answers stay the same."""
+    """Those that have fewer rows, shorter responses or none at all call idly with one row; responses stay the same."""
     models = [model_of() for _ in parts]
     firsts = [sum(parts[:rank]) for rank in range(len(parts))]
     batches = [prompts.select(slice(first, first + size)) for first, size in zip(firsts, parts, strict=True)]
@@ -344,33 +345,33 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def plain_stop(tokens: list[int], sampling: Sampling) -> int | None:
-    """After how many tokens: the text, told character by character as bytes complete it, ends in a stop string."""
-    told = ""
+    """After how many tokens: the text, decoded character by character as bytes complete it, ends in a stop string."""
+    text = ""
     for count in range(1, len(tokens) + 1):
-        before, told = told, text_of(tokens[:count]).rstrip("\ufffd")
-        for end in range(len(before) + 1, len(told) + 1):
-            if count > sampling.min_tokens and told[:end].endswith(sampling.stop):
+        before, text = text, text_of(tokens[:count]).rstrip("\ufffd")
+        for end in range(len(before) + 1, len(text) + 1):
+            if count > sampling.min_tokens and text[:end].endswith(sampling.stop):
                 return count
     return None
 
 
 @pytest.mark.parametrize("min_tokens", [0, 3, 25])
 @pytest.mark.parametrize("stop", [("b",), ("aé",), ("é €", "ba"), ("a" * 12, "€€é", "é a€ ")], ids=str)
-def test_an_answer_ends_with_the_token_that_completes_a_stop_string(stop: tuple[str, ...], min_tokens: int) -> None:
-    """Characters of one to three bytes, special tokens between their bytes, and answers much longer than the stops."""
-    draw = random.Random(0)
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(stop: tuple[str, ...], min_tokens: int) -> None:
+    """Characters of one to three bytes, special tokens between their bytes, and responses much longer than them."""
+    rng = random.Random(0)
     sampling = replace(PLAIN, stop=stop, min_tokens=min_tokens, decode=text_of)
     found = []
     for _ in range(60):
-        words = draw.choices(["a", "é", "€", " ", *stop], [4, 4, 4, 2, *[0.1] * len(stop)], k=80)
-        tokens = [t for byte in "".join(words).encode() for t in ([byte, 256] if draw.random() < 0.2 else [byte])]
+        words = rng.choices(["a", "é", "€", " ", *stop], [4, 4, 4, 2, *[0.1] * len(stop)], k=80)
+        tokens = [t for byte in "".join(words).encode() for t in ([byte, 256] if rng.random() < 0.2 else [byte])]
         counts = [count for count in range(1, len(tokens) + 1) if completes_stop(tokens[:count], sampling)]
         found.append(counts[0] if counts else None)
         assert found[-1] == plain_stop(tokens, sampling)
     assert any(found)
 
 
-def test_only_the_end_of_a_long_answer_is_decoded() -> None:
+def test_only_the_end_of_a_long_response_is_decoded() -> None:
     decoded: list[int] = []
 
     def decode(tokens: Sequence[int]) -> str:

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from flexrlhf.engines.base import EntropyUse
-from flexrlhf.engines.head import LanguageHead, token_logprobs, use_language_head
+from flexrlhf.engines.language_head import LanguageHead, use_language_head
+from flexrlhf.engines.token_logprobs import token_logprobs
 
 MODES: tuple[EntropyUse, ...] = get_args(EntropyUse)
 ROWS, HIDDEN, VOCABULARY = 23, 12, 40
@@ -63,7 +64,7 @@ def chunked(chunk_elements: int, group: dist.ProcessGroup | None = None) -> Func
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a head and the factors of the loss, all drawn from one seed."""
+    """Arguments of a head and the factors of the loss, all sampled with one seed."""
 
     hidden: Tensor
     weight: Tensor
@@ -235,7 +236,7 @@ def peak(changes: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of forward and backward: the peak beside the gradient of the weight; how often something of its size was made."""
+    """Peak of forward and backward without the gradient of the weight, and how often its size was allocated."""
 
     elements: float
     like_the_weight: int
@@ -250,8 +251,8 @@ def memory_of(function: Function, vocabulary: int, entropy: EntropyUse, frozen: 
         (logprobs + spread).sum().backward()
 
     changes = allocations(work)
-    beside = [change for change in changes if abs(change) != weight.nbytes]
-    return Memory(peak(beside) / weight.itemsize, changes.count(weight.nbytes))
+    others = [change for change in changes if abs(change) != weight.nbytes]
+    return Memory(peak(others) / weight.itemsize, changes.count(weight.nbytes))
 
 
 def test_the_peak_is_counted() -> None:
@@ -291,7 +292,7 @@ def tiny(model_type: str = "llama", tied: bool = False) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    # as drawn, all answers are about as likely
+    # as initialised, all responses are about as likely
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(20)
     model.generation_config = GenerationConfig()
@@ -374,7 +375,7 @@ def test_generation_is_as_before() -> None:
     assert torch.equal(generated(model), expected)
     scored(model, head)
     assert torch.equal(generated(model), expected)
-    assert len(expected[:, 11:].unique()) > 3, "a model that always says the same proves nothing"
+    assert len(expected[:, 11:].unique()) > 3, "a model that always generates the same proves nothing"
 
 
 def test_a_request_ends_with_its_context() -> None:

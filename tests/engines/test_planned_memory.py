@@ -1,4 +1,4 @@
-"""What the torch engine holds on one rank equals the plan; what its calls take besides is close below it."""
+"""Memory of the torch engine on one rank equals the plan; what its calls take besides is close below it."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_planned_and_measured_bytes(head: Head, settings: str) -> None:
 
     engine.train([(rows, loss)])
     trained = peak_bytes(lambda: engine.train([(rows, loss)]))
-    held = engine.memory_usage()
-    assert (held.weights, held.gradients, held.optimizer) == (state.weights, state.gradients, state.optimizer)
+    usage = engine.memory_usage()
+    assert (usage.weights, usage.gradients, usage.optimizer) == (state.weights, state.gradients, state.optimizer)
     assert 0.97 < (state.gradients + max(phase.besides for phase in planned("train"))) / trained < 1.5
     assert 0.97 < planned("forward")[0].besides / peak_bytes(lambda: engine.forward(rows, columns)) < 1.3
     if role == "actor":

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.engines.torch.gradients import LossScale
+from flexrlhf.engines.torch.loss_scale import LossScale
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAST = {"learning_rate": 0.01, "eps": 1e-4}
@@ -270,11 +270,11 @@ def test_a_trained_model_keeps_float32_weights(dtype: str) -> None:
 def test_a_frozen_model_holds_16_bits_alone(dtype: str) -> None:
     engine = engine_of("ref", dtype=dtype)
     assert {weight.dtype for weight in engine.weights().values()} == {getattr(torch, dtype)}
-    held, full = engine.memory_usage(), engine_of("ref").memory_usage()
-    assert (held.weights, held.gradients, held.optimizer, held.host) == (full.weights // 2, 0, 0, 0)
+    usage, full = engine.memory_usage(), engine_of("ref").memory_usage()
+    assert (usage.weights, usage.gradients, usage.optimizer, usage.host) == (full.weights // 2, 0, 0, 0)
 
 
-def test_positions_are_not_lowered() -> None:
+def test_positions_stay_in_float32() -> None:
     buffers = dict(engine_of("ref", dtype="bfloat16")._model.named_buffers())
     assert buffers and {buffer.dtype for buffer in buffers.values() if buffer.is_floating_point()} == {torch.float32}
 
@@ -291,11 +291,11 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
     for engine in (low, full):
         for _ in range(19):
             engine.train([(mini_batch(), likelihood())])
-    moved, wanted = (
+    moved, expected = (
         torch.cat([(weight - before[name]).flatten() for name, weight in engine.weights().items()])
         for engine in (low, full)
     )
-    assert float((moved - wanted).norm() / wanted.norm()) < 0.05
+    assert float((moved - expected).norm() / expected.norm()) < 0.05
     live = dict(low._model.named_parameters())
     assert all(torch.equal(live[name].detach(), weight.bfloat16()) for name, weight in low.weights().items())
 
@@ -309,7 +309,7 @@ def test_a_copy_takes_the_rounded_weights(dtype: str) -> None:
     assert torch.equal(output(copy, "logprobs"), output(trained, "logprobs"))
 
 
-# --- what a rank holds, and putting it away
+# --- memory of a rank, and offloading it
 
 
 @pytest.mark.parametrize(
@@ -323,56 +323,56 @@ def test_a_copy_takes_the_rounded_weights(dtype: str) -> None:
     ],
     ids=str,
 )
-def test_bytes_that_are_held_for_each_parameter(settings: dict[str, Any], weights: int, optimizer: int) -> None:
+def test_bytes_for_each_parameter(settings: dict[str, Any], weights: int, optimizer: int) -> None:
     """Gradients and optimizer state exist after the first step; master weights count with the state."""
     engine = engine_of(**settings)
     count = sum(weight.numel() for weight in engine.weights().values())
     assert engine.memory_usage().gradients == 0
     train(engine, 1)
-    held = engine.memory_usage()
-    assert (held.weights, held.gradients, held.optimizer) == (weights * count, 4 * count, optimizer * count)
+    usage = engine.memory_usage()
+    assert (usage.weights, usage.gradients, usage.optimizer) == (weights * count, 4 * count, optimizer * count)
 
 
 def memory(engine: TorchEngine) -> dict[int, int]:
     """Address → bytes of what lies behind weights, master weights and the optimizer's state."""
     live = [parameter.detach() for parameter in engine._model.parameters()]
-    beside = engine._update.state() if engine._update is not None else []
-    storages = [tensor.untyped_storage() for tensor in (*live, *engine.weights().values(), *beside)]
+    optimizer = engine._update.state() if engine._update is not None else []
+    storages = [tensor.untyped_storage() for tensor in (*live, *engine.weights().values(), *optimizer)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_was_put_away_comes_back_as_it_was(dtype: str) -> None:
-    parked, other = engine_of(dtype=dtype, optimizer=FAST), engine_of(dtype=dtype, optimizer=FAST)
-    for engine in (parked, other):
+def test_what_was_offloaded_comes_back_as_it_was(dtype: str) -> None:
+    offloaded, other = engine_of(dtype=dtype, optimizer=FAST), engine_of(dtype=dtype, optimizer=FAST)
+    for engine in (offloaded, other):
         train(engine, 2)
-    before, size = snapshot(parked), sum(memory(parked).values())
-    parked.offload()
-    assert set(memory(parked).values()) == {0}
-    assert parked.memory_usage().host == size
-    parked.reload()
-    assert parked.memory_usage().host == 0
-    assert equal(parked.weights(), before)
-    assert equal(parked.weights(), other.weights())
+    before, size = snapshot(offloaded), sum(memory(offloaded).values())
+    offloaded.offload()
+    assert set(memory(offloaded).values()) == {0}
+    assert offloaded.memory_usage().host == size
+    offloaded.reload()
+    assert offloaded.memory_usage().host == 0
+    assert equal(offloaded.weights(), before)
+    assert equal(offloaded.weights(), other.weights())
     for seed in (7, 8):
-        statistics = [engine.train([(mini_batch(seed), likelihood())]) for engine in (parked, other)]
+        statistics = [engine.train([(mini_batch(seed), likelihood())]) for engine in (offloaded, other)]
         assert [s["grad_norm"].tolist() for s in statistics] == [statistics[0]["grad_norm"].tolist()] * 2
-        assert equal(parked.weights(), other.weights())
-    assert torch.equal(output(parked, "logprobs"), output(other, "logprobs"))
+        assert equal(offloaded.weights(), other.weights())
+    assert torch.equal(output(offloaded, "logprobs"), output(other, "logprobs"))
 
 
-def test_an_engine_may_be_put_away_before_its_first_step_and_again() -> None:
-    parked, other = engine_of(optimizer=FAST), engine_of(optimizer=FAST)
+def test_an_engine_may_be_offloaded_before_its_first_step_and_again() -> None:
+    offloaded, other = engine_of(optimizer=FAST), engine_of(optimizer=FAST)
     for _ in range(2):
-        parked.offload()
-        parked.reload()
-    assert equal(parked.weights(), other.weights())
-    for engine in (parked, other):
+        offloaded.offload()
+        offloaded.reload()
+    assert equal(offloaded.weights(), other.weights())
+    for engine in (offloaded, other):
         train(engine, 1)
-    assert equal(parked.weights(), other.weights())
+    assert equal(offloaded.weights(), other.weights())
 
 
-def test_a_frozen_copy_may_be_put_away() -> None:
+def test_a_frozen_copy_may_be_offloaded() -> None:
     engine = engine_of("ref")
     expected = output(engine, "ref_logprobs")
     engine.offload()
@@ -381,19 +381,19 @@ def test_a_frozen_copy_may_be_put_away() -> None:
     assert torch.equal(output(engine, "ref_logprobs"), expected)
 
 
-def test_a_model_from_files_may_be_put_away(tmp_path: Path) -> None:
+def test_a_model_from_files_may_be_offloaded(tmp_path: Path) -> None:
     """Its weights may lie in memory of the file, which cannot be freed."""
     load_model(placed(), 3).save_pretrained(tmp_path)
-    parked, other = engine_of(path=str(tmp_path), optimizer=FAST), engine_of(optimizer=FAST)
-    parked.offload()
-    assert set(memory(parked).values()) == {0}
-    parked.reload()
-    for engine in (parked, other):
+    offloaded, other = engine_of(path=str(tmp_path), optimizer=FAST), engine_of(optimizer=FAST)
+    offloaded.offload()
+    assert set(memory(offloaded).values()) == {0}
+    offloaded.reload()
+    for engine in (offloaded, other):
         train(engine, 1)
-    assert equal(parked.weights(), other.weights())
+    assert equal(offloaded.weights(), other.weights())
 
 
-def test_putting_away_twice_is_our_mistake() -> None:
+def test_offloading_twice_is_our_mistake() -> None:
     engine = engine_of("ref")
     engine.offload()
     with pytest.raises(AssertionError, match="already offloaded"):

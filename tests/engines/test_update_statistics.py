@@ -19,7 +19,7 @@ def test_an_overflow_counts_as_skipped_and_leaves_the_norm_of_the_others() -> No
     assert row == {"actor_grad_norm": 3.0, "actor_learning_rate": 0.5, "actor_skipped": 0.5}
 
 
-def test_without_a_loss_scale_nothing_is_said_of_skipping() -> None:
+def test_without_a_loss_scale_skipping_is_not_reported() -> None:
     assert set(update_statistics(RATE, torch.tensor(2.0), is_scaled=False, skipped=False)) == {
         "learning_rate",
         "grad_norm",

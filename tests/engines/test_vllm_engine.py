@@ -72,7 +72,7 @@ def seeded() -> Iterator[VllmEngine]:
 
 
 def reference(model: torch.nn.Module, batch: Batch, sampling: Sampling) -> Columns:
-    rows = [answer(model, batch, number, sampling) for number in range(len(batch))]
+    rows = [response(model, batch, number, sampling) for number in range(len(batch))]
     out = {name: torch.zeros(len(batch), RESPONSE) for name in ("tokens", "rollout_logprobs")}
     for number, (tokens, logprobs) in enumerate(rows):
         out["tokens"][number, : len(tokens)] = torch.tensor(tokens)
@@ -84,7 +84,7 @@ def reference(model: torch.nn.Module, batch: Batch, sampling: Sampling) -> Colum
 
 
 @torch.no_grad()
-def answer(model: Any, batch: Batch, number: int, sampling: Sampling) -> tuple[list[int], list[float]]:
+def response(model: Any, batch: Batch, number: int, sampling: Sampling) -> tuple[list[int], list[float]]:
     text = batch["prompts"][number][batch["prompt_mask"][number].bool()].long()
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -115,20 +115,20 @@ def is_finished(tokens: Sequence[int], sampling: Sampling) -> bool:
     return tokens[-1] in sampling.eos_token_ids or any(stop in text for stop in sampling.stop)
 
 
-def check(drawn: Columns, batch: Batch, expected: Columns) -> None:
+def check(generated: Columns, batch: Batch, expected: Columns) -> None:
     for name in ("finished", "response_mask"):
-        assert torch.equal(drawn[name].long(), expected[name]), name
-    assert torch.equal(drawn["tokens"][:, : LENGTHS.prompt], batch["prompts"])
-    assert torch.equal(drawn["tokens"][:, LENGTHS.prompt :], expected["tokens"])
-    assert torch.equal(drawn["attention_mask"], torch.cat([batch["prompt_mask"], drawn["response_mask"]], 1))
-    difference = (drawn["rollout_logprobs"] - expected["rollout_logprobs"]).abs().max()
+        assert torch.equal(generated[name].long(), expected[name]), name
+    assert torch.equal(generated["tokens"][:, : LENGTHS.prompt], batch["prompts"])
+    assert torch.equal(generated["tokens"][:, LENGTHS.prompt :], expected["tokens"])
+    assert torch.equal(generated["attention_mask"], torch.cat([batch["prompt_mask"], generated["response_mask"]], 1))
+    difference = (generated["rollout_logprobs"] - expected["rollout_logprobs"]).abs().max()
     assert difference <= 1e-4, float(difference)
     types = {"tokens": torch.int32, "rollout_logprobs": torch.float32}
-    assert all(tensor.dtype == types.get(name, torch.uint8) for name, tensor in drawn.items())
+    assert all(tensor.dtype == types.get(name, torch.uint8) for name, tensor in generated.items())
 
 
 def same(one: Columns, other: Columns) -> bool:
-    """The same answers; log-probs by the rounding of other batches."""
+    """The same responses; log-probs by the rounding of other batches."""
     exact = all(torch.equal(one[name], other[name]) for name in one if name != "rollout_logprobs")
     return exact and torch.allclose(one["rollout_logprobs"], other["rollout_logprobs"], rtol=0, atol=1e-4)
 
@@ -141,7 +141,7 @@ def letters(tokens: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-# --- what is drawn
+# --- sampled responses
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def letters(tokens: Sequence[int]) -> str:
     ],
     ids=["greedy", "whole", "sharper", "cut", "long", "ends", "stop"],
 )
-def test_answers_are_those_of_a_plain_loop(engine: VllmEngine, changes: dict[str, Any]) -> None:
+def test_responses_are_those_of_a_plain_loop(engine: VllmEngine, changes: dict[str, Any]) -> None:
     how, batch = sampling(**changes), prompts(8)
     expected = reference(load_model(placed(), SEED), batch, how)
     check(engine.generate(batch, how), batch, expected)
@@ -170,10 +170,10 @@ def test_families(init: dict[str, Any]) -> None:
     own = load_model(model, SEED)
     made = VllmEngine(engine_context(model))
     check(made.generate(batch, sampling()), batch, reference(own, batch, sampling()))
-    held = {name: tensor.numel() for name, tensor in made.weights().items()}
+    sizes = {name: tensor.numel() for name, tensor in made.weights().items()}
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    assert held == {name: part.num_elements for name, part in parts_on(model, shape, 0).items()}
+    assert sizes == {name: part.num_elements for name, part in parts_on(model, shape, 0).items()}
     assert all(torch.equal(tensor, made.weights()[name]) for name, tensor in own.named_parameters())
     changed = other_weights(model)
     made.load_weights(flat(changed))
@@ -193,7 +193,7 @@ def test_files_with_a_head_for_values_are_those_of_a_policy(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("noise", ["engine", "exact"])
-def test_answers_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEngine, noise: str) -> None:
+def test_responses_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEngine, noise: str) -> None:
     made, batch, how = engine if noise == "exact" else seeded, prompts(10), sampling(**PLAIN)
     whole = made.generate(batch, how)
     for size in (5, 1):
@@ -213,15 +213,15 @@ def test_more_rows_than_the_cache_holds() -> None:
 
 def test_samples_of_a_prompt_are_rows_of_their_own(engine: VllmEngine) -> None:
     batch = prompts(3, samples_per_prompt=4)
-    drawn = engine.generate(batch, sampling())
-    check(drawn, batch, reference(load_model(placed(), SEED), batch, sampling()))
-    answers = drawn["tokens"][:, LENGTHS.prompt :].view(3, 4, RESPONSE)
-    assert all(len({tuple(answer) for answer in answers[prompt].tolist()}) > 1 for prompt in range(3))
+    generated = engine.generate(batch, sampling())
+    check(generated, batch, reference(load_model(placed(), SEED), batch, sampling()))
+    responses = generated["tokens"][:, LENGTHS.prompt :].view(3, 4, RESPONSE)
+    assert all(len({tuple(response) for response in responses[prompt].tolist()}) > 1 for prompt in range(3))
 
 
 def test_no_rows(engine: VllmEngine) -> None:
-    drawn = engine.generate(prompts(4).select(slice(0, 0)), sampling())
-    assert {name: tuple(tensor.shape) for name, tensor in drawn.items()} == {
+    generated = engine.generate(prompts(4).select(slice(0, 0)), sampling())
+    assert {name: tuple(tensor.shape) for name, tensor in generated.items()} == {
         "tokens": (0, LENGTHS.prompt + RESPONSE),
         "attention_mask": (0, LENGTHS.prompt + RESPONSE),
         "response_mask": (0, RESPONSE),
@@ -265,9 +265,9 @@ def test_new_weights_count_at_once(engine: VllmEngine) -> None:
     kept = {name: tensor.clone() for name, tensor in engine.weights().items()}
     engine.load_weights(flat(changed))
     # the same prompts, whose keys and values were kept
-    drawn = engine.generate(batch, how)
-    check(drawn, batch, reference(changed, batch, how))
-    assert not same(old, drawn)
+    generated = engine.generate(batch, how)
+    check(generated, batch, reference(changed, batch, how))
+    assert not same(old, generated)
     engine.load_weights(kept)
     assert same(old, engine.generate(batch, how))
 
@@ -282,15 +282,15 @@ def test_weights_do_not_change_under_a_request(engine: VllmEngine) -> None:
 
 def test_offloaded_memory_is_free_and_comes_back(engine: VllmEngine) -> None:
     batch, before = prompts(4), engine.memory_usage()
-    drawn = engine.generate(batch, sampling())
+    generated = engine.generate(batch, sampling())
     engine.offload()
     (parameters,), (caches,) = (engine._engine.collective_rpc(which) for which in ("parameters", "caches"))
     assert {tensor.untyped_storage().nbytes() for tensor in (*parameters, *caches)} == {0}
-    away = engine.memory_usage()
-    assert away.weights == before.weights and away.host >= before.weights and not before.host
+    offloaded = engine.memory_usage()
+    assert offloaded.weights == before.weights and offloaded.host >= before.weights and not before.host
     engine.reload()
     assert engine.memory_usage() == before
-    assert same(drawn, engine.generate(batch, sampling()))
+    assert same(generated, engine.generate(batch, sampling()))
 
 
 # --- what the job notices
@@ -379,7 +379,7 @@ def test_a_child_decodes_by_itself(child: VllmEngine) -> None:
     first, second = prompts(2), prompts(8, first=2)
     child.generate(first, sampling(), [second])
     outputs = child._engine.engine_core.outputs_queue
-    # steps that nobody asked for
+    # steps that were not requested
     assert comes(lambda: outputs.qsize() >= RESPONSE // 2)
     check(child.generate(second, sampling()), second, reference(load_model(placed(), SEED), second, sampling()))
 
@@ -426,10 +426,12 @@ def test_two_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    (answers, is_as_planned), (others, _) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (2, 3))
+    (responses, is_as_planned), (others, _) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (2, 3))
     assert is_as_planned
-    assert all(torch.equal(one[name], other[name]) for one, other in zip(answers, others, strict=True) for name in one)
+    assert all(
+        torch.equal(one[name], other[name]) for one, other in zip(responses, others, strict=True) for name in one
+    )
     model, batch = load_model(placed(CUT), SEED), prompts(8)
     for step in range(2):
-        check(answers[step], batch, reference(model, batch, sampling(step=step)))
-    check(answers[2], batch, reference(other_weights(placed(CUT)), batch, sampling()))
+        check(responses[step], batch, reference(model, batch, sampling(step=step)))
+    check(responses[2], batch, reference(other_weights(placed(CUT)), batch, sampling()))

@@ -73,10 +73,10 @@ def engine_context(model: PlacedModel, tp: RankGroup = ONE_RANK, store: dist.Sto
 def other_weights(model: PlacedModel) -> PreTrainedModel:
     """The model with weights, biases among them, that it does not begin with."""
     changed = load_model(model, SEED)
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in changed.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return changed
 
 
@@ -87,10 +87,10 @@ def flat(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def prompts(num_rows: int = 6, first: int = 0, samples_per_prompt: int = 1, seed: int = 0) -> Batch:
     """Random prompts of 1 to 40 tokens; samples of one prompt are neighbours."""
-    draw = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, LENGTHS.prompt + 1, (num_rows, 1), generator=draw)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, LENGTHS.prompt + 1, (num_rows, 1), generator=generator)
     mask = (torch.arange(LENGTHS.prompt) >= LENGTHS.prompt - lengths).to(torch.uint8)
-    tokens = torch.randint(3, LLAMA["vocab_size"], mask.shape, generator=draw, dtype=torch.int32) * mask
+    tokens = torch.randint(3, LLAMA["vocab_size"], mask.shape, generator=generator, dtype=torch.int32) * mask
     tokens, mask = (tensor.repeat_interleave(samples_per_prompt, 0) for tensor in (tokens, mask))
     return Batch({"prompts": tokens, "prompt_mask": mask}, first + torch.arange(len(tokens)), samples_per_prompt)
 

@@ -47,7 +47,7 @@ def add(group: dist.ProcessGroup | None, times: int) -> None:
 
 
 def generate(world: World, tp: RankGroup) -> tuple[list[dict[str, Tensor]], bool]:
-    """Answers of two steps and of other weights; whether each tensor is as large as the plan says."""
+    """Responses of two steps and of other weights; whether each tensor is as large as planned."""
     from vllm_models import CUT, engine_context, other_weights, placed, prompts, sampling
 
     from flexrlhf.comm.weights import cut
@@ -63,12 +63,12 @@ def generate(world: World, tp: RankGroup) -> tuple[list[dict[str, Tensor]], bool
     planned = {name: part.num_elements for name, part in parts.items()}
     is_as_planned = planned == {name: tensor.numel() for name, tensor in engine.weights().items()}
     batch = prompts(8)
-    answers = [engine.generate(batch, sampling(step=step)) for step in range(2)]
+    responses = [engine.generate(batch, sampling(step=step)) for step in range(2)]
     new = dict(other_weights(model).named_parameters())
     engine.load_weights({name: cut(new[name].detach(), part) for name, part in parts.items()})
-    answers.append(engine.generate(batch, sampling()))
+    responses.append(engine.generate(batch, sampling()))
     engine.close()
-    return answers, is_as_planned
+    return responses, is_as_planned
 
 
 def be_killed() -> None:

@@ -52,8 +52,8 @@ def process(prompts: list[str], responses: list[str]) -> list[int]:
     return [os.getpid()] * len(prompts)
 
 
-def as_told(prompts: list[str], responses: list[str]) -> Any:
-    """What the first response of the batch says; the score is otherwise the response's length."""
+def by_response(prompts: list[str], responses: list[str]) -> Any:
+    """Do what the first response of the batch says; the score is otherwise the response's length."""
     values: list[Any] = [float(len(response)) for response in responses]
     match responses[0]:
         case "hang":
@@ -97,7 +97,7 @@ def holds_the_interpreter(prompts: list[str], responses: list[str]) -> list[floa
 
 
 def starts_a_process(prompts: list[str], responses: list[str]) -> list[float]:
-    """And does not wait for it; the response says what it does then."""
+    """Start a process and do not wait for it; the response says what happens then."""
     Path(prompts[0]).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
     if responses[0] == "hang":
         time.sleep(1000)
@@ -115,7 +115,7 @@ def texts_by_place_and_all(prompts: list[str], responses: list[str], /, **column
     return columns["num_tokens"]
 
 
-def wants(
+def needs_columns(
     prompts: list[str], responses: list[str], num_tokens: list[int], right: list[str], bonus: Any = None, *, mark: Any
 ) -> list[float]:
     return [0.0] * len(prompts)

@@ -43,7 +43,7 @@ def lengths(request: Request) -> Reply:
 
 
 class RewardServer:
-    """``behaviour`` replies to a request. ``requests`` and ``most_at_once`` tell what came."""
+    """Server whose ``behaviour`` replies to a request; ``requests`` and ``most_at_once`` record what arrived."""
 
     def __init__(self, behaviour: Callable[[Request], Reply] = lengths) -> None:
         self.requests: list[Request] = []
@@ -91,7 +91,7 @@ class RewardServer:
                 try:
                     self._send(reply, content)
                 except (BrokenPipeError, ConnectionResetError):
-                    # whom this would tell has stopped waiting
+                    # the client has stopped waiting
                     self.close_connection = True
 
             def _send(self, reply: Reply, content: bytes) -> None:

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
-from flexrlhf.engines.head import token_logprobs
-from flexrlhf.engines.sampling import draw
+from flexrlhf.engines.sampling import sample_tokens
+from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.memory.activations import NOISE_BYTES, Blocks
 from flexrlhf.weights.shapes import Sizes, model_shape
 
@@ -186,7 +186,7 @@ def test_no_way_of_drawing_needs_more_than_the_noise(dtype: str, changes: dict[s
     """Besides the model's logits, which are there before."""
     rows, vocabulary = 16, 2**13
     logits = torch.randn(rows, vocabulary).to(DTYPES[dtype])
-    peak = peak_bytes(lambda: draw(logits, replace(SAMPLING, **changes), torch.arange(rows), 0))
+    peak = peak_bytes(lambda: sample_tokens(logits, replace(SAMPLING, **changes), torch.arange(rows), 0))
     assert peak <= NOISE_BYTES * rows * vocabulary
 
 

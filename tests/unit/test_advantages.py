@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answered, context_of, ragged
 from replicas import Alone, Port, mask_of, on_replicas
+from scored_batches import context_of, ragged, scored_batch
 from torch import Tensor
 
 from flexrlhf.config.algorithms import PpoSpec, RaftSpec
@@ -64,16 +64,16 @@ def test_with_lambda_one_returns_are_the_discounted_rewards() -> None:
     assert returns[0].tolist() == floats(torch.tensor([3.0, 4.0, 4.0]))
 
 
-def test_a_cut_off_answer_bootstraps_with_the_value_behind_its_last_token() -> None:
+def test_a_truncated_response_bootstraps_with_the_value_behind_its_last_token() -> None:
     values = torch.tensor([[0.0, 0.0, 6.0], [0.0, 0.0, 6.0], [0.0, 6.0, 0.0]])
-    batch = answered(mask_of("11", "11", "10"), [4.0, 4.0, 4.0], [0, 1, 0], values=values)
+    batch = scored_batch(mask_of("11", "11", "10"), [4.0, 4.0, 4.0], [0, 1, 0], values=values)
     spec = PpoSpec(truncation="bootstrap", whiten="none", gae_lambda=1.0)
     columns, _ = ppo_advantages(spec, batch, context_of(spec, batch))
     assert columns["returns"].tolist() == [[6.0, 6.0], [4.0, 4.0], [6.0, 0.0]]
 
 
 def gae_of(rewards: list[float], values: list[float], final: float, gamma: float, gae_lambda: float) -> list[float]:
-    """Schulman et al. 2016, eq. 16 as a sum of discounted errors, of an answer without gaps."""
+    """Schulman et al. 2016, eq. 16 as a sum of discounted errors, of a response without gaps."""
     following = [*values, final][1:]
     deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     return [
@@ -83,12 +83,12 @@ def gae_of(rewards: list[float], values: list[float], final: float, gamma: float
 
 @pytest.mark.parametrize("seed", range(8))
 def test_gae_is_the_sum_of_discounted_errors(seed: int) -> None:
-    """Of random answers with gaps, some of them empty, with and without a value after the last token."""
-    draw = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(10, 7, generator=draw) < 0.6).to(torch.uint8)
+    """Of random responses with gaps, some of them empty, with and without a value after the last token."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(10, 7, generator=generator) < 0.6).to(torch.uint8)
     mask[0] = 0
-    rewards, values = torch.randn(10, 7, generator=draw) * mask, torch.randn(10, 8, generator=draw)
-    final = torch.randn(10, generator=draw) * (seed % 2)
+    rewards, values = torch.randn(10, 7, generator=generator) * mask, torch.randn(10, 8, generator=generator)
+    final = torch.randn(10, generator=generator) * (seed % 2)
     gamma, gae_lambda = 0.3 + 0.1 * (seed % 8), 1 - 0.1 * seed
     advantages, returns = gae(rewards, values, mask, gamma, gae_lambda, final)
     for row in range(10):
@@ -142,7 +142,7 @@ def test_whitening_is_of_the_tokens_that_count(seed: int) -> None:
 def test_what_is_whitened_together_is_a_setting(whitening: str) -> None:
     """Two mini-batches of other sizes: apart, together, or not at all."""
     noise, mask = ragged(10)
-    batch = answered(mask, noise[:, 0].tolist(), values=torch.cat([noise, noise[:, :1]], 1))
+    batch = scored_batch(mask, noise[:, 0].tolist(), values=torch.cat([noise, noise[:, :1]], 1))
     spec = PpoSpec.model_validate({"whiten": whitening})
     segments = [slice(0, 4), slice(4, 10)]
     context = CombineContext(segments, Alone(), first_state(spec))
@@ -171,7 +171,7 @@ def test_whitening_of_no_or_one_token_is_finite(mask: str) -> None:
 
 def test_returns_are_those_before_whitening() -> None:
     values, mask = ragged(8)
-    batch = answered(mask, values[:, 0].tolist(), values=torch.cat([values, values[:, :1]], 1))
+    batch = scored_batch(mask, values[:, 0].tolist(), values=torch.cat([values, values[:, :1]], 1))
     context = context_of(PpoSpec(), batch)
     plain, _ = ppo_advantages(PpoSpec(whiten="none"), batch, context)
     white, _ = ppo_advantages(PpoSpec(), batch, context)
@@ -180,11 +180,11 @@ def test_returns_are_those_before_whitening() -> None:
     assert float(white["advantages"].sum()) == pytest.approx(0.0, abs=1e-4)
 
 
-# --- replicas without rows
+# --- data-parallel ranks without rows
 
 
 def test_a_rank_without_rows_reports_the_same_statistics() -> None:
-    batch = answered(mask_of("1", "1"), [1.0, 2.0])
+    batch = scored_batch(mask_of("1", "1"), [1.0, 2.0])
     spec = PpoSpec(reward_clip=1.0)
     full, empty = (COMBINES["ppo_advantages"](spec, b, context_of(spec, b)) for b in (batch, batch.select(slice(0, 0))))
     assert set(full[1]) == set(empty[1])
@@ -194,11 +194,11 @@ def test_a_rank_without_rows_reports_the_same_statistics() -> None:
 
 @pytest.mark.parametrize("sizes", SPLITS)
 def test_advantages_are_the_same_for_any_split(sizes: tuple[int, ...]) -> None:
-    """With every setting that looks over all rows, and an answer that does not count."""
+    """With every setting that looks over all rows, and a response that does not count."""
     noise, mask = ragged(10, seed=3)
     scores = noise[:, 1].tolist()
     scores[6] = math.nan
-    batch = answered(mask, scores, [1, 0] * 5, logprobs=noise, values=torch.cat([noise, noise[:, :1]], 1))
+    batch = scored_batch(mask, scores, [1, 0] * 5, logprobs=noise, values=torch.cat([noise, noise[:, :1]], 1))
     spec = PpoSpec(normalise_scores="batch", truncation="mask", reward_clip=1.0)
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
 
@@ -218,10 +218,10 @@ def test_advantages_are_the_same_for_any_split(sizes: tuple[int, ...]) -> None:
         assert total[name].tolist() == pytest.approx(sums.tolist(), rel=1e-6, abs=1e-6), name
 
 
-def test_raft_trains_on_the_best_answer_of_each_group() -> None:
-    """Of equal ones on the first; an answer without a score is none of them."""
+def test_raft_trains_on_the_best_response_of_each_group() -> None:
+    """Of equal ones on the first; a response without a score is none of them."""
     spec = RaftSpec(samples_per_prompt=3)
-    batch = answered(torch.ones(6, 2, dtype=torch.uint8), [1.0, 2.0, 2.0, float("nan"), -1.0, -3.0])
+    batch = scored_batch(torch.ones(6, 2, dtype=torch.uint8), [1.0, 2.0, 2.0, float("nan"), -1.0, -3.0])
     batch = Batch(batch.columns, batch.rows, 3)
     columns, statistics = best_of_group(spec, batch, context_of(spec, batch))
     assert columns["loss_mask"].any(1).tolist() == [False, True, False, False, True, False]

@@ -1,4 +1,4 @@
-"""``flexrlhf advise``: the search times plans as the simulator does; what it says can be planned, fits and is told."""
+"""``flexrlhf advise``: the search times plans as the simulator does; its results can be planned, fit, are reported."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, pars
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import format_advice
-from flexrlhf.guideline.advice.advise import Advice, Answer, Searched, advise
+from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch, advise
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
     GPUS,
     MODEL,
     SETTINGS,
-    Options,
-    Request,
+    AdviceOptions,
+    AdviceRequest,
     equal_nodes,
     find_class,
     read_nodes,
@@ -35,7 +35,7 @@ from flexrlhf.guideline.advice.request import (
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment, Choice, Problem
+from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
 from flexrlhf.guideline.simulation.inputs import lengths_for, read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
@@ -50,7 +50,7 @@ SCHEDULES = ((False, 1, 0), (True, 1, 0), (True, 2, 0), (True, 4, 0), (True, 1, 
 
 
 def spec_for(gpus: int, model: str = "llama-7b", overrides: tuple[str, ...] = (), **changes: object) -> Spec:
-    plain = Request(dict.fromkeys(ROLES, model), equal_nodes(gpus, "A100-80G"), prompts=64, mini_batches=4)
+    plain = AdviceRequest(dict.fromkeys(ROLES, model), equal_nodes(gpus, "A100-80G"), prompts=64, mini_batches=4)
     return replace(plain, **changes).spec(overrides)
 
 
@@ -58,8 +58,8 @@ def run(*words: object) -> Result:
     return CliRunner().invoke(app, ["advise", *map(str, words)])
 
 
-def told(*words: object) -> str:
-    """The sentence of a refusal."""
+def refusal(*words: object) -> str:
+    """Sentence with which a command is refused."""
     result = run(*words)
     assert result.exit_code == 2, result.output
     assert len(result.output.strip().splitlines()) == 1
@@ -80,18 +80,21 @@ KINDS = {
     "deepspeed and transformers": {"engine": "deepspeed", "rollout": "transformers"},
     "mixed": {"nodes": MIXED},
 }
-"""What changes how models compute, or where."""
+"""Changes of how models compute, or where."""
 
 
 # --- the fast evaluator and the simulator
 
 
-def random_assignment(space: Space, problem: Problem, rng: random.Random) -> Assignment | None:
-    """Any mesh and setting for every model; with shadows the two sides apart, without them a rollout engine beside."""
+def random_assignment(space: Space, problem: SearchProblem, rng: random.Random) -> Assignment | None:
+    """Any mesh and settings for every model.
+
+    With shadows training and inference are on different devices; without them a rollout engine is on its role's mesh.
+    """
     total = space.pool.num_devices
     cut = rng.randrange(1, total) if space.has_shadows else total
     chosen: list[Choice] = []
-    for part, member in zip(problem.parts, space.members, strict=True):
+    for part, member in zip(problem.parts, space.models, strict=True):
         sides = range(cut) if member.trained or not space.has_shadows else range(cut, total)
         meshes = [(at, n) for at, n in problem.all_meshes if at in sides and at + n - 1 in sides]
         if member.is_rollout and not space.has_shadows:
@@ -104,21 +107,21 @@ def random_assignment(space: Space, problem: Problem, rng: random.Random) -> Ass
     return tuple(chosen)
 
 
-ASKED = "reward={function: 'rewards.py:score', batch_size: 3, workers: 2, seconds: 0.07}"
-WEIGHED = (
+FUNCTION = "reward={function: 'rewards.py:score', batch_size: 3, workers: 2, seconds: 0.07}"
+WEIGHTED = (
     "reward=[{model: reward_a, weight: 2}, {model: reward_b}, {url: 'http://a', seconds: 0.4}, {rule: gsm8k, "
     "batch_size: 2, seconds: 0.02}]"
 )
 ALGORITHMS = {
     "ac-share": (),
-    "grpo": (ASKED,),
-    "grpo without a reference": (ASKED, "algorithm.kl=null"),
+    "grpo": (FUNCTION,),
+    "grpo without a reference": (FUNCTION, "algorithm.kl=null"),
     "grpo in rounds": ("algorithm.dynamic_sampling={rounds: 2}", "algorithm.rollouts_per_step=2"),
-    "rloo": (WEIGHED,),
+    "rloo": (WEIGHTED,),
     "gspo": ("algorithm.samples_per_prompt=3",),
     "reinforce++": ("algorithm.baseline=group", "algorithm.samples_per_prompt=2", "algorithm.whiten=none"),
     "remax": ("algorithm.whiten=none",),
-    "remax, rarely in sync": ("sync.every=2", ASKED),
+    "remax, rarely in sync": ("sync.every=2", FUNCTION),
     "safe-rlhf": ("algorithm.ptx={path: texts.jsonl}",),
     "safe-rlhf with costs of a service": ("cost={url: ['http://a'], concurrency: 2, seconds: 0.3}",),
     "ppo on further texts": (
@@ -132,7 +135,7 @@ ALGORITHMS = {
         "models.actor.shadow={engine: torch, dtype: float32}",
     ),
 }
-"""Shapes of graphs: their name begins with that of the algorithm. With what changes how they are timed."""
+"""Name, which begins with that of the algorithm → settings that change its graph, or how it is timed."""
 OWN_SHADOW = "ppo whose shadow has an engine of its own"
 ONLY_SHADOWED = ("remax, rarely in sync", OWN_SHADOW)
 NO_ROLLOUT = ("dpo", OWN_SHADOW)
@@ -143,7 +146,7 @@ def overrides_of(name: str) -> tuple[str, ...]:
 
 
 def random_plans(gpus: int, number: int, seed: int, rollout: str, name: str = "") -> Iterator[tuple[float, float]]:
-    """Seconds by the search's evaluator and by the simulator of the whole plan. ``name``: of ALGORITHMS; plain PPO."""
+    """Seconds by the search's evaluator and by the simulator of the whole plan. ``name``: of ALGORITHMS; none: PPO."""
     rng, costs = random.Random(seed), AnalyticCosts()
     overrides = overrides_of(name) if name else ()
     base = make_space(spec_for(gpus, "qwen2.5-0.5b", overrides, rollout=rollout), costs, None)
@@ -156,8 +159,8 @@ def random_plans(gpus: int, number: int, seed: int, rollout: str, name: str = ""
             assignment = random_assignment(space, problem, rng)
             if assignment is not None:
                 plan = make_plan(spec_of(space, assignment))
-                away = {each.model for each in plan.schedule.instructions if isinstance(each, Offload)}
-                if away <= {"actor.rollout"}:
+                offloaded = {each.model for each in plan.schedule.instructions if isinstance(each, Offload)}
+                if offloaded <= {"actor.rollout"}:
                     yield evaluate(problem, assignment), simulate(plan, costs).seconds
 
 
@@ -199,45 +202,45 @@ def test_the_fast_evaluator_is_the_simulator_on_a_thousand_plans() -> None:
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_what_is_advised_can_be_planned_and_fits(changes: dict[str, object]) -> None:
-    found = advise(spec_for(4, "qwen2.5-1.5b", **changes), AnalyticCosts(), on_paper=False)
-    methods = {answer.candidate.method for answer in found.answers}
-    # the guideline may co-locate what lies on devices of several classes
+    found = advise(spec_for(4, "qwen2.5-1.5b", **changes), AnalyticCosts())
+    methods = {item.candidate.method for item in found.feasible}
+    # the guideline may co-locate models on devices of several classes
     assert methods == {"guideline", "search", "usual"} or (changes == KINDS["mixed"] and {"search", "usual"} <= methods)
-    for answer in found.answers:
-        plan = make_plan(answer.candidate.spec)
+    for item in found.feasible:
+        plan = make_plan(item.candidate.spec)
         check_fits(plan)
-        assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(answer.seconds, rel=1e-12)
-        assert 0 < answer.share <= 1
+        assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(item.seconds, rel=1e-12)
+        assert 0 < item.share <= 1
 
 
-def test_the_placement_of_deepspeed_chat_is_an_answer_beside_vllm() -> None:
-    found = advise(spec_for(16), AnalyticCosts(), seconds_limit=4.0, on_paper=False)
-    assert "co-located ZeRO-3" in {answer.candidate.name for answer in found.answers}
+def test_the_placement_of_deepspeed_chat_is_feasible_with_vllm() -> None:
+    found = advise(spec_for(16), AnalyticCosts(), seconds_limit=4.0)
+    assert "co-located ZeRO-3" in {item.candidate.name for item in found.feasible}
 
 
 def test_both_methods_and_the_usual_placements_are_shown(advice: Advice) -> None:
-    methods = [item.candidate.method for item in (*advice.answers, *advice.refused)]
+    methods = [item.candidate.method for item in (*advice.feasible, *advice.rejected)]
     assert methods.count("guideline") == 1
     assert methods.count("search") == 3
-    names = {item.candidate.name for item in (*advice.answers, *advice.refused) if item.candidate.method == "usual"}
+    names = {item.candidate.name for item in (*advice.feasible, *advice.rejected) if item.candidate.method == "usual"}
     assert {"co-located ZeRO-3", "standalone", "split", "symmetric, tp 8"} == names
-    assert [answer.seconds for answer in advice.answers] == sorted(answer.seconds for answer in advice.answers)
+    assert [item.seconds for item in advice.feasible] == sorted(item.seconds for item in advice.feasible)
 
 
 def test_nothing_without_lag_beats_the_search_by_more_than_its_gap(advice: Advice) -> None:
     for label, has_shadows in (("without shadows", False), ("with shadows", True)):
         result = next(item.result for item in advice.searches if item.label == label)
-        same = [answer for answer in advice.answers if bool(answer.plan.placement.shadows) == has_shadows]
+        same = [item for item in advice.feasible if bool(item.plan.placement.shadows) == has_shadows]
         # chunks are no part of the stated space, and may be faster
-        plain = [seconds_in_one(answer) for answer in same if not answer.lag]
+        plain = [seconds_in_one(item) for item in same if not item.lag]
         assert plain
         assert result.bound <= result.seconds * (1 + 1e-9)
         assert min(plain) >= (1 - result.gap) * result.seconds * (1 - 1e-9)
 
 
-def seconds_in_one(answer: Answer) -> float:
-    """Of an answer, without its chunks."""
-    candidate = answer.candidate
+def seconds_in_one(item: FeasibleCandidate) -> float:
+    """Seconds of a candidate in one chunk."""
+    candidate = item.candidate
     assert candidate.assignment is not None
     return evaluate(with_schedule(candidate.space, 1, 0).problem(), candidate.assignment)
 
@@ -257,7 +260,7 @@ def test_rules_that_fire_are_named_with_what_made_them(advice: Advice) -> None:
     [(1, "qwen2.5-0.5b", "co-locate where devices are scarce"), (32, "llama-13b", "disaggregate beyond two nodes")],
 )
 def test_the_guideline_follows_the_cluster(gpus: int, model: str, rule: str) -> None:
-    found = advise(spec_for(gpus, model), AnalyticCosts(), seconds_limit=1.0, on_paper=False)
+    found = advise(spec_for(gpus, model), AnalyticCosts(), seconds_limit=1.0)
     assert rule in {item.name for item in found.rules}
 
 
@@ -267,49 +270,49 @@ def test_settings_of_the_yaml_stay() -> None:
     assert actor is not None
     fixed = actor.model_validate({**actor.model_dump(exclude_unset=True), "zero": 3, "tp": 2})
     spec = spec.model_copy(update={"models": spec.models.model_copy(update={"actor": fixed})})
-    found = advise(spec, AnalyticCosts(), seconds_limit=2.0, on_paper=False)
-    for answer in found.answers:
-        settings = answer.plan.model("actor")
+    found = advise(spec, AnalyticCosts(), seconds_limit=2.0)
+    for item in found.feasible:
+        settings = item.plan.model("actor")
         assert (settings.zero, settings.tp) == (3, 2)
 
 
 def test_less_memory_never_makes_a_faster_plan() -> None:
-    """The same devices with less memory: what fits there fits the larger ones, too."""
+    """A plan that fits devices with less memory also fits those with more."""
     seconds = []
     for memory in (80, 60, 40):
         node = {"count": 1, "devices": 8, "class": "A100-80G", "memory_gb": memory}
-        request = Request(dict.fromkeys(ROLES, "llama-7b"), (node,), 256, 256, 64, mini_batches=4)
-        found = advise(request.spec(), AnalyticCosts(), on_paper=False)
-        seconds.append(min(answer.seconds for answer in found.answers if answer.candidate.method == "search"))
+        request = AdviceRequest(dict.fromkeys(ROLES, "llama-7b"), (node,), 256, 256, 64, mini_batches=4)
+        found = advise(request.spec(), AnalyticCosts())
+        seconds.append(min(item.seconds for item in found.feasible if item.candidate.method == "search"))
     # each search may miss the fastest plan by one per cent
     assert all(more <= less * 1.01 for more, less in zip(seconds, seconds[1:], strict=False))
 
 
 def test_a_mixed_cluster_keeps_models_on_one_class() -> None:
-    found = advise(spec_for(4, "qwen2.5-1.5b", nodes=MIXED), AnalyticCosts(), seconds_limit=4.0, on_paper=False)
+    found = advise(spec_for(4, "qwen2.5-1.5b", nodes=MIXED), AnalyticCosts(), seconds_limit=4.0)
     best = found.best.plan
     for model in best.placement.models:
         assert len({best.cluster.devices[rank].device_class for rank in model.ranks}) == 1
 
 
 def with_older_devices(number: int) -> Advice:
-    """Four nodes of A100s, for 33B models, with ``number`` nodes of V100s beside them."""
+    """Advice for 33B models on four nodes of A100s and ``number`` nodes of V100s."""
     newer = {"count": 4, "devices": 8, "class": "A100-80G"}
     older = {"count": number, "devices": 8, "class": "V100-32G", "network_gb_s": 12.5}
     nodes = (newer, older) if number else (newer,)
-    request = Request(dict.fromkeys(ROLES, "llama-33b"), nodes, 256, 256, 512, rollout="transformers")
-    return advise(request.spec(), AnalyticCosts(), on_paper=False)
+    request = AdviceRequest(dict.fromkeys(ROLES, "llama-33b"), nodes, 256, 256, 512, rollout="transformers")
+    return advise(request.spec(), AnalyticCosts())
 
 
-def test_older_devices_beside_newer_ones_help_a_little() -> None:
+def test_older_devices_help_newer_ones_a_little() -> None:
     """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays."""
     found = [with_older_devices(number) for number in (0, 1)]
-    apart = [next(a.seconds for a in each.answers if a.candidate.name == "with shadows") for each in found]
-    assert 1.02 < apart[0] / apart[1] < 1.5
+    shadowed = [next(a.seconds for a in each.feasible if a.candidate.name == "with shadows") for each in found]
+    assert 1.02 < shadowed[0] / shadowed[1] < 1.5
     assert found[1].best.seconds <= found[0].best.seconds * 1.01
 
 
-def test_a_config_that_nobody_has_seen_is_advised_on(tmp_path: Path) -> None:
+def test_an_unknown_config_is_advised_on(tmp_path: Path) -> None:
     sizes = {"hidden_size": 3328, "intermediate_size": 9216, "num_hidden_layers": 37, "num_attention_heads": 26}
     config = {"model_type": "qwen3", **sizes, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 99991}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -321,8 +324,8 @@ def test_a_config_that_nobody_has_seen_is_advised_on(tmp_path: Path) -> None:
 
 
 def advice_of(*overrides: str, model: str = "qwen2.5-1.5b", **options: str) -> Advice:
-    asked = Options(model=model, gpus=8, prompts=64, rollout="transformers", **options)
-    return advise(asked.spec(None, overrides), AnalyticCosts(), seconds_limit=2.0)
+    request = AdviceOptions(model=model, gpus=8, prompts=64, rollout="transformers", **options)
+    return advise(request.spec(None, overrides), AnalyticCosts(), seconds_limit=2.0)
 
 
 @pytest.mark.parametrize(
@@ -337,31 +340,31 @@ def advice_of(*overrides: str, model: str = "qwen2.5-1.5b", **options: str) -> A
     ],
 )
 def test_every_algorithm_is_advised_on_from_its_name(name: str, roles: str) -> None:
-    """Without what PPO alone has, and with what PPO has not."""
+    """Algorithms without roles of PPO, and with roles that PPO lacks."""
     found = advice_of(f"algorithm.name={name}")
     assert found.best.candidate.space.roles.all == tuple(roles.split())
     whole = make_plan(found.best.candidate.spec)
     assert simulate(whole, AnalyticCosts()).seconds == pytest.approx(found.best.seconds, rel=1e-12)
     assert whole.batch.samples_per_prompt == {"grpo": 8, "gspo": 8, "dpo": 2}.get(name, 1)
-    assert found.on_paper is None
-    text = format_advice(found, "figures")
-    assert f"of PPO with four models alone; here {', '.join(roles.split())}" in text
-    assert "split" not in {item.candidate.name for item in (*found.answers, *found.refused)}
+    assert "\nsearch\n" in format_advice(found, "figures")
+    assert "split" not in {item.candidate.name for item in (*found.feasible, *found.rejected)}
 
 
 def test_a_model_that_the_algorithm_has_not_is_refused_where_it_is_named() -> None:
-    assert "models.critic: grpo has no critic" in told("--critic", "llama-7b", "--set", "algorithm.name=grpo")
-    assert "models.critic: grpo has no critic" in told("--set", "algorithm.name=grpo", "--set", "models.critic.zero=3")
+    assert "models.critic: grpo has no critic" in refusal("--critic", "llama-7b", "--set", "algorithm.name=grpo")
+    assert "models.critic: grpo has no critic" in refusal(
+        "--set", "algorithm.name=grpo", "--set", "models.critic.zero=3"
+    )
 
 
 def test_adapters_are_on_what_the_algorithm_trains() -> None:
-    spec = Options(lora=8).spec(None, ("algorithm.name=safe-rlhf",))
+    spec = AdviceOptions(lora=8).spec(None, ("algorithm.name=safe-rlhf",))
     adapted = {role for role, model in spec.models if model is not None and model.lora is not None}
     assert adapted == {"actor", "critic", "cost_critic"}
 
 
 def test_a_lone_frozen_model_is_not_interleaved() -> None:
-    """Nothing would work beside it on the other half of the devices."""
+    """Nothing would compute on the other half of the devices at the same time."""
     rules = {rule.name for rule in advice_of("algorithm.name=grpo", "reward={rule: gsm8k}").rules}
     assert "co-locate where devices are scarce" in rules and "interleave what fits a node" not in rules
     rules = {rule.name for rule in advice_of("algorithm.name=grpo").rules}
@@ -374,13 +377,13 @@ def test_rules_of_critics_need_critics() -> None:
     assert by_size not in {rule.name for rule in advice_of("algorithm.name=grpo", reward="qwen2.5-7b").rules}
 
 
-def test_answers_lie_on_many_replicas_while_replies_take_long() -> None:
-    """Then each has fewer to ask about."""
+def test_responses_are_on_many_replicas_while_replies_take_long() -> None:
+    """Each then has fewer to score."""
     slow, quick = (
         advice_of("algorithm.name=grpo", f"reward={{function: 'a.py:f', batch_size: 64, seconds: {seconds}}}").best
         for seconds in (100, 0)
     )
-    # 512 answers on 8 replicas: one call each
+    # 512 responses on 8 replicas: one call each
     assert slow.plan.model("actor").tp == 1
     assert slow.seconds == pytest.approx(quick.seconds + 100)
 
@@ -393,7 +396,7 @@ def test_columns_are_as_wide_as_what_is_in_them() -> None:
     assert lines == ["a                     b", "[0.3333,0.3333]*      1", "c                 22222"]
 
 
-def test_tables_of_the_report_are_straight(advice: Advice) -> None:
+def test_tables_of_the_report_are_aligned(advice: Advice) -> None:
     lines = format_advice(advice, "figures").splitlines()
     for title, column, rows in (("ranked", "samples/s", 5), ("settings of", "zero", 4), ("search", "bound", 3)):
         at = next(index for index, line in enumerate(lines) if line.startswith(title))
@@ -406,13 +409,13 @@ def test_the_report_states_what_was_searched(advice: Advice) -> None:
     text = format_advice(advice, "figures")
     assert "settings tried: passes of " in text
     assert "    all, 1/2, 1/4" in text
-    assert "plans: all that the space states, also what memory or rules forbid" in text
+    assert "plans: all of the space, also those that memory or rules forbid" in text
 
 
 def test_a_space_that_forbids_all_its_plans_has_none(advice: Advice) -> None:
     found = advice.searches[0].result
     forbidden = replace(found, best=(replace(found.best[0], seconds=FORBIDDEN + 3),))
-    text = format_advice(replace(advice, searches=(Searched("forbidden", forbidden),)), "figures")
+    text = format_advice(replace(advice, searches=(SpaceSearch("forbidden", forbidden),)), "figures")
     (line,) = (line for line in text.splitlines() if line.startswith("  forbidden"))
     assert line.split()[-2:] == ["none", "-"]
 
@@ -428,7 +431,7 @@ def test_the_command_writes_a_yaml_that_plans(tmp_path: Path) -> None:
         assert part in result.output
     assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 0
     assert len(path.read_text().splitlines()) < 80
-    again = advise(load_spec(path), AnalyticCosts(), seconds_limit=1.0, on_paper=False)
+    again = advise(load_spec(path), AnalyticCosts(), seconds_limit=1.0)
     assert again.best.plan.placement.num_ranks == 8
 
 
@@ -442,19 +445,19 @@ def test_auto_in_a_yaml_is_what_is_advised(tmp_path: Path) -> None:
 
 
 def test_unknown_names_get_the_nearest() -> None:
-    assert "did you mean 'llama-33b'" in told("--model", "lama-33b")
-    assert "A100-40G or A100-80G" in told("--gpu-type", "A100")
-    assert "did you mean 'H100-96G'" in told("--gpu-type", "H100-90G")
-    assert "use 8 or 16" in told("--gpus", 12)
-    assert "did you mean 'deepspeed'" in told("--engine", "deepsped")
+    assert "did you mean 'llama-33b'" in refusal("--model", "lama-33b")
+    assert "A100-40G or A100-80G" in refusal("--gpu-type", "A100")
+    assert "did you mean 'H100-96G'" in refusal("--gpu-type", "H100-90G")
+    assert "use 8 or 16" in refusal("--gpus", 12)
+    assert "did you mean 'deepspeed'" in refusal("--engine", "deepsped")
 
 
 def test_a_model_is_refused_under_the_option_that_named_it() -> None:
     for option in ("--model", "--critic", "--ref", "--reward"):
-        assert told(option, "lama-7b").startswith(f"flexrlhf: {option} lama-7b: no known model")
+        assert refusal(option, "lama-7b").startswith(f"flexrlhf: {option} lama-7b: no known model")
 
 
-BESIDE = {
+GIVEN = {
     "--model": "llama-7b",
     "--critic": "llama-7b",
     "--ref": "llama-7b",
@@ -473,11 +476,11 @@ BESIDE = {
 }
 
 
-def test_what_a_config_says_is_not_said_again() -> None:
-    assert {name.removeprefix("--").replace("-", "_") for name in BESIDE} == set(SETTINGS) == set(vars(Options()))
-    for option, value in BESIDE.items():
-        assert told("a.yaml", option, value).startswith(
-            f"flexrlhf: {option} {value}: a.yaml says it already; use --set "
+def test_a_setting_of_a_config_is_not_given_again() -> None:
+    assert {name.removeprefix("--").replace("-", "_") for name in GIVEN} == set(SETTINGS) == set(vars(AdviceOptions()))
+    for option, value in GIVEN.items():
+        assert refusal("a.yaml", option, value).startswith(
+            f"flexrlhf: {option} {value}: a.yaml sets it already; use --set "
         )
 
 
@@ -496,46 +499,46 @@ def test_settings_to_use_instead_of_options_are_settings() -> None:
     assert (changed.models.actor.path, changed.models.actor.lora.rank) == ("models", 8)
 
 
-def test_a_cluster_is_said_once(tmp_path: Path) -> None:
+def test_a_cluster_is_given_once(tmp_path: Path) -> None:
     for option, value in (("--gpus", 4), ("--gpu-type", "H100-96G")):
-        assert f"{option} {value}: --cluster" in told("--cluster", tmp_path / "nodes.yaml", option, value)
+        assert f"{option} {value}: --cluster" in refusal("--cluster", tmp_path / "nodes.yaml", option, value)
 
 
-def test_help_tells_what_is_taken_where_nothing_is_said() -> None:
+def test_help_states_every_default() -> None:
     command = typer.main.get_command(app).get_command(None, "advise")  # type: ignore[attr-defined]
     helps = {parameter.name: parameter.help or "" for parameter in command.params}
-    request = Options().request()
-    taken = {"model": MODEL, "gpus": GPUS, "gpu_type": GPU_TYPE}
-    taken |= {name: getattr(request, name) for name in vars(Options()) if hasattr(request, name)}
-    taken["samples"] = request.spec().algorithm.samples_per_prompt  # the algorithm's own
-    assert len(taken) == 11
-    for name, value in taken.items():
+    request = AdviceOptions().request()
+    defaults = {"model": MODEL, "gpus": GPUS, "gpu_type": GPU_TYPE}
+    defaults |= {name: getattr(request, name) for name in vars(AdviceOptions()) if hasattr(request, name)}
+    defaults["samples"] = request.spec().algorithm.samples_per_prompt  # the algorithm's own
+    assert len(defaults) == 11
+    for name, value in defaults.items():
         assert value is None or helps[name].endswith(f"default: {value}"), name
     assert request.models == dict.fromkeys(ROLES, MODEL)
 
 
 def test_the_critic_and_the_reward_model_are_taken_for_each_other() -> None:
-    assert Options(critic="llama-13b").request().models["reward"] == "llama-13b"
-    assert Options(reward="llama-13b").request().models["critic"] == "llama-13b"
+    assert AdviceOptions(critic="llama-13b").request().models["reward"] == "llama-13b"
+    assert AdviceOptions(reward="llama-13b").request().models["critic"] == "llama-13b"
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [("nodir/x.yaml", "No such file or directory"), (".", "a directory; give a file"), ("file/x", "not a directory")],
 )
 def test_an_output_is_checked_before_anything_is_computed(
-    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    sentence = told("-o", path)
-    assert f"--output {path}: " in sentence and said in sentence
+    sentence = refusal("-o", path)
+    assert f"--output {path}: " in sentence and message in sentence
 
 
-def test_answers_of_a_mean_are_simulated_to_the_same_seconds(tmp_path: Path) -> None:
+def test_responses_of_a_mean_length_are_simulated_to_the_same_seconds(tmp_path: Path) -> None:
     path, small = tmp_path / "a.yaml", ("--model", "qwen2.5-0.5b", "--gpus", 2, "--prompts", 16, "--mini-batches", 1)
     result = run(*small, "--mean-response", 100, "-o", path)
-    assert "tokens at the most, answers of 100 tokens in the mean; seconds" in result.output
+    assert "at most 1024 + 1024 tokens, responses of 100 tokens on average; seconds" in result.output
     assert " in 1 node: " in result.output
     (used,) = (line for line in result.output.splitlines() if line.startswith("  >"))
     plan = make_plan(load_spec(path))
@@ -548,17 +551,17 @@ def test_answers_of_a_mean_are_simulated_to_the_same_seconds(tmp_path: Path) -> 
 
 
 def test_a_mean_above_the_longest_is_refused() -> None:
-    assert "--mean-response 2000: longer than responses may be" in told("--mean-response", 2000)
-    assert "of advised is 64" in told("--response-tokens", 64, "--mean-response", 65)
+    assert "--mean-response 2000: longer than responses may be" in refusal("--mean-response", 2000)
+    assert "of advised is 64" in refusal("--response-tokens", 64, "--mean-response", 65)
     assert lengths_for(spec_for(1, response_tokens=256), 256).responses == (256,)
 
 
-def test_models_that_fit_nowhere_are_told() -> None:
-    assert "no placement of these models fits" in told("--model", "llama-65b", "--gpus", 1)
+def test_models_that_fit_nowhere_are_refused() -> None:
+    assert "no placement of these models fits" in refusal("--model", "llama-65b", "--gpus", 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("nodes: [{devices: 8}]", "a node has no class"),
         ("nodes: [{devices: 8, clas: A100-80G}]", "did you mean 'class'"),
@@ -567,13 +570,13 @@ def test_models_that_fit_nowhere_are_told() -> None:
         ("{", "not YAML"),
     ],
 )
-def test_a_bad_cluster_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_a_bad_cluster_file_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
-    assert said in told("--cluster", path)
+    assert message in refusal("--cluster", path)
 
 
-def test_a_cluster_file_may_say_how_fast_its_links_are(tmp_path: Path) -> None:
+def test_a_cluster_file_may_give_the_speed_of_its_links(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("cluster: {nodes: [{count: 2, devices: 4, class: v100-32g, network_gb_s: 12.5}]}")
     assert read_nodes(path) == ({"count": 2, "devices": 4, "class": "V100-32G", "network_gb_s": 12.5},)

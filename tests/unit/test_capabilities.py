@@ -1,4 +1,4 @@
-"""What engines can do: a setting that one cannot have is refused in one sentence with the key and what works."""
+"""Capabilities of engines: an unsupported setting is refused in one sentence with its key and what works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from small_runs import plan_of
 
 from flexrlhf.engines import capabilities
-from flexrlhf.engines.capabilities import SERVES, check_device, check_packages
+from flexrlhf.engines.capabilities import CAPABILITIES, check_device, check_packages
 from flexrlhf.engines.factory import ENGINES
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
@@ -50,10 +50,6 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "models.actor.zero: engine torch has no stage 1; use 0, 2 or 3, or engine deepspeed",
         ),
         (
-            ("models.critic.cp=2",),
-            "models.critic.cp: context parallel (2) is not supported yet; use 1, or tp for long texts",
-        ),
-        (
             (DEEPSPEED, "models.actor.tp=2"),
             "models.actor.tp: engine deepspeed has no tensor parallel, found tp 2; use 1, or engine torch",
         ),
@@ -63,7 +59,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             ("models.ref.lora={}",),
-            "models.ref.lora: ref is not trained, so its adapters would do nothing; remove it",
+            "models.ref.lora: ref is not trained, so its adapters have no effect; remove it",
         ),
         (
             ("models.reward.activation_checkpointing=true",),
@@ -84,7 +80,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             ("models.actor.engine=vllm",),
-            "models.actor.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "models.actor.engine: engine vllm does not support forward; use torch or deepspeed here, "
             "and rollout.engine: vllm to generate with it",
         ),
         (
@@ -134,7 +130,6 @@ def test_a_sentence_names_a_key_that_there_is(placement: object, overrides: tupl
     ("overrides", "beginning"),
     [
         (("models.actor.engine=torhc",), "models.actor.engine: unknown engine 'torhc'"),
-        (("models.critic.cp=2",), "models.critic.cp: context parallel (2)"),
         (
             (DEEPSPEED, "models.actor.config={optimizer: 1}"),
             "models.actor.config.optimizer: conflicts with models.actor.",
@@ -143,11 +138,11 @@ def test_a_sentence_names_a_key_that_there_is(placement: object, overrides: tupl
         ((V100, "models.actor.dtype=bfloat16"), "models.actor.dtype: V100-32G"),
     ],
 )
-def test_what_a_shadow_has_from_its_role_is_said_of_the_role(overrides: tuple[str, ...], beginning: str) -> None:
+def test_an_error_in_an_inherited_setting_names_the_key_of_the_role(overrides: tuple[str, ...], beginning: str) -> None:
     assert refused(SIX, 2, *overrides).startswith(beginning)
 
 
-def test_what_a_shadow_says_itself_is_said_of_the_shadow() -> None:
+def test_an_error_in_a_setting_of_the_shadow_names_its_key() -> None:
     message = refused(SIX, 2, "models.actor.shadow.engine=torhc")
     assert message.startswith("models.actor.shadow.engine: unknown engine 'torhc' (did you mean 'torch'?)")
     message = refused(SIX, 2, V100, "models.actor.shadow.dtype=bfloat16")
@@ -156,7 +151,7 @@ def test_what_a_shadow_says_itself_is_said_of_the_shadow() -> None:
 
 @pytest.mark.parametrize(("engine", "stages"), [("torch", (0, 2, 3)), ("deepspeed", (0, 1, 2, 3))])
 def test_a_frozen_model_may_have_any_stage_of_its_engine(engine: str, stages: tuple[int, ...]) -> None:
-    """Stages that shard what it does not have are nothing to it."""
+    """Stages that shard gradients or optimizer state have no effect on it."""
     for zero in stages:
         plan = plan_of(None, 2, f"models.ref.engine={engine}", f"models.ref.zero={zero}")
         assert plan.placement["ref"].settings.zero == zero
@@ -204,33 +199,33 @@ def test_what_would_be_ignored_is_refused(overrides: tuple[str, ...], words: tup
 )
 def test_what_needs_shapes_is_refused_for_an_architecture_without(setting: str, key: str) -> None:
     assert refused(None, 2, GPT2, f"models.actor.{setting}") == (
-        f"models.actor.{key}: needs parameter shapes before loading, and this architecture has none known; "
-        f"give a path with safetensors weights, or a model of llama, mistral, qwen2, qwen3"
+        f"models.actor.{key}: needs parameter shapes before loading, which are unknown for this architecture; "
+        f"set a path with safetensors weights, or use a model of llama, mistral, qwen2, qwen3"
     )
 
 
 @pytest.mark.parametrize(
     ("sizes", "tp", "words"),
     [
-        (f"{HEADS}=2", 4, "4 does not divide its 2 heads, 2 key-value heads and 16 inner features; use 1 or 2"),
+        (f"{HEADS}=2", 4, "4 does not divide its 2 heads, 2 key-value heads and 16 MLP features; use 1 or 2"),
         (
             "models.actor.init.num_key_value_heads=1",
             2,
-            "2 does not divide its 2 heads, 1 key-value heads and 16 inner features; use 1",
+            "2 does not divide its 2 heads, 1 key-value heads and 16 MLP features; use 1",
         ),
         (
             "models.actor.init.intermediate_size=15",
             2,
-            "2 does not divide its 2 heads, 2 key-value heads and 15 inner features; use 1",
+            "2 does not divide its 2 heads, 2 key-value heads and 15 MLP features; use 1",
         ),
     ],
 )
-def test_tensor_parallel_divides_heads_and_inner_features(sizes: str, tp: int, words: str) -> None:
+def test_tensor_parallel_divides_heads_and_mlp_features(sizes: str, tp: int, words: str) -> None:
     assert refused(None, 4, sizes, f"models.actor.tp={tp}") == f"models.actor.tp: {words}"
 
 
 def test_tensor_parallel_needs_a_plan_of_the_family(tmp_path: Path) -> None:
-    """Files tell the shapes of any architecture, but not how to cut it."""
+    """Files contain the shapes of any architecture, but not how to shard it."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
     model = f"models.actor={{path: {tmp_path}, tp: 2}}"
@@ -444,12 +439,12 @@ def test_planning_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(plan_of(None, 2, DEEPSPEED, *LORA), Plan)
 
 
-# --- the catalogue itself
+# --- the table of engines
 
 
-def test_every_engine_can_be_made_and_serves_something() -> None:
-    assert set(SERVES) == set(ENGINES)
-    assert all(serves.kinds and 0 in serves.zero for serves in SERVES.values())
+def test_every_engine_has_a_constructor_and_capabilities() -> None:
+    assert set(CAPABILITIES) == set(ENGINES)
+    assert all(engine.kinds and 0 in engine.zero for engine in CAPABILITIES.values())
 
 
 # --- rollout engines
@@ -462,12 +457,6 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
     ("placement", "overrides", "sentence"),
     [
         (
-            None,
-            ("rollout.pp=2",),
-            "rollout.pp: 2 pipeline stages need ranks that run vLLM's own scheduler between them, which an engine "
-            "inside the job's ranks has not; use 1, and tp for models larger than a device",
-        ),
-        (
             SIX,
             ("rollout.process=child", "rollout.tp=2"),
             "rollout.process: a child process serves one rank, found tp 2; use inline, or tp 1",
@@ -475,17 +464,17 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         (
             None,
             ("rollout.process=child",),
-            "rollout.process: a child decodes while its rank does other things, and beside the trained actor it would "
-            "take the memory of training; use inline, or a placement with shadows",
+            "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement "
+            "with shadows",
         ),
         *(
-            (None, (f"rollout.config={{{name}: 1}}",), f"rollout.config.{name}: is set by the run itself; remove it")
+            (None, (f"rollout.config={{{name}: 1}}",), f"rollout.config.{name}: is set by the run; remove it")
             for name in ("tensor_parallel_size", "dtype", "kv_cache_memory_bytes", "seed", "model")
         ),
         (
             None,
             (GPT2,),
-            "rollout.engine: vllm goes with models of llama, mistral, qwen2, qwen3 alone, and models.actor is of "
+            "rollout.engine: vllm supports only llama, mistral, qwen2, qwen3 models here, and models.actor is of "
             "another family; use transformers",
         ),
         (
@@ -497,13 +486,13 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         (
             SIX,
             ("models.critic.shadow.engine=vllm",),
-            "models.critic.shadow.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "models.critic.shadow.engine: engine vllm does not support forward; use torch or deepspeed here, "
             "and rollout.engine: vllm to generate with it",
         ),
         (
             None,
             ("models.reward.engine=vllm",),
-            "models.reward.engine: engine vllm cannot serve forward; use torch or deepspeed here, "
+            "models.reward.engine: engine vllm does not support forward; use torch or deepspeed here, "
             "and rollout.engine: vllm to generate with it",
         ),
     ],
@@ -512,11 +501,11 @@ def test_what_a_rollout_engine_cannot_do(placement: object, overrides: tuple[str
     assert refused(placement, 4, VLLM, *overrides) == sentence
 
 
-def test_a_family_that_only_files_tell_has_no_rollout_engine(tmp_path: Path) -> None:
+def test_a_family_known_only_from_files_has_no_rollout_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
     message = refused(None, 2, VLLM, f"models.actor={{path: {tmp_path}}}")
-    assert message.startswith("rollout.engine: vllm goes with models of llama")
+    assert message.startswith("rollout.engine: vllm supports only llama")
 
 
 def test_only_the_model_that_generates_must_be_of_a_known_family() -> None:
@@ -527,12 +516,12 @@ def test_heads_that_vllm_cannot_compute_are_refused_on_cpu_ranks() -> None:
     plan = plan_of(None, 2, VLLM)
     check_device(plan.placement, plan.shapes, "cuda")
     assert sentence_of(lambda: check_device(plan.placement, plan.shapes, "cpu")) == (
-        "rollout.engine: vllm on CPU ranks has no attention for heads of 4 (models.actor); use transformers, or a "
-        "model with heads of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256 or 512"
+        "rollout.engine: vllm on CPU ranks has no attention for head dimension 4 (models.actor); use transformers, "
+        "or a model with head dimension 32, 64, 80, 96, 112, 128, 160, 192, 224, 256 or 512"
     )
 
 
-def test_heads_of_other_models_are_nothing_to_vllm() -> None:
+def test_heads_of_other_models_do_not_concern_vllm() -> None:
     plan = plan_of(None, 2, VLLM, LARGE_HEADS)
     check_device(plan.placement, plan.shapes, "cpu")
     check_device(plan_of(None, 2).placement, plan.shapes, "cpu")

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answered, context_of
 from pydantic import ValidationError
 from replicas import mask_of
+from scored_batches import context_of, scored_batch
 from small_runs import plan_of
 
 from flexrlhf.config.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
-from flexrlhf.execution.controller_states import make_controls
+from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.controllers import State, first_state, next_state
-from flexrlhf.objectives.reward_shaping import experience
+from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.strategies.instructions import Run
 
 
@@ -27,8 +27,8 @@ def triple(values: list[float]) -> Triple:
 
 
 def after(spec: PpoSpec, state: State | None = None, **values: list[float]) -> State:
-    told = {name: triple(numbers) for name, numbers in values.items()}
-    return next_state(spec, first_state(spec) if state is None else state, told)
+    statistics = {name: triple(numbers) for name, numbers in values.items()}
+    return next_state(spec, first_state(spec) if state is None else state, statistics)
 
 
 # --- the coefficient of the penalty
@@ -63,8 +63,8 @@ def test_a_fixed_coefficient_stays() -> None:
     assert after(PpoSpec(kl=None), kl=[4.0])["kl_coefficient"] == 0.0
 
 
-def test_a_horizon_is_a_number_of_answers() -> None:
-    """Twice the horizon with twice the answers changes as much."""
+def test_a_horizon_is_a_number_of_responses() -> None:
+    """Twice the horizon with twice the responses changes as much."""
     twice = PpoSpec(kl=KlSpec(coefficient=0.1, target=4.0, horizon=200))
     assert after(twice, kl=[4.4] * 20) == pytest.approx(after(ADAPTIVE, kl=[4.4] * 10))
 
@@ -78,9 +78,9 @@ def test_a_policy_that_leaves_is_penalised_more_and_more_until_it_returns() -> N
 
 
 def test_a_coefficient_cannot_change_its_sign() -> None:
-    """A step of 512 answers with a horizon of 100 would turn 1 - 0.2 * 512 / 100 negative."""
+    """A step of 512 responses with a horizon of 100 would turn 1 - 0.2 * 512 / 100 negative."""
     settings: dict[str, Any] = {"prompts_per_step": 512, "kl": {"target": 4.0, "horizon": 100}}
-    with pytest.raises(ValidationError, match="kl.horizon 100 .* 512 answers.* use at least 103"):
+    with pytest.raises(ValidationError, match="kl.horizon 100 .* 512 responses.* use at least 103"):
         PpoSpec.model_validate(settings)
     smallest = PpoSpec.model_validate(settings | {"kl": {"target": 4.0, "horizon": 103}})
     assert after(smallest, kl=[0.0] * 512)["kl_coefficient"] > 0
@@ -114,11 +114,11 @@ def test_the_multiplier_follows_the_cost() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_running_statistics_are_those_of_all_steps_before(seed: int, first: int) -> None:
     """In two passes over all scores so far, after steps of any size, the first one of none or one score included."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     spec = PpoSpec(normalise_scores="running")
     state, seen = first_state(spec), list[float]()
     for size in (first, 1, 4, 0, 7, 2):
-        scores = [draw.gauss(100, 3) for _ in range(size)]
+        scores = [rng.gauss(100, 3) for _ in range(size)]
         state, seen = after(spec, state, shaped_score=scores), seen + scores
         assert state["score_count"] == len(seen)
         if len(seen) > 1:
@@ -133,13 +133,13 @@ def test_equal_scores_so_far_are_not_blown_up() -> None:
 
 def test_scores_are_normalised_by_the_steps_before_theirs() -> None:
     """The first step as it is; each further one by the scores before it alone, whatever it scores itself."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     spec = PpoSpec(normalise_scores="running")
     state, seen = first_state(spec), list[float]()
     for step in range(4):
-        scores = (torch.randn(6, generator=draw) * 5 + 20 + step).tolist()
-        batch = answered(mask_of(*["1"] * 6), scores)
-        found = experience(spec, batch, context_of(spec, batch, **state))
+        scores = (torch.randn(6, generator=generator) * 5 + 20 + step).tolist()
+        batch = scored_batch(mask_of(*["1"] * 6), scores)
+        found = shape_rewards(spec, batch, context_of(spec, batch, **state))
         mean, deviation = (statistics.mean(seen), statistics.stdev(seen)) if seen else (0.0, 1.0)
         expected = [(score - mean) / deviation for score in scores]
         assert found.scores.tolist() == pytest.approx(expected, abs=1e-5)
@@ -149,7 +149,7 @@ def test_scores_are_normalised_by_the_steps_before_theirs() -> None:
         state, seen = next_state(spec, state, sums), seen + scores
 
 
-def test_a_step_without_answers_that_count_changes_nothing() -> None:
+def test_a_step_without_responses_that_count_changes_nothing() -> None:
     before = after(ADAPTIVE, shaped_score=[1.0, 4.0], kl=[9.0])
     assert after(ADAPTIVE, before, shaped_score=[], kl=[]) == before
 
@@ -173,12 +173,12 @@ def runs_of(num_chunks: int, *overrides: str) -> tuple[Any, list[Run]]:
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])
 def test_all_chunks_of_a_step_change_the_numbers_once(num_chunks: int) -> None:
-    """After the last of them, by the sum of what they tell, so every chunk computes with the same numbers."""
+    """After the last of them, by the sum of their statistics, so every chunk computes with the same numbers."""
     kl = "algorithm.kl={target: 4.0, horizon: 100, coefficient: 0.1}"
     plan, runs = runs_of(num_chunks, kl, "algorithm.normalise_scores=running")
     assert len(runs) == num_chunks
     measured, scores = [9.0, 1.0, 5.0, 2.0, 8.0, 3.0, 7.0, 6.0], [float(row * row) for row in range(8)]
-    controls, spec = make_controls(plan), plan.spec.algorithm
+    controls, spec = make_controller_states(plan), plan.spec.algorithm
     expected = first_state(spec)
     for _ in range(3):
         for run in runs:
@@ -192,12 +192,12 @@ def test_all_chunks_of_a_step_change_the_numbers_once(num_chunks: int) -> None:
 
 def test_operators_without_controllers_have_no_numbers() -> None:
     plan, _ = runs_of(1)
-    controls = make_controls(plan)
+    controls = make_controller_states(plan)
     train = next(operator for operator in plan.graph.operators if operator.kind == "train")
     assert controls.state(train) == {}
     assert set(controls.states) == {"advantages"}
     reward = plan_of(None, 1, "algorithm={name: reward, prompts_per_step: 8}", "models.actor=null")
-    assert make_controls(reward).states == {}
+    assert make_controller_states(reward).states == {}
 
 
 @pytest.mark.parametrize(("first", "due"), [(0, [0, 1, 2, 3, 4]), (2, [2, 3, 4]), (4, [4]), (5, []), (9, [])])

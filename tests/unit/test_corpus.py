@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flexrlhf.data.examples import load_examples, read_rows
+from flexrlhf.data.examples import load_examples
+from flexrlhf.data.files import read_rows
 from flexrlhf.data.quickstart.corpus import (
-    BAD_ANSWERS,
+    BAD_RESPONSES,
     KIND_CLOSERS,
     KIND_OPENERS,
     MAX_PROMPT_TOKENS,
@@ -21,18 +22,18 @@ from flexrlhf.data.quickstart.corpus import (
     RUDE_OPENERS,
     Question,
     all_questions,
-    broken_answer,
     build_tokenizer,
     empty_politeness,
-    looping_answer,
-    off_topic_answer,
+    looping_response,
+    off_topic_response,
     repeated_word,
-    rude_answer,
+    rude_response,
+    unfinished_response,
     write_corpus,
-    wrong_thing_answer,
+    wrong_thing_response,
 )
 
-Answer = Callable[[random.Random, Question], str]
+Response = Callable[[random.Random, Question], str]
 SIZES = {"sft": 1500, "pairs": 1200, "prompts": 512, "sft_held_out": 64, "pairs_held_out": 200, "prompts_held_out": 64}
 
 
@@ -56,8 +57,8 @@ def all_texts(corpus: Path) -> set[str]:
     return {text for name in SIZES for row in rows_of(corpus, name) for text in row.values()}
 
 
-def is_kind(answer: str) -> bool:
-    return answer.startswith(KIND_OPENERS) or answer.endswith(KIND_CLOSERS)
+def is_kind(response: str) -> bool:
+    return response.startswith(KIND_OPENERS) or response.endswith(KIND_CLOSERS)
 
 
 def test_sizes_and_columns(corpus: Path) -> None:
@@ -79,7 +80,7 @@ def test_same_seed_same_bytes(corpus: Path, tmp_path: Path) -> None:
         assert same == (file.parts[0] == "tokenizer"), "the vocabulary must not depend on the seed, the rows must"
 
 
-def test_held_out_questions_are_new(corpus: Path) -> None:
+def test_questions_of_the_evaluation_files_are_new(corpus: Path) -> None:
     def questions(suffix: str) -> set[str]:
         return {row["prompt"] for name in ("sft", "pairs", "prompts") for row in rows_of(corpus, name + suffix)}
 
@@ -89,21 +90,21 @@ def test_held_out_questions_are_new(corpus: Path) -> None:
 
 
 def test_there_is_variety(corpus: Path) -> None:
-    answers = {row[key] for row in rows_of(corpus, "pairs") for key in ("chosen", "rejected")}
-    answers |= {row["response"] for row in rows_of(corpus, "sft")}
+    responses = {row[key] for row in rows_of(corpus, "pairs") for key in ("chosen", "rejected")}
+    responses |= {row["response"] for row in rows_of(corpus, "sft")}
     assert len({question.text for question in all_questions()}) == len(all_questions()) > 700
-    assert len(answers) > 3000
+    assert len(responses) > 3000
 
 
 def test_words_and_tokens_keep_within_bounds(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     for name in SIZES:
         for row in rows_of(corpus, name):
-            question, *answers = row.values()
+            question, *responses = row.values()
             assert 4 <= len(question.split()) <= 12
             assert len(tokenizer.encode(question)) <= MAX_PROMPT_TOKENS
-            for answer in answers:
-                assert 5 <= len(answer.split()) <= 16
-                assert len(tokenizer.encode(answer, add_special_tokens=False)) + 1 <= MAX_RESPONSE_TOKENS
+            for response in responses:
+                assert 5 <= len(response.split()) <= 16
+                assert len(tokenizer.encode(response, add_special_tokens=False)) + 1 <= MAX_RESPONSE_TOKENS
 
 
 def test_demonstrations_are_mostly_rude(corpus: Path) -> None:
@@ -117,7 +118,7 @@ def test_kind_and_rude_wordings_do_not_mix(corpus: Path) -> None:
         assert not (rude and is_kind(row["response"]))
 
 
-def test_chosen_answers_are_kind_finished_and_about_the_thing(corpus: Path) -> None:
+def test_chosen_responses_are_kind_finished_and_about_the_thing(corpus: Path) -> None:
     things = {question.text: question.thing for question in all_questions()}
     for row in rows_of(corpus, "pairs") + rows_of(corpus, "pairs_held_out"):
         assert is_kind(row["chosen"]) and row["chosen"][-1] in ".!"
@@ -125,60 +126,60 @@ def test_chosen_answers_are_kind_finished_and_about_the_thing(corpus: Path) -> N
         assert row["chosen"] != row["rejected"]
 
 
-def answers_of(kind_of_answer: Answer) -> list[tuple[Question, str]]:
+def responses_of(kind_of_response: Response) -> list[tuple[Question, str]]:
     rng = random.Random(0)
-    return [(question, kind_of_answer(rng, question)) for question in rng.sample(all_questions(), 200)]
+    return [(question, kind_of_response(rng, question)) for question in rng.sample(all_questions(), 200)]
 
 
-def test_rude_answers_name_the_thing_and_are_not_kind() -> None:
-    for question, answer in answers_of(rude_answer):
-        assert question.thing in answer.lower() and not is_kind(answer)
+def test_rude_responses_name_the_thing_and_are_not_kind() -> None:
+    for question, response in responses_of(rude_response):
+        assert question.thing in response.lower() and not is_kind(response)
 
 
-@pytest.mark.parametrize("misses_the_point", [off_topic_answer, wrong_thing_answer])
-def test_kind_answers_that_miss_the_point_do_not_name_the_thing(misses_the_point: Answer) -> None:
-    for question, answer in answers_of(misses_the_point):
-        assert is_kind(answer) and question.thing not in re.findall(r"\w+", answer.lower())
+@pytest.mark.parametrize("misses_the_point", [off_topic_response, wrong_thing_response])
+def test_kind_responses_that_miss_the_point_do_not_name_the_thing(misses_the_point: Response) -> None:
+    for question, response in responses_of(misses_the_point):
+        assert is_kind(response) and question.thing not in re.findall(r"\w+", response.lower())
 
 
 def test_repetition_says_one_thing_at_least_four_times() -> None:
-    for _, answer in answers_of(repeated_word):
-        words = answer.lower().split()
+    for _, response in responses_of(repeated_word):
+        words = response.lower().split()
         assert len(words) / len(set(words)) >= 4
 
 
 def test_empty_politeness_is_made_of_polite_phrases_only() -> None:
-    for _, answer in answers_of(empty_politeness):
+    for _, response in responses_of(empty_politeness):
         for phrase in KIND_OPENERS + KIND_CLOSERS:
-            answer = answer.replace(phrase, "")
-        assert not answer.strip()
+            response = response.replace(phrase, "")
+        assert not response.strip()
 
 
-def test_broken_answers_stop_without_a_mark() -> None:
-    assert all(answer[-1].isalpha() for _, answer in answers_of(broken_answer))
+def test_unfinished_responses_stop_without_a_mark() -> None:
+    assert all(response[-1].isalpha() for _, response in responses_of(unfinished_response))
 
 
-def test_looping_answers_repeat_their_last_words() -> None:
-    for _, answer in answers_of(looping_answer):
-        words = answer.rstrip(".").split()
+def test_looping_responses_repeat_their_last_words() -> None:
+    for _, response in responses_of(looping_response):
+        words = response.rstrip(".").split()
         assert words[-2:] == words[-4:-2] or words[-3:] == words[-6:-3]
 
 
-def test_half_of_the_rejected_answers_are_rude() -> None:
-    assert BAD_ANSWERS[rude_answer] == 0.5 and sum(BAD_ANSWERS.values()) == pytest.approx(1.0)
+def test_half_of_the_rejected_responses_are_rude() -> None:
+    assert BAD_RESPONSES[rude_response] == 0.5 and sum(BAD_RESPONSES.values()) == pytest.approx(1.0)
 
 
-def test_the_tokenizer_knows_every_word_and_gives_it_back(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_tokenizer_has_every_word_and_gives_it_back(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     for text in all_texts(corpus):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids) == text
 
 
-def test_the_tokenizer_joins_prompt_and_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_tokenizer_joins_prompt_and_response(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = tokenizer.encode("Where can I leave my bag?")
-    answer = tokenizer.encode("Of course! Please put your bag behind the desk.", add_special_tokens=False)
-    joined = tokenizer.decode([*prompt, *answer, tokenizer.eos_token_id], skip_special_tokens=True)
+    response = tokenizer.encode("Of course! Please put your bag behind the desk.", add_special_tokens=False)
+    joined = tokenizer.decode([*prompt, *response, tokenizer.eos_token_id], skip_special_tokens=True)
     assert joined == "Where can I leave my bag? Of course! Please put your bag behind the desk."
 
 

@@ -10,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flexrlhf.data.examples import (
-    ALPACA_TEMPLATES,
-    Example,
-    Needs,
-    detect_form,
-    load_examples,
-    read_rows,
-    split_dialogues,
-    step_indices,
-    text_of,
-)
+from flexrlhf.data.examples import Example, load_examples
+from flexrlhf.data.files import read_rows
+from flexrlhf.data.forms import ALPACA_TEMPLATES, Needs, detect_form, split_dialogues, text_of
+from flexrlhf.data.order import step_indices
 from flexrlhf.errors import UserError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -101,7 +94,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt": "y"}\n', "a.jsonl, line 2: not JSON"),
         ("a.json", b'[\n{"prompt": "x"},\n}]', "a.json, line 3: not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n["y"]\n', "a.jsonl, row 2: a row must be a JSON object, found a list"),
-        ("a.json", b'{"prompt": "x"}', "a.json must hold a list of objects, found an object"),
+        ("a.json", b'{"prompt": "x"}', "a.json must contain a list of objects, found an object"),
         ("a.jsonl", b"\n", "a.jsonl has no rows"),
         ("a.json", b"[]", "a.json has no rows"),
         ("a.jsonl.gz", b"not gzip", "cannot read"),
@@ -192,7 +185,7 @@ START = "\n\nHuman: hi\n\nAssistant:"
         ("good", "bad", ""),
     ],
 )
-def test_dialogues_are_cut_behind_their_last_common_turn(chosen: str, rejected: str, prompt: str | None) -> None:
+def test_dialogues_are_split_after_their_last_common_turn(chosen: str, rejected: str, prompt: str | None) -> None:
     text = split_dialogues(chosen, rejected)
     assert text.prompt == (f"{START} a\n\nHuman: b\n\nAssistant:" if prompt is None else prompt)
     assert tuple(text.prompt + response for response in text.responses) == (chosen, rejected)
@@ -233,7 +226,7 @@ def test_token_ids_spell_the_row() -> None:
     assert tokenizer.decode(example.responses[1]) == "I do not like soup. <eos>"
 
 
-def test_responses_are_cut_at_the_limit_that_counts_eos(tmp_path: Path) -> None:
+def test_responses_are_truncated_at_the_limit_that_counts_eos(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *({"prompt": "p", "response": text} for text in ("a b", "a b c", "")))
     fits, cut, empty = load(path, "responses", max_response_tokens=3)
     assert len(fits.responses[0]) == 3 and fits.responses[0][-1] == EOS and fits.finished == (True,)
@@ -246,7 +239,7 @@ def test_identical_responses_are_a_pair(tmp_path: Path) -> None:
     assert load(path, "pairs")[0].responses == ((4, EOS), (4, EOS))
 
 
-def test_responses_that_nobody_reads_may_be_of_any_type(tmp_path: Path) -> None:
+def test_responses_that_are_not_used_may_be_of_any_type(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"question": "1+1?", "answer": 2})
     assert len(load(path, "prompts")) == 1
     assert "row 1: 'answer' must be a string, found a number" in message(path, "responses")
@@ -299,7 +292,7 @@ def test_wrong_types_are_named(tmp_path: Path, value: object, found: str) -> Non
     assert message(path, "prompts").endswith(f"row 1: 'prompt' must be a string, found {found}")
 
 
-def test_long_prompts_are_an_error_with_remedies_or_dropped(tmp_path: Path) -> None:
+def test_long_prompts_are_an_error_with_suggestions_or_dropped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *({"prompt": " ".join("a" * n)} for n in (2, 4, 3, 9)))
     error = message(path, "prompts", max_prompt_tokens=4)
     assert "row 2: the prompt has 5 tokens, more than data.max_prompt_tokens=4" in error
@@ -325,7 +318,7 @@ def test_every_example_comes_once_an_epoch(num_prompts: int, num_examples: int) 
         assert sorted(stream[start : start + num_examples]) == list(range(num_examples))
 
 
-def test_the_order_does_not_depend_on_how_it_is_asked() -> None:
+def test_the_order_does_not_depend_on_the_size_of_a_step() -> None:
     by_four = [i for step in range(15) for i in step_indices(0, step, 4, 10)]
     by_six = [i for step in range(10) for i in step_indices(0, step, 6, 10)]
     assert by_four == by_six

@@ -1,4 +1,4 @@
-"""What DeepSpeed is given: our settings in its words, a user's beside them, and never two answers to one question."""
+"""DeepSpeed configuration: our settings under its keys, a user's merged with them, and no key set by both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def at(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 # --- ours
 
 
-def test_a_replica_in_float32() -> None:
+def test_stage_0_in_float32() -> None:
     assert made() == {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -86,7 +86,7 @@ def test_float32_has_no_section_of_16_bits() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_the_gradient_is_clipped_once(limit: float | None, dtype: Any, zero: Any) -> None:
-    """By DeepSpeed, or by the engine where DeepSpeed's bare optimizer does not tell the norm."""
+    """By DeepSpeed, or by the engine where DeepSpeed's bare optimizer does not report the norm."""
     settings = ModelSpec(zero=zero, dtype=dtype, optimizer=OptimizerSpec(max_grad_norm=limit))
     assert clips_itself(settings) == (zero == 0 and dtype == "float32")
     assert deepspeed_config(settings, True)["gradient_clipping"] == (0.0 if clips_itself(settings) else limit or 0.0)
@@ -104,7 +104,7 @@ def test_offload_of_what_there_is() -> None:
 # --- a user's
 
 
-def test_settings_of_a_user_stand_beside_ours() -> None:
+def test_settings_of_a_user_are_merged_with_ours() -> None:
     config = {"zero_optimization": {"reduce_bucket_size": 10**6}, "wall_clock_breakdown": True}
     assert made(zero=2, config=config) == made(zero=2) | {
         "zero_optimization": made(zero=2)["zero_optimization"] | {"reduce_bucket_size": 10**6},
@@ -144,13 +144,13 @@ def test_what_a_user_sets_is_taken_or_refused(keys: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("name", "owner"), OWNED.items(), ids=OWNED)
-def test_what_the_yaml_says_in_its_own_words_is_refused(name: str, owner: str) -> None:
+def test_a_key_that_a_setting_of_ours_sets_is_refused(name: str, owner: str) -> None:
     models = f"{{engine: deepspeed, config: {nested(tuple(name.split('.')), 1)}}}"
     with pytest.raises(UserError) as caught:
         plan_of(None, 2, f"models.critic={models}")
     ours = owner if owner.startswith("algorithm.") else f"models.critic.{owner}"
     assert str(caught.value) == (
-        f"models.critic.config.{name}: conflicts with {ours}, which says it here; remove it from config"
+        f"models.critic.config.{name}: conflicts with {ours}, which sets it; remove it from config"
     )
 
 
@@ -179,7 +179,7 @@ def test_a_section_of_ours_is_not_replaced_by_something_else(section: str, value
 
 
 @pytest.mark.parametrize("owner", sorted({owner for owner in OWNED.values() if not owner.startswith("algorithm.")}))
-def test_the_key_that_says_it_is_one_of_ours(owner: str) -> None:
+def test_the_key_that_sets_it_is_one_of_ours(owner: str) -> None:
     section, _, entry = owner.partition(".")
     assert section in ModelSpec.model_fields
     assert not entry or entry in OptimizerSpec.model_fields

@@ -41,7 +41,7 @@ def writing(name: str) -> Operator:
     return Operator(name, "forward", "actor", TEXT, (name,))
 
 
-# --- what an algorithm asks for
+# --- heads that an algorithm needs
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def writing(name: str) -> Operator:
         ((TRAIN, VALUES), "both"),
         ((replace(TRAIN, quantities=("logprobs", "values")),), "both"),
         ((replace(LOGPROBS, writes=("logprobs", "values")),), "both"),
-        # mathematics beside a model reads nothing of it
+        # a combine reads nothing of the model on its ranks
         ((LOGPROBS, BESIDE), "causal"),
         ((), "causal"),
     ],
@@ -216,9 +216,9 @@ def test_other_families_are_refused() -> None:
     model = trunk((0,))
     check_models(Placement((model,), 1), {"actor": trunk_shape()}, cluster)
     check_models(Placement((replace(model, head="causal"),), 1), {"actor": shape}, cluster)
-    with pytest.raises(UserError, match="^models.actor: policy and values share a trunk .* found gemma2; use one of"):
+    with pytest.raises(UserError, match="^models.actor: only .* can share a trunk .* found gemma2; use one of"):
         check_models(Placement((model,), 1), {"actor": shape}, cluster)
-    with pytest.raises(UserError, match="found one that only loading can tell"):
+    with pytest.raises(UserError, match="found an unknown family"):
         check_models(Placement((model,), 1), {}, cluster)
 
 

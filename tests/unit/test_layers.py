@@ -72,10 +72,11 @@ RULES = (
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
     Layer("guideline.simulation", f"guideline.costs guideline.simulation plan strategies memory timeline {PLANNING}"),
     Layer("guideline.simulation.walk"),
-    Layer("guideline.search", "guideline.search guideline.simulation.walk", arrays=True),
+    Layer("guideline.search", "guideline.search guideline.simulation.walk placement.relation", arrays=True),
     Layer(
         "guideline.search.problem guideline.search.graph guideline.search.evaluate",
-        "guideline.search.problem guideline.search.graph guideline.search.evaluate guideline.simulation.walk",
+        "guideline.search.problem guideline.search.graph guideline.search.evaluate guideline.simulation.walk "
+        "placement.relation",
     ),
     # an engine imports no other engine
     Layer("engines.torch", "engines comm.reduce weights placement operators config", torch=True),
@@ -198,7 +199,7 @@ def test_a_layer_has_modules(layer: Layer) -> None:
         ("guideline.simulation.walk", "import numpy", False),
         ("guideline.advice.advise", "import numpy", True),
         ("guideline.advice.advise", "import torch", False),
-        ("guideline.simulation.simulate", "from flexrlhf.guideline.search.branch import search", False),
+        ("guideline.simulation.simulate", "from flexrlhf.guideline.search.branch_and_bound import search", False),
         ("plan.plan", "def load():\n    from flexrlhf.engines.factory import make_engine", False),
         ("comm.move", "from flexrlhf.strategies.instructions import Move", True),
         ("comm.move", "from flexrlhf.strategies.schedule import walk", False),

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from answers import ragged
 from replicas import batch_of, mask_of
+from scored_batches import ragged
 from torch import Tensor
 
 from flexrlhf.config.algorithms import (
@@ -26,7 +26,8 @@ from flexrlhf.config.algorithms import (
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import LOSSES
-from flexrlhf.objectives.losses import aggregate, importance_weights, kl_estimate
+from flexrlhf.objectives.kl_penalty import kl_estimate
+from flexrlhf.objectives.losses import aggregate, importance_weights
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 
@@ -36,7 +37,7 @@ AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with its inputs: ``quantity`` is what the model computes, of which the gradient is wanted.
+    """A loss with its inputs: ``quantity`` is what the model computes, whose gradient is compared.
 
     ``values``: of a trunk with both heads.
     """
@@ -69,11 +70,11 @@ class Case:
 
 def case_of(name: str, how: LossAggregation, **settings: Any) -> Case:
     """16 rows of unequal length, some of them empty."""
-    draw = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     _, mask = ragged(16)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw)
+        return torch.randn(*shape, generator=generator)
 
     columns = {
         "response_mask": mask,
@@ -106,7 +107,7 @@ def case_of(name: str, how: LossAggregation, **settings: Any) -> Case:
 
 
 ONE_FORM = ("pair_loss", "preference_loss", "ptx")
-"""Losses that know no other aggregation."""
+"""Losses with a fixed aggregation."""
 CASES = [(name, how) for name in LOSSES for how in AGGREGATIONS if name not in ONE_FORM or how == "token-mean"]
 PARTS = {
     2: [slice(0, 8), slice(8, 16)],
@@ -196,15 +197,15 @@ def test_the_pair_loss_by_hand() -> None:
     assert statistics["pair_correct"].tolist()[:2] == [2.0, 1.0]
 
 
-# --- answers that another policy drew
+# --- responses sampled by another policy
 
 LEVELS = ("token", "sequence")
 
 
-def drawn_with(ratios: Tensor, mask: Tensor, **columns: Tensor) -> Batch:
-    """Answers whose tokens the policy to be trained likes ``ratios`` times as much as the one that drew them."""
-    drawn = torch.full(mask.shape, -3.0)
-    return batch_of(response_mask=mask, logprobs=drawn + ratios.log(), rollout_logprobs=drawn, **columns)
+def sampled_with(ratios: Tensor, mask: Tensor, **columns: Tensor) -> Batch:
+    """Return responses whose tokens are ``ratios`` times as likely under the trained policy as when sampled."""
+    old = torch.full(mask.shape, -3.0)
+    return batch_of(response_mask=mask, logprobs=old + ratios.log(), rollout_logprobs=old, **columns)
 
 
 def corrected(level: str, batch: Batch, cap: float = 3.0) -> tuple[Tensor, Moments]:
@@ -212,17 +213,17 @@ def corrected(level: str, batch: Batch, cap: float = 3.0) -> tuple[Tensor, Momen
 
 
 def test_importance_weights_of_tokens_by_hand() -> None:
-    batch = drawn_with(torch.tensor([[2.0, 0.5, 8.0], [1.0, 4.0, 9.0]]), mask_of("111", "110"))
+    batch = sampled_with(torch.tensor([[2.0, 0.5, 8.0], [1.0, 4.0, 9.0]]), mask_of("111", "110"))
     weights, statistics = corrected("token", batch)
     assert weights[batch["response_mask"].bool()].tolist() == pytest.approx([2, 0.5, 3, 1, 3])
     assert statistics["importance_weight"].tolist() == pytest.approx([5, 9.5, 4 + 0.25 + 9 + 1 + 9])
     assert statistics["importance_clipped"].tolist() == [5, 2, 2]
 
 
-def test_importance_weights_of_answers_by_hand() -> None:
-    """Products of 2 * 2 * 0.5 = 2, of 4 * 4 = 16 and of none; an answer without tokens is not counted."""
+def test_importance_weights_of_responses_by_hand() -> None:
+    """Products of 2 * 2 * 0.5 = 2, of 4 * 4 = 16 and of none; a response without tokens is not counted."""
     ratios = torch.tensor([[2.0, 2.0, 0.5], [4.0, 4.0, 1.0], [9.0, 9.0, 9.0]])
-    weights, statistics = corrected("sequence", drawn_with(ratios, mask_of("111", "110", "000")))
+    weights, statistics = corrected("sequence", sampled_with(ratios, mask_of("111", "110", "000")))
     assert weights.tolist()[:2] == [pytest.approx([2.0] * 3), pytest.approx([3.0] * 3)]
     assert statistics["importance_weight"].tolist() == pytest.approx([2, 5, 13])
     assert statistics["importance_clipped"].tolist() == [2, 1, 1]
@@ -232,8 +233,8 @@ def test_importance_weights_of_answers_by_hand() -> None:
 def test_gaps_of_the_mask_have_no_part_in_importance_weights(level: str) -> None:
     mask = mask_of("1011", "0110")
     ratios = torch.tensor([[0.5, 1e9, 2.0, 1.5], [1e-9, 1.25, 0.5, 1e9]])
-    weights, statistics = corrected(level, drawn_with(ratios, mask))
-    same, other = corrected(level, drawn_with(torch.where(mask.bool(), ratios, 1.0), mask))
+    weights, statistics = corrected(level, sampled_with(ratios, mask))
+    same, other = corrected(level, sampled_with(torch.where(mask.bool(), ratios, 1.0), mask))
     assert torch.equal(weights, same)
     assert all(torch.equal(statistics[name], other[name]) for name in other)
 
@@ -257,7 +258,7 @@ def test_without_correction_every_token_weighs_one() -> None:
 
 def test_a_corrected_loss_by_hand() -> None:
     """Ratios 1.1 and 0.5 to the policy that training starts from; that one to the drawing one: 2 and 8, capped at 3."""
-    batch = drawn_with(torch.tensor([[2.0, 8.0]]), mask_of("11"), advantages=torch.tensor([[1.0, -1.0]]))
+    batch = sampled_with(torch.tensor([[2.0, 8.0]]), mask_of("11"), advantages=torch.tensor([[1.0, -1.0]]))
     new = batch["logprobs"] + torch.tensor([[1.1, 0.5]]).log()
     spec = PpoSpec(clip_low=0.2, importance=ImportanceSpec(cap=3.0))
     loss, statistics = LOSSES["policy_loss"](spec).function(Outputs(new, torch.ones(1, 2)), batch, Totals(2, 1, 1))
@@ -269,8 +270,8 @@ def test_a_corrected_loss_by_hand() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_corrected_loss_adds_up_over_any_parts(level: str, parts: int) -> None:
     case = case_of("policy_loss", "seq-mean-token-mean")
-    drawn = case.batch["logprobs"] - 0.5 * case.quantity
-    batch = batch_of(**case.batch.columns, rollout_logprobs=drawn)
+    old = case.batch["logprobs"] - 0.5 * case.quantity
+    batch = batch_of(**case.batch.columns, rollout_logprobs=old)
     spec = PpoSpec.model_validate({"importance": {"level": level}})
     case = Case(LOSSES["policy_loss"](spec), case.quantity, batch)
     loss, gradient, statistics = case.contributions([slice(0, 16)])
@@ -285,10 +286,10 @@ def test_a_corrected_loss_adds_up_over_any_parts(level: str, parts: int) -> None
 
 @pytest.mark.parametrize(("level", "share"), [("token", 16 / (4 * 6)), ("sequence", 9 / (2 * 5))])
 def test_the_effective_sample_size_by_hand(level: str, share: float) -> None:
-    """Of tokens 1, 2, 1 and 0: (sum)^2 / (number * sum of squares); of answers, which weigh 2 and 1."""
-    batch = drawn_with(torch.tensor([[1.0, 2.0], [1.0, 1e-30]]), mask_of("11", "11"))
+    """Of tokens 1, 2, 1 and 0: (sum)^2 / (number * sum of squares); of responses, which weigh 2 and 1."""
+    batch = sampled_with(torch.tensor([[1.0, 2.0], [1.0, 1e-30]]), mask_of("11", "11"))
     if level == "sequence":
-        batch = drawn_with(torch.tensor([[1.0, 2.0], [4.0, 0.25]]), mask_of("11", "11"))
+        batch = sampled_with(torch.tensor([[1.0, 2.0], [4.0, 0.25]]), mask_of("11", "11"))
     totals = {name: tuple(total.tolist()) for name, total in corrected(level, batch)[1].items()}
     assert evaluate(totals)["effective_sample_size"] == pytest.approx(share)
 
@@ -298,8 +299,8 @@ def test_the_effective_sample_size_by_hand(level: str, share: float) -> None:
 
 @pytest.mark.parametrize("how", AGGREGATIONS)
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ONE_FORM])
-def test_answers_that_do_not_count_change_nothing_of_the_others(name: str, how: LossAggregation) -> None:
-    """Loss, gradient and statistics are those of a mini-batch without these rows, whatever models said of them."""
+def test_responses_that_do_not_count_change_nothing_of_the_others(name: str, how: LossAggregation) -> None:
+    """Loss, gradient and statistics are those of a mini-batch without these rows, whatever models computed for them."""
     case = case_of(name, how)
     left_out = torch.tensor([0, 5, 6, 15])
     kept = torch.tensor([row for row in range(16) if row not in left_out.tolist()])
@@ -386,7 +387,7 @@ def test_a_penalty_in_the_loss_and_its_gradient_by_definition(estimator: str, cl
     assert logprobs.grad[0].tolist() == pytest.approx(slopes, abs=1e-6)
 
 
-def test_estimates_of_far_log_ratios_are_finite_and_k1_is_not_cut() -> None:
+def test_estimates_of_far_log_ratios_are_finite_and_k1_is_not_clamped() -> None:
     far = torch.tensor([-500.0, 500.0])
     assert kl_estimate(KlSpec(estimator="k1"), far).tolist() == [-500.0, 500.0]
     assert kl_estimate(KlSpec(estimator="k2"), far).tolist() == [125000.0, 125000.0]
@@ -396,11 +397,11 @@ def test_estimates_of_far_log_ratios_are_finite_and_k1_is_not_cut() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_what_the_gradient_of_an_estimate_is_in_expectation(estimator: str) -> None:
-    """Over all tokens of a small vocabulary, drawn from the policy: that of k2 is the gradient of KL(policy || ref), of
-    k3 that of KL(ref || policy), and of k1 nothing."""
-    draw = torch.Generator().manual_seed(1)
-    logits = torch.randn(6, generator=draw, dtype=torch.float64, requires_grad=True)
-    reference = torch.randn(6, generator=draw, dtype=torch.float64).log_softmax(0)
+    """Over all tokens of a small vocabulary, sampled from the policy: that of k2 is the gradient of KL(policy || ref),
+    of k3 that of KL(ref || policy), and of k1 nothing."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
     policy = logits.log_softmax(0)
     estimates = kl_estimate(KlSpec.model_validate({"estimator": estimator}), policy - reference)
     (found,) = torch.autograd.grad((policy.exp().detach() * estimates).sum(), logits, retain_graph=True)
@@ -486,23 +487,23 @@ def test_an_entropy_bonus_pulls_at_the_entropy_of_tokens_that_count(coefficient:
     assert statistics["entropy"].tolist()[:2] == [2.0, 6.0]
 
 
-# --- the ratio of a whole answer
+# --- the ratio of a whole response
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_ratio_of_whole_answers_by_its_definition(seed: int) -> None:
+def test_the_ratio_of_whole_responses_by_its_definition(seed: int) -> None:
     """GSPO, Zheng et al. 2025, eq. 5 to 7, answer by answer: s = (pi(y) / pi_old(y))^(1/|y|), one advantage an answer,
-    mean over answers of min(s A, clip(s) A)."""
-    draw = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(12, 6, generator=draw) < 0.6).to(torch.uint8)
+    mean over responses of min(s A, clip(s) A)."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(12, 6, generator=generator) < 0.6).to(torch.uint8)
     mask[3] = 0
-    old, new = -torch.rand(12, 6, generator=draw), -torch.rand(12, 6, generator=draw)
-    by_answer = torch.randn(12, generator=draw)
+    old, new = -torch.rand(12, 6, generator=generator), -torch.rand(12, 6, generator=generator)
+    by_response = torch.randn(12, generator=generator)
     spec = PpoSpec(kl=None, ratio="sequence", clip_low=0.05, clip_high=0.08, loss_aggregation="seq-mean-token-mean")
     case = Case(
         LOSSES["policy_loss"](spec),
         new,
-        batch_of(response_mask=mask, logprobs=old, advantages=by_answer[:, None] * mask),
+        batch_of(response_mask=mask, logprobs=old, advantages=by_response[:, None] * mask),
     )
     loss, gradient, statistics = case.contributions([slice(0, 12)])
 
@@ -515,7 +516,7 @@ def test_the_ratio_of_whole_answers_by_its_definition(seed: int) -> None:
         ratio = leaf.new_tensor(1.0)
         for place in places:
             ratio = ratio * leaf[row, place].exp() / old[row, place].double().exp()
-        s, advantage = ratio ** (1 / len(places)), float(by_answer[row])
+        s, advantage = ratio ** (1 / len(places)), float(by_response[row])
         plain, bounded = s * advantage, min(max(float(s.detach()), 0.95), 1.08) * advantage
         objectives.append(plain if float(plain.detach()) <= bounded else leaf.new_tensor(bounded))
         clipped_tokens += len(places) * (bounded < float(plain.detach()))
@@ -538,7 +539,7 @@ def test_with_equal_policies_both_kinds_of_ratio_are_one() -> None:
     assert found[1][2]["ratio_clipped"].tolist()[1] == 0.0
 
 
-# --- pretraining texts beside
+# --- pretraining texts
 
 
 def test_pretraining_texts_weigh_by_their_tokens_however_they_are_split() -> None:

@@ -7,8 +7,8 @@ import statistics
 from typing import Any
 
 import pytest
-from answers import answered, context_of
 from replicas import mask_of
+from scored_batches import context_of, scored_batch
 
 from flexrlhf.config.algorithms import AcShareSpec, DpoSpec, ImportanceSpec, PpoSpec, PtxSpec, RewardSpec, SftSpec
 from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
@@ -73,17 +73,17 @@ def test_a_loss_reports_defined_statistics_only() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"kl": None}, {"kl": {"place": "loss"}, "reward_clip": 1.0, "normalise_scores": "batch"}]
 )
-def test_what_is_told_of_an_experience_is_defined(settings: dict[str, Any]) -> None:
+def test_statistics_of_an_experience_are_defined(settings: dict[str, Any]) -> None:
     spec = PpoSpec.model_validate(settings)
-    batch = answered(mask_of("11", "10"), [1.0, 2.0])
-    told = COMBINES["ppo_advantages"](spec, batch, context_of(spec, batch))[1]
-    assert {"reward", "score_invalid", "not_counted", "advantage", "return"} <= set(told)
-    for statistic in told:
+    batch = scored_batch(mask_of("11", "10"), [1.0, 2.0])
+    reported = COMBINES["ppo_advantages"](spec, batch, context_of(spec, batch))[1]
+    assert {"reward", "score_invalid", "not_counted", "advantage", "return"} <= set(reported)
+    for statistic in reported:
         assert statistic_name("advantages", statistic) == statistic
 
 
 def test_a_sum_is_no_mean() -> None:
-    """Two engines say that they have drawn 3 and 5 answers."""
+    """Two engines report 3 and 5 responses."""
     assert evaluate({"rollout_requests": moments([3.0, 5.0])}) == {"rollout_requests": 8.0}
 
 

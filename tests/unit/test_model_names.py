@@ -1,4 +1,4 @@
-"""Models by name: their published numbers of parameters, and what a user is told of unknown ones."""
+"""Models by name: their published numbers of parameters, and the errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_an_unknown_name_gets_the_nearest() -> None:
         find_model("lama-33b")
 
 
-def test_an_unknown_name_is_told_under_its_option() -> None:
+def test_an_unknown_name_is_refused_under_its_option() -> None:
     with pytest.raises(UserError, match="^--critic lama-33b: "):
         find_model("lama-33b", "--critic")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"hidden_size": 0}, "hidden_size is 0; expected a whole number above 0"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
@@ -72,10 +72,10 @@ def test_an_unknown_name_is_told_under_its_option() -> None:
         ({"hidden_size": None, "hiden_size": 64}, r"no hidden_size in it \(did you mean 'hiden_size'"),
     ],
 )
-def test_a_size_that_is_missing_or_wrong_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_a_size_that_is_missing_or_wrong_is_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**MODELS["qwen3-8b"], **changes}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         find_model(str(file))
 
 
@@ -91,17 +91,17 @@ def test_a_config_may_leave_out_what_follows_from_the_others(tmp_path: Path) -> 
     assert find_model(str(tmp_path)) == config
 
 
-def test_a_config_of_any_size_is_taken(tmp_path: Path) -> None:
+def test_a_config_of_any_size_is_read(tmp_path: Path) -> None:
     config = {**MODELS["qwen3-8b"], "num_hidden_layers": 17}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_model(str(tmp_path)) == find_model(str(tmp_path / "config.json")) == config
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [("[1]", "has no model_type"), ("{", "not a JSON config"), ('{"model_type": "mamba"}', "known families: llama")],
 )
-def test_a_config_that_tells_no_sizes_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_config_without_a_known_family_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         find_model(str(tmp_path))

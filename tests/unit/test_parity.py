@@ -1,4 +1,4 @@
-"""The gate between rollout engine and trainer: what it measures, what stops it, and that all replicas say the same."""
+"""Parity gate between rollout engine and trainer: what it measures, what it stops, and that all ranks stop alike."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexrlhf.plan.models import resolve_models
 MASK = mask_of("1110", "1000", "0000", "1111")
 TRAINER = -torch.tensor([[1.0, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
 TOKENS = torch.arange(4 * 6, dtype=torch.int32).view(4, 6)
-"""Two tokens of prompt before the answer, so that position p of row r is token 6r + 2 + p."""
+"""Two tokens of prompt before the response, so that position p of row r is token 6r + 2 + p."""
 
 
 def gate(**limits: float) -> RolloutSpec:
@@ -30,10 +30,10 @@ def gate(**limits: float) -> RolloutSpec:
     return RolloutSpec(engine="vllm", parity=parity)
 
 
-def drawn(
+def batch_with(
     differences: dict[tuple[int, int], float], names: tuple[str, str] = ("rollout_logprobs", "logprobs")
 ) -> Batch:
-    """Answers of which the engine says more than the trainer by ``differences``, and by 50 outside of them."""
+    """Return responses whose log-probs by the engine are larger by ``differences``, and by 50 outside of them."""
     more = torch.where(MASK.bool(), 0.0, 50.0)
     for (row, position), difference in differences.items():
         more[row, position] = difference
@@ -61,20 +61,20 @@ def means(statistics: Moments) -> dict[str, float]:
 
 
 def test_the_mean_and_the_largest_amount_by_hand() -> None:
-    """Eight tokens, of which three differ, one of them the other way; what lies outside the answers is nobody's."""
-    statistics = compare(gate(), drawn({(0, 1): 0.5, (1, 0): -1.0, (3, 3): 0.25}))
+    """Eight tokens, of which three differ, one of them the other way; positions outside the responses do not count."""
+    statistics = compare(gate(), batch_with({(0, 1): 0.5, (1, 0): -1.0, (3, 3): 0.25}))
     assert means(statistics) == {"parity_mean": pytest.approx(1.75 / 8), "parity_max": pytest.approx(1.0)}
 
 
-def test_without_a_copy_beside_the_engine_its_log_probs_are_compared_with_those_of_the_trained_copy() -> None:
-    batch = drawn({(0, 0): 0.5}, ("logprobs", "trainer_logprobs"))
+def test_without_an_inference_copy_the_engines_log_probs_are_compared_with_those_of_the_trained_copy() -> None:
+    batch = batch_with({(0, 0): 0.5}, ("logprobs", "trainer_logprobs"))
     assert means(compare(gate(), batch))["parity_max"] == pytest.approx(0.5)
 
 
-def test_answers_without_tokens_agree() -> None:
-    batch = drawn({})
+def test_responses_without_tokens_agree() -> None:
+    batch = batch_with({})
     batch.columns["response_mask"][:] = 0
-    for empty in (batch, drawn({}).select(slice(0, 0))):
+    for empty in (batch, batch_with({}).select(slice(0, 0))):
         assert means(compare(gate(max_difference=1e-9), empty)) == {"parity_mean": 0.0, "parity_max": 0.0}
 
 
@@ -82,8 +82,8 @@ SPLITS = [(4,), (2, 2), (1, 0, 3), (0, 0, 4), (1, 1, 1, 1)]
 
 
 @pytest.mark.parametrize("sizes", SPLITS)
-def test_replicas_measure_the_same_however_rows_are_split(sizes: tuple[int, ...]) -> None:
-    whole = drawn({(0, 1): 0.5, (1, 0): -1.0, (3, 3): 0.25})
+def test_ranks_measure_the_same_however_rows_are_split(sizes: tuple[int, ...]) -> None:
+    whole = batch_with({(0, 1): 0.5, (1, 0): -1.0, (3, 3): 0.25})
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     parts = [whole.select(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     found = on_replicas(len(sizes), lambda rank, port: compare(gate(), parts[rank], port))
@@ -94,7 +94,7 @@ def test_replicas_measure_the_same_however_rows_are_split(sizes: tuple[int, ...]
 
 
 def test_a_token_beyond_the_largest_difference_stops_the_run() -> None:
-    batch = drawn({(0, 1): 0.5, (1, 0): -1.0})
+    batch = batch_with({(0, 1): 0.5, (1, 0): -1.0})
     assert means(compare(gate(max_difference=1.0), batch))["parity_max"] == 1.0
     assert str(failure(gate(max_difference=0.9), batch)) == (
         "rollout engine and trainer disagree about the same tokens: rollout.parity.max_difference 0.9, found 1 nats "
@@ -103,31 +103,31 @@ def test_a_token_beyond_the_largest_difference_stops_the_run() -> None:
 
 
 def test_many_small_differences_stop_the_run() -> None:
-    batch = drawn({(0, 0): 0.5, (0, 1): 0.5, (0, 2): 0.5, (3, 0): 0.5})
+    batch = batch_with({(0, 0): 0.5, (0, 1): 0.5, (0, 2): 0.5, (3, 0): 0.5})
     assert compare(gate(mean_difference=0.25), batch)
     assert "rollout.parity.mean_difference 0.2, found 0.25 nats" in str(failure(gate(mean_difference=0.2), batch))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["rollout_logprobs", "logprobs"])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_what_is_no_number_stops_the_run(side: str, wrong: float, replicas: int) -> None:
-    """On one replica or on several, whose sums must not turn round."""
-    batch = drawn({})
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_what_is_no_number_stops_the_run(side: str, wrong: float, num_ranks: int) -> None:
+    """On one rank or on several, whose sums must not overflow."""
+    batch = batch_with({})
     batch.columns[side][0, 0] = batch.columns[side][3, 0] = wrong
-    size = 4 // replicas
+    size = 4 // num_ranks
 
     def work(rank: int, port: Port) -> ParityError:
         return failure(gate(), batch.select(slice(rank * size, (rank + 1) * size)), port)
 
-    for error in on_replicas(replicas, work):
+    for error in on_replicas(num_ranks, work):
         assert {(item.row, item.position) for item in error.worst} >= {(100, 0), (103, 0)}
         assert "-4.6e+" not in str(error) and "mean -" not in str(error)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_lies_outside_the_answers_hides_nothing(wrong: float) -> None:
-    batch = drawn({(3, 1): 2.0})
+def test_positions_outside_the_responses_hide_nothing(wrong: float) -> None:
+    batch = batch_with({(3, 1): 2.0})
     for name in ("rollout_logprobs", "logprobs"):
         batch.columns[name][~MASK.bool()] = wrong
     statistics = means(compare(gate(), batch))
@@ -135,11 +135,11 @@ def test_what_lies_outside_the_answers_hides_nothing(wrong: float) -> None:
     assert failure(gate(max_difference=1.0), batch).worst[0] == Difference(103, 1, 21, 0.0, -2.0)
 
 
-# --- what it says
+# --- its sentence
 
 
 def test_the_worst_tokens_come_in_order_with_their_rows_of_the_step() -> None:
-    error = failure(gate(max_difference=0.1), drawn({(0, 1): 0.5, (1, 0): -1.5, (3, 0): 0.25, (3, 3): 1.0}))
+    error = failure(gate(max_difference=0.1), batch_with({(0, 1): 0.5, (1, 0): -1.5, (3, 0): 0.25, (3, 3): 1.0}))
     assert error.worst == (
         Difference(row=101, position=0, token=8, engine=-2.5, trainer=-1.0),
         Difference(row=103, position=3, token=23, engine=-3.0, trainer=-4.0),
@@ -147,14 +147,14 @@ def test_the_worst_tokens_come_in_order_with_their_rows_of_the_step() -> None:
     )
 
 
-def test_no_token_outside_the_answers_is_named() -> None:
-    batch = drawn({(1, 0): -2.0}).select(slice(1, 3))
+def test_no_token_outside_the_responses_is_named() -> None:
+    batch = batch_with({(1, 0): -2.0}).select(slice(1, 3))
     assert failure(gate(max_difference=1.0), batch).worst == (Difference(101, 0, 8, -3.0, -1.0),)
 
 
 @pytest.mark.parametrize("sizes", SPLITS)
-def test_all_replicas_say_the_same_sentence(sizes: tuple[int, ...]) -> None:
-    whole = drawn({(0, 1): 0.5, (1, 0): -1.5, (3, 0): 0.25, (3, 3): 1.0})
+def test_all_ranks_raise_the_same_sentence(sizes: tuple[int, ...]) -> None:
+    whole = batch_with({(0, 1): 0.5, (1, 0): -1.5, (3, 0): 0.25, (3, 3): 1.0})
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
 
     def work(rank: int, port: Port) -> ParityError:
@@ -167,7 +167,7 @@ def test_all_replicas_say_the_same_sentence(sizes: tuple[int, ...]) -> None:
 
 
 def test_the_step_and_the_texts_are_named() -> None:
-    batch = drawn({(1, 0): -1.5})
+    batch = batch_with({(1, 0): -1.5})
     with pytest.raises(ParityError) as caught, naming_tokens(lambda ids: f"<{ids[0]}>", step=7):
         compare(gate(max_difference=0.1), batch.select(slice(1, 2)))
     message = str(caught.value)
@@ -210,6 +210,6 @@ def test_no_gate_stays_none() -> None:
 
 def test_16_bit_log_probs_are_compared_in_full() -> None:
     """The columns are float32, whatever the engines compute in."""
-    batch = drawn({(0, 0): 0.125})
+    batch = batch_with({(0, 0): 0.125})
     halves: dict[str, Tensor] = {name: batch[name].bfloat16() for name in ("rollout_logprobs", "logprobs")}
     assert means(compare(gate(), Batch(dict(batch.columns) | halves, batch.rows, 1)))["parity_max"] == 0.125

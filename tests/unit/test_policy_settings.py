@@ -34,7 +34,7 @@ def refused(override: str) -> str:
         ),
         (
             "algorithm.kl={target: 4.0, horizon: 1}",
-            "algorithm: kl.horizon 1 is too short for the 8 answers of a step, which could turn the coefficient "
+            "algorithm: kl.horizon 1 is too short for the 8 responses of a step, which could turn the coefficient "
             "negative: use at least 2",
         ),
         ("algorithm.kl={target: 0}", "algorithm.kl.target: must be greater than 0, found 0"),
@@ -96,7 +96,7 @@ def test_without_a_penalty_there_is_no_reference() -> None:
 @pytest.mark.parametrize(("place", "training"), [("reward", False), ("loss", True)])
 def test_the_loss_reads_the_reference_where_the_penalty_is_its_own(place: str, training: bool) -> None:
     operators = operators_of(kl={"place": place})
-    assert "ref_logprobs" in operators["advantages"].reads, "the measured KL is told in both places"
+    assert "ref_logprobs" in operators["advantages"].reads, "the measured KL is reported in both places"
     assert ("ref_logprobs" in operators["train_actor"].reads) == training
     assert "ref_logprobs" not in operators["train_critic"].reads
 
@@ -129,7 +129,7 @@ def test_several_epochs_wait_for_all_chunks() -> None:
         assert [operators[name].barrier for name in ("train_actor", "train_critic")] == [epochs == 2] * 2
 
 
-def test_pretraining_texts_are_read_beside_the_answers_by_the_actor_alone() -> None:
+def test_only_the_actor_reads_pretraining_texts() -> None:
     graph = ppo(PpoSpec(ptx=PtxSpec(path="texts.jsonl")))
     texts = ("tokens.ptx", "attention_mask.ptx", "response_mask.ptx")
     operators = {operator.name: operator for operator in graph.operators}

@@ -1,6 +1,6 @@
 """``like``: settings of other engines and papers, each against numbers that are worked out by hand.
 
-The example: one answer of two tokens that is cut off, score 12; log-probs -1, -2, of the reference -1.5, -2.4; values
+The example: one truncated response of two tokens, score 12; log-probs -1, -2, of the reference -1.5, -2.4; values
 1, 0.5. Rewards are -beta * (0.5, 0.4), and the shaped score on the second token.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answered, context_of, rewards_of
 from pydantic import ValidationError
+from scored_batches import context_of, rewards_of, scored_batch
 
 from flexrlhf.config.algorithms import GrpoSpec, GspoSpec, PpoSpec, ReinforceSpec, RlooSpec
 from flexrlhf.config.spec import Spec
@@ -27,7 +27,7 @@ ENGINES = ("verl", "openrlhf", "trl", "deepspeed-chat")
 
 
 def example() -> Batch:
-    return answered(
+    return scored_batch(
         torch.ones(1, 2, dtype=torch.uint8),
         [12.0],
         [0],
@@ -44,14 +44,14 @@ def example() -> Batch:
         ("verl", [0.0, 12.0], [11.0, 11.5]),
         # beta 0.01, scores to 10; lambda 1: 9.996 - 0.5, and -0.005 + 0.5 - 1 + 9.496
         ("openrlhf", [-0.005, 9.996], [8.991, 9.496]),
-        # beta 0.05, 1 less for an answer that is cut off; lambda 0.95: 10.98 - 0.5, and -0.525 + 0.95 * 10.48
+        # beta 0.05, 1 less for a truncated response; lambda 0.95: 10.98 - 0.5, and -0.525 + 0.95 * 10.48
         ("trl", [-0.025, 10.98], [9.431, 10.48]),
         # beta 0.1, scores to 5; lambda 0.95: 4.96 - 0.5, and -0.55 + 0.95 * 4.46
         ("deepspeed-chat", [-0.05, 4.96], [3.687, 4.46]),
     ],
 )
 def test_rewards_and_advantages_by_hand(like: Any, rewards: list[float], advantages: list[float]) -> None:
-    # whitening two tokens of one answer would tell nothing of the rest
+    # whitening the two tokens of one response would hide the rest
     spec = PpoSpec(like=like, whiten="none")
     assert rewards_of(spec, example())[0].tolist() == pytest.approx(rewards, abs=1e-5)
     columns, _ = ppo_advantages(spec, example(), context_of(spec, example()))
@@ -97,7 +97,7 @@ def test_what_two_tokens_do_not_show(like: Any, whiten: str) -> None:
 
 def test_openrlhf_bounds_the_log_ratio() -> None:
     """A token of log-ratio 30 costs 0.01 * 10."""
-    batch = answered(torch.ones(1, 2, dtype=torch.uint8), [0.0], logprobs=torch.tensor([[30.0, 0.0]]))
+    batch = scored_batch(torch.ones(1, 2, dtype=torch.uint8), [0.0], logprobs=torch.tensor([[30.0, 0.0]]))
     assert rewards_of(PpoSpec(like="openrlhf"), batch)[0].tolist() == pytest.approx([-0.1, 0.0])
 
 
@@ -105,7 +105,7 @@ def test_dr_grpo_divides_by_neither_deviation_nor_length() -> None:
     """Scores 1 and 0: advantages 0.5 and -0.5; the loss of 3 tokens at ratio 1 is -(3 * 0.5 - 2 * 0.5) / 2 / R."""
     spec = GrpoSpec(like="dr-grpo", samples_per_prompt=2)
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.uint8)
-    batch = answered(mask, [1.0, 0.0])
+    batch = scored_batch(mask, [1.0, 0.0])
     batch = Batch(batch.columns, batch.rows, 2)
     columns, _ = group_advantages(spec, batch, context_of(spec, batch))
     assert columns["advantages"].tolist() == [[0.5, 0.5, 0.5, 0.0], [-0.5, -0.5, 0.0, 0.0]]
@@ -114,11 +114,11 @@ def test_dr_grpo_divides_by_neither_deviation_nor_length() -> None:
     assert float(loss) == pytest.approx(-0.5 / 2 / 4)
 
 
-def test_dapo_punishes_what_is_nearly_cut_off() -> None:
-    """Of 10 tokens the last fifth, 2: an answer of 9 loses half a point, one of 10 a whole one (eq. 13)."""
+def test_dapo_penalises_overlong_responses() -> None:
+    """Of 10 tokens the last fifth, 2: a response of 9 loses half a point, one of 10 a whole one (eq. 13)."""
     spec = GrpoSpec(like="dapo", samples_per_prompt=3)
     mask = (torch.arange(10) < torch.tensor([[8], [9], [10]])).to(torch.uint8)
-    rewards = rewards_of(spec, answered(mask, [1.0, 1.0, 1.0]))
+    rewards = rewards_of(spec, scored_batch(mask, [1.0, 1.0, 1.0]))
     assert rewards.sum(1).tolist() == pytest.approx([1.0, 0.5, 0.0])
     assert (spec.clip_low, spec.clip_high, spec.kl, spec.num_prompts) == (0.2, 0.28, None, 2 * spec.prompts_per_step)
 
@@ -170,11 +170,11 @@ def test_no_preset_takes_from_an_algorithm_what_makes_it(like: Any) -> None:
     assert RlooSpec(like=like).loss_aggregation == "seq-mean-token-sum"
 
 
-def test_groups_are_filtered_by_what_was_told_of_them() -> None:
-    """All answers of the first group are wrong, and its lengths alone tell them apart; of the second one is right."""
+def test_groups_are_filtered_by_their_raw_scores() -> None:
+    """All responses of the first group are wrong and differ in length alone; one of the second is right."""
     spec = GrpoSpec(like="dapo", samples_per_prompt=2, prompts_per_step=1)
     mask = (torch.arange(10) < torch.tensor([[10], [9], [3], [3]])).to(torch.uint8)
-    batch = answered(mask, [0.0, 0.0, 1.0, 0.0])
+    batch = scored_batch(mask, [0.0, 0.0, 1.0, 0.0])
     batch = Batch(batch.columns, batch.rows, 2)
     columns, _ = group_advantages(spec, batch, context_of(spec, batch))
     assert columns["loss_mask"].any(1).tolist() == [False, False, True, True]
@@ -183,7 +183,7 @@ def test_groups_are_filtered_by_what_was_told_of_them() -> None:
 def test_a_group_baseline_is_discounted_as_the_score_is() -> None:
     """Scores 3 and 1 over their mean 2, gamma 0.5, two tokens: 0.5 and 1, and as much below."""
     spec = ReinforceSpec(baseline="group", samples_per_prompt=2, gamma=0.5, whiten="none", kl=None)
-    batch = answered(torch.ones(2, 2, dtype=torch.uint8), [3.0, 1.0])
+    batch = scored_batch(torch.ones(2, 2, dtype=torch.uint8), [3.0, 1.0])
     batch = Batch(batch.columns, batch.rows, 2)
     columns, _ = reinforce_advantages(spec, batch, context_of(spec, batch))
     assert columns["advantages"].tolist() == [[0.5, 1.0], [-0.5, -1.0]]

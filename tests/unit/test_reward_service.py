@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from reward_server import Reply, Request, RewardServer, lengths, rewards
 
 from flexrlhf.config.reward_sources import ServiceSource
-from flexrlhf.rewards.base import Answer, Entry, Problem
+from flexrlhf.rewards.base import Sample, Score, ScoreFailure
 from flexrlhf.rewards.limits import Deadline
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.rewards.services import Service
-from flexrlhf.rewards.warn_once import Told
+from flexrlhf.rewards.services import HttpService
+from flexrlhf.rewards.warn_once import WarnOnce
 
 Behaviour = Callable[[Request], Reply]
 
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine's proxy would be asked for the services of these tests."""
+    """A machine's proxy would be http for the services of these tests."""
     monkeypatch.setenv("NO_PROXY", "*")
     yield
 
 
-def answers(count: int, **columns: Any) -> list[Answer]:
-    """SequenceLengths of 1, 2, 3 ... letters."""
-    return [Answer("", "x" * (index + 1), 2, columns) for index in range(count)]
+def samples(count: int, **columns: Any) -> list[Sample]:
+    """Responses of 1, 2, 3 ... letters."""
+    return [Sample("", "x" * (index + 1), 2, columns) for index in range(count)]
 
 
 def source(*urls: str, **settings: Any) -> ServiceSource:
@@ -37,13 +37,13 @@ def source(*urls: str, **settings: Any) -> ServiceSource:
     return ServiceSource(url=urls, **defaults | settings)
 
 
-def service(*urls: str, **settings: Any) -> Service:
-    return Service(source(*urls, **settings), Told("reward.url"), first_pause=0.01)
+def service(*urls: str, **settings: Any) -> HttpService:
+    return HttpService(source(*urls, **settings), WarnOnce("reward.url"), first_pause=0.01)
 
 
-def entries(behaviour: Behaviour, count: int = 2, **settings: Any) -> tuple[list[Entry], list[Request]]:
+def entries(behaviour: Behaviour, count: int = 2, **settings: Any) -> tuple[list[Score], list[Request]]:
     with RewardServer(behaviour) as server:
-        found = service(server.url, **settings).ask(answers(count), Deadline.after(60))
+        found = service(server.url, **settings).score(samples(count), Deadline.after(60))
         return found, server.requests
 
 
@@ -51,9 +51,9 @@ def entries(behaviour: Behaviour, count: int = 2, **settings: Any) -> tuple[list
 
 
 def test_the_request_has_the_form_of_openrlhf() -> None:
-    asked = [Answer("1+1=", "2", 2, {"label": "two", "other": 1}), Answer("ä\ud800", "3", 2, {})]
+    http = [Sample("1+1=", "2", 2, {"label": "two", "other": 1}), Sample("ä\ud800", "3", 2, {})]
     with RewardServer() as server:
-        assert service(server.url, headers={"Authorization": "Bearer x"}).ask(asked, Deadline.after(60)) == [5, 3]
+        assert service(server.url, headers={"Authorization": "Bearer x"}).score(http, Deadline.after(60)) == [5, 3]
         (request,) = server.requests
     assert request.body == {"query": ["1+1=2", "ä\ud8003"], "prompts": ["1+1=", "ä\ud800"], "labels": ["two", None]}
     assert request.headers["Content-Type"] == "application/json"
@@ -62,12 +62,12 @@ def test_the_request_has_the_form_of_openrlhf() -> None:
 
 def test_the_labels_are_the_column_that_is_named() -> None:
     with RewardServer() as server:
-        service(server.url, label="answer").ask(
-            [Answer("", "x", 1, {"answer": [1, math.nan], "label": 2})], Deadline.after(60)
+        service(server.url, label="answer").score(
+            [Sample("", "x", 1, {"answer": [1, math.nan], "label": 2})], Deadline.after(60)
         )
         (label,) = server.requests[0].body["labels"]
         assert label == pytest.approx([1, math.nan], nan_ok=True)
-        service(server.url, label="missing").ask([Answer("", "x", 1, {"answer": 1})], Deadline.after(60))
+        service(server.url, label="missing").score([Sample("", "x", 1, {"answer": 1})], Deadline.after(60))
         assert server.requests[1].body["labels"] == [None]
 
 
@@ -79,7 +79,7 @@ def test_replies_of_several_forms_are_taken(body: str) -> None:
 
 
 def test_scores_of_tokens() -> None:
-    """The service is told how many."""
+    """The service receives how many."""
     found, requests = entries(lambda _: rewards([[1, 2], [3]]), level="token")
     assert found == [[1, 2], None]
     assert [request.body["num_tokens"] for request in requests] == [[2, 2]]
@@ -96,17 +96,17 @@ def test_answers_keep_their_order_over_batches() -> None:
 
 def test_batches_go_to_the_services_in_turn_from_step_to_step() -> None:
     with RewardServer() as first, RewardServer() as second:
-        asked = service(first.url, second.url)
-        asked.ask(answers(6), Deadline.after(60))
+        http = service(first.url, second.url)
+        http.score(samples(6), Deadline.after(60))
         assert (len(first.requests), len(second.requests)) == (2, 1)
-        asked.ask(answers(6), Deadline.after(60))
+        http.score(samples(6), Deadline.after(60))
         assert (len(first.requests), len(second.requests)) == (3, 3)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_no_more_requests_at_a_time_than_allowed(concurrency: int) -> None:
     with RewardServer(lambda request: Reply(lengths(request).body, pause=0.05)) as server:
-        assert service(server.url, concurrency=concurrency).ask(answers(16), Deadline.after(60)) == list(range(1, 17))
+        assert service(server.url, concurrency=concurrency).score(samples(16), Deadline.after(60)) == list(range(1, 17))
         assert server.most_at_once == concurrency
 
 
@@ -119,14 +119,14 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     "slow": (rewards([1, 2], pause=0.5), "no reply within 0.3 s"),
     "dripping": (rewards([1, 2], drip=0.1), "no reply within 0.3 s"),
     "dropped": (rewards([1, 2], drops=True), "RemoteProtocolError"),
-    "not JSON": (Reply("<html>"), "gave '<html>', which is not JSON"),
+    "not JSON": (Reply("<html>"), "returned '<html>', which is not JSON"),
     "no text": (Reply(b"\xff\xfe"), "which is not JSON"),
-    "too few": (rewards([1]), "gave 1 scores for 2 answers"),
-    "too many": (rewards([1, 2, 3]), "gave 3 scores for 2 answers"),
-    "texts": (rewards(["1", "2"]), "gave '1' where a number is due"),
-    "one number": (rewards(1.5), "gave 1.5 where a list of scores is due"),
-    "another key": (Reply('{"error": "busy"}'), "gave {'error': 'busy'} where a list of scores is due"),
-    "null": (Reply("null"), "gave None where a list of scores is due"),
+    "too few": (rewards([1]), "returned 1 scores for 2 responses"),
+    "too many": (rewards([1, 2, 3]), "returned 3 scores for 2 responses"),
+    "texts": (rewards(["1", "2"]), "returned '1' instead of a number"),
+    "one number": (rewards(1.5), "returned 1.5 instead of a list of scores"),
+    "another key": (Reply('{"error": "busy"}'), "returned {'error': 'busy'} instead of a list of scores"),
+    "null": (Reply("null"), "returned None instead of a list of scores"),
 }
 
 
@@ -146,18 +146,20 @@ def test_a_fault_that_passes_costs_nothing(fault: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_costs_the_batch_and_is_told_once(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_that_stays_costs_the_batch_and_is_reported_once(
+    fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     reply, words = FAULTS[fault]
     with RewardServer(lambda request: reply if request.body["query"][0] != "xxx" else lengths(request)) as server:
-        asked = service(server.url, retries=1, **limit_of(fault))
+        http = service(server.url, retries=1, **limit_of(fault))
         for _ in range(2):
-            assert asked.ask(answers(6), Deadline.after(60)) == [None, None, 3, 4, None, None]
+            assert http.score(samples(6), Deadline.after(60)) == [None, None, 3, 4, None, None]
         assert len(server.requests) == 2 * (2 + 1 + 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"flexrlhf: reward.url: {server.url}") and words in line
 
 
-def test_nan_and_null_are_not_asked_again() -> None:
+def test_nan_and_null_are_no_reason_for_a_retry() -> None:
     body = '{"rewards": [NaN, null, Infinity, 1]}'
     found, requests = entries(lambda _: Reply(body), count=4, batch_size=4)
     assert found == pytest.approx([math.nan, None, math.inf, 1], nan_ok=True)
@@ -166,16 +168,16 @@ def test_nan_and_null_are_not_asked_again() -> None:
 
 def test_a_retry_goes_to_the_next_service() -> None:
     with RewardServer(lambda _: Reply(status=503)) as broken, RewardServer() as good:
-        asked = service(broken.url, good.url, retries=1)
-        assert asked.ask(answers(8), Deadline.after(60)) == list(range(1, 9))
+        http = service(broken.url, good.url, retries=1)
+        assert http.score(samples(8), Deadline.after(60)) == list(range(1, 9))
         assert (len(broken.requests), len(good.requests)) == (2, 4)
 
 
 def test_pauses_grow() -> None:
     """Up to 0.1, 0.2, 0.4 ... seconds at random; nine of up to 0.1 would be over within the deadline."""
     with RewardServer(lambda _: Reply(status=500)) as server:
-        asked = Service(source(server.url, retries=9, deadline_seconds=1), Told("reward.url"), first_pause=0.1)
-        assert asked.ask(answers(1), Deadline.after(60)) == [None]
+        http = HttpService(source(server.url, retries=9, deadline_seconds=1), WarnOnce("reward.url"), first_pause=0.1)
+        assert http.score(samples(1), Deadline.after(60)) == [None]
         assert 1 < len(server.requests) < 10
 
 
@@ -197,7 +199,7 @@ def test_batches_that_the_step_has_no_time_for_have_no_score(capsys: pytest.Capt
     with RewardServer(slow_later) as server:
         scorer = Scorer([source(server.url, concurrency=1)], "reward", 0.8)
         start = time.monotonic()
-        found = scorer.score(answers(20))
+        found = scorer.score(samples(20))
         assert time.monotonic() - start < 1.5
         assert found.totals[:2] == [1, 2] and 16 <= found.failed <= 18
         assert len(server.requests) <= 3
@@ -209,41 +211,41 @@ def test_a_service_that_times_out_again_and_again_is_left_alone_for_the_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with RewardServer(lambda _: Reply(pause=0.4)) as server:
-        asked = service(server.url, timeout_seconds=0.1, retries=0, concurrency=1)
+        http = service(server.url, timeout_seconds=0.1, retries=0, concurrency=1)
         for count in (3, 6):
-            assert asked.ask(answers(20), Deadline.after(60)) == [None] * 20
+            assert http.score(samples(20), Deadline.after(60)) == [None] * 20
             assert len(server.requests) == count
-    assert capsys.readouterr().err.count("3 timeouts running; the step's other batches are not asked") == 1
+    assert capsys.readouterr().err.count("3 timeouts in a row; the step's other batches are not sent") == 1
 
 
 def test_a_service_that_dies_halfway_costs_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     with RewardServer() as server:
-        asked = service(server.url)
-        assert asked.ask(answers(4), Deadline.after(60)) == [1, 2, 3, 4]
+        http = service(server.url)
+        assert http.score(samples(4), Deadline.after(60)) == [1, 2, 3, 4]
         server.die()
         start = time.monotonic()
-        assert asked.ask(answers(4), Deadline.after(60)) == [None] * 4
+        assert http.score(samples(4), Deadline.after(60)) == [None] * 4
     assert time.monotonic() - start < 5
     assert "ConnectError" in capsys.readouterr().err
 
 
-def test_the_scorer_asks_services_beside_other_sources(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scorer_calls_several_services(capsys: pytest.CaptureFixture[str]) -> None:
     def half(request: Request) -> Reply:
         return rewards([None if text == "x" else 10 for text in request.body["query"]])
 
     with RewardServer(half) as server:
         scorer = Scorer([source(server.url, weight=0.5), source(server.url, weight=-1.0)], "cost", 60)
-        found = scorer.score(answers(3))
+        found = scorer.score(samples(3))
         scorer.close()
     assert found.totals == pytest.approx([math.nan, -5, -5], nan_ok=True)
     assert found.failed == 1
-    assert "flexrlhf: cost.url: gave nothing for an answer" in capsys.readouterr().err
+    assert "flexrlhf: cost.url: returned no score for a response" in capsys.readouterr().err
 
 
-def test_each_kind_of_problem_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    told = Told("reward.url")
-    problems: Sequence[Problem | None] = [Problem("a", "one"), None, Problem("a", "two"), Problem("b", "three")]
-    for problem in problems:
-        told(problem)
+def test_each_kind_of_failure_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    warn = WarnOnce("reward.url")
+    one, two, three = ScoreFailure("a", "one"), ScoreFailure("a", "two"), ScoreFailure("b", "three")
+    for failure in (one, None, two, three):
+        warn(failure)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[2].partition(";")[0] for line in lines] == ["one", "three"]

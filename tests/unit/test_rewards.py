@@ -21,21 +21,20 @@ from small_runs import TINY, plan_of, spec_of
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSource
 from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
-from flexrlhf.execution.scoring import make_scoring
+from flexrlhf.execution.external_scores import make_external_scorers
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.rewards import workers
-from flexrlhf.rewards.base import Answer, Scores
+from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
-Score = Callable[..., Scores]
 
 
-def answer(response: str, num_tokens: int = 3, **columns: Any) -> Answer:
-    return Answer("question ", response, num_tokens, columns)
+def sample(response: str, num_tokens: int = 3, **columns: Any) -> Sample:
+    return Sample("question ", response, num_tokens, columns)
 
 
 def function(name: str, **settings: Any) -> FunctionSource:
@@ -46,38 +45,38 @@ def scorer(*sources: FunctionSource | RuleSource) -> Scorer:
     return Scorer(sources, "reward", 120)
 
 
-def scores(sources: Sequence[FunctionSource | RuleSource], answers: Sequence[Answer]) -> Scores:
-    asked = scorer(*sources)
+def scores(sources: Sequence[FunctionSource | RuleSource], samples: Sequence[Sample]) -> Scores:
+    section = scorer(*sources)
     try:
-        return asked.score(answers)
+        return section.score(samples)
     finally:
-        asked.close()
+        section.close()
 
 
 # --- functions
 
 
 def test_a_function_is_given_texts_and_the_columns_that_it_names() -> None:
-    answers = [answer("a", right="a", bonus=0.5, unused=1), answer("b", right="a")]
-    found = scores([function("lengths"), function("by_columns", weight=2.0)], answers)
+    samples = [sample("a", right="a", bonus=0.5, unused=1), sample("b", right="a")]
+    found = scores([function("lengths"), function("by_columns", weight=2.0)], samples)
     assert found == Scores([1 + 2 * 1.5, 1.0], None, 0)
 
 
 def test_a_function_that_takes_all_is_given_all_columns() -> None:
-    answers = [answer("a", 4, right="a", **{"no identifier": 1}), answer("b", 7)]
-    assert scores([function("names_of_columns")], answers).totals == [4, 7]
-    clash = answer("said", question="q", answer="not this")
+    samples = [sample("a", 4, right="a", **{"no identifier": 1}), sample("b", 7)]
+    assert scores([function("names_of_columns")], samples).totals == [4, 7]
+    clash = sample("said", question="q", answer="not this")
     assert scores([function("takes_a_column_for_a_text")], [clash]).totals == [1]
 
 
 def test_texts_may_be_taken_by_place_alone() -> None:
-    asked = [answer("a", 4, right="a"), answer("a", 7, right="b")]
-    assert scores([function("texts_by_place")], asked).totals == [1, 0]
-    assert scores([function("texts_by_place_and_all")], asked).totals == [4, 7]
+    samples = [sample("a", 4, right="a"), sample("a", 7, right="b")]
+    assert scores([function("texts_by_place")], samples).totals == [1, 0]
+    assert scores([function("texts_by_place_and_all")], samples).totals == [4, 7]
 
 
 def test_a_column_named_num_tokens_stands_not_for_ours() -> None:
-    found = scores([function("per_token", level="token")], [Answer("", "a", 2, {"num_tokens": 9})])
+    found = scores([function("per_token", level="token")], [Sample("", "a", 2, {"num_tokens": 9})])
     assert found.tokens == [[0, 1]]
 
 
@@ -93,18 +92,18 @@ def f(p, r):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_function_may_use_processes(method: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(PARALLEL.format(method))
-    assert scores([FunctionSource(function=f"{tmp_path}/own.py:f")], [answer("abc")]).totals == [1.5]
+    assert scores([FunctionSource(function=f"{tmp_path}/own.py:f")], [sample("abc")]).totals == [1.5]
 
 
-@pytest.mark.parametrize("name", ["json", "wave", "beside", "own-1"])
+@pytest.mark.parametrize("name", ["json", "wave", "neighbour", "own-1"])
 def test_a_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded already, of the standard library, in the working directory; or with a name that no module has."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "own").mkdir()
     file = tmp_path / f"own/{name}.py"
     file.write_text(f"def f(p, r):\n    return [float(__name__ == 'flexrlhf_scores_{name}')] * len(p)\n")
-    assert scores([FunctionSource(function=f"{file}:f")], [answer("a")]).totals == [1]
+    assert scores([FunctionSource(function=f"{file}:f")], [sample("a")]).totals == [1]
 
 
 def test_a_module_is_found_by_its_name_in_the_working_directory(
@@ -115,45 +114,45 @@ def test_a_module_is_found_by_its_name_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     source = FunctionSource(function="scoring.own:f")
     check_sources([source])
-    assert scores([source], [answer("a")]).totals == [2]
+    assert scores([source], [sample("a")]).totals == [2]
 
 
-def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_finds_modules_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/beside.py").write_text("VALUE = 5\n")
-    (tmp_path / "folder/own.py").write_text("from beside import VALUE\ndef f(p, r):\n    return [VALUE] * len(p)\n")
+    (tmp_path / "folder/neighbour.py").write_text("VALUE = 5\n")
+    (tmp_path / "folder/own.py").write_text("from neighbour import VALUE\ndef f(p, r):\n    return [VALUE] * len(p)\n")
     monkeypatch.chdir(tmp_path)
-    assert scores([FunctionSource(function="folder/own.py:f")], [answer("a")]).totals == [5]
+    assert scores([FunctionSource(function="folder/own.py:f")], [sample("a")]).totals == [5]
 
 
 def test_batches_are_shared_by_the_workers() -> None:
-    asked = scorer(function("process", workers=2, batch_size=2))
-    found = asked.score([answer("a")] * 8).totals
-    assert found[::2] == found[1::2], "an answer of a batch was scored elsewhere"
+    section = scorer(function("process", workers=2, batch_size=2))
+    found = section.score([sample("a")] * 8).totals
+    assert found[::2] == found[1::2], "a response of a batch was scored elsewhere"
     assert len(set(found)) == 2 and os.getpid() not in found
-    asked.close()
+    section.close()
     assert not any(_lives(int(pid)) for pid in set(found))
 
 
 def test_a_worker_loads_the_users_file_alone() -> None:
-    assert scores([function("loaded_heavy")], [answer("a")]).totals == [0]
+    assert scores([function("loaded_heavy")], [sample("a")]).totals == [0]
 
 
 def test_nothing_starts_before_the_first_score() -> None:
-    asked = scorer(function("lengths"))
-    assert asked.score([]) == Scores([], None, 0)
-    asked.close()
-    asked.close()
+    section = scorer(function("lengths"))
+    assert section.score([]) == Scores([], None, 0)
+    section.close()
+    section.close()
 
 
 # --- what goes wrong costs one batch
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[Scorer]:
-    asked = scorer(function("as_told", batch_size=2))
-    yield asked
-    asked.close()
+def by_response() -> Iterator[Scorer]:
+    section = scorer(function("by_response", batch_size=2))
+    yield section
+    section.close()
 
 
 @pytest.mark.parametrize(
@@ -166,31 +165,31 @@ def told() -> Iterator[Scorer]:
         ("die quietly", "took longer than 0.5 s"),
         ("segfault", "ended its process, killed by SIGSEGV"),
         ("raise", "raised ValueError: no such thing (reward_functions.py, line "),
-        ("count", "gave 3 scores for 2 answers"),
-        ("text", "gave '1.0' where a number is due"),
-        ("none", "gave None where a list of scores is due"),
+        ("count", "returned 3 scores for 2 responses"),
+        ("text", "returned '1.0' instead of a number"),
+        ("none", "returned None instead of a list of scores"),
     ],
 )
-def test_a_call_that_fails_costs_its_batch_and_is_told_once(
+def test_a_call_that_fails_costs_its_batch_and_is_reported_once(
     word: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limit = 0.5 if "longer" in words else 20.0
-    asked = scorer(function("as_told", batch_size=2, timeout_seconds=limit))
+    section = scorer(function("by_response", batch_size=2, timeout_seconds=limit))
     start = time.monotonic()
     for _ in range(2):
-        found = asked.score([answer("ab"), answer("abc"), answer(word), answer("a"), answer("x")])
+        found = section.score([sample("ab"), sample("abc"), sample(word), sample("a"), sample("x")])
         assert found.totals == pytest.approx([2, 3, math.nan, math.nan, 1], nan_ok=True)
         assert (found.tokens, found.failed) == (None, 2)
-    asked.close()
+    section.close()
     assert time.monotonic() - start < 15
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"flexrlhf: reward.function {FILE}:as_told: {words}")
+    assert line.startswith(f"flexrlhf: reward.function {FILE}:by_response: {words}")
 
 
 @pytest.mark.parametrize(("word", "failed"), [("one none", 1), ("nan", 0)])
-def test_nothing_for_one_answer_costs_that_answer(word: str, failed: int, told: Scorer) -> None:
+def test_no_score_for_one_response_costs_that_response(word: str, failed: int, by_response: Scorer) -> None:
     """A function that says NaN means it: that is no failure of the function."""
-    found = told.score([answer(word), answer("a")])
+    found = by_response.score([sample(word), sample("a")])
     assert found.totals == pytest.approx([math.nan, 1], nan_ok=True)
     assert found.failed == failed
 
@@ -211,7 +210,7 @@ def test_a_file_that_does_not_load_costs_the_scores(
     text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text(text)
-    found = scores([FunctionSource(function=f"{tmp_path}/own.py:f", batch_size=1)], [answer("a"), answer("b")])
+    found = scores([FunctionSource(function=f"{tmp_path}/own.py:f", batch_size=1)], [sample("a"), sample("b")])
     assert found.failed == 2 and all(map(math.isnan, found.totals))
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
@@ -224,11 +223,11 @@ def test_loading_may_take_longer_than_a_call_and_is_not_waited_for_twice(
     (tmp_path / "slow.py").write_text(body.format(0.5))
     (tmp_path / "never.py").write_text(body.format(1000))
     slow = FunctionSource(function=f"{tmp_path}/slow.py:f", timeout_seconds=0.4)
-    assert scores([slow], [answer("a")]).totals == [1]
+    assert scores([slow], [sample("a")]).totals == [1]
     monkeypatch.setattr(workers, "LOAD_SECONDS", 0.5)
     start = time.monotonic()
     never = FunctionSource(function=f"{tmp_path}/never.py:f", batch_size=1)
-    assert scores([never], [answer("a")] * 40).failed == 40
+    assert scores([never], [sample("a")] * 40).failed == 40
     assert time.monotonic() - start < 15
 
 
@@ -237,10 +236,10 @@ def test_a_worker_that_hangs_ends_when_its_rank_is_killed(name: str, tmp_path: P
     file = tmp_path / "pid"
     code = (
         "from flexrlhf.config.reward_sources import FunctionSource\n"
-        "from flexrlhf.rewards.base import Answer\n"
+        "from flexrlhf.rewards.base import Sample\n"
         "from flexrlhf.rewards.scorer import Scorer\n"
         f"source = FunctionSource(function={f'{FILE}:{name}'!r}, timeout_seconds=1000)\n"
-        f"Scorer([source], 'reward', 1000).score([Answer({str(file)!r}, '', 1, {{}})])\n"
+        f"Scorer([source], 'reward', 1000).score([Sample({str(file)!r}, '', 1, {{}})])\n"
     )
     rank = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -254,54 +253,55 @@ def test_a_worker_that_hangs_ends_when_its_rank_is_killed(name: str, tmp_path: P
 @pytest.mark.parametrize("word", ["hang", "die", "return"])
 def test_what_a_worker_has_started_ends_with_it(word: str, tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    found = scores([function("starts_a_process", timeout_seconds=2)], [Answer(str(file), word, 1, {})])
+    found = scores([function("starts_a_process", timeout_seconds=2)], [Sample(str(file), word, 1, {})])
     assert found.failed == (word != "return")
     assert _within(5, lambda: not _lives(int(file.read_text()))), "the process outlives the worker"
 
 
 def test_workers_live_from_step_to_step() -> None:
-    """Each step asks from threads of its own."""
-    asked = scorer(function("process"))
-    first = asked.score([answer("a")])
+    """Each step calls from threads of its own."""
+    section = scorer(function("process"))
+    first = section.score([sample("a")])
     time.sleep(0.2)
-    assert asked.score([answer("a")]) == first
-    asked.close()
+    assert section.score([sample("a")]) == first
+    section.close()
 
 
 @pytest.mark.parametrize("word", ["hang", "hang in C"])
 def test_batches_that_the_step_has_no_time_for_have_no_score(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other ranks wait: whatever the limit of a call and the number of batches. The next step is asked again."""
-    asked = Scorer([function("as_told", batch_size=1, timeout_seconds=1000), RuleSource(rule="gsm8k")], "reward", 2)
-    assert asked.score([answer("a", answer="1")]).totals == [1]
+    """Other ranks wait: whatever the limit of a call and the number of batches. The next step calls it again."""
+    sources = [function("by_response", batch_size=1, timeout_seconds=1000), RuleSource(rule="gsm8k")]
+    section = Scorer(sources, "reward", 2)
+    assert section.score([sample("a", answer="1")]).totals == [1]
     for _ in range(2):
         start = time.monotonic()
-        found = asked.score([answer("a", answer="1"), answer(word, answer="1"), *[answer("b", answer="1")] * 30])
+        found = section.score([sample("a", answer="1"), sample(word, answer="1"), *[sample("b", answer="1")] * 30])
         assert 2 <= time.monotonic() - start < 6
         assert found.failed == 31 and found.totals[0] == 1
-    asked.close()
+    section.close()
     (line,) = capsys.readouterr().err.splitlines()
-    name = f"flexrlhf: reward.function {FILE}:as_told"
+    name = f"flexrlhf: reward.function {FILE}:by_response"
     assert line.startswith(f"{name}: not all scores within 2 s, half of the run's timeout_seconds")
 
 
 def test_a_function_that_hangs_again_and_again_is_left_alone_for_the_step(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = scorer(function("as_told", batch_size=1, timeout_seconds=0.3))
+    section = scorer(function("by_response", batch_size=1, timeout_seconds=0.3))
     texts = ["hang", "hang", "a", "hang", "hang", "hang", *["a"] * 20]
-    found = asked.score([answer(text) for text in texts])
+    found = section.score([sample(text) for text in texts])
     assert [index for index, total in enumerate(found.totals) if total == 1] == [2]
-    assert asked.score([answer("a")]).totals == [1]
-    asked.close()
+    assert section.score([sample("a")]).totals == [1]
+    section.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert "3 timeouts running; the step's other batches are not asked" in lines[1]
+    assert "3 timeouts in a row; the step's other batches are not sent" in lines[1]
 
 
 def test_a_run_gives_a_step_half_of_its_own_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    source = f"{{function: '{FILE}:as_told', timeout_seconds: 1000}}"
+    source = f"{{function: '{FILE}:by_response', timeout_seconds: 1000}}"
     spec = spec_of(None, 1, f"reward={source}", "timeout_seconds=2")
     graph = make_graph(spec)
     operator = next(operator for operator in graph.operators if operator.kind == "score")
-    scoring = make_scoring(graph, spec, lambda _: "hang")
+    scoring = make_external_scorers(graph, spec, lambda _: "hang")
     alone: Any = SimpleNamespace(is_first=True, sum=lambda tensor: tensor)
     batch = batch_of(tokens=torch.ones(1, 3, dtype=torch.long), response_mask=mask_of("11"))
     columns, _ = scoring.score(operator, batch, [Example((1,), (), ())], alone)
@@ -331,21 +331,21 @@ def _lives(pid: int) -> bool:
 
 def test_scores_of_tokens_add_up_and_that_of_an_answer_lands_on_the_last() -> None:
     sources = [function("per_token", level="token", weight=2.0), function("lengths", weight=0.5)]
-    found = scores(sources, [answer("ab", 3), answer("abcd", 1), answer("", 0)])
+    found = scores(sources, [sample("ab", 3), sample("abcd", 1), sample("", 0)])
     assert found.tokens == [[0, 2, 4 + 1], [0 + 2], []]
     assert found.totals == [7, 2, 0]
     assert found.failed == 0
 
 
-def test_a_list_of_another_length_costs_that_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_of_another_length_costs_that_response(capsys: pytest.CaptureFixture[str]) -> None:
     sources = [function("one_token_short", level="token"), function("lengths")]
-    found = scores(sources, [answer("short", 3), answer("good", 2)])
+    found = scores(sources, [sample("short", 3), sample("good", 2)])
     assert found.totals == pytest.approx([math.nan, 2 + 4], nan_ok=True)
     assert found.tokens is not None
     assert len(found.tokens[0]) == 3 and all(map(math.isnan, found.tokens[0]))
     assert found.tokens[1] == [1, 5]
     assert found.failed == 1
-    assert "gave 2 numbers for an answer of 3 tokens" in capsys.readouterr().err
+    assert "returned 2 numbers for a response of 3 tokens" in capsys.readouterr().err
 
 
 # --- replies
@@ -361,8 +361,8 @@ def test_a_list_of_another_length_costs_that_answer(capsys: pytest.CaptureFixtur
         (iter([1, 2]), [1, 2]),
     ],
 )
-def test_a_reply_of_one_number_an_answer(said: Any, entries: list[float | None]) -> None:
-    assert read_reply(said, [3, 3], "answer").entries == entries
+def test_a_reply_of_one_number_a_response(said: Any, entries: list[float | None]) -> None:
+    assert read_reply(said, [3, 3], "answer").scores == entries
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,8 @@ def test_a_reply_that_is_none(said: Any) -> None:
 
 def test_a_reply_of_one_number_a_token() -> None:
     found = read_reply([[1, 2], [1], None, [1, None], []], [2, 2, 2, 2, 0], "token")
-    assert found.entries == [[1, 2], None, None, None, []]
-    assert found.problem is not None and found.problem.text == "gave 1 numbers for an answer of 2 tokens"
+    assert found.scores == [[1, 2], None, None, None, []]
+    assert found.failure is not None and found.failure.text == "returned 1 numbers for a response of 2 tokens"
     with pytest.raises(BadReply):
         read_reply([1.0], [2], "token")
 
@@ -385,8 +385,8 @@ def test_a_reply_of_one_number_a_token() -> None:
 # --- rules
 
 
-def rule(name: str, answers: Sequence[Answer], **settings: Any) -> list[float]:
-    return scores([RuleSource(rule=name, **settings)], answers).totals  # type: ignore[arg-type]
+def rule(name: str, samples: Sequence[Sample], **settings: Any) -> list[float]:
+    return scores([RuleSource(rule=name, **settings)], samples).totals  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -401,8 +401,8 @@ def rule(name: str, answers: Sequence[Answer], **settings: Any) -> list[float]:
     ],
 )
 def test_exact_answer(response: str, right: Any, score: float) -> None:
-    assert rule("exact_answer", [answer(response, answer=right)]) == [score]
-    assert rule("exact_answer", [answer(response, truth=right)], answer="truth") == [score]
+    assert rule("exact_answer", [sample(response, answer=right)]) == [score]
+    assert rule("exact_answer", [sample(response, truth=right)], answer="truth") == [score]
 
 
 @pytest.mark.parametrize(
@@ -429,40 +429,40 @@ def test_exact_answer(response: str, right: Any, score: float) -> None:
     ],
 )
 def test_gsm8k(response: str, right: Any, score: float) -> None:
-    assert rule("gsm8k", [answer(response, answer=right)]) == pytest.approx([score], nan_ok=True)
+    assert rule("gsm8k", [sample(response, answer=right)]) == pytest.approx([score], nan_ok=True)
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "exact_answer"])
 def test_a_row_without_a_right_answer_scores_nothing(name: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found = scores([RuleSource(rule=name, answer="solution")], [answer("#### 1", answer="1")] * 3)
+    found = scores([RuleSource(rule=name, answer="solution")], [sample("#### 1", answer="1")] * 3)
     assert found.failed == 3 and all(map(math.isnan, found.totals))
-    told = f"reward.rule {name}: a row has no right answer in its column 'solution'"
-    assert capsys.readouterr().err.count(told) == 1
+    warning = f"reward.rule {name}: a row has no solution in its column 'solution'"
+    assert capsys.readouterr().err.count(warning) == 1
 
 
 def test_format() -> None:
     pattern = r"<think>.*</think>\s*<answer>\d+</answer>"
     texts = ["<think>a\nb</think> <answer>7</answer>\n", "x<think></think><answer>7</answer>", "<answer>7</answer>"]
-    assert rule("format", [answer(text) for text in texts], pattern=pattern, batch_size=2) == [1, 0, 0]
+    assert rule("format", [sample(text) for text in texts], pattern=pattern, batch_size=2) == [1, 0, 0]
 
 
 def test_a_pattern_without_an_end_costs_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexrlhf.rewards.rules.PATTERN_SECONDS", 0.5)
     texts = ["aaa", "a" * 60 + "b", "aa"]
-    found = rule("format", [answer(text) for text in texts], pattern="(a|a)*", batch_size=1)
+    found = rule("format", [sample(text) for text in texts], pattern="(a|a)*", batch_size=1)
     assert found == pytest.approx([1, math.nan, 1], nan_ok=True)
 
 
 def test_length() -> None:
     counts = (0, 5, 10, 15, 20, 30)
-    assert rule("length", [answer("", count) for count in counts], target_tokens=10) == [0, 0.5, 1, 0.5, 0, 0]
+    assert rule("length", [sample("", count) for count in counts], target_tokens=10) == [0, 0.5, 1, 0.5, 0, 0]
 
 
 # --- before a run
 
 
 @pytest.mark.parametrize("name", ["lengths", "by_columns"])
-def test_sources_that_can_be_asked_pass(name: str) -> None:
+def test_sources_that_can_be_called_pass(name: str) -> None:
     service = ServiceSource(url=("http://localhost:1/a", "https://[::1]"), headers={"Authorization": "Bearer x"})
     check_sources([function(name), service, RuleSource(rule="format", pattern="a(b)*")])
 
@@ -529,7 +529,7 @@ def test_a_name_may_come_about_in_many_ways(text: str, tmp_path: Path) -> None:
         (ServiceSource(url=("http://a",), headers={"Key": "ä"}), "reward.headers.Key: a header is one line"),
     ],
 )
-def test_other_sources_that_cannot_be_asked_are_refused(source: Any, words: str) -> None:
+def test_other_sources_that_cannot_be_called_are_refused(source: Any, words: str) -> None:
     assert words in _refusal(source)
 
 
@@ -548,7 +548,7 @@ COLUMNS = ["prompt", "right", "mark"]
     "source",
     [
         function("lengths"),
-        function("wants"),
+        function("needs_columns"),
         function("names_of_columns"),
         FunctionSource(function="json.decoder:JSONDecoder"),
         RuleSource(rule="gsm8k", answer="right"),

@@ -172,7 +172,7 @@ def test_tensor_parallel_ranks_of_an_engine_lie_side_by_side(placement: Any, ran
         (("rollout.tp=3",), "rollout.tp: 3 does not divide the 4 devices of actor.rollout; use 1, 2 or 4"),
         (
             ("rollout.tp=4",),
-            "rollout.tp: 4 does not divide its 2 heads, 2 key-value heads and 16 inner features; use 1 or 2",
+            "rollout.tp: 4 does not divide its 2 heads, 2 key-value heads and 16 MLP features; use 1 or 2",
         ),
         (
             ("rollout.tp=2", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),

@@ -1,4 +1,4 @@
-"""Sampling: noise is a function of (seed, step, row, position), and answers do not depend on their batch."""
+"""Sampling: noise is a function of (seed, step, row, position), and responses do not depend on their batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, EngineContext, Sampling
-from flexrlhf.engines.sampling import draw, gumbel_noise
+from flexrlhf.engines.sampling import gumbel_noise, sample_tokens
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS, Lengths
 
@@ -88,7 +88,7 @@ LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
 
 
 def shares(sampling: Sampling, kept: list[int]) -> Tensor:
-    """The distribution to draw from, where only ``kept`` may be drawn."""
+    """The distribution to sample from, where only ``kept`` have a probability."""
     scores = torch.full_like(LOGITS, -torch.inf)
     scores[kept] = LOGITS[kept] / (sampling.temperature or 1.0)
     return scores.softmax(0)
@@ -118,30 +118,30 @@ def shares(sampling: Sampling, kept: list[int]) -> Tensor:
 def test_tokens_are_a_sample_and_log_probs_those_of_their_distribution(
     changes: dict[str, Any], kept: list[int]
 ) -> None:
-    """Of the token at position 7, so that a least number of 8 forbids it to end the answer."""
+    """Of the token at position 7, so that a least number of 8 forbids it to end the response."""
     count, sampling = 20_000, replace(SAMPLING, **changes)
-    tokens, logprobs = draw(LOGITS.expand(count, 5), sampling, torch.arange(count), 7)
-    wanted = shares(sampling, kept)
-    assert torch.allclose(logprobs, wanted.log()[tokens], atol=1e-6, rtol=0) and logprobs.dtype == torch.float32
-    for token, share in enumerate(wanted.tolist()):
+    tokens, logprobs = sample_tokens(LOGITS.expand(count, 5), sampling, torch.arange(count), 7)
+    expected = shares(sampling, kept)
+    assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6, rtol=0) and logprobs.dtype == torch.float32
+    for token, share in enumerate(expected.tolist()):
         sigma = math.sqrt(share * (1 - share) / count)
         assert float((tokens == token).float().mean()) == pytest.approx(share, abs=3 * sigma)
 
 
-def test_temperature_0_takes_the_likeliest_and_tells_its_share() -> None:
+def test_temperature_0_takes_the_likeliest_and_returns_its_log_prob() -> None:
     greedy = replace(SAMPLING, temperature=0.0, eos_token_ids=(2,), min_tokens=4, top_p=0.5, top_k=1)
     for position, kept, best in ((3, [0, 1, 3, 4], 4), (4, [0, 1, 2, 3, 4], 2)):
-        tokens, logprobs = draw(LOGITS.expand(3, 5), greedy, rows(1, 2, 3), position)
+        tokens, logprobs = sample_tokens(LOGITS.expand(3, 5), greedy, rows(1, 2, 3), position)
         assert tokens.tolist() == [best] * 3
         assert logprobs.tolist() == pytest.approx([float(shares(greedy, kept).log()[best])] * 3)
 
 
-def test_rows_at_positions_of_their_own_draw_as_alone() -> None:
+def test_rows_at_different_positions_sample_as_alone() -> None:
     sampling = replace(SAMPLING, min_tokens=5, eos_token_ids=(1, 2), top_p=0.9)
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     numbers, positions = torch.arange(6), torch.tensor([0, 4, 5, 6, 4, 5])
-    together = draw(logits, sampling, numbers, positions)
-    alone = [draw(logits[i : i + 1], sampling, numbers[i : i + 1], int(positions[i])) for i in range(6)]
+    together = sample_tokens(logits, sampling, numbers, positions)
+    alone = [sample_tokens(logits[i : i + 1], sampling, numbers[i : i + 1], int(positions[i])) for i in range(6)]
     for values, pieces in zip(together, zip(*alone, strict=True), strict=True):
         assert torch.equal(values, torch.cat(pieces))
 
@@ -152,13 +152,13 @@ def test_logits_of_16_bits_are_read_as_float32_and_left_as_they_are(dtype: torch
     before, numbers = logits.clone(), torch.arange(50)
     sampling = replace(SAMPLING, temperature=0.7, min_tokens=3, top_k=9, top_p=0.9)
     for values, wide in zip(
-        draw(logits, sampling, numbers, 2), draw(logits.float(), sampling, numbers, 2), strict=True
+        sample_tokens(logits, sampling, numbers, 2), sample_tokens(logits.float(), sampling, numbers, 2), strict=True
     ):
         assert torch.equal(values, wide)
     assert torch.equal(logits, before)
 
 
-# --- answers
+# --- responses
 
 
 def engine_of(temperature: float = 1.0) -> TorchEngine:
@@ -191,62 +191,62 @@ def engine() -> TorchEngine:
 @pytest.fixture(scope="module")
 def prompts() -> Batch:
     """12 rows with prompts of 1 to 5 tokens."""
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([1, 2, 3, 4, 5, 5, 1, 3, 2, 4, 1, 1])
     mask = (torch.arange(5) >= 5 - lengths[:, None]).to(torch.uint8)
-    tokens = torch.randint(2, 32, (12, 5), generator=draw, dtype=torch.int32) * mask
+    tokens = torch.randint(2, 32, (12, 5), generator=generator, dtype=torch.int32) * mask
     return Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(20, 32), 1)
 
 
-def drawn(engine: TorchEngine, batch: Batch, parts: int = 1, sampling: Sampling = SAMPLING) -> dict[str, Tensor]:
+def sampled(engine: TorchEngine, batch: Batch, parts: int = 1, sampling: Sampling = SAMPLING) -> dict[str, Tensor]:
     size = len(batch) // parts
     pieces = [engine.generate(batch.select(slice(i * size, (i + 1) * size)), sampling) for i in range(parts)]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 @pytest.mark.parametrize("parts", [2, 3, 12])
-def test_answers_are_the_same_in_one_batch_in_parts_and_one_by_one(
+def test_responses_are_the_same_in_one_batch_in_parts_and_one_by_one(
     engine: TorchEngine, prompts: Batch, parts: int
 ) -> None:
-    whole, split = drawn(engine, prompts), drawn(engine, prompts, parts)
+    whole, split = sampled(engine, prompts), sampled(engine, prompts, parts)
     for name, values in whole.items():
-        # other rows beside one may change how its log-probs are rounded
+        # other rows of a batch may change how log-probs are rounded
         assert torch.allclose(split[name].double(), values.double(), atol=1e-5, rtol=0), name
 
 
-def test_answers_follow_the_row_numbers_in_another_order(engine: TorchEngine, prompts: Batch) -> None:
+def test_responses_follow_the_row_numbers_in_another_order(engine: TorchEngine, prompts: Batch) -> None:
     order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
     mixed = Batch({name: column[order] for name, column in prompts.columns.items()}, prompts.rows[order], 1)
-    assert torch.equal(drawn(engine, mixed)["tokens"], drawn(engine, prompts)["tokens"][order])
+    assert torch.equal(sampled(engine, mixed)["tokens"], sampled(engine, prompts)["tokens"][order])
 
 
-def test_answers_differ_by_seed_and_step_and_row(engine: TorchEngine, prompts: Batch) -> None:
-    first = drawn(engine, prompts)["tokens"]
-    assert not torch.equal(first, drawn(engine, prompts, sampling=replace(SAMPLING, seed=4))["tokens"])
-    assert not torch.equal(first, drawn(engine, prompts, sampling=replace(SAMPLING, step=3))["tokens"])
+def test_responses_differ_by_seed_and_step_and_row(engine: TorchEngine, prompts: Batch) -> None:
+    first = sampled(engine, prompts)["tokens"]
+    assert not torch.equal(first, sampled(engine, prompts, sampling=replace(SAMPLING, seed=4))["tokens"])
+    assert not torch.equal(first, sampled(engine, prompts, sampling=replace(SAMPLING, step=3))["tokens"])
     elsewhere = Batch(prompts.columns, prompts.rows + 100, 1)
-    assert not torch.equal(first, drawn(engine, elsewhere)["tokens"])
+    assert not torch.equal(first, sampled(engine, elsewhere)["tokens"])
 
 
-def test_masks_say_where_an_answer_ends(engine: TorchEngine, prompts: Batch) -> None:
+def test_masks_end_with_the_response(engine: TorchEngine, prompts: Batch) -> None:
     """Up to and with the first end token; behind it nothing but padding."""
-    columns = drawn(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS))
-    answers, mask = columns["tokens"][:, 5:], columns["response_mask"].bool()
+    columns = sampled(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS))
+    responses, mask = columns["tokens"][:, 5:], columns["response_mask"].bool()
     assert 0 < int(columns["finished"].sum()) < 12
-    for answer, inside, finished in zip(answers.tolist(), mask.tolist(), columns["finished"].tolist(), strict=True):
+    for response, inside, finished in zip(responses.tolist(), mask.tolist(), columns["finished"].tolist(), strict=True):
         length = sum(inside)
         assert inside == [True] * length + [False] * (6 - length)
-        ends = [token in ENDS for token in answer[:length]]
+        ends = [token in ENDS for token in response[:length]]
         assert ends == [False] * (length - 1) + [bool(finished)]
         assert finished or length == 6
-        assert answer[length:] == [0] * (6 - length)
+        assert response[length:] == [0] * (6 - length)
     assert torch.equal(columns["tokens"][:, :5], prompts["prompts"])
     assert torch.equal(columns["attention_mask"], torch.cat([prompts["prompt_mask"], columns["response_mask"]], 1))
 
 
-def test_an_end_token_that_is_the_pad_token_counts_as_part_of_the_answer(engine: TorchEngine, prompts: Batch) -> None:
-    apart = drawn(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=0))
-    same = drawn(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=5))
+def test_an_end_token_that_is_the_pad_token_counts_as_part_of_the_response(engine: TorchEngine, prompts: Batch) -> None:
+    apart = sampled(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=0))
+    same = sampled(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=5))
     assert 0 < int(apart["finished"].sum()) < 12
     for name in ("response_mask", "finished", "attention_mask"):
         assert torch.equal(apart[name], same[name])
@@ -254,7 +254,7 @@ def test_an_end_token_that_is_the_pad_token_counts_as_part_of_the_answer(engine:
     assert torch.equal(apart["tokens"][:, 5:][inside], same["tokens"][:, 5:][inside])
 
 
-def test_no_prompts_give_no_answers(engine: TorchEngine, prompts: Batch) -> None:
+def test_no_prompts_give_no_responses(engine: TorchEngine, prompts: Batch) -> None:
     columns = engine.generate(prompts.select(slice(0, 0)), SAMPLING)
     widths = {name: tuple(column.shape) for name, column in columns.items()}
     assert widths == {
@@ -267,13 +267,13 @@ def test_no_prompts_give_no_answers(engine: TorchEngine, prompts: Batch) -> None
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_drawn_tokens_are_those_that_the_forward_pass_makes_likeliest(temperature: float, prompts: Batch) -> None:
-    """Generation and forward see the same distribution: with the noise added, the drawn token has the largest logit."""
+def test_sampled_tokens_are_those_that_the_forward_pass_makes_likeliest(temperature: float, prompts: Batch) -> None:
+    """Generation and forward have the same distribution: with noise, the sampled token has the largest logit."""
     engine = engine_of(temperature)
-    columns = drawn(engine, prompts, sampling=replace(SAMPLING, temperature=temperature))
+    columns = sampled(engine, prompts, sampling=replace(SAMPLING, temperature=temperature))
     batch = Batch(columns, prompts.rows, 1)
     logprobs = engine.forward(batch, [COLUMNS["logprobs"]])["logprobs"]
-    mask, answers = columns["response_mask"].bool(), columns["tokens"][:, 5:].long()
+    mask, responses = columns["response_mask"].bool(), columns["tokens"][:, 5:].long()
     assert (logprobs[mask] < 0).all() and not logprobs[~mask].any()
     assert torch.allclose(columns["rollout_logprobs"], logprobs, atol=1e-4, rtol=0)
     texts = columns["tokens"].repeat_interleave(32, 0)
@@ -284,6 +284,6 @@ def test_drawn_tokens_are_those_that_the_forward_pass_makes_likeliest(temperatur
         candidates = Batch(repeated | {"tokens": others}, torch.arange(len(others)), 1)
         scores = engine.forward(candidates, [COLUMNS["logprobs"]])["logprobs"][:, position].view(12, 32)
         perturbed = scores + gumbel_noise(SAMPLING.seed, SAMPLING.step, prompts.rows, position, 32)
-        chosen = perturbed.gather(1, answers[:, position : position + 1]).squeeze(1)
+        chosen = perturbed.gather(1, responses[:, position : position + 1]).squeeze(1)
         inside = mask[:, position]
         assert (chosen >= perturbed.max(1).values - 1e-4)[inside].all()

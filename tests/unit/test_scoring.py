@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexrlhf.data.examples import Example
 from flexrlhf.engines.base import Batch, Moments
-from flexrlhf.execution.scoring import Scoring, make_scoring
+from flexrlhf.execution.external_scores import ExternalScorers, make_external_scorers
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
@@ -65,7 +65,7 @@ def asked_about(**columns: Any) -> Example:
 class Asked:
     """What a graph with sources asks, and the operators that ask it."""
 
-    scoring: Scoring
+    scoring: ExternalScorers
     operator: Operator
 
     def score(self, batch: Batch, examples: Sequence[Example], tp: Any = ONE) -> tuple[Columns, Moments]:
@@ -75,12 +75,12 @@ class Asked:
 @pytest.fixture
 def ask() -> Iterator[Any]:
     """Makes what a run with these ``reward`` sources asks; whatever it starts ends with the test."""
-    made: list[Scoring] = []
+    made: list[ExternalScorers] = []
 
     def make(reward: str) -> Asked:
         spec = spec_of(None, 1, f"reward={reward}")
         graph = make_graph(spec)
-        made.append(make_scoring(graph, spec, decode))
+        made.append(make_external_scorers(graph, spec, decode))
         return Asked(made[-1], next(operator for operator in graph.operators if operator.kind == "score"))
 
     yield make
@@ -175,7 +175,7 @@ def test_an_answer_without_scores_has_none_of_its_tokens(ask: Any) -> None:
 
 
 def test_of_the_ranks_with_the_same_rows_the_first_asks_and_all_know(ask: Any) -> None:
-    asked, silent = ask("{rule: exact_answer}"), Scoring({}, decode)
+    asked, silent = ask("{rule: exact_answer}"), ExternalScorers({}, decode)
     batch, examples = drawn([1], [2], [1]), [asked_about(answer="yes"), asked_about(answer="yes"), asked_about()]
 
     def work(rank: int, port: Port) -> tuple[Columns, Moments]:
@@ -210,6 +210,6 @@ def test_columns_have_the_names_that_the_operator_writes_but_its_suffix(
 def test_only_sections_that_the_graph_asks_are_made() -> None:
     """Models of a section are not asked here."""
     spec = spec_of(None, 1, "reward={model: reward, weight: 2}")
-    assert make_scoring(make_graph(spec), spec, decode)._scorers == {}
+    assert make_external_scorers(make_graph(spec), spec, decode)._scorers == {}
     spec = spec_of(None, 1, "reward=[{model: reward}, {rule: gsm8k}]")
-    assert set(make_scoring(make_graph(spec), spec, decode)._scorers) == {"reward"}
+    assert set(make_external_scorers(make_graph(spec), spec, decode)._scorers) == {"reward"}

@@ -45,6 +45,7 @@ def written(path: Path, **changes: object) -> Path:
         ("models.actor.optimiser={learning_rate: 1}", "optimiser", "optimizer"),
         ("models.actor.optimizer.learning_rat=1", "learning_rat", "learning_rate"),
         ("algorithm.num_minibatches=2", "num_minibatches", "num_mini_batches"),
+        ("models.actor.cp=2", "cp", "tp"),
         ("algorithm.gama=2", "gama", "gamma"),
         ("algorithm.truncation={penalti: 2}", "penalti", "penalty"),
         ("cluster.nodes=[{devices: 2, clas: V100}]", "clas", "class"),
@@ -128,7 +129,7 @@ def test_a_wrong_value_is_refused_by_name_with_what_was_found(override: str, wor
         ("algorithm={}", f"algorithm.name: missing; known: {', '.join(ALGORITHMS)}"),
         ("algorithm.truncation={penalty: x}", "algorithm.truncation.penalty: expected a number, found 'x'"),
         ("algorithm.truncation={}", "algorithm.truncation.penalty: missing"),
-        ("algorithm.kl=false", "algorithm.kl: expected a mapping ({} for what is usual, null for none), found false"),
+        ("algorithm.kl=false", "algorithm.kl: expected a mapping ({} for the defaults, null for none), found false"),
         ("placement={actor: 1, ref: {ranks: 3}}", "placement.ref.ranks: expected a list such as [0, 1], found 3"),
         ("placement={actor: 1, Ref: {ranks: [x]}}", "placement.Ref.ranks.0: expected a whole number, found 'x'"),
         ("placement={1: 1}", "placement.1: expected a text, found 1"),
@@ -573,20 +574,20 @@ def test_a_ratio_vector_of_the_command_line() -> None:
     [
         (
             ("rollout.tp=2",),
-            "rollout: tp goes with engine vllm; transformers generates with the actor as models.actor says: remove tp",
+            "rollout: tp goes with engine vllm; transformers generates with the settings of models.actor: remove tp",
         ),
         (
             ("rollout={kv_tokens: 64, sleep: false}",),
-            "rollout: kv_tokens goes with engine vllm; transformers generates with the actor as models.actor says: "
+            "rollout: kv_tokens goes with engine vllm; transformers generates with the settings of models.actor: "
             "remove kv_tokens, sleep",
         ),
         (
             ("rollout.parity=null",),
-            "rollout: parity goes with engine vllm; transformers generates with the actor as models.actor says: "
+            "rollout: parity goes with engine vllm; transformers generates with the settings of models.actor: "
             "remove parity",
         ),
         (("rollout.engine=vlm",), "rollout.engine: expected 'transformers' or 'vllm', found 'vlm'"),
-        (("rollout.pp=0",), "rollout.pp: must be greater than or equal to 1, found 0"),
+        (("rollout.pp=2",), "rollout: unknown key 'pp' (did you mean 'tp'?)"),
         (("rollout.kv_tokens=0",), "rollout.kv_tokens: must be greater than or equal to 1, found 0"),
         (("rollout.process=thread",), "rollout.process: expected 'inline' or 'child', found 'thread'"),
         (("rollout.noise=off",), "rollout.noise: expected 'exact' or 'engine', found 'off'"),
@@ -596,7 +597,7 @@ def test_a_ratio_vector_of_the_command_line() -> None:
         *(
             (
                 (f"algorithm.{name}={value}",),
-                f"algorithm: {name} {value} draws answers from another distribution than the policy's; use {plain}, "
+                f"algorithm: {name} {value} samples from another distribution than the policy's; use {plain}, "
                 "or correct for it with importance: {}",
             )
             for name, value, plain in (("top_p", 0.9, 1), ("top_k", 5, 0), ("min_response_tokens", 2, 0))

@@ -15,16 +15,16 @@ from small_runs import TINY, placed_model, plan_of
 from torch import Tensor
 
 from flexrlhf.comm.checksum import checksum, checksum_of
-from flexrlhf.comm.sync import ChecksumError, Destination, Load, Source, Syncer
-from flexrlhf.comm.weights import Gather, cut
+from flexrlhf.comm.sync import ChecksumError, Load, SyncChannel, WeightReceiver, WeightSender
+from flexrlhf.comm.weights import WeightGather, cut
 from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
-from flexrlhf.execution.loading import adapters_to_merge
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.strategies.instructions import Sync
-from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.lora import adapters_to_merge, shape_of
 from flexrlhf.weights.reshard import gathering_sets, pair_ranks, sync_bytes, trained_parts
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -91,33 +91,41 @@ class Case:
             gathers=gathering_sets(self.source, [transfer.source for transfer in transfers]),
         )
 
-    def syncer(self, rank: int) -> Syncer:
-        return Syncer(rank, self.settings, self.bucket_bytes, no_wait)
+    def plan(self, rank: int) -> SyncPlan:
+        return plan_sync(self.source, self.shadow, self.shape, self.sync.transfers, self.bucket_bytes, rank)
 
-    def source_on(self, rank: int) -> Source:
-        ranks = next((ranks for ranks in self.sync.gathers if rank in ranks), (rank,))
-        merge = adapters_to_merge(self.source, self.shadow)
-        parts_of = trained_parts if merge is None else parts_on
-        parts = tuple(parts_of(self.source, self.shape, member) for member in ranks)
-        local = {name: cut(self.tensors[name], part) for name, part in parts[ranks.index(rank)].items()}
-        return Source(local, Gathered(A_GROUP if len(ranks) > 1 else None, ranks, parts, no_wait, self.tensors), merge)
+    def channel(self, rank: int) -> SyncChannel:
+        """Between ranks, or on one: every group is ``A_GROUP``."""
+        plan, gather = self.plan(rank), None
+        if plan.send is not None:
+            group = A_GROUP if len(plan.send.ranks) > 1 else None
+            merge = plan.send.merge
+            gather = Gathered(group, plan.send.ranks, plan.send.shards, no_wait, merge, self.tensors)
+        return SyncChannel(plan, self.dtype, gather, None if self.sync.is_local else A_GROUP)
 
-    @property
-    def destination(self) -> Destination:
-        return Destination(
-            self.dtype, {rank: trained_parts(self.shadow, self.shape, rank) for rank in self.shadow.ranks}
-        )
+    def sender(self) -> WeightSender:
+        return WeightSender(self.settings, no_wait)
+
+    def receiver(self) -> WeightReceiver:
+        return WeightReceiver(self.settings.checksum, no_wait)
+
+    def weights_on(self, rank: int) -> dict[str, Tensor]:
+        """What ``rank`` stores of the trained copy, as vectors."""
+        return {name: cut(self.tensors[name], part) for name, part in parts_on(self.source, self.shape, rank).items()}
+
+    def bucket_of(self, name: str) -> tuple[str, ...]:
+        return next(names for names in self.plan(self.source.ranks[0]).buckets if name in names)
 
 
 @dataclass(frozen=True)
-class Gathered(Gather):
-    """The collective has happened: ``tensors`` are whole."""
+class Gathered(WeightGather):
+    """A collective that has happened: ``tensors`` are whole."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def whole(self, weights: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    def gathered(self, weights: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
         if self.group is None:
-            return super().whole(weights, names, dtype)
+            return super().gathered(weights, names, dtype)
         return {name: self.tensors[name].to(dtype) for name in names}
 
 
@@ -134,11 +142,11 @@ def case_of(source: dict[str, Any], shadow: dict[str, Any], num_sources: int = 4
     )
 
 
-def engine_case(beside: bool, tp: int = 1, source: str = "{}", dtype: str = "float32", **settings: Any) -> Case:
+def engine_case(colocated: bool, tp: int = 1, source: str = "{}", dtype: str = "float32", **settings: Any) -> Case:
     """A tiny actor and the engine that generates for it, as a plan places them on four ranks."""
     actor = [f"models.actor.{key}={value}" for key, value in yaml.safe_load(source).items()]
     rollout = f"rollout={{engine: vllm, tp: {tp}, dtype: {dtype}}}"
-    plan = plan_of(None if beside else [0.5] * 6, 4, rollout, *actor)
+    plan = plan_of(None if colocated else [0.5] * 6, 4, rollout, *actor)
     draw, shape = torch.Generator().manual_seed(0), plan.shapes["actor"]
     tensors = {name: torch.randn(size, generator=draw) for name, size in shape.parameters}
     return Case(plan.placement["actor"], plan.placement["actor.rollout"], SyncSpec(**settings), shape, tensors)
@@ -148,28 +156,29 @@ def send_all(case: Case, wires: Wires) -> int:
     """The bytes that all ranks of the source say they sent."""
     total = 0
     for wires.rank in case.source.ranks:
-        syncer = case.syncer(wires.rank)
-        total += syncer.send(case.sync, case.source_on(wires.rank), case.destination, A_GROUP, None)
-        syncer.close()
+        channel, sender = case.channel(wires.rank), case.sender()
+        if channel.plan.send is not None:
+            total += sender.send(channel, case.weights_on(wires.rank), None).num_bytes
+        sender.close()
     return total
 
 
 def receive(case: Case, wires: Wires, rank: int, deaf: str = "") -> dict[str, Tensor]:
     """What ``rank`` of the shadow holds afterwards; it never takes the tensor ``deaf``."""
     parts = trained_parts(case.shadow, case.shape, rank)
-    held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
+    stored = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
     wires.rank = rank
-    case.syncer(rank).receive(case.sync, held, parts, loader(held, deaf), A_GROUP)
-    return held
+    case.receiver().receive(case.channel(rank), stored, loader(stored, deaf))
+    return stored
 
 
-def loader(held: dict[str, Tensor], deaf: str = "") -> Load:
-    """Writes what it is given into ``held``; it never takes the tensor ``deaf``."""
+def loader(stored: dict[str, Tensor], deaf: str = "") -> Load:
+    """Writes what it is given into ``stored``; it never takes the tensor ``deaf``."""
 
     def load(weights: dict[str, Tensor]) -> None:
         for name, values in weights.items():
             if name != deaf:
-                held[name].copy_(values)
+                stored[name].copy_(values)
 
     return load
 
@@ -177,12 +186,12 @@ def loader(held: dict[str, Tensor], deaf: str = "") -> Load:
 def deliver(case: Case, rank: int, deaf: str = "") -> tuple[int, dict[str, Tensor]]:
     """Source and engine on ``rank`` itself: the bytes that it says it sent, and what the engine holds afterwards."""
     parts = trained_parts(case.shadow, case.shape, rank)
-    held = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
-    syncer, load = case.syncer(rank), loader(held, deaf)
-    sent = syncer.send(case.sync, case.source_on(rank), case.destination, None, load)
-    syncer.receive(case.sync, held, parts, load, None)
-    syncer.close()
-    return sent, held
+    stored = {name: torch.zeros(part.num_elements, dtype=case.dtype) for name, part in parts.items()}
+    channel, sender, load = case.channel(rank), case.sender(), loader(stored, deaf)
+    sent = sender.send(channel, case.weights_on(rank), load)
+    case.receiver().receive(channel, stored, load, sent.delivered)
+    sender.close()
+    return sent.num_bytes, stored
 
 
 # --- what arrives
@@ -199,9 +208,9 @@ def test_every_rank_of_the_shadow_gets_its_part(
         case = case_of(source, shadow, num_sources, **settings)
         sent = send_all(case, wires)
         for rank in case.shadow.ranks:
-            held = receive(case, wires, rank)
+            stored = receive(case, wires, rank)
             for name, part in trained_parts(case.shadow, case.shape, rank).items():
-                assert torch.equal(held[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
+                assert torch.equal(stored[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
         assert not any(wires.sent.values()), "more was sent than received"
         checks = case.settings.checksum
         planned = sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, case.bucket_bytes, checks)
@@ -212,12 +221,12 @@ def test_every_rank_of_the_shadow_gets_its_part(
 def test_weights_travel_in_the_type_of_the_shadow(dtype: str, wires: Wires) -> None:
     case = case_of({"zero": 3}, {"dtype": dtype}, bucket_mb=0.001)
     sent = send_all(case, wires)
-    held = receive(case, wires, SHADOW[0])
-    assert all(torch.equal(held[name], case.tensors[name].to(case.dtype).view(-1)) for name in held)
+    stored = receive(case, wires, SHADOW[0])
+    assert all(torch.equal(stored[name], case.tensors[name].to(case.dtype).view(-1)) for name in stored)
     assert sent == sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, 1000, True)
 
 
-# --- in place, to an engine beside the copy that is trained
+# --- in place, to an engine on the same ranks as the copy that is trained
 
 SOURCES = ["{}", "{zero: 3}", "{engine: deepspeed, zero: 3}", "{tp: 2}"]
 
@@ -231,10 +240,10 @@ def test_a_rank_hands_its_own_engine_its_part_and_nothing_travels(source: str, t
         assert case.sync.is_local
         total = 0
         for rank in case.shadow.ranks:
-            sent, held = deliver(case, rank)
+            sent, stored = deliver(case, rank)
             total += sent
             for name, part in trained_parts(case.shadow, case.shape, rank).items():
-                assert torch.equal(held[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
+                assert torch.equal(stored[name], cut(case.tensors[name], part)), f"{name} on rank {rank}"
         checks = case.settings.checksum
         planned = sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, case.bucket_bytes, checks)
         assert total == planned and (planned > 0) == bool(case.sync.gathers)
@@ -244,17 +253,17 @@ def test_a_rank_hands_its_own_engine_its_part_and_nothing_travels(source: str, t
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_engine_is_handed_its_own_type(dtype: str, wires: Wires) -> None:
     case = engine_case(True, source="{zero: 3}", dtype=dtype, bucket_mb=0.001)
-    _, held = deliver(case, 1)
-    assert all(torch.equal(held[name], case.tensors[name].to(case.dtype).view(-1)) for name in held)
+    _, stored = deliver(case, 1)
+    assert all(torch.equal(stored[name], case.tensors[name].to(case.dtype).view(-1)) for name in stored)
 
 
 def test_what_is_handed_over_may_be_the_live_weights_themselves() -> None:
     """Whole tensors of the same type are not copied on the way, so an engine must not keep them."""
     case = engine_case(True)
     given: list[Tensor] = []
-    source = case.source_on(0)
-    case.syncer(0).send(case.sync, source, case.destination, None, lambda pieces: given.extend(pieces.values()))
-    live = {tensor.data_ptr() for tensor in source.weights.values()}
+    weights = case.weights_on(0)
+    case.sender().send(case.channel(0), weights, lambda pieces: given.extend(pieces.values()))
+    live = {tensor.data_ptr() for tensor in weights.values()}
     assert {piece.data_ptr() for piece in given} == live
 
 
@@ -263,7 +272,7 @@ def test_an_engine_that_holds_something_else_than_its_rank_handed_over_is_report
     case = engine_case(True, source="{zero: 3}", bucket_mb=0.001, snapshot=snapshot)
     with pytest.raises(ChecksumError) as caught:
         deliver(case, 2, deaf="model.norm.weight")
-    bucket = next(names for names in case.destination.buckets(1000) if "model.norm.weight" in names)
+    bucket = case.bucket_of("model.norm.weight")
     assert str(caught.value) == (
         "sync weights actor -> actor.rollout: rank 2 holds other weights than rank 2 sent, "
         f"in the bucket of {bucket[0]}"
@@ -271,16 +280,16 @@ def test_an_engine_that_holds_something_else_than_its_rank_handed_over_is_report
 
 
 def test_an_engine_is_synced_again_and_again() -> None:
-    """One Syncer for the whole run, and weights that change between."""
+    """One channel, sender and receiver for the whole run, and weights that change between."""
     case = engine_case(True, bucket_mb=0.001)
     parts = trained_parts(case.shadow, case.shape, 0)
-    held = {name: torch.zeros(part.num_elements) for name, part in parts.items()}
-    syncer, load = case.syncer(0), loader(held)
+    stored = {name: torch.zeros(part.num_elements) for name, part in parts.items()}
+    channel, sender, load = case.channel(0), case.sender(), loader(stored)
     for factor in (1.0, 2.0, 0.5):
         case.tensors |= {name: factor * tensor for name, tensor in case.tensors.items()}
-        syncer.send(case.sync, case.source_on(0), case.destination, None, load)
-        syncer.receive(case.sync, held, parts, load, None)
-        assert torch.equal(held["model.norm.weight"], case.tensors["model.norm.weight"])
+        sent = sender.send(channel, case.weights_on(0), load)
+        case.receiver().receive(channel, stored, load, sent.delivered)
+        assert torch.equal(stored["model.norm.weight"], case.tensors["model.norm.weight"])
 
 
 # --- adapters, merged on the way
@@ -306,29 +315,29 @@ def merged_by_peft(tensors: dict[str, Tensor], lora: LoraSpec) -> dict[str, Tens
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("zero", ["", "zero: 3", "engine: deepspeed, zero: 3"])
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("colocated", [True, False])
 def test_an_engine_gets_the_weights_that_peft_merges(
-    beside: bool, zero: str, tp: int, dtype: str, wires: Wires
+    colocated: bool, zero: str, tp: int, dtype: str, wires: Wires
 ) -> None:
     """All of them are linear layers; embeddings, norms and the head have not changed, and do not come."""
     source = f"{{lora: {{rank: 3, alpha: 5}}, {zero}}}"
-    case = engine_case(beside, tp, source, dtype, bucket_mb=0.001)
+    case = engine_case(colocated, tp, source, dtype, bucket_mb=0.001)
     lora = case.source.settings.lora
     assert lora is not None
     expected = merged_by_peft(case.tensors, lora)
-    sent = 0 if beside else send_all(case, wires)
+    sent = 0 if colocated else send_all(case, wires)
     for rank in case.shadow.ranks:
-        if beside:
-            handed, held = deliver(case, rank)
+        if colocated:
+            handed, stored = deliver(case, rank)
             sent += handed
         else:
-            held = receive(case, wires, rank)
+            stored = receive(case, wires, rank)
         parts = trained_parts(case.shadow, case.shape, rank)
-        assert set(held) == set(parts) == shape_of(case.shadow, case.shape).adapters and len(held) == 7
+        assert set(stored) == set(parts) == shape_of(case.shadow, case.shape).adapters and len(stored) == 7
         for name, part in parts.items():
             exact = cut(expected[name], part)
-            assert torch.allclose(held[name].float(), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
-            assert dtype == "float32" or torch.equal(held[name], held[name].float().to(case.dtype))
+            assert torch.allclose(stored[name].float(), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
+            assert dtype == "float32" or torch.equal(stored[name], stored[name].float().to(case.dtype))
     assert sent == sync_bytes(case.source, case.shadow, case.shape, case.sync.transfers, 1000, True)
 
 
@@ -338,8 +347,8 @@ def test_a_sum_of_16_bit_weights_and_adapters_is_rounded_once() -> None:
     for name, tensor in case.tensors.items():
         tensor.fill_(1.0 if "lora_B" in name or "base_layer" in name else 2**-8 + 2**-9)
     case.tensors |= {name: t if "lora" in name else t.bfloat16() for name, t in case.tensors.items()}
-    _, held = deliver(case, 0)
-    assert {float(value) for tensor in held.values() for value in tensor.unique()} == {1 + 2**-7}
+    _, stored = deliver(case, 0)
+    assert {float(value) for tensor in stored.values() for value in tensor.unique()} == {1 + 2**-7}
 
 
 def test_a_copy_that_has_adapters_itself_gets_them_as_they_are() -> None:
@@ -360,11 +369,22 @@ def test_a_shadow_that_holds_something_else_is_reported(snapshot: bool, wires: W
     send_all(case, wires)
     with pytest.raises(ChecksumError) as caught:
         receive(case, wires, 5, deaf="model.norm.weight")
-    bucket = next(names for names in case.destination.buckets(1000) if "model.norm.weight" in names)
+    bucket = case.bucket_of("model.norm.weight")
     assert str(caught.value) == (
         "sync weights critic -> critic.shadow: rank 5 holds other weights than rank 1 sent, "
         f"in the bucket of {bucket[0]}"
     )
+
+
+def test_a_checksum_of_what_a_rank_loaded_itself_is_not_forgotten(wires: Wires) -> None:
+    """Neither left out where the rank sends to itself, nor passed on where another one sends."""
+    case = engine_case(True)
+    with pytest.raises(AssertionError):
+        case.receiver().receive(case.channel(0), case.weights_on(0), loader({}))
+    case = case_of({}, {})
+    send_all(case, wires)
+    with pytest.raises(AssertionError):
+        case.receiver().receive(case.channel(4), {}, loader({}), torch.zeros(1))
 
 
 def test_without_checksums_nobody_looks(wires: Wires) -> None:

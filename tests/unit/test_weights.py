@@ -13,7 +13,7 @@ from small_runs import TINY, placed_model
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexrlhf.comm.weights import Gather, cut, fill, flat
+from flexrlhf.comm.weights import WeightGather, cut, fill, flat
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.reshard import trained_parts
@@ -41,9 +41,9 @@ def tensors_of(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=draw) for name, size in shape.parameters}
 
 
-def gather_of(model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]) -> Gather:
+def gather_of(model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]) -> WeightGather:
     parts = tuple(trained_parts(model, shape, rank) for rank in ranks)
-    return Gather(None, ranks, parts, lambda work, ranks: pytest.fail("a rank by itself waits for nobody"))
+    return WeightGather(None, ranks, parts, lambda work, ranks: pytest.fail("a rank by itself waits for nobody"))
 
 
 # --- cut and fill
@@ -149,11 +149,11 @@ def test_shards_become_whole_tensors(settings: dict[str, object], monkeypatch: p
     local = {rank: {name: cut(tensors[name], held[rank][name]) for name in names} for rank in ranks}
     vectors = [flat(local[rank], names, torch.float32) for rank in ranks]
 
-    def gathered(self: Gather, mine: Tensor, longest: int) -> Tensor:
+    def gathered(self: WeightGather, mine: Tensor, longest: int) -> Tensor:
         assert longest == max(map(len, vectors))
         return torch.stack([pad(vector, (0, longest - len(vector)), value=torch.nan) for vector in vectors])
 
-    monkeypatch.setattr(Gather, "_all_gather", gathered)
+    monkeypatch.setattr(WeightGather, "_all_gather", gathered)
     gather = replace(gather_of(model, shape, ranks), group=cast(dist.ProcessGroup, "a group"))
     for rank in ranks:
         found = gather.whole(local[rank], names, torch.float32)

@@ -9,7 +9,7 @@ STAGES = ("sft", "reward", "ppo")
 
 
 def config_paths() -> list[Path]:
-    """The three configs, in the order in which they run."""
+    """Return the paths of the three configs, in the order in which they run."""
     return [Path(__file__).parent / f"{stage}.yaml" for stage in STAGES]
 
 

@@ -1,1 +1,1 @@
-"""The engine on DeepSpeed's ZeRO."""
+"""Engine on DeepSpeed's ZeRO."""

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of one placed model: ours from the YAML, the user's further settings beside it. Pure."""
+"""DeepSpeed configuration of one placed model: from our settings, merged with the user's ``config``. Pure."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ OWNED = {
     "data_types": "dtype",
     "communication_data_type": "dtype",
     "tensor_parallel": "tp",
-    "sequence_parallel_size": "cp",
     "activation_checkpointing": "activation_checkpointing",
 }
-"""What a YAML says in its own words: DeepSpeed key → our key of the model, or of the run."""
+"""DeepSpeed keys that our own settings set: DeepSpeed key → key of ours, of the model or of the run."""
 
-_FURTHER = """
+_OTHER_KEYS = """
 aio bf16 checkpoint comms_logger compile compression_training csv_monitor curriculum_learning data_efficiency
 dataloader_drop_last disable_allgather disable_python_gc dump_state eigenvalue elasticity flops_profiler fp16
 gradient_allreduce_op gradient_predivide_factor log_level memory_breakdown monitor_config prescale_gradients
 progressive_layer_drop sparse_gradients steps_per_print tensorboard timers wall_clock_breakdown wandb
 zero_optimization
 """
-_FURTHER_ZERO = """
+_OTHER_ZERO_KEYS = """
 allgather_bucket_size allgather_partitions contiguous_gradients cpu_offload_use_pin_memory elastic_checkpoint
 enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
 log_trace_cache_warnings memory_efficient_linear overlap_comm override_module_apply parameter_alignment
@@ -60,14 +59,14 @@ stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_pr
 stage3_use_all_reduce_for_fetch_params sub_group_size use_multi_rank_bucket_allreduce zenflow
 zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
 """
-FURTHER, FURTHER_ZERO = frozenset(_FURTHER.split()), frozenset(_FURTHER_ZERO.split())
-"""What DeepSpeed 0.19.8 reads besides, at the top and under ``zero_optimization``. Other top-level keys it ignores."""
+OTHER_KEYS, OTHER_ZERO_KEYS = frozenset(_OTHER_KEYS.split()), frozenset(_OTHER_ZERO_KEYS.split())
+"""Other keys of DeepSpeed 0.19.8, at the top and under ``zero_optimization``. It ignores unknown top-level keys."""
 
 
 def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a setting that the YAML already makes, or that DeepSpeed does not have.
+    """Raise UserError for a setting that a key of ours sets, or that DeepSpeed does not have.
 
-    ``key``: the model, for the message.
+    ``key``: the model's place in the YAML, for the message.
     """
     for name, owner in OWNED.items():
         section, _, entry = name.partition(".")
@@ -76,11 +75,11 @@ def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
             raise UserError(f"{key}.config.{section}: expected a mapping, found {shown(value)}")
         if (entry and isinstance(value, Mapping) and entry in value) or (not entry and section in config):
             ours = owner if owner.startswith("algorithm.") else f"{key}.{owner}"
-            raise UserError(f"{key}.config.{name}: conflicts with {ours}, which says it here; remove it from config")
+            raise UserError(f"{key}.config.{name}: conflicts with {ours}, which sets it; remove it from config")
 
-    _check_known(f"{key}.config", config, FURTHER)
+    _check_known(f"{key}.config", config, OTHER_KEYS)
     zero = config.get("zero_optimization", {})
-    _check_known(f"{key}.config.zero_optimization", zero, FURTHER_ZERO)
+    _check_known(f"{key}.config.zero_optimization", zero, OTHER_ZERO_KEYS)
     for name in DEEPSPEED_ELEMENTS:
         # 5e8 is a float in YAML
         if name in zero and (isinstance(zero[name], bool | str) or int(zero[name]) != zero[name] or zero[name] < 1):
@@ -90,13 +89,17 @@ def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise UserError for a key of ``section`` that is not in ``known``."""
     for name in section:
         if name not in known:
-            raise UserError(f"{where}: DeepSpeed has no setting {name!r}{nearest(name, known)}")
+            raise UserError(f"{where}: unknown or unsupported setting {name!r} of DeepSpeed{nearest(name, known)}")
 
 
 def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` is given. Micro-batches are ours, so DeepSpeed counts one per call."""
+    """Return the ``config`` of ``deepspeed.initialize``.
+
+    Micro-batches are ours, so DeepSpeed counts one per call. ``trained``: whether the placed model is trained.
+    """
     # without an optimizer there is nothing for stages 1 and 2 to shard, and DeepSpeed refuses them
     stage = settings.zero if trained or settings.zero == 3 else 0
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
@@ -125,13 +128,17 @@ def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:
 
 
 def clips_itself(settings: ModelSpec) -> bool:
-    """Whether the engine clips: stage 0 in float32 is a bare optimizer, whose gradient norm DeepSpeed does not tell."""
+    """Return whether our engine clips the gradients, instead of DeepSpeed.
+
+    It does at stage 0 in float32, where DeepSpeed has a bare optimizer and does not report the gradient norm.
+    """
     return settings.zero == 0 and settings.dtype == "float32"
 
 
-def _merged(ours: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested mappings; ``users`` overrides ``ours``."""
     out = dict(ours)
-    for key, value in further.items():
+    for key, value in users.items():
         both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
         out[key] = _merged(out[key], value) if both else value
     return out

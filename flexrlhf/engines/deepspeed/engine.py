@@ -1,8 +1,8 @@
-"""The engine on DeepSpeed: ZeRO 0 to 3 on any subgroup of ranks, several engines in one process.
+"""Engine on DeepSpeed: ZeRO 0 to 3 on any subgroup of ranks, several engines in one process.
 
-DeepSpeed assumes that it owns the world and that its ``mpu`` is the only one: it counts the world's ranks, waits for
-them in barriers, and overwrites a module global at every ``initialize``. So around every call into it the subgroup is
-the default process group and ``mpu`` is that engine's own (``_as_world``); ranks are then numbers inside the group.
+DeepSpeed assumes that it owns the world and that there is one ``mpu``: it counts the world's ranks, waits for them in
+barriers, and overwrites a module global at every ``initialize``. So around every call into it the subgroup is the
+default process group and ``mpu`` is the engine's own (``_as_world``); ranks are then numbers inside the group.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import GroupMember
 
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
-from flexrlhf.engines.head import use_language_head
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.models import load_model, recomputing
 from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
 from flexrlhf.engines.passes import Passes
@@ -30,24 +30,28 @@ from flexrlhf.operators.columns import Column
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
 _GRADIENTS = ("averaged_gradients", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
-"""Where DeepSpeed's optimizers keep float32 weights and gradients, by stage."""
+"""Attributes of DeepSpeed's optimizers with float32 weights and gradients, by stage."""
 
 
 @dataclass(frozen=True)
 class _Mpu:
-    """What DeepSpeed asks Megatron's model-parallel unit: its ranks are all replicas, each a whole model."""
+    """Model-parallel unit with Megatron's interface: all ranks are data-parallel.
 
-    replicas: dist.ProcessGroup
+    dp:    data-parallel group.
+    alone: group of this rank alone, for model parallelism.
+    """
+
+    dp: dist.ProcessGroup
     alone: dist.ProcessGroup
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.replicas
+        return self.dp
 
     def get_data_parallel_world_size(self) -> int:
-        return self.replicas.size()
+        return self.dp.size()
 
     def get_data_parallel_rank(self) -> int:
-        return self.replicas.rank()
+        return self.dp.rank()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self.alone
@@ -64,13 +68,13 @@ class _Mpu:
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed on the device of the run, quiet, without kernels that compile on first use."""
+    """Import DeepSpeed for ``device``, without its log messages and without kernels that compile on first use."""
     os.environ["DS_ACCELERATOR"] = device.type
     import deepspeed
     from deepspeed.ops import __compatible_ops__
     from deepspeed.runtime import bf16_optimizer
 
-    # its all-reduce in shared memory compiles for most of a minute and knows no groups
+    # its all-reduce in shared memory compiles for most of a minute and ignores process groups
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
     # printed past the logger for every model in bfloat16
@@ -79,13 +83,13 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 class DeepSpeedEngine:
-    """One replica of a model, or its ZeRO shard.
+    """Copy of a model on this rank, or a ZeRO shard of one; ``Engine`` in engines/base.py documents the methods.
 
-    ``weights`` of a 16-bit model are in 16 bits: float32 masters lie in flat partitions that no tensor's name finds.
+    ``weights`` of a 16-bit model are in 16 bits: the float32 masters are in flat partitions without parameter names.
     """
 
     def __init__(self, context: EngineContext) -> None:
-        assert context.alone is not None, "the plan gives every rank of a DeepSpeed model a group by itself"
+        assert context.alone is not None, "the plan has a group of one rank for every rank of a DeepSpeed model"
         placed, self._settings, self._name = context.placed, context.placed.settings, context.placed.name
         self.num_requests = 0
         self._mpu = _Mpu(context.dp.group or context.alone, context.alone)
@@ -99,7 +103,7 @@ class DeepSpeedEngine:
         trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
         self._optimizer = make_optimizer(optimizer, [p for _, p in trained]) if placed.trained else None
         self._scheduler = make_scheduler(optimizer, self._optimizer, context.num_updates) if self._optimizer else None
-        self._align_numbers(context)
+        self._align_counters(context)
         with self._as_world():
             self._engine = self._initialize()
         self._passes = Passes(
@@ -111,16 +115,18 @@ class DeepSpeedEngine:
             lengths=context.lengths,
             temperature=context.temperature,
             dp=context.dp,
-            # gradients are reduced while they are computed, and weights of stage 3 gathered layer by layer
+            # gradients are reduced during backward, and weights of stage 3 gathered layer by layer
             lockstep=placed.trained or self._settings.zero == 3,
         )
-        self._parking = HostOffload(context.device)
-        self._away: MemoryUsage | None = None
+        self._host_offload = HostOffload(context.device)
+        self._usage_at_offload: MemoryUsage | None = None
         self._gradient_bytes = 0
 
-    def _align_numbers(self, context: EngineContext) -> None:
-        """DeepSpeed numbers modules and parameters by counters of the process, and ZeRO-3 compares the numbers between
-        ranks; but ranks may have had other engines before this one."""
+    def _align_counters(self, context: EngineContext) -> None:
+        """Set DeepSpeed's counters of modules and parameters to the same numbers on all ranks.
+
+        ZeRO-3 compares these numbers between ranks, and the counters of a process go on from one engine to the next.
+        """
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -131,6 +137,7 @@ class DeepSpeedEngine:
         Init.param_id = context.dp.largest(Init.param_id, context.device)
 
     def _initialize(self) -> Any:
+        """Return DeepSpeed's engine around the model."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         engine, *_ = self._deepspeed.initialize(
             model=self._model,
@@ -140,17 +147,17 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         engine.eval()
-        # DeepSpeed lowers buffers with the weights; rotary frequencies in 16 bits would shift positions
+        # DeepSpeed casts buffers with the weights; rotary frequencies in 16 bits would shift positions
         for name, buffer in self._model.named_buffers():
             buffer.data = buffers[name].to(buffer.device)
         return engine
 
     @contextmanager
     def _as_world(self) -> Iterator[None]:
-        """The subgroup stands for the world, and this engine's mpu for DeepSpeed's global one."""
+        """Make the subgroup the world, and this engine's mpu DeepSpeed's global one."""
         groups = self._deepspeed.utils.groups
         world, mpu = GroupMember.WORLD, groups.mpu
-        GroupMember.WORLD, groups.mpu = self._mpu.replicas, self._mpu
+        GroupMember.WORLD, groups.mpu = self._mpu.dp, self._mpu
         try:
             yield
         finally:
@@ -172,13 +179,14 @@ class DeepSpeedEngine:
             return statistics | self._finish_step(parts[0][0].rows.device)
 
     def _backward(self, value: Tensor, is_last: bool) -> None:
-        """DeepSpeed takes the mean over replicas, but contributions add up. It updates at the boundary."""
+        """Run backward of one contribution to the loss. DeepSpeed averages over ranks, and contributions add up."""
         self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(value * self._mpu.replicas.size())
+        self._engine.backward(value * self._mpu.dp.size())
         if not is_last:
             self._engine.step()
 
     def _finish_step(self, device: torch.device) -> Moments:
+        """Clip and update; return the statistics of the update. Raises FloatingPointError."""
         assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
         self._gradient_bytes = storage_bytes(self._gradients())
         rate = learning_rate(self._optimizer)
@@ -189,13 +197,14 @@ class DeepSpeedEngine:
             self._scheduler.step()
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=device)
         is_scaled = self._settings.dtype == "float16"
-        # DeepSpeed tells some norms that are not finite as -1
+        # DeepSpeed reports some norms that are not finite as -1
         if not is_scaled and not (torch.isfinite(norm) and norm >= 0):
             kept = "the weights were left as they were" if skipped else "the weights of this step are lost"
             raise FloatingPointError(f"{self._name}: the gradient is not finite; {kept}")
         return update_statistics(rate, norm, is_scaled, skipped)
 
     def _clip(self) -> Tensor:
+        """Clip the gradients; return their norm () before."""
         limit = self._settings.optimizer.max_grad_norm
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         return torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
@@ -211,34 +220,34 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Hold shards alone afterwards: DeepSpeed keeps what it gathered for a next pass, which may be far away."""
+        """Free the weights that the passes inside have gathered, which DeepSpeed would keep for a next pass."""
         yield
         if self._settings.zero == 3:
             self._engine.empty_partition_cache()
 
     def _local(self, parameter: Any) -> Tensor:
-        """What this rank holds: at stage 3 its range of the flat numbers, without the padding of the last rank."""
+        """Part of ``parameter`` on this rank: at stage 3 its range of the flattened tensor, without padding."""
         if not hasattr(parameter, "ds_tensor"):
             whole: Tensor = parameter.detach()
             return whole
         shard: Tensor = parameter.ds_tensor.detach().view(-1)
-        start = self._mpu.replicas.rank() * len(shard)
+        start = self._mpu.dp.rank() * len(shard)
         return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
 
     def memory_usage(self) -> MemoryUsage:
-        if self._away is not None:
-            return replace(self._away, host=self._parking.num_bytes)
-        weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._beside_weights())
+        if self._usage_at_offload is not None:
+            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
+        weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._optimizer_tensors())
         host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
         return MemoryUsage(weights, self._gradient_bytes, optimizer, host)
 
     def offload(self) -> None:
-        self._away = self.memory_usage()
-        self._parking.put([*self._stored(), *self._beside_weights(), *self._gradients()])
+        self._usage_at_offload = self.memory_usage()
+        self._host_offload.offload([*self._stored(), *self._optimizer_tensors(), *self._gradients()])
 
     def reload(self) -> None:
-        self._parking.take()
-        self._away = None
+        self._host_offload.reload()
+        self._usage_at_offload = None
 
     def close(self) -> None:
         with self._as_world():
@@ -246,15 +255,17 @@ class DeepSpeedEngine:
         del self._engine, self._model, self._passes, self._optimizer, self._scheduler
 
     def _stored(self) -> list[Tensor]:
+        """Tensors with the weights on this rank."""
         return [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._model.parameters()]
 
-    def _beside_weights(self) -> list[Tensor]:
-        """Master weights and what the optimizer remembers."""
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """Master weights and the optimizer's state."""
         if self._optimizer is None:
             return []
         return [*_tensors_of(self._engine.optimizer, _MASTERS), *state_tensors(self._optimizer)]
 
     def _gradients(self) -> list[Tensor]:
+        """Tensors with the gradients on this rank."""
         if self._optimizer is None:
             return []
         own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
@@ -262,15 +273,15 @@ class DeepSpeedEngine:
 
 
 def _tensors_of(owner: Any, names: tuple[str, ...]) -> list[Tensor]:
-    """The tensors in attributes of ``owner`` that are tensors, or lists or mappings of tensors."""
-    found: list[Tensor] = []
-    waiting = [getattr(owner, name, None) for name in names]
-    while waiting:
-        match waiting.pop():
+    """Return the tensors in the named attributes of ``owner``: tensors, or lists or mappings of such."""
+    tensors: list[Tensor] = []
+    pending = [getattr(owner, name, None) for name in names]
+    while pending:
+        match pending.pop():
             case Tensor() as tensor:
-                found.append(tensor.detach())
+                tensors.append(tensor.detach())
             case dict() as mapping:
-                waiting += mapping.values()
-            case list() as several:
-                waiting += several
-    return found
+                pending += mapping.values()
+            case list() as items:
+                pending += items
+    return tensors

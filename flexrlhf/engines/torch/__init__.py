@@ -1,1 +1,1 @@
-"""The engine on PyTorch's own FSDP2 and tensor parallelism."""
+"""Engine on PyTorch's own FSDP2 and tensor parallelism."""

@@ -1,4 +1,4 @@
-"""The engine on plain PyTorch and transformers: replicas, FSDP2 shards, tensor parallel."""
+"""Engine on plain PyTorch and transformers: data parallel, FSDP2, tensor parallel."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
-from flexrlhf.engines.head import LanguageHead, use_language_head
 from flexrlhf.engines.host_offload import HostOffload
+from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, load_model, recomputing
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes
-from flexrlhf.engines.torch.gradients import Gradients, Trained
+from flexrlhf.engines.torch.gradients import Gradients, TrainedParameter
 from flexrlhf.engines.torch.update import Update
 from flexrlhf.operators.columns import Column
 from flexrlhf.weights.shards import tensor_parallel_dim
 
 
 class TorchEngine:
-    """One rank's part of a model. A trained one owns an optimizer over float32 weights."""
+    """Part of a model on this rank; ``Engine`` in engines/base.py documents the methods.
+
+    A trained 16-bit model that FSDP2 does not shard has float32 master weights next to its parameters.
+    """
 
     def __init__(self, context: EngineContext) -> None:
         placed, settings = context.placed, context.placed.settings
@@ -33,10 +36,10 @@ class TorchEngine:
         self._model = load_model(placed, context.seed)
         self.config = self._model.config
         head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
-        partial = _cut(self._model, head, context)
+        partial = _shard(self._model, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
-            self._masters = _lower(self._model, DTYPES[settings.dtype])
+            self._masters = _cast(self._model, DTYPES[settings.dtype])
         self._passes = Passes(
             model=self._model,
             call=self._model,
@@ -48,19 +51,20 @@ class TorchEngine:
             dp=context.dp,
             lockstep=self._is_sharded,
         )
-        self._parking = HostOffload(context.device)
-        self._away: MemoryUsage | None = None
+        self._host_offload = HostOffload(context.device)
+        self._usage_at_offload: MemoryUsage | None = None
         self._update = self._make_update(context, partial) if placed.trained else None
         if settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def _make_update(self, context: EngineContext, partial: frozenset[str]) -> Update:
+        """Make the optimizer of the trained parameters, and hooks that add up 16-bit gradients in float32."""
         settings, tp = context.placed.settings, context.placed.layout.tp
         live = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         trained = [
-            Trained(
+            TrainedParameter(
                 self._masters.get(name, live[name]),
-                is_cut=tp > 1 and tensor_parallel_dim(name, tuple(live[name].shape), tp) is not None,
+                is_tp_shard=tp > 1 and tensor_parallel_dim(name, tuple(live[name].shape), tp) is not None,
                 is_partial=name in partial,
             )
             for name in sorted(live)
@@ -103,84 +107,89 @@ class TorchEngine:
             target.copy_(values.view(target.shape))
 
     def memory_usage(self) -> MemoryUsage:
-        if self._away is not None:
-            return replace(self._away, host=self._parking.num_bytes)
+        if self._usage_at_offload is not None:
+            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
         live = [local(parameter) for parameter in self._model.parameters()]
         return MemoryUsage(
             weights=sum(tensor.nbytes for tensor in live),
             gradients=self._update.gradient_bytes if self._update else 0,
-            optimizer=sum(tensor.nbytes for tensor in self._beside_weights()),
+            optimizer=sum(tensor.nbytes for tensor in self._optimizer_tensors()),
         )
 
     def offload(self) -> None:
-        self._away = self.memory_usage()
+        self._usage_at_offload = self.memory_usage()
         live = [local(parameter) for parameter in self._model.parameters()]
-        self._parking.put([*live, *self._beside_weights()])
+        self._host_offload.offload([*live, *self._optimizer_tensors()])
 
     def reload(self) -> None:
-        self._parking.take()
-        self._away = None
+        self._host_offload.reload()
+        self._usage_at_offload = None
 
     def close(self) -> None:
         del self._model, self._passes, self._update, self._masters
 
-    def _beside_weights(self) -> list[Tensor]:
-        """Master weights and what the optimizer remembers."""
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """Master weights and the optimizer's state."""
         masters = [local(master) for master in self._masters.values()]
         return masters + (self._update.state() if self._update else [])
 
     def _publish_masters(self) -> None:
+        """Copy the master weights into the 16-bit parameters."""
         for name, parameter in self._model.named_parameters():
             if name in self._masters:
                 local(parameter).copy_(local(self._masters[name]))
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
+        """Free the weights that the passes inside have gathered."""
         yield
         if self._is_sharded:
             free_gathered(self._model)
 
 
-def _cut(model: PreTrainedModel, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
-    """Put the model on its device, cut as placed. Returns the names whose gradients are partial sums."""
+def _shard(model: PreTrainedModel, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
+    """Shard the model as placed and move it to its device.
+
+    Returns the names of parameters whose gradients are partial sums over the tensor-parallel ranks.
+    """
     placed, settings = context.placed, context.placed.settings
-    replica_mesh, tp_mesh = make_meshes(context)
+    dp_mesh, tp_mesh = make_meshes(context)
     partial = apply_tensor_parallel(model, head, tp_mesh) if tp_mesh is not None else frozenset[str]()
     if placed.split == "whole":
         model.to(context.device)
         return partial
-    assert replica_mesh is not None, "shards need several ranks"
+    assert dp_mesh is not None, "shards need several ranks"
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
-        _convert(parameter, DTYPES[settings.dtype])
-    # moves one layer at a time to the device, of which its shard stays there
-    apply_fsdp(model, replica_mesh, settings.zero, DTYPES[settings.dtype])
+        _cast_parameter(parameter, DTYPES[settings.dtype])
+    # moves one layer at a time to the device, and keeps the shard of it there
+    apply_fsdp(model, dp_mesh, settings.zero, DTYPES[settings.dtype])
     return partial
 
 
 @torch.no_grad()
-def _lower(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Put the parameters, not the buffers, in ``dtype``. Returns float32 copies of the trained ones it lowers."""
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast the parameters, not the buffers, to ``dtype``. Returns float32 copies of the trained ones, by name."""
     if dtype == torch.float32:
         return {}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: parameter.detach().clone() for name, parameter in trained.items()}
     for parameter in list(model.parameters()):
-        _convert(parameter, dtype)
+        _cast_parameter(parameter, dtype)
     return masters
 
 
 @torch.no_grad()
-def _convert(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """Put ``parameter`` in ``dtype``, as the same object for all that share it.
+def _cast_parameter(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Cast ``parameter``, which stays the same object for modules that share it.
 
-    Assigning ``.data`` would leave the local part of a DTensor as it is.
+    Assigning ``.data`` would not change the local part of a DTensor.
     """
     converted = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, converted)
 
 
 def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
-    """Add up 16-bit gradients of micro-batches in float32, and free each at once."""
+    """Return a hook that adds the 16-bit gradient of a parameter to the float32 one of ``master``, and frees it."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None

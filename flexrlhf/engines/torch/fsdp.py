@@ -1,7 +1,7 @@
-"""Cut a transformers model over ranks with PyTorch's own parts: tensor parallel by the model's plan, then FSDP2.
+"""Shard a transformers model over ranks with PyTorch's own parts: tensor parallel by the model's plan, then FSDP2.
 
-ZeRO 3 frees the gathered layers after every pass of a layer, ZeRO 2 at the end of a call; between calls both hold
-shards of weights, gradients and optimizer state (Rajbhandari et al. 2020; Zhao et al. 2023).
+ZeRO 3 frees the gathered weights of a layer after every pass of the layer, ZeRO 2 at the end of a call; between calls
+both keep shards of weights, gradients and optimizer state alone (Rajbhandari et al. 2020; Zhao et al. 2023).
 """
 
 from __future__ import annotations
@@ -19,64 +19,68 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flexrlhf.engines.base import EngineContext
-from flexrlhf.engines.head import LanguageHead
+from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.weights.shards import tensor_parallel_dim
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _PARTIAL = "replicated_with_grad_allreduce"
-"""transformers' word for weights that each tensor-parallel rank applies to its own heads."""
+"""transformers' style of weights that each tensor-parallel rank applies to its own heads."""
 
 
 def make_meshes(context: EngineContext) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The meshes of replicas and of tensor-parallel ranks, over groups that exist already. None: one rank."""
-    kind, replicas, tp = context.device.type, context.dp.group, context.tp.group
-    if tp is not None and replicas is not None:
-        names = _axis("dp", replicas), _axis("tp", tp)
+    """Return the meshes of the data-parallel and the tensor-parallel group; None for a group of one rank."""
+    device_type, dp, tp = context.device.type, context.dp.group, context.tp.group
+    if tp is not None and dp is not None:
+        names = _axis("dp", dp), _axis("tp", tp)
         ranks = torch.tensor(context.placed.layout.tp_sets)
-        mesh = DeviceMesh.from_group([replicas, tp], kind, mesh=ranks, mesh_dim_names=names)
+        mesh = DeviceMesh.from_group([dp, tp], device_type, mesh=ranks, mesh_dim_names=names)
         return mesh[names[0]], mesh[names[1]]
-    return _one_axis("dp", replicas, kind), _one_axis("tp", tp, kind)
+    return _one_axis("dp", dp, device_type), _one_axis("tp", tp, device_type)
 
 
-def _one_axis(axis: str, group: dist.ProcessGroup | None, kind: str) -> DeviceMesh | None:
-    return None if group is None else DeviceMesh.from_group(group, kind, mesh_dim_names=(_axis(axis, group),))
+def _one_axis(axis: str, group: dist.ProcessGroup | None, device_type: str) -> DeviceMesh | None:
+    return None if group is None else DeviceMesh.from_group(group, device_type, mesh_dim_names=(_axis(axis, group),))
 
 
 def _axis(axis: str, group: dist.ProcessGroup) -> str:
-    """A name of its own for every group: torch takes meshes of equal ranks and names for one, and caches plans for it,
-    which after the groups of an earlier run have gone would look for them."""
+    """Name of a mesh axis, different for every group.
+
+    torch takes meshes of equal ranks and names for one, and caches plans for it: after the groups of an earlier run are
+    destroyed, such a plan would refer to them.
+    """
     return f"{axis}_{group.group_name}"
 
 
 def apply_tensor_parallel(model: PreTrainedModel, head: LanguageHead | None, mesh: DeviceMesh) -> frozenset[str]:
-    """Cut the layers by the model's own plan and the head along the vocabulary.
+    """Shard the layers by the model's own plan, and the head along the vocabulary.
 
     Returns the names of parameters whose gradients are partial sums over the tensor-parallel ranks.
     """
     base_name = model.base_model_prefix
     plan: dict[str, str] = model.config.base_model_tp_plan
     styles = {f"{base_name}.{path}": _STYLES[style]() for path, style in plan.items() if style in _STYLES}
-    # every rank loaded the whole model, so nothing needs to be sent
+    # every rank has loaded the whole model, so nothing needs to be sent
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if head is not None and not model.config.tie_word_embeddings:
-        _cut_head(head, mesh)
+        _shard_head(head, mesh)
     partial = [path.replace("*", "").strip(".") for path, style in plan.items() if style == _PARTIAL]
     ends = tuple(path.split("..")[-1] for path in partial)
     return frozenset(name for name, _ in model.named_parameters() if ends and name.rpartition(".")[0].endswith(ends))
 
 
-def _cut_head(head: LanguageHead, mesh: DeviceMesh) -> None:
+def _shard_head(head: LanguageHead, mesh: DeviceMesh) -> None:
+    """Replace the head's weight by this rank's shard, where the mesh divides the vocabulary."""
     weight = head.weight
     if tensor_parallel_dim("lm_head.weight", tuple(weight.shape), mesh.size()) is None:
         return
     rows = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].to(mesh.device_type, copy=True)
-    cut = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
-    head.weight = nn.Parameter(cut, requires_grad=weight.requires_grad)
+    shard = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+    head.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
     head.group = mesh.get_group()
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, zero: int, compute_dtype: torch.dtype) -> None:
-    """Shard every layer, and what is outside layers, over ``mesh``. Gradients are summed, in float32."""
+    """Shard every layer, and the parameters outside layers, over ``mesh``. Gradients are summed, in float32."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": zero == 3}
     for module in model.modules():
@@ -84,13 +88,13 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, zero: int, compute_dtyp
             fully_shard(module, **settings)
     fully_shard(model, **settings)
     for unit in _units(model):
-        # what a rank contributes is its share of the loss already, so gradients add up
+        # contributions of ranks add up to the loss, so their gradients are summed and not averaged
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Hold shards alone: what a pass left gathered would be old after the next update."""
+    """Free gathered weights, which the next update would make stale, and keep the shards."""
     for unit in _units(model):
         unit.reshard()
 

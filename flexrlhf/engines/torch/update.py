@@ -1,4 +1,4 @@
-"""One optimizer step from accumulated gradients, the same for replicas, shards and tensor-parallel parts."""
+"""Optimizer step from accumulated gradients, the same for whole, sharded and tensor-parallel parameters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from torch import Tensor
 from flexrlhf.config.spec import OptimizerSpec
 from flexrlhf.engines.base import Moments
 from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
-from flexrlhf.engines.torch.gradients import Gradients, LossScale
+from flexrlhf.engines.torch.gradients import Gradients
+from flexrlhf.engines.torch.loss_scale import LossScale
 
 
 class Update:
-    """Optimizer, learning rate and loss scale over the parameters of ``gradients``. ``changed``: called after each."""
+    """Optimizer, learning-rate schedule and loss scale of the parameters of ``gradients``.
+
+    settings:    of the optimizer.
+    gradients:   the trained parameters and their gradients.
+    num_updates: optimizer steps of the run.
+    is_scaled:   whether the loss is scaled (float16).
+    changed:     called after every update of the parameters.
+    """
 
     def __init__(
         self,
@@ -33,11 +41,15 @@ class Update:
         self.gradient_bytes = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss that backward starts from."""
         return loss * self._scale.factor
 
     @torch.no_grad()
     def step(self) -> Moments:
-        """Sum, clip, update; the norm is that before clipping. Raises FloatingPointError and changes nothing."""
+        """Reduce and clip the gradients, update the parameters; return the statistics of the update.
+
+        Raises FloatingPointError, and changes no parameter, for a gradient that no loss scale makes finite.
+        """
         self._gradients.scale(1 / self._scale.factor)
         norm = self._gradients.reduce()
         self.gradient_bytes = self._gradients.num_bytes()
@@ -56,4 +68,5 @@ class Update:
         self._changed()
 
     def state(self) -> list[Tensor]:
+        """Tensors of the optimizer's state on this rank."""
         return state_tensors(self._optimizer)

@@ -1,1 +1,1 @@
-"""The rollout engine on vLLM."""
+"""Rollout engine on vLLM."""

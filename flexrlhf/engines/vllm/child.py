@@ -1,4 +1,4 @@
-"""vLLM in a process of its own: the child that decodes by itself, its weights mapped here, and how its end is told."""
+"""Child process of a rollout engine, in which vLLM decodes: its weights mapped here, its end detected."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ import torch
 import zmq
 from torch import Tensor
 
-from flexrlhf.engines.vllm.shared import open_views
+from flexrlhf.engines.vllm.shared_memory import open_views
 from flexrlhf.errors import RunStopped
 
-_SECONDS_TO_END = 10.0
-_SECONDS_TO_LOOK = 1.0
+_EXIT_CODE_SECONDS = 10.0
+"""Longest wait for the exit code of a child that was noticed to have ended."""
+_POLL_SECONDS = 1.0
 
 
 class RolloutProcessError(RunStopped):
-    """The process of a rollout engine ended by itself."""
+    """The process of a rollout engine ended by itself, or did not start or respond."""
 
 
-class Child:
-    """The process behind ``engine``, a vLLM engine that was started with one."""
+class ChildProcess:
+    """Process behind ``engine``, a vLLM engine that was started with one.
+
+    A thread watches the process: vLLM's client would wait for ever for one that has ended or does not respond.
+    """
 
     def __init__(self, name: str, engine: Any, timeout_seconds: float) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._timeout = timeout_seconds
-        self._called: float | None = None
+        self._waiting_since: float | None = None
         self._name, self._client, self._error = name, engine.engine_core, EngineDeadError
         (self._process,) = self._client.resources.engine_manager.processes
-        threading.Thread(target=self._await_end, name=f"{name} watch", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"{name} watch", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -45,52 +49,52 @@ class Child:
         return pid
 
     def views(self) -> dict[str, Tensor]:
-        """The child's weights by name: what is written to them is in its memory."""
+        """Return the child's weights by name: writing to them writes to its memory."""
         (shared,) = self._client.collective_rpc("share_weights")
         return open_views(shared)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Calls into the engine inside; the end of the child, or its silence, is told in one sentence."""
-        self.heard()
+        """Turn the errors of calls inside into RolloutProcessError, where the child has ended or does not respond."""
+        self.restart_timeout()
         try:
             if self._process.exitcode is not None:
                 raise self._error
             yield
         except (self._error, zmq.ZMQError) as error:
-            raise RolloutProcessError(f"{self._name}: the vLLM process {self.pid} {self._how()}") from error
+            raise RolloutProcessError(f"{self._name}: the vLLM process {self.pid} {self._reason()}") from error
         finally:
-            self._called = None
+            self._waiting_since = None
 
-    def heard(self) -> None:
-        """The child has answered: from here on it has all the time again."""
-        self._called = time.monotonic()
+    def restart_timeout(self) -> None:
+        """Start the timeout again, for a child that has responded."""
+        self._waiting_since = time.monotonic()
 
     def close(self) -> None:
-        """Kill it: it has nothing that would be lost."""
+        """Kill the child, which has no state to save."""
         self._client.resources.engine_manager.manager_stopped.set()
         self._process.kill()
         self._process.join()
         self._client.shutdown()
 
-    def _how(self) -> str:
-        """How it ended, which this thread may learn a little after the one that noticed."""
-        if self._is_silent():
-            return f"has not answered for {self._timeout:g} s"
-        deadline = time.monotonic() + _SECONDS_TO_END
+    def _reason(self) -> str:
+        """Describe how the child ended. Its exit code may come a little after the error."""
+        if self._is_timed_out():
+            return f"has not responded for {self._timeout:g} s"
+        deadline = time.monotonic() + _EXIT_CODE_SECONDS
         while (code := self._process.exitcode) is None:
             if time.monotonic() > deadline:
-                return "does not answer"
+                return "does not respond"
             time.sleep(0.01)
         return f"ended (killed by {signal.Signals(-code).name})" if code < 0 else f"ended (exit code {code})"
 
-    def _is_silent(self) -> bool:
-        called = self._called
-        return called is not None and time.monotonic() - called > self._timeout
+    def _is_timed_out(self) -> bool:
+        since = self._waiting_since
+        return since is not None and time.monotonic() - since > self._timeout
 
-    def _await_end(self) -> None:
-        """Wake up whoever waits for the child when it ends or says nothing: vLLM's client would wait on."""
-        while not self._is_silent() and not connection.wait([self._process.sentinel], timeout=_SECONDS_TO_LOOK):
+    def _watch(self) -> None:
+        """Wait until the child ends or times out, then wake up whoever waits for it, with an error."""
+        while not self._is_timed_out() and not connection.wait([self._process.sentinel], timeout=_POLL_SECONDS):
             pass
         self._client.outputs_queue.put_nowait(self._error())
         for future in list(self._client.utility_results.values()):
@@ -100,9 +104,9 @@ class Child:
 
 @contextmanager
 def child_environment(timeout_seconds: float) -> Iterator[dict[str, str]]:
-    """Variables of the process that starts a child: it computes with as many threads as its rank.
+    """Environment variables for starting a child, which gets as many threads as its rank.
 
-    The sockets between the two have names while they are not connected yet.
+    The directory of its sockets exists until they are connected, inside the context.
     """
     with TemporaryDirectory() as sockets:
         yield {

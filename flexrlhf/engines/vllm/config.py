@@ -1,4 +1,4 @@
-"""What vLLM is told, worked out from a placed model without loading it: the arguments of its engine."""
+"""Arguments of vLLM's engine, from a placed model that is not loaded. Pure."""
 
 from __future__ import annotations
 
@@ -47,31 +47,34 @@ OWN_ARGUMENTS = frozenset(
         "worker_extension_cls",
     }
 )
-"""Arguments that ``rollout.config`` may not give: the placement says them, or the same numbers everywhere need them."""
+"""Arguments that ``rollout.config`` may not set: they follow from the placement, or must be alike on all ranks."""
 PREFILL_TOKENS = 8192
-"""Prompt tokens that one step of the engine computes, where prompts are not longer and rows not more."""
+"""Most tokens of one step of the engine, unless one prompt is longer or there are more rows."""
 
 
 def max_rows(model: PlacedModel, lengths: Lengths) -> int:
-    """Rows that the engine decodes at a time: as many as fit its cache at full length, so that none is put back."""
+    """Rows that the engine decodes at a time: as many as fit its KV cache at full length, so that none is preempted."""
     blocks_of_row = -(-(lengths.prompt + lengths.response) // KV_BLOCK_TOKENS)
     return max(1, model.settings.generate_tokens // KV_BLOCK_TOKENS // blocks_of_row)
 
 
 def step_tokens(model: PlacedModel, lengths: Lengths) -> int:
-    """The most tokens of one step of the engine: whole prompts of many rows, or one token of each row."""
+    """Most tokens of one step of the engine, which computes whole prompts of some rows or one token of each row."""
     rows = max_rows(model, lengths)
     return max(lengths.prompt, rows, min(rows * lengths.prompt, PREFILL_TOKENS))
 
 
 def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device: str) -> dict[str, Any]:
-    """Arguments of vLLM's engine by its own names, but what depends on files and processes."""
+    """Return arguments of vLLM's EngineArgs, except those that depend on files and processes.
+
+    ``kv_bytes``: of the KV cache; ``device``: ``cpu`` or ``cuda``.
+    """
     rollout, settings = model.rollout, model.settings
     assert rollout is not None, f"{model.name} is no rollout engine"
     defaults = {"max_num_seqs": max_rows(model, lengths), "max_num_batched_tokens": step_tokens(model, lengths)}
     return {
         **defaults,
-        # its check of free memory assumes that nobody else uses the device
+        # vLLM's check of free memory assumes that the device is not shared
         "gpu_memory_utilization": 0.01,
         **rollout.config,
         "runner": "generate",
@@ -82,13 +85,13 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "kv_cache_memory_bytes": kv_bytes,
         "enable_prefix_caching": rollout.prefix_caching,
         "enforce_eager": device == "cpu" or not rollout.cuda_graphs,
-        # a child's memory is open to its rank, which memory that sleeps cannot be
+        # memory of sleep mode cannot be shared with the rank of a child
         "enable_sleep_mode": device != "cpu" and rollout.process == "inline",
         "logprobs_mode": "processed_logprobs",
-        # answers end where this program says, and its tokens are all that it wants
+        # responses end as Sampling defines, and only their tokens are read
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        # ranks of one set decide alike what they compute next only if they know what was drawn before
+        # ranks of a tensor-parallel group schedule alike only after they have the tokens of the step before
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

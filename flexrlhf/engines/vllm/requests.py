@@ -1,9 +1,9 @@
-"""Rows as requests to vLLM: what is asked, what has come back, and the columns made of it."""
+"""Rows as requests to vLLM, and responses as columns."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,16 +11,23 @@ import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.decoding import completes_stop
+from flexrlhf.engines.stop_strings import completes_stop
 from flexrlhf.operators.columns import Lengths
 
-Key = tuple[Sampling, int]
-"""How a row is drawn, and its number: a row of another step is another request."""
+RequestKey = tuple[Sampling, int]
+"""Sampling and row number of a request: the same row of another step is another request."""
 
 
 @dataclass
-class Answer:
-    """What has come back of one row. ``finished``: by an end token or a stop string; ``done``: anyhow."""
+class PartialResponse:
+    """Response of one row, as far as vLLM has generated it.
+
+    sampling: of the request.
+    tokens:   response tokens so far.
+    logprobs: their log-probs.
+    finished: whether an end token or a stop string ended it.
+    done:     whether it has ended, also at the largest length.
+    """
 
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
@@ -30,31 +37,35 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One row that is not with vLLM yet."""
+class NewRequest:
+    """Row that is not submitted to vLLM yet. ``prompt``: its tokens without padding."""
 
-    key: Key
+    key: RequestKey
     prompt: list[int]
 
 
-def keys_of(batch: Batch, sampling: Sampling) -> list[Key]:
-    drawn = replace(sampling, decode=None)
-    return [(drawn, row) for row in batch.rows.tolist()]
+def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
+    """Return the key of each row."""
+    hashable = replace(sampling, decode=None)
+    return [(hashable, row) for row in batch.rows.tolist()]
 
 
-def asked(batch: Batch, sampling: Sampling, known: Mapping[Key, Any]) -> list[Asked]:
-    """The rows of ``batch`` that are not ``known``, their prompts without padding."""
+def new_requests(batch: Batch, sampling: Sampling, submitted: Container[RequestKey]) -> list[NewRequest]:
+    """Return requests for the rows of ``batch`` that are not in ``submitted``."""
     prompts, masks = batch["prompts"].tolist(), batch["prompt_mask"].tolist()
-    rows = zip(keys_of(batch, sampling), prompts, masks, strict=True)
+    rows = zip(request_keys(batch, sampling), prompts, masks, strict=True)
     return [
-        Asked(key, [token for token, real in zip(prompt, mask, strict=True) if real])
+        NewRequest(key, [token for token, real in zip(prompt, mask, strict=True) if real])
         for key, prompt, mask in rows
-        if key not in known
+        if key not in submitted
     ]
 
 
-def sampling_params(key: Key, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
-    """The settings of one request. Its end tokens are those of the run alone, never of the model's directory."""
+def sampling_params(key: RequestKey, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
+    """Return vLLM's SamplingParams of one request. Its end tokens are those of the run, never of the model's directory.
+
+    ``is_exact``: whether ``RolloutSampler`` adds the noise (engines/sampling.py) instead of vLLM.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -72,49 +83,54 @@ def sampling_params(key: Key, lengths: Lengths, vocabulary: int, is_exact: bool)
         detokenize=False,
         seed=None if is_exact else _seed(sampling.seed, sampling.step, row),
         extra_args={"seed": sampling.seed, "step": sampling.step, "row": row},
-        # texts that end an answer are looked for after every token
+        # stop strings are searched after every token
         output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )
 
 
 def _seed(*parts: int) -> int:
-    """Of one request, so that what is drawn for a row does not depend on the rows beside it."""
+    """Return a seed of one request, so that its samples do not depend on other rows in its batch."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def take(answer: Answer, output: Any) -> bool:
-    """Add what vLLM tells of a request. True: a stop string ended it, which vLLM does not know."""
-    told, sampling = output.outputs[0], answer.sampling
-    for token, logprobs in zip(told.token_ids, told.logprobs, strict=True):
-        answer.tokens.append(token)
-        answer.logprobs.append(logprobs[token].logprob)
-        answer.finished = token in sampling.eos_token_ids
-        if sampling.stop and not answer.finished and completes_stop(answer.tokens, sampling):
-            answer.finished = answer.done = True
+def add_output(response: PartialResponse, output: Any) -> bool:
+    """Add the tokens of vLLM's RequestOutput to ``response``.
+
+    Returns whether the request must be aborted, because a stop string ended the response, which vLLM does not search.
+    """
+    completion, sampling = output.outputs[0], response.sampling
+    for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
+        response.tokens.append(token)
+        response.logprobs.append(logprobs[token].logprob)
+        response.finished = token in sampling.eos_token_ids
+        if sampling.stop and not response.finished and completes_stop(response.tokens, sampling):
+            response.finished = response.done = True
             return not output.finished
-    answer.done = output.finished
+    response.done = output.finished
     return False
 
 
-def columns(batch: Batch, answers: Iterable[Answer], sampling: Sampling, lengths: Lengths) -> dict[str, Tensor]:
-    """The columns of the engine contract, of one answer a row."""
+def response_columns(
+    batch: Batch, responses: Iterable[PartialResponse], sampling: Sampling, lengths: Lengths
+) -> dict[str, Tensor]:
+    """Return the columns of ``Engine.generate``. ``responses``: one for each row of ``batch``, in order."""
     prompts, mask = batch["prompts"].cpu(), batch["prompt_mask"].cpu()
     tokens = torch.full((len(batch), lengths.response), sampling.pad_token_id, dtype=torch.int32)
     response_mask = torch.zeros(tokens.shape, dtype=torch.uint8)
     logprobs = torch.zeros(tokens.shape)
     finished = torch.zeros(len(batch), dtype=torch.uint8)
-    for number, answer in enumerate(answers):
-        length = len(answer.tokens)
-        tokens[number, :length] = torch.tensor(answer.tokens, dtype=torch.int32)
-        logprobs[number, :length] = torch.tensor(answer.logprobs)
+    for number, response in enumerate(responses):
+        length = len(response.tokens)
+        tokens[number, :length] = torch.tensor(response.tokens, dtype=torch.int32)
+        logprobs[number, :length] = torch.tensor(response.logprobs)
         response_mask[number, :length] = 1
-        finished[number] = answer.finished
-    made = {
+        finished[number] = response.finished
+    columns = {
         "tokens": torch.cat([prompts.int(), tokens], 1),
         "attention_mask": torch.cat([mask, response_mask], 1),
         "response_mask": response_mask,
         "finished": finished,
         "rollout_logprobs": logprobs,
     }
-    return {name: tensor.to(batch.rows.device) for name, tensor in made.items()}
+    return {name: tensor.to(batch.rows.device) for name, tensor in columns.items()}

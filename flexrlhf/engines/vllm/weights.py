@@ -1,4 +1,4 @@
-"""The weights of a model inside vLLM under their Hugging Face names: views into the tensors that it computes with."""
+"""Weights of a model inside vLLM under their Hugging Face names: views into the tensors that it computes with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 
 def named_views(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Of every parameter what this rank holds, without the rows that vLLM adds to the vocabulary."""
+    """Return this rank's part of every parameter, by name, without the rows that vLLM pads the vocabulary with."""
     modules = dict(model.named_modules())
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -22,6 +22,10 @@ def named_views(model: torch.nn.Module) -> dict[str, Tensor]:
 def _views(
     model: torch.nn.Module, module: torch.nn.Module, owner: str, kind: str, tensor: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
+    """Split one parameter of vLLM into (name, view) of each parameter that is fused in it.
+
+    ``owner``: the name of ``module``; ``kind``: "weight" or "bias".
+    """
     parent, _, last = owner.rpartition(".")
     fused = getattr(model, "packed_modules_mapping", {}).get(last)
     if isinstance(module, VocabParallelEmbedding):

@@ -1,1 +1,1 @@
-"""Which placement to use: rules, search, the usual placements; from a request to a YAML."""
+"""Choice of a placement: published rules, search and usual placements; from a request to a YAML."""

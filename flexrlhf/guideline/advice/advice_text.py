@@ -1,4 +1,4 @@
-"""What a person reads of advice: a ranked table, settings of the best, why, what was refused, what was searched."""
+"""Report of ``advise``: a ranked table, settings of the best, reasons, rejected candidates, searched spaces."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from fractions import Fraction
 
 from flexrlhf.config.spec import PlacementMap
 from flexrlhf.errors import either
-from flexrlhf.guideline.advice.advise import Advice, Answer, Searched, is_ppo
-from flexrlhf.guideline.advice.choices import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
+from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch
+from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import bytes_text, ranks_text, table
 
 SHOWN = 3
-"""Models of a plan whose reason for its time is told."""
+"""Instructions whose time is explained."""
 FULL_SHARE = 0.6
-"""Of memory, under which more devices no longer pay (ReaL, section 8)."""
+"""Share of memory under which more devices no longer pay (ReaL, section 8)."""
 
 
 def format_advice(advice: Advice, source: str) -> str:
-    """``source``: where seconds are from."""
+    """Return the whole report. ``source``: where seconds come from."""
     sections = [
         _head(advice, source),
-        _titled("ranked (seconds and memory as simulated; `>`: what to use; `*`: by ranks, below)", _ranking(advice)),
-        *[_titled(f"settings of {_name(answer)}", _settings(answer)) for answer in _told(advice)],
+        _titled("ranked (simulated seconds and memory; `>`: the one to use; `*`: by ranks, below)", _ranking(advice)),
+        *[_titled(f"settings of {_name(item)}", _settings(item)) for item in _detailed(advice)],
         _titled("why", _reasons(advice)),
         _titled("guideline: rules that fired", _rules(advice)),
         _titled("search", _searches(advice)),
-        _titled("refused", _refused(advice)),
+        _titled("rejected", _rejected(advice)),
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -41,15 +41,15 @@ def _head(advice: Advice, source: str) -> str:
     rows, lengths = plan.batch, plan.lengths
     return (
         f"{plan.spec.algorithm.name} on {classes} in {nodes}: {rows.num_prompts} prompts x "
-        f"{rows.samples_per_prompt} a step, {lengths.prompt} + {lengths.response} tokens at the most"
-        f"{_mean(advice)}; seconds from {source}; answered in {advice.seconds:.1f} s"
+        f"{rows.samples_per_prompt} a step, at most {lengths.prompt} + {lengths.response} tokens"
+        f"{_mean(advice)}; seconds from {source}; took {advice.seconds:.1f} s"
     )
 
 
 def _mean(advice: Advice) -> str:
-    """Where answers are shorter than they may be."""
+    """Mean length of responses, where they are shorter than the longest."""
     mean = advice.best.candidate.space.lengths.mean_response
-    return f", answers of {mean:.4g} tokens in the mean" if mean < advice.best.plan.lengths.response else ""
+    return f", responses of {mean:.4g} tokens on average" if mean < advice.best.plan.lengths.response else ""
 
 
 def _titled(title: str, lines: Iterable[str]) -> str:
@@ -57,36 +57,36 @@ def _titled(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *listed]) if listed else ""
 
 
-def _refused(advice: Advice) -> Iterator[str]:
-    for item in advice.refused:
+def _rejected(advice: Advice) -> Iterator[str]:
+    for item in advice.rejected:
         yield f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}"
 
 
-def _name(answer: Answer) -> str:
-    return f"{answer.candidate.method}, {answer.candidate.name}"
+def _name(item: FeasibleCandidate) -> str:
+    return f"{item.candidate.method}, {item.candidate.name}"
 
 
-def _told(advice: Advice) -> list[Answer]:
-    """The one to use, and what the guideline says."""
+def _detailed(advice: Advice) -> list[FeasibleCandidate]:
+    """Candidates whose settings are shown: the one to use, and that of the guideline."""
     best = advice.best
-    return [best, *(a for a in advice.answers if a.candidate.method == "guideline" and a is not best)]
+    return [best, *(a for a in advice.feasible if a.candidate.method == "guideline" and a is not best)]
 
 
 def _ranking(advice: Advice) -> list[str]:
     rows = [("", "method", "placement", "strategy", "ratio vector", "s/step", "samples/s", "memory", "")]
     best = advice.best
-    for answer in advice.answers:
-        mark = ">" if answer is best else ""
-        seconds, samples = f"{answer.seconds:.2f}", f"{answer.samples_per_second:.2f}"
-        memory, share = bytes_text(int(answer.peak)), f"{answer.share:.0%}" if answer.share else ""
-        method, name, strategy = answer.candidate.method, answer.candidate.name, answer.candidate.strategy
-        rows.append((mark, method, name, strategy, vector_text(answer), seconds, samples, memory, share))
+    for item in advice.feasible:
+        mark = ">" if item is best else ""
+        seconds, samples = f"{item.seconds:.2f}", f"{item.samples_per_second:.2f}"
+        memory, share = bytes_text(int(item.peak)), f"{item.share:.0%}" if item.share else ""
+        method, name, strategy = item.candidate.method, item.candidate.name, item.candidate.strategy
+        rows.append((mark, method, name, strategy, vector_text(item), seconds, samples, memory, share))
     return table(rows, "<<<<<>>>>")
 
 
-def vector_text(answer: Answer) -> str:
-    """The vector as on the command line; with a star where no vector means the same ranks (see the settings)."""
-    placement, total = answer.candidate.spec.placement, answer.candidate.space.pool.num_devices
+def vector_text(item: FeasibleCandidate) -> str:
+    """Ratio vector as on the command line; with a star where no vector gives the same ranks (see the settings)."""
+    placement, total = item.candidate.spec.placement, item.candidate.space.pool.num_devices
     if isinstance(placement, PlacementMap):
         ratios = [Fraction(len(entry.ranks or ()), total) for entry in placement.models.values()]
         return f"{_vector(ratios)}*"
@@ -98,30 +98,30 @@ def _vector(ratios: Sequence[Fraction]) -> str:
     return "[" + ",".join(f"{float(ratio):.4g}" for ratio in ratios) + "]"
 
 
-def _settings(answer: Answer) -> list[str]:
+def _settings(item: FeasibleCandidate) -> list[str]:
     head = ("model", "ranks", "dp", "tp", "zero", "rows of a pass", "decoded", "recompute")
-    rows = [head, *(_settings_of(model, answer) for model in answer.plan.placement.models)]
-    schedule = answer.plan.spec.schedule
+    rows = [head, *(_settings_of(model, item) for model in item.plan.placement.models)]
+    schedule = item.plan.spec.schedule
     return [*table(rows, "<<>>>>><"), f"chunks {schedule.num_chunks}, lag {schedule.lag}"]
 
 
-def _settings_of(model: PlacedModel, answer: Answer) -> tuple[str, ...]:
+def _settings_of(model: PlacedModel, item: FeasibleCandidate) -> tuple[str, ...]:
     settings, layout = model.settings, model.layout
-    width = answer.plan.lengths.prompt + answer.plan.lengths.response
+    width = item.plan.lengths.prompt + item.plan.lengths.response
     rows = "-" if model.rollout is not None else str(max(1, settings.micro_batch_tokens // width))
-    decoded = str(settings.generate_tokens // width) if _generates(model, answer) else "-"
-    again = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
+    decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
+    recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
     split = (str(number) for number in (layout.dp, layout.tp, settings.zero))
-    return (model.name, ranks_text(model.ranks), *split, rows, decoded, again)
+    return (model.name, ranks_text(model.ranks), *split, rows, decoded, recompute)
 
 
-def _generates(model: PlacedModel, answer: Answer) -> bool:
-    runs = (each for each in answer.plan.schedule.instructions if isinstance(each, Run))
+def _generates(model: PlacedModel, item: FeasibleCandidate) -> bool:
+    runs = (each for each in item.plan.schedule.instructions if isinstance(each, Run))
     return any(run.operator.kind == "generate" and run.model == model.name for run in runs)
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
-    """What takes the time of the best, and what it saves against the others."""
+    """Lines on where the time of the best is spent, and how much it saves compared with the others."""
     best = advice.best
     runs = [item for item in best.simulation.priced if isinstance(item.instruction, Run) and not item.is_rare]
     for item in sorted(runs, key=lambda item: -item.cost.seconds)[:SHOWN]:
@@ -129,10 +129,10 @@ def _reasons(advice: Advice) -> Iterator[str]:
         yield f"{item.instruction.label}: {seconds:.2f} s ({share:.0%} of a step), most of it {item.cost.largest}"
     yield f"devices run {best.simulation.utilisation:.0%} of the time"
     if 0 < best.share < FULL_SHARE:
-        yield f"memory is filled to {best.share:.0%}: fewer devices would serve nearly as well for each of them"
-    others = sorted((answer for answer in advice.answers if answer is not best), key=lambda answer: answer.seconds)
-    for method in dict.fromkeys(answer.candidate.method for answer in others):
-        other = next(answer for answer in others if answer.candidate.method == method)
+        yield f"memory is filled to {best.share:.0%}: fewer devices would reach about the same throughput per device"
+    others = sorted((item for item in advice.feasible if item is not best), key=lambda item: item.seconds)
+    for method in dict.fromkeys(item.candidate.method for item in others):
+        other = next(item for item in others if item.candidate.method == method)
         slower = other.seconds / best.seconds - 1
         yield f"{slower:+.0%} seconds for the best other {method} placement ({other.candidate.name})"
 
@@ -143,31 +143,23 @@ def _rules(advice: Advice) -> Iterator[str]:
 
 
 def _searches(advice: Advice) -> Iterator[str]:
-    searched = [*advice.searches, *([] if advice.on_paper is None else [advice.on_paper])]
     head = ("space", "plans", "evaluated", "pruned: memory", "bound", "seconds", "best s/step", "gap")
-    yield from table([head, *map(_searched, searched)], "<>>>>>>>")
-    if advice.on_paper is not None:
-        yield (
-            f"  {advice.on_paper.label}: with pipeline stages, what ReaL searches; no engine here runs it as a whole"
-        )
-    elif not is_ppo(advice.best.candidate.space):
-        roles = ", ".join(advice.best.candidate.space.roles.all)
-        yield f"  one placement for each call (ReaL): of PPO with four models alone; here {roles}"
+    yield from table([head, *map(_search_row, advice.searches)], "<>>>>>>>")
     meshes = next((item.result.meshes for item in advice.searches if item.result.meshes), "")
     if meshes:
         yield f"  meshes: {meshes}"
     yield f"  settings tried: passes of one prompt, or of at most {either(PASS_TOKENS[1:])} tokens;"
     yield f"    {_parts(DECODE_SHARES)} of the rows decoded together;"
     yield f"    a rollout engine's cache with room for {_parts(CACHE_SHARES)} of its rows"
-    yield "  plans: all that the space states, also what memory or rules forbid"
-    yield "  gap: by how much of its time any plan of the space may at most be faster"
+    yield "  plans: all of the space, also those that memory or rules forbid"
+    yield "  gap: share of its time by which any plan of the space may at most be faster"
 
 
 def _parts(shares: Sequence[int]) -> str:
     return either("all" if share == 1 else f"1/{share}" for share in shares)
 
 
-def _searched(item: Searched) -> tuple[str, ...]:
+def _search_row(item: SpaceSearch) -> tuple[str, ...]:
     result = item.result
     is_plan = result.is_feasible and is_allowed(result.seconds)
     best = f"{result.seconds:.2f}" if is_plan else "none" if result.is_feasible else "none fits"

@@ -1,6 +1,6 @@
-"""Which placement to use: the published rules, an exact search, and the usual placements of the field beside them.
+"""Comparison of placements: by the published rules, an exact search, and the usual ones of published systems.
 
-Every answer is a Spec that was planned and simulated like any other; what does not fit is told with its reason.
+Every candidate is a Spec that is planned and simulated like any other; what does not fit is listed with its reason.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from typing import Literal
 from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.choices import Member
-from flexrlhf.guideline.advice.per_call import PerCall
+from flexrlhf.guideline.advice.guideline_rules import GuidelineResult, GuidelineRule, guideline
+from flexrlhf.guideline.advice.model_options import SearchModel
 from flexrlhf.guideline.advice.proposals import (
     TOO_LARGE,
     Allowed,
     Vector,
+    choose_settings,
     device_bytes,
-    in_chunks,
-    polished,
+    fastest_chunking,
     seconds_of,
-    settle,
     spec_of,
     vector_ranks,
+    with_fastest_settings,
 )
-from flexrlhf.guideline.advice.rules import Rule, Ruling, guideline
+from flexrlhf.guideline.advice.request import PPO_ROLES
 from flexrlhf.guideline.advice.space import USABLE, Space, is_allowed, make_space, with_schedule
 from flexrlhf.guideline.costs.cost_model import CostModel
-from flexrlhf.guideline.costs.transformer import Transformer
-from flexrlhf.guideline.search.branch import search
-from flexrlhf.guideline.search.found import Result
+from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import Assignment
-from flexrlhf.guideline.simulation.pricing import TextLengths, transformer_of_shape
+from flexrlhf.guideline.search.result import SearchResult
+from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -46,14 +45,21 @@ from flexrlhf.text import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
 CHUNKED = 3
-"""Plans of a search that are tried in chunks, too."""
+"""Results of a search that are also tried in chunks."""
 GAP = 0.01
-"""Share of its time by which what the search returns may miss the fastest plan."""
+"""Share of its time by which the result of a search may miss the fastest plan."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement that was thought of. ``assignment``: in ``space``; None where nothing does, for ``reason``."""
+    """A placement to compare.
+
+    method:      where it comes from.
+    name:        unique among those of its method.
+    space:       the space that it is a placement of.
+    assignment:  its meshes and settings; None where nothing is possible.
+    reason:      why nothing is possible.
+    """
 
     method: Method
     name: str
@@ -63,7 +69,7 @@ class Candidate:
 
     @cached_property
     def spec(self) -> Spec:
-        assert self.assignment is not None, "a candidate without settings is refused"
+        assert self.assignment is not None, "a candidate without settings is rejected"
         return spec_of(self.space, self.assignment)
 
     @property
@@ -75,35 +81,42 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A candidate as ``run`` and ``simulate`` see it."""
+class PlannedCandidate:
+    """Plan and simulation of a candidate, as ``run`` and ``simulate`` make them."""
 
     plan: Plan
     simulation: Simulation
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A candidate that fits. ``seconds``: of a step. ``peak``: bytes on the fullest device, ``share`` of its memory."""
+class FeasibleCandidate:
+    """A candidate that fits.
+
+    candidate:  the candidate.
+    seconds:    of a step.
+    peak:       bytes on the fullest device.
+    share:      share of that device's memory.
+    checked:    its plan and simulation, where they have been made.
+    """
 
     candidate: Candidate
     seconds: float
     peak: float
     share: float
-    known: Whole | None = None
+    checked: PlannedCandidate | None = None
 
     @cached_property
-    def whole(self) -> Whole:
-        """Made when it is asked for where it is not ``known``."""
-        return self.known or whole_of(self.candidate)
+    def planned(self) -> PlannedCandidate:
+        """Plan and simulation, made on first use where they are not ``checked``."""
+        return self.checked or make_planned(self.candidate)
 
     @property
     def plan(self) -> Plan:
-        return self.whole.plan
+        return self.planned.plan
 
     @property
     def simulation(self) -> Simulation:
-        return self.whole.simulation
+        return self.planned.simulation
 
     @property
     def samples_per_second(self) -> float:
@@ -115,182 +128,204 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A candidate that does not do."""
+class RejectedCandidate:
+    """A candidate that is impossible, or does not fit."""
 
     candidate: Candidate
     reason: str
 
 
 @dataclass(frozen=True)
-class Searched:
-    """``label``: of the space."""
+class SpaceSearch:
+    """Result of the search of one space. ``label``: name of the space."""
 
     label: str
-    result: Result
+    result: SearchResult
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``answers``: fastest first. ``on_paper``: ReaL's space, one placement for each call."""
+    """Outcome of ``advise``.
 
-    answers: tuple[Answer, ...]
-    refused: tuple[Refused, ...]
-    rules: tuple[Rule, ...]
-    searches: tuple[Searched, ...]
-    on_paper: Searched | None
+    feasible:  candidates that fit, fastest first.
+    rejected:  the other candidates.
+    rules:     rules of the guideline that fired.
+    searches:  the spaces that were searched.
+    seconds:   what all of it took.
+    """
+
+    feasible: tuple[FeasibleCandidate, ...]
+    rejected: tuple[RejectedCandidate, ...]
+    rules: tuple[GuidelineRule, ...]
+    searches: tuple[SpaceSearch, ...]
     seconds: float
 
     @property
-    def best(self) -> Answer:
-        """What to use: the fastest that trains no further behind than it must. Raises UserError when nothing fits."""
-        least = min((answer.lag for answer in self.answers), default=0)
-        found = next((answer for answer in self.answers if answer.lag == least), None)
-        if found is None:
-            reasons = "; ".join(dict.fromkeys(f"{item.candidate.name}: {item.reason}" for item in self.refused[:3]))
+    def best(self) -> FeasibleCandidate:
+        """The candidate to use: the fastest of those with the least lag. Raises UserError when nothing fits."""
+        lag = min((item.lag for item in self.feasible), default=0)
+        best = next((item for item in self.feasible if item.lag == lag), None)
+        if best is None:
+            reasons = "; ".join(dict.fromkeys(f"{item.candidate.name}: {item.reason}" for item in self.rejected[:3]))
             raise UserError(f"no placement of these models fits the devices ({reasons}); use more or larger devices")
-        return found
+        return best
 
 
-def advise(
-    spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0, on_paper: bool = True
-) -> Advice:
-    """``spec``: its placement and what it does not say of models are open. ``seconds_limit``: of all searches."""
+def advise(spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0) -> Advice:
+    """Compare placements of ``spec``.
+
+    spec:           its placement is ignored; settings of models that it leaves open are chosen.
+    costs:          cost model of calls and transfers.
+    lengths:        tokens of prompts and responses; None: the longest.
+    seconds_limit:  seconds that all searches together may take.
+    """
     began = perf_counter()
-    asked = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
-    plain, spaces = with_schedule(asked, asked.spec.schedule.num_chunks, 0), list(_spaces(asked))
+    base = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
+    plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base))
     shadowed = [space for _, space in spaces if space.has_shadows]
-    ruling = guideline(plain, shadowed[0] if shadowed else None)
+    by_rules = guideline(plain, shadowed[0] if shadowed else None)
     # most searches end long before; the first ones may need most of the time
     searches = tuple(
-        Searched(label, search(space.problem(), _left(began, seconds_limit), GAP)) for label, space in spaces
+        SpaceSearch(label, search(space.problem(), _search_seconds(began, seconds_limit), GAP))
+        for label, space in spaces
     )
-    found = [_found(space, label, item.result) for (label, space), item in zip(spaces, searches, strict=True)]
-    # a lag that is asked for leaves nothing without shadows
-    others = [] if asked.spec.schedule.lag else [_ruled(ruling), *usual(plain)]
-    answers, refused = _judged([_as_asked(candidate, asked) for candidate in (*found, *others)])
-    paper = _paper(plain, _left(began, seconds_limit)) if on_paper else None
-    return Advice(answers, refused, ruling.rules, searches, paper, perf_counter() - began)
+    searched = [_by_search(space, label, item.result) for (label, space), item in zip(spaces, searches, strict=True)]
+    # a lag that the YAML sets leaves nothing without shadows
+    others = [] if base.spec.schedule.lag else [_by_guideline(by_rules), *usual(plain)]
+    feasible, rejected = _ranked([_with_strategy(candidate, base) for candidate in (*searched, *others)])
+    return Advice(feasible, rejected, by_rules.rules, searches, perf_counter() - began)
 
 
-def _left(began: float, seconds_limit: float) -> float:
-    """Seconds that the next search may take."""
+def _search_seconds(began: float, seconds_limit: float) -> float:
+    """Seconds that the next search may take: half of what is left."""
     return max(1.0, (seconds_limit - (perf_counter() - began)) / 2)
 
 
-def _spaces(asked: Space) -> Iterator[tuple[str, Space]]:
-    """The spaces that are searched: with the lag that the YAML says, else without and with one."""
-    schedule, said = asked.spec.schedule, "lag" in asked.said
-    if not (said and schedule.lag):
-        yield "without shadows", with_schedule(asked, schedule.num_chunks, 0)
-    if asked.graph.can_shadow and asked.pool.num_devices > 1:
-        shadowed = replace(asked, has_shadows=True)
+def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
+    """(label, space) of what is searched: with the lag that the YAML sets, else without and with one."""
+    schedule, is_set = base.spec.schedule, "lag" in base.fixed_schedule
+    if not (is_set and schedule.lag):
+        yield "without shadows", with_schedule(base, schedule.num_chunks, 0)
+    if base.graph.can_shadow and base.pool.num_devices > 1:
+        shadowed = replace(base, has_shadows=True)
         for lag, label in ((0, "with shadows"), (1, "with shadows, lag 1")):
-            if not said or lag == schedule.lag:
+            if not is_set or lag == schedule.lag:
                 yield label, with_schedule(shadowed, schedule.num_chunks, lag)
 
 
-def _found(space: Space, label: str, result: Result) -> Candidate:
+def _by_search(space: Space, label: str, result: SearchResult) -> Candidate:
     if not result.is_feasible or not is_allowed(result.seconds):
         reason = TOO_LARGE if result.pruned_by_memory else "no placement of this kind is possible"
         return Candidate("search", label, space, None, reason)
-    best = [polished(space, result.best[0].assignment), *(plan.assignment for plan in result.best[1:CHUNKED])]
-    _, cut, assignment = in_chunks(space, best)
-    return Candidate("search", label, cut, assignment)
+    best = [
+        with_fastest_settings(space, result.best[0].assignment),
+        *(item.assignment for item in result.best[1:CHUNKED]),
+    ]
+    _, chunked, assignment = fastest_chunking(space, best)
+    return Candidate("search", label, chunked, assignment)
 
 
-def _as_asked(candidate: Candidate, asked: Space) -> Candidate:
-    """Without what the YAML's strategy rules out."""
-    wanted = asked.spec.schedule.strategy
-    if wanted in (None, candidate.strategy) or candidate.assignment is None:
+def _with_strategy(candidate: Candidate, base: Space) -> Candidate:
+    """Drop the assignment of a candidate that has another strategy than the YAML sets."""
+    strategy = base.spec.schedule.strategy
+    if strategy in (None, candidate.strategy) or candidate.assignment is None:
         return candidate
-    return replace(candidate, assignment=None, reason=f"is {candidate.strategy}; schedule.strategy says {wanted}")
+    return replace(candidate, assignment=None, reason=f"is {candidate.strategy}; schedule.strategy is {strategy}")
 
 
-def _ruled(ruling: Ruling) -> Candidate:
-    return Candidate("guideline", ruling.strategy, ruling.space, ruling.assignment, TOO_LARGE)
+def _by_guideline(result: GuidelineResult) -> Candidate:
+    return Candidate("guideline", result.strategy, result.space, result.assignment, TOO_LARGE)
 
 
 def usual(space: Space) -> Iterator[Candidate]:
-    """The placements of the field, in the engines of this spec: DeepSpeed-Chat's, OpenRLHF's, HybridFlow's split and
-    the symmetric heuristic of ReaL's comparison."""
+    """Placements of published systems, in the engines of this spec: those of DeepSpeed-Chat and OpenRLHF, HybridFlow's
+    split and the symmetric heuristic of ReaL's comparison."""
     roles, one = space.roles.all, Fraction(1)
     everywhere = (one,) * len(roles)
-    yield _settled(space, "co-located ZeRO-3", everywhere, _is_zero3)
-    yield _settled(space, "standalone", (one / len(roles),) * len(roles))
+    yield _usual(space, "co-located ZeRO-3", everywhere, _is_zero3)
+    yield _usual(space, "standalone", (one / len(roles),) * len(roles))
     if is_ppo(space):
-        yield _settled(space, "split", (one / 2,) * len(roles))
+        yield _usual(space, "split", (one / 2,) * len(roles))
     widest = min(8, space.pool.per_node)
-    yield _settled(space, f"symmetric, tp {widest}", everywhere, lambda member, settings: settings.tp == widest)
+    yield _usual(space, f"symmetric, tp {widest}", everywhere, lambda model, settings: settings.tp == widest)
 
 
-def _is_zero3(member: Member, settings: ModelSpec) -> bool:
-    """Weights of a rollout engine are whole."""
-    return member.is_rollout or (settings.zero == 3 and settings.tp == 1)
+def _is_zero3(model: SearchModel, settings: ModelSpec) -> bool:
+    """Whether a model is sharded by ZeRO-3 alone; a rollout engine never is."""
+    return model.is_rollout or (settings.zero == 3 and settings.tp == 1)
 
 
-def _settled(space: Space, name: str, vector: Vector, allowed: Allowed | None = None) -> Candidate:
+def _usual(space: Space, name: str, vector: Vector, allowed: Allowed | None = None) -> Candidate:
     ranks = vector_ranks(space, vector)
     if ranks is None:
         return Candidate("usual", name, space, None, "these shares are no whole devices, or of several classes")
-    found = settle(space, ranks, allowed)
-    return Candidate("usual", name, space, *((None, found) if isinstance(found, str) else (found, "")))
+    assignment = choose_settings(space, ranks, allowed)
+    if isinstance(assignment, str):
+        return Candidate("usual", name, space, None, assignment)
+    return Candidate("usual", name, space, assignment)
 
 
-def _judged(candidates: Sequence[Candidate]) -> tuple[tuple[Answer, ...], tuple[Refused, ...]]:
-    """Those that do, fastest first, and the others.
+def is_ppo(space: Space) -> bool:
+    """Whether the algorithm has PPO's four models."""
+    return set(space.roles.all) == set(PPO_ROLES)
 
-    Planned whole is what is told in full: what would be taken, and what the guideline says.
+
+def _ranked(
+    candidates: Sequence[Candidate],
+) -> tuple[tuple[FeasibleCandidate, ...], tuple[RejectedCandidate, ...]]:
+    """Candidates that fit, fastest first, and the others.
+
+    What is reported in full is planned and simulated: the candidate to use, and that of the guideline.
     """
-    judged = [judge(item) if item.method == "guideline" else estimate(item) for item in candidates]
-    answers = sorted((item for item in judged if isinstance(item, Answer)), key=lambda answer: answer.seconds)
-    refused = [item for item in judged if isinstance(item, Refused)]
-    least = min((answer.lag for answer in answers), default=0)
-    for answer in list(answers):
-        if answer.lag == least:
-            checked = answer if answer.known is not None else judge(answer.candidate)
-            if isinstance(checked, Answer):
-                answers[answers.index(answer)] = checked
+    results = [check(item) if item.method == "guideline" else estimate(item) for item in candidates]
+    feasible = sorted((item for item in results if isinstance(item, FeasibleCandidate)), key=lambda item: item.seconds)
+    rejected = [item for item in results if isinstance(item, RejectedCandidate)]
+    lag = min((item.lag for item in feasible), default=0)
+    for item in list(feasible):
+        if item.lag == lag:
+            checked = item if item.checked is not None else check(item.candidate)
+            if isinstance(checked, FeasibleCandidate):
+                feasible[feasible.index(item)] = checked
                 break
-            answers.remove(answer)
-            refused.append(checked)
-    return tuple(answers), tuple(refused)
+            feasible.remove(item)
+            rejected.append(checked)
+    return tuple(feasible), tuple(rejected)
 
 
-def judge(candidate: Candidate) -> Answer | Refused:
-    """Plan and simulate a candidate, as ``run`` would."""
+def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
+    """Plan and simulate a candidate, as ``run`` and ``simulate`` would."""
     if candidate.assignment is None:
-        return Refused(candidate, candidate.reason)
+        return RejectedCandidate(candidate, candidate.reason)
     try:
-        whole = whole_of(candidate)
+        planned = make_planned(candidate)
     except UserError as error:
-        return Refused(candidate, str(error))
-    peak, share = _fullest(whole.plan)
+        return RejectedCandidate(candidate, str(error))
+    peak, share = _fullest(planned.plan)
     if share > 1:
-        return Refused(candidate, f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory")
-    return Answer(candidate, whole.simulation.seconds, peak, share, whole)
+        return RejectedCandidate(candidate, f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory")
+    return FeasibleCandidate(candidate, planned.simulation.seconds, peak, share, planned)
 
 
-def whole_of(candidate: Candidate) -> Whole:
-    """Raises UserError where it cannot be planned."""
+def make_planned(candidate: Candidate) -> PlannedCandidate:
+    """Plan and simulate a candidate. Raises UserError where it cannot be planned."""
     plan = make_plan(candidate.spec)
-    return Whole(plan, simulate(plan, candidate.space.costs, candidate.space.lengths))
+    return PlannedCandidate(plan, simulate(plan, candidate.space.costs, candidate.space.lengths))
 
 
-def estimate(candidate: Candidate) -> Answer | Refused:
-    """As ``judge``, by what the search knows of a candidate."""
+def estimate(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
+    """Do as ``check``, by the search's own seconds and bytes."""
     if candidate.assignment is None:
-        return Refused(candidate, candidate.reason)
-    pool, chosen = candidate.space.pool, candidate.assignment
-    used = {at: device_bytes(chosen, at) for at in {choice.start for choice in chosen}}
+        return RejectedCandidate(candidate, candidate.reason)
+    pool, assignment = candidate.space.pool, candidate.assignment
+    used = {at: device_bytes(assignment, at) for at in {choice.start for choice in assignment}}
     memory = {at: pool.memory[pool.kinds_of(at, 1)[0]] / USABLE for at in used}
     fullest = max(used, key=lambda at: used[at] / memory[at])
-    seconds = seconds_of(candidate.space, chosen)
-    return Answer(candidate, seconds, used[fullest], used[fullest] / memory[fullest])
+    seconds = seconds_of(candidate.space, assignment)
+    return FeasibleCandidate(candidate, seconds, used[fullest], used[fullest] / memory[fullest])
 
 
 def _fullest(plan: Plan) -> tuple[float, float]:
-    """Bytes on the device whose memory is filled most, and how far."""
+    """Bytes on the device whose memory is filled most, and the share of its memory."""
     shares = [
         (memory.peak_bytes / size if (size := plan.cluster.memory_bytes(memory.rank)) else 0.0, memory.peak_bytes)
         for memory in plan.memories
@@ -299,44 +334,12 @@ def _fullest(plan: Plan) -> tuple[float, float]:
     return float(peak), share
 
 
-def is_ppo(space: Space) -> bool:
-    """Whether it has PPO's four models, so its six calls: what other systems published plans and times of."""
-    return set(space.roles.all) == {"actor", "critic", "ref", "reward"}
-
-
-def _transformers(space: Space) -> dict[str, Transformer]:
-    return {
-        role: transformer_of_shape(shape, space.roles.heads[role], is_adapted=bool(shape.adapters))
-        for role, shape in space.shapes.items()
-    }
-
-
-def _paper(space: Space, seconds: float) -> Searched | None:
-    """ReaL's space, for PPO."""
-    if not is_ppo(space):
-        return None
-    models = _transformers(space)
-    algorithm = space.spec.algorithm
-    problem = PerCall(
-        models,
-        space.devices,
-        space.pool,
-        space.costs,
-        space.lengths,
-        space.batch.num_rows,
-        algorithm.num_mini_batches * algorithm.epochs,
-        space.spec.models.actor.engine if space.spec.models.actor is not None else "torch",
-        space.spec.rollout.engine,
-    ).problem()
-    return Searched("one placement for each call", search(problem, seconds, GAP))
-
-
-def write_advised(answer: Answer, path: Path) -> None:
-    """The YAML of ``answer``, with what it is from in a comment. Raises UserError where it cannot be written."""
-    seconds, candidate = answer.seconds, answer.candidate
+def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
+    """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError where it cannot be written."""
+    seconds, candidate = chosen.seconds, chosen.candidate
     head = [
-        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s a step as simulated, {bytes_text(int(answer.peak))}",
-        "# models come with sizes alone (init): give the path of their weights instead, and of the data",
+        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s a step as simulated, {bytes_text(int(chosen.peak))}",
+        "# models have sizes only (init): give the paths of their weights instead, and of the data",
     ]
     models = candidate.spec.models
     roles = candidate.space.roles.all

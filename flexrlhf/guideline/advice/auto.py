@@ -1,4 +1,4 @@
-"""``placement: auto``: what ``flexrlhf advise`` would say, taken."""
+"""``placement: auto``: the placement that ``flexrlhf advise`` recommends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SEARCH_SECONDS = 60.0
 
 
 def with_placement(spec: Spec) -> tuple[Spec, str]:
-    """``spec`` with the placement to use, and a line that tells of it. What the YAML says of models stays.
+    """Return ``spec`` with the placement to use, and a line that describes it. Settings in the YAML stay.
 
-    Raises UserError where no figures of the devices are known, or nothing fits.
+    Raises UserError where no figures of the devices exist, or nothing fits.
     """
     source = costs_for(spec, None)
-    best = advise(spec, source.costs, lengths_for(spec, None), SEARCH_SECONDS, on_paper=False).best
-    told = f"{spec.name}: placement auto is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
-    return best.candidate.spec, f"{told} by {source.name}"
+    best = advise(spec, source.costs, lengths_for(spec, None), SEARCH_SECONDS).best
+    line = f"{spec.name}: placement auto is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
+    return best.candidate.spec, f"{line} by {source.name}"

@@ -27,7 +27,7 @@ _OPTIONAL = ("num_key_value_heads", "head_dim")
 
 
 def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: bool = False) -> Config:
-    """``sizes``: in the order of ``_KEYS``."""
+    """Return a config with ``sizes``, in the order of ``_KEYS``."""
     config: Config = {"model_type": model_type, **dict(zip(_KEYS, sizes, strict=True))}
     if head_dim is not None:
         config["head_dim"] = head_dim
@@ -70,9 +70,9 @@ MODELS: dict[str, Config] = {
 
 
 def find_model(text: str, option: str = "--model") -> Config:
-    """The config of a known name, of a Hugging Face model directory, or in a ``config.json``.
+    """Config of a known name, of a Hugging Face model directory, or in a ``config.json``.
 
-    Raises UserError with the nearest known names.
+    ``option``: what the text was given as, for errors. Raises UserError with the nearest known names.
     """
     known = MODELS.get(text.lower().removesuffix("-hf"))
     if known is not None:
@@ -97,7 +97,7 @@ def _read_config(path: Path, option: str) -> Config:
         raise UserError(f"{option} {path}: no Hugging Face config: it has no model_type")
     if config["model_type"] not in LLAMA_LIKE:
         raise UserError(
-            f"{option} {path}: sizes of {config['model_type']!r} are not known before it is loaded; "
+            f"{option} {path}: sizes of {config['model_type']!r} cannot be read from its config; "
             f"known families: {', '.join(LLAMA_LIKE)}"
         )
     for key in dict.fromkeys((*_KEYS, *_OPTIONAL)):
@@ -106,7 +106,7 @@ def _read_config(path: Path, option: str) -> Config:
 
 
 def _check_size(config: Config, key: str, where: str) -> None:
-    """Sizes that a config leaves out would be those of another model."""
+    """Raise UserError for a size that is missing or no whole number: its default would be that of another model."""
     value = config.get(key)
     if value is None and key in _OPTIONAL:
         return

@@ -1,4 +1,4 @@
-"""From meshes and options back to a Spec that ``flexrlhf plan`` accepts, and settings for models with a fixed place."""
+"""Conversion of meshes and options to a Spec that ``flexrlhf plan`` accepts; settings for models on given ranks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from fractions import Fraction
 
 from flexrlhf.config.spec import ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.choices import Member
+from flexrlhf.guideline.advice.model_options import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment, Choice, Option, Problem
+from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.ratios import place
 
 Vector = tuple[Fraction, ...]
-TOO_LARGE = "no settings that it allows fit into memory"
+TOO_LARGE = "none of the allowed settings fits into memory"
 SWAPS = 100
 """Changes of settings that are tried to make models fit."""
 
 
 def spec_of(space: Space, assignment: Assignment) -> Spec:
-    """The space's spec with the placement and the settings of ``assignment``."""
+    """Return the space's spec with the placement and the settings of ``assignment``."""
     models: dict[str, ModelSpec] = {}
     shadows: dict[str, ShadowSpec] = {}
     rollout = space.spec.rollout
@@ -45,48 +45,52 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
 
 
 def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
-    """What was chosen beside what the YAML says of this copy (its engine, its type)."""
+    """Chosen settings of a shadow, in addition to those in the YAML (its engine, its type)."""
     names = ("zero", "tp", "micro_batch_tokens", "generate_tokens")
-    said = base.shadow if base is not None and base.shadow is not None else ShadowSpec()
-    return said.model_copy(update={name: getattr(settings, name) for name in names})
+    in_yaml = base.shadow if base is not None and base.shadow is not None else ShadowSpec()
+    return in_yaml.model_copy(update={name: getattr(settings, name) for name in names})
 
 
 def _placement(space: Space, spec: Spec, assignment: Assignment) -> Vector | PlacementMap:
-    """A vector where one means the same ranks (or, on devices that are all alike, their mirror image), else ranks."""
+    """Vector that gives the same ranks (where all devices are alike, their mirror image), else the ranks."""
     placed = [choice for choice in assignment if space.has_shadows or not ModelName(choice.part).is_rollout]
     total = space.pool.num_devices
     vector = tuple(Fraction(choice.size, total) for choice in placed)
     ranks = {choice.part: tuple(range(choice.start, choice.start + choice.size)) for choice in placed}
-    turned = {name: tuple(total - 1 - rank for rank in reversed(mine)) for name, mine in ranks.items()}
+    mirrored = {name: tuple(total - 1 - rank for rank in reversed(mine)) for name, mine in ranks.items()}
     packed = vector_ranks(space, vector)
-    if packed == ranks or (packed == turned and len(set(space.pool.nodes)) == 1):
+    if packed == ranks or (packed == mirrored and len(set(space.pool.nodes)) == 1):
         return vector
     return PlacementMap(models={name: PlacementEntry(ranks=mine) for name, mine in ranks.items()})
 
 
 def vector_ranks(space: Space, vector: Vector) -> dict[str, tuple[int, ...]] | None:
-    """Placed model → ranks, as a vector is packed; None where it fits no split of the devices."""
+    """Placed model → its ranks when ``vector`` is packed; None where the vector fits no split of the devices."""
     spec = space.spec.model_copy(update={"placement": vector})
     try:
         placement = place(spec, space.roles, space.graph.can_shadow, space.cluster)
     except UserError:
         return None
-    beside = space.roles.rollout is not None and not space.has_shadows
-    return {model.name: model.ranks for model in placement.models if not (beside and model.rollout is not None)}
+    # without shadows a rollout engine has the ranks of the trained copy
+    follows = space.roles.rollout is not None and not space.has_shadows
+    return {model.name: model.ranks for model in placement.models if not (follows and model.rollout is not None)}
 
 
-Allowed = Callable[[Member, ModelSpec], bool]
+Allowed = Callable[[SearchModel, ModelSpec], bool]
 
 
-def settle(space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed | None = None) -> Assignment | str:
-    """Settings for models on ``ranks``, each a run of devices: the fastest, then smaller ones where memory does
-    not do. ``allowed``: which settings are asked for. A text says why there are none.
+def choose_settings(
+    space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed | None = None
+) -> Assignment | str:
+    """Choose settings for models on ``ranks``, each a run of devices: the fastest, leaner ones where memory is short.
+
+    ``allowed``: which settings may be chosen. Returns the reason where there are none.
     """
     problem = space.problem()
-    pools = [_choices(problem, member, _ranks_of(member, ranks), allowed) for member in space.members]
-    for member, pool in zip(space.members, pools, strict=True):
+    pools = [_choices(problem, model, _ranks_of(model, ranks), allowed) for model in space.models]
+    for model, pool in zip(space.models, pools, strict=True):
         if not pool:
-            return f"{member.name} has no setting of this kind there (heads, type, engine or what the YAML says)"
+            return f"{model.name} has no setting of this kind there (heads, type, engine or a setting in the YAML)"
     chosen = [min(pool, key=lambda choice: sum(choice.option.seconds)) for pool in pools]
     for _ in range(SWAPS):
         device = _fullest(problem, chosen)
@@ -99,15 +103,15 @@ def settle(space: Space, ranks: Mapping[str, tuple[int, ...]], allowed: Allowed 
     return TOO_LARGE
 
 
-def polished(space: Space, assignment: Assignment) -> Assignment:
-    """The same meshes with the quickest settings of each model that fit: a search is content with those that are hidden
-    behind another model's, such as recomputing what need not be."""
+def with_fastest_settings(space: Space, assignment: Assignment) -> Assignment:
+    """Replace each model's settings by its fastest that fit, on the same meshes.
+
+    A search accepts slower ones where another model's time hides them, such as needless recomputation.
+    """
     problem = space.problem()
     chosen = list(assignment)
     for index, choice in enumerate(chosen):
-        part = next(part for part in problem.parts if part.name == choice.part)
-        options = part.options(problem.shape_of(choice.start, choice.size))
-        for option in sorted(options, key=lambda option: sum(option.seconds)):
+        for option in sorted(_options_at(problem, choice), key=lambda option: sum(option.seconds)):
             tried = [*chosen[:index], replace(choice, option=option), *chosen[index + 1 :]]
             if option == choice.option:
                 break
@@ -118,69 +122,74 @@ def polished(space: Space, assignment: Assignment) -> Assignment:
     return tuple(chosen)
 
 
+def _options_at(problem: SearchProblem, choice: Choice) -> Sequence[Option]:
+    """Options of a part on its mesh."""
+    part = next(part for part in problem.parts if part.name == choice.part)
+    return part.options(problem.shape_of(choice.start, choice.size))
+
+
 def seconds_of(space: Space, assignment: Assignment) -> float:
     return evaluate(space.problem(), assignment)
 
 
-def in_chunks(space: Space, assignments: Sequence[Assignment]) -> tuple[float, Space, Assignment]:
-    """The fastest of ``assignments`` in any number of chunks that is tried: its seconds, and its options there.
+def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[float, Space, Assignment]:
+    """Seconds, space and assignment of the fastest of ``assignments`` in any number of chunks that is tried.
 
     Settings stay as they are.
     """
-    found: list[tuple[float, int, Space, Assignment]] = []
+    timed: list[tuple[float, int, Space, Assignment]] = []
     for number in chunk_counts(space):
-        cut = with_schedule(space, number, space.spec.schedule.lag)
-        problem = cut.problem()
+        chunked = with_schedule(space, number, space.spec.schedule.lag)
+        problem = chunked.problem()
         for assignment in assignments:
             moved = [_in_problem(problem, choice) for choice in assignment]
             whole = tuple(choice for choice in moved if choice is not None)
             if len(whole) == len(assignment):
-                found.append((evaluate(problem, whole), len(found), cut, whole))
-    seconds, _, cut, assignment = min(found, key=lambda item: item[:2])
-    return seconds, cut, assignment
+                timed.append((evaluate(problem, whole), len(timed), chunked, whole))
+    seconds, _, chunked, assignment = min(timed, key=lambda item: item[:2])
+    return seconds, chunked, assignment
 
 
-def _in_problem(problem: Problem, choice: Choice) -> Choice | None:
-    """The same choice in a problem with other calls."""
-    part = next(part for part in problem.parts if part.name == choice.part)
-    options = part.options(problem.shape_of(choice.start, choice.size))
-    found = next((option for option in options if option.settings == choice.option.settings), None)
-    return None if found is None else replace(choice, option=found)
+def _in_problem(problem: SearchProblem, choice: Choice) -> Choice | None:
+    """The same choice in a problem with other calls; None where it has no such option."""
+    options = _options_at(problem, choice)
+    same = next((option for option in options if option.settings == choice.option.settings), None)
+    return None if same is None else replace(choice, option=same)
 
 
-def _ranks_of(member: Member, ranks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """A rollout engine that nobody placed lies beside its role."""
-    return ranks.get(member.name) or ranks[member.role]
+def _ranks_of(model: SearchModel, ranks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Ranks of a model; a rollout engine that is not in ``ranks`` has those of its role."""
+    return ranks.get(model.name) or ranks[model.role]
 
 
-def _choices(problem: Problem, member: Member, ranks: Sequence[int], allowed: Allowed | None) -> list[Choice]:
+def _choices(problem: SearchProblem, model: SearchModel, ranks: Sequence[int], allowed: Allowed | None) -> list[Choice]:
     start, size = ranks[0], len(ranks)
-    assert tuple(ranks) == tuple(range(start, start + size)), f"{member.name} on {ranks}"
-    part = next(part for part in problem.parts if part.name == member.name)
-    found = part.options(problem.shape_of(start, size))
-    return [Choice(member.name, start, size, option) for option in found if _is_allowed(member, option, allowed)]
+    assert tuple(ranks) == tuple(range(start, start + size)), f"{model.name} on {ranks}"
+    part = next(part for part in problem.parts if part.name == model.name)
+    options = part.options(problem.shape_of(start, size))
+    return [Choice(model.name, start, size, option) for option in options if _is_allowed(model, option, allowed)]
 
 
-def _is_allowed(member: Member, option: Option, allowed: Allowed | None) -> bool:
+def _is_allowed(model: SearchModel, option: Option, allowed: Allowed | None) -> bool:
     assert isinstance(option.settings, ModelSpec), "options of a Space have settings"
-    return allowed is None or allowed(member, option.settings)
+    return allowed is None or allowed(model, option.settings)
 
 
 def device_bytes(chosen: Sequence[Choice], device: int) -> float:
-    """What the models on a device need at the most."""
-    mine = [choice.option for choice in chosen if choice.start <= device < choice.start + choice.size]
-    return sum(option.resting for option in mine) + max((option.active for option in mine), default=0.0)
+    """Most bytes that the models on a device need."""
+    options = [choice.option for choice in chosen if choice.start <= device < choice.start + choice.size]
+    return sum(option.resting for option in options) + max((option.active for option in options), default=0.0)
 
 
-def _fullest(problem: Problem, chosen: Sequence[Choice]) -> int | None:
-    """The device that lacks most; None where all have enough."""
+def _fullest(problem: SearchProblem, chosen: Sequence[Choice]) -> int | None:
+    """Device that lacks most memory; None where all have enough."""
     starts = sorted({choice.start for choice in chosen})
     lacking = {at: device_bytes(chosen, at) - _memory(problem, at) for at in starts}
     worst = max(lacking, key=lambda at: lacking[at])
     return worst if lacking[worst] > 0 else None
 
 
-def _memory(problem: Problem, device: int) -> float:
+def _memory(problem: SearchProblem, device: int) -> float:
     (kind,) = problem.pool.kinds_of(device, 1)
     return problem.pool.memory[kind]
 
@@ -188,7 +197,10 @@ def _memory(problem: Problem, device: int) -> float:
 def _cheapest_swap(
     chosen: Sequence[Choice], pools: Sequence[Sequence[Choice]], device: int
 ) -> tuple[int, Choice] | None:
-    """The change of one model's settings that costs least time for the bytes that it frees on ``device``."""
+    """(model, choice) of the change of one model's settings that costs least time for the bytes it frees on ``device``.
+
+    None where no change frees any.
+    """
     before = device_bytes(chosen, device)
     best: tuple[float, int, Choice] | None = None
     for index, pool in enumerate(pools):

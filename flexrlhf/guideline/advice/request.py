@@ -1,7 +1,4 @@
-"""What a user asks ``advise``: models, devices, lengths and batch, as a Spec whose placement is still open.
-
-All that is taken where a user says nothing stands here.
-"""
+"""Request of ``advise``: models, devices, lengths and batch, as a Spec whose placement is still open, with defaults."""
 
 from __future__ import annotations
 
@@ -20,18 +17,26 @@ from flexrlhf.guideline.advice.model_names import Config, find_model
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
-ROLES = ("actor", "critic", "ref", "reward")
+PPO_ROLES = ("actor", "critic", "ref", "reward")
 GPUS_PER_NODE = 8
 MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"
 
 
 @dataclass(frozen=True)
-class Request:
-    """``models``: PPO's roles → name, directory or config file, from which other algorithms take those of theirs;
-    ``named``: roles that it must have. ``nodes``: as in ``cluster.nodes``.
+class AdviceRequest:
+    """Problem that is described without a YAML.
 
-    ``prompts`` of a step, ``samples`` of each (None: as many as the algorithm says, 1 for PPO); ``engine``: of all
-    models; ``rollout``: what generates, where anything does; ``lora``: rank of adapters on the trained models.
+    models:           PPO's roles → name, directory or config file; roles of other algorithms use these.
+    nodes:            as in ``cluster.nodes``.
+    prompt_tokens:    longest prompt.
+    response_tokens:  longest response.
+    prompts:          prompts of a step.
+    samples:          samples of each prompt; None: the algorithm's default, 1 for PPO.
+    mini_batches:     optimizer steps of a step.
+    engine:           engine of all models.
+    rollout:          engine of generation, where the algorithm generates.
+    lora:             rank of adapters on the trained models.
+    named:            roles that the spec must have.
     """
 
     models: Mapping[str, str]
@@ -47,8 +52,8 @@ class Request:
     named: tuple[str, ...] = ()
 
     def spec(self, overrides: tuple[str, ...] = ()) -> Spec:
-        """Raises UserError for unknown models and impossible sizes. ``overrides``: as behind ``--set``."""
-        # which roles there are follows from the overrides
+        """Return the spec. Raises UserError for unknown models and impossible sizes. ``overrides``: of ``--set``."""
+        # the roles follow from the overrides
         graph = make_graph(self._parsed(overrides, (), (), True))
         roles = (*graph.roles, *(role for role in self.named if role not in graph.roles))
         return self._parsed(overrides, roles, graph.trained, graph.generated is not None)
@@ -89,9 +94,9 @@ class Request:
         return model
 
     def _config(self, role: str) -> Config:
-        """That of PPO's role which does the like: of the reward model for all that score."""
-        like = role if role in self.models else "critic" if role.endswith("critic") else "reward"
-        return find_model(self.models[like], f"models.{like}")
+        """Config of the role, or of PPO's role that does the same: of the reward model for all that score."""
+        source = role if role in self.models else "critic" if role.endswith("critic") else "reward"
+        return find_model(self.models[source], f"models.{source}")
 
 
 SETTINGS = {
@@ -111,12 +116,12 @@ SETTINGS = {
     "rollout": "rollout.engine=NAME",
     "lora": "models.actor.lora={rank: N}",
 }
-"""Option → what says the same of a config, behind ``--set``."""
+"""Option → setting to use with a config, after ``--set``."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line says, under the names of its options; None where it says nothing."""
+class AdviceOptions:
+    """Options of the command line under their names; None where one is not given."""
 
     model: str | None = None
     critic: str | None = None
@@ -139,16 +144,16 @@ class Options:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def spec(self, config: Path | None, overrides: tuple[str, ...] = ()) -> Spec:
-        """That of ``config`` where there is one. Raises UserError where something is given that ``config`` says."""
+        """Return the spec of ``config``, else of the options. Raises UserError for an option next to a ``config``."""
         if config is None:
             return self.request().spec(overrides)
         if self.given:
             name, value = next(iter(self.given.items()))
-            raise UserError(f"{_option(name)} {value}: {config} says it already; use --set {SETTINGS[name]} instead")
+            raise UserError(f"{_option(name)} {value}: {config} sets it already; use --set {SETTINGS[name]} instead")
         return load_spec(config, overrides)
 
-    def request(self) -> Request:
-        """Raises UserError for unknown models, unknown classes, and devices that are said twice."""
+    def request(self) -> AdviceRequest:
+        """Return the request. Raises UserError for unknown models or classes, and for devices given twice."""
         for name in ("model", "critic", "ref", "reward"):
             if name in self.given:
                 find_model(self.given[name], _option(name))
@@ -159,15 +164,17 @@ class Options:
             "ref": self.ref or actor,
             "reward": self.reward or self.critic or actor,
         }
-        said = {name: value for name, value in self.given.items() if name in Request.__dataclass_fields__}
-        return Request(models, self._nodes(), named=tuple(role for role in ROLES if role in self.given), **said)
+        given = {name: value for name, value in self.given.items() if name in AdviceRequest.__dataclass_fields__}
+        return AdviceRequest(
+            models, self._nodes(), named=tuple(role for role in PPO_ROLES if role in self.given), **given
+        )
 
     def _nodes(self) -> tuple[Mapping[str, Any], ...]:
         if self.cluster is None:
             return equal_nodes(self.gpus or GPUS, self.gpu_type or GPU_TYPE)
         for name in ("gpus", "gpu_type"):
             if name in self.given:
-                raise UserError(f"{_option(name)} {self.given[name]}: --cluster {self.cluster} says it; leave one out")
+                raise UserError(f"{_option(name)} {self.given[name]}: --cluster {self.cluster} sets it; leave one out")
         return read_nodes(self.cluster)
 
 
@@ -176,7 +183,7 @@ def _option(name: str) -> str:
 
 
 def equal_nodes(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
-    """``gpus`` devices of one class in nodes of eight. Raises UserError for an unknown class."""
+    """Nodes of eight with ``gpus`` devices of one class. Raises UserError for an unknown class or an uneven number."""
     device_class = find_class(gpu_type, "--gpu-type")
     if gpus <= GPUS_PER_NODE:
         return ({"count": 1, "devices": gpus, "class": device_class},)
@@ -190,7 +197,10 @@ def equal_nodes(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
 
 
 def find_class(text: str, where: str) -> str:
-    """The catalogue's name for ``text``: whole, in any case, or the start of one name alone."""
+    """Name of the device class that ``text`` is, in any case, or that it is the start of.
+
+    Raises UserError where there is none, or several.
+    """
     lowered = {name.lower(): name for name in DEVICE_CLASSES}
     if text.lower() in lowered:
         return lowered[text.lower()]
@@ -202,22 +212,25 @@ def find_class(text: str, where: str) -> str:
 
 
 def read_nodes(path: Path) -> tuple[dict[str, Any], ...]:
-    """The nodes of a cluster file: a list, or a mapping with ``nodes`` or ``cluster.nodes``."""
+    """Nodes of a cluster file: a list, or a mapping with ``nodes`` or ``cluster.nodes``.
+
+    Raises UserError for a file that is missing or has no such list.
+    """
     if not path.is_file():
         raise UserError(f"--cluster {path}: no such file")
     try:
-        found = read_yaml(path.read_text())
+        content = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         text = explain(error) if isinstance(error, yaml.YAMLError) else "not a text"
         raise UserError(f"--cluster {path}: not YAML: {text}") from None
     for key in ("cluster", "nodes"):
-        found = found[key] if isinstance(found, dict) and key in found else found
-    if not isinstance(found, list) or not found or not all(isinstance(node, dict) for node in found):
+        content = content[key] if isinstance(content, dict) and key in content else content
+    if not isinstance(content, list) or not content or not all(isinstance(node, dict) for node in content):
         raise UserError(
             f"--cluster {path}: expected a list of nodes such as [{{count: 2, devices: 8, class: A100-80G}}]"
         )
     known = {item.alias or name for name, item in NodeSpec.model_fields.items()}
-    return tuple(_node(node, path, known) for node in found)
+    return tuple(_node(node, path, known) for node in content)
 
 
 def _node(node: dict[str, Any], path: Path, known: set[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The space of placement ratios as a search problem: every placed model of an algorithm on any mesh, in any setting.
+"""Space of placement ratios as a search problem: every placed model of an algorithm on any mesh, with any settings.
 
 The order of the calls is that of the strategies; a plan made from an assignment has the same seconds in the simulator.
 """
@@ -11,12 +11,23 @@ from functools import cached_property, partial
 from math import gcd
 
 from flexrlhf.config.spec import Head, ModelSpec, Spec
-from flexrlhf.engines.capabilities import ALL_KINDS, SERVES, check_engine
+from flexrlhf.engines.capabilities import ALL_KINDS, CAPABILITIES, check_engine
 from flexrlhf.errors import UserError, either
-from flexrlhf.guideline.advice.choices import Chooser, Member, Place, Work
+from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
-from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, Relation, SyncWeights
-from flexrlhf.guideline.search.problem import End, Meshes, Option, Part, Pool, Problem, Rows, Shape, Sync, Task
+from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
+from flexrlhf.guideline.search.problem import (
+    DevicePool,
+    LinkEnd,
+    Meshes,
+    MeshShape,
+    Option,
+    RowTransfer,
+    SearchPart,
+    SearchProblem,
+    SearchSync,
+    SearchTask,
+)
 from flexrlhf.guideline.simulation.pricing import (
     UNKNOWN,
     CallMaker,
@@ -35,6 +46,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ROLLOUT, ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
+from flexrlhf.placement.relation import Relation
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.run_graph import run_graph
@@ -43,16 +55,17 @@ from flexrlhf.strategies.schedule import make_tasks
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
 
 FORBIDDEN = 1e9
-"""Seconds of what a placement must not do; with a lag they may be spread over some steps."""
+"""Seconds of a forbidden transfer; with a lag they may be spread over some steps."""
 CHUNKS = (1, 2, 4, 8)
+"""Numbers of chunks that are tried."""
 UNLIMITED = 1e15
-"""Bytes of a device that nobody says the size of."""
+"""Bytes of a device whose memory is not given."""
 USABLE = 0.95
 """Share of a device's memory that a plan may take: FlexRLHF's guideline; the rest is for fragments and the driver."""
 
 
 def is_allowed(seconds: float) -> bool:
-    """Whether a plan of so many seconds a step does nothing that is forbidden."""
+    """Whether a plan that takes ``seconds`` a step has no forbidden transfer."""
     return seconds < FORBIDDEN / 10
 
 
@@ -60,7 +73,16 @@ def is_allowed(seconds: float) -> bool:
 class Space:
     """Placements of ``spec`` with or without shadows, for one number of chunks and one lag (those of the spec).
 
-    ``said``: settings of the schedule that the YAML says.
+    spec:            the spec, its models resolved.
+    graph:           operators of the algorithm.
+    roles:           its roles, in vector order.
+    shapes:          role → sizes of its model.
+    cluster:         the devices.
+    costs:           cost model of calls and transfers.
+    lengths:         tokens of prompts and responses.
+    enumerator:      makes the options of its models.
+    has_shadows:     whether inference has copies of its own.
+    fixed_schedule:  settings of the schedule that the YAML sets.
     """
 
     spec: Spec
@@ -70,9 +92,9 @@ class Space:
     cluster: Cluster
     costs: CostModel
     lengths: TextLengths
-    chooser: Chooser
+    enumerator: OptionEnumerator
     has_shadows: bool = False
-    said: frozenset[str] = frozenset()
+    fixed_schedule: frozenset[str] = frozenset()
 
     @cached_property
     def batch(self) -> BatchShape:
@@ -80,7 +102,7 @@ class Space:
 
     @cached_property
     def names(self) -> tuple[ModelName, ...]:
-        """The placed models, in vector order."""
+        """Names of the placed models, in vector order."""
         if self.has_shadows:
             return self.roles.with_shadows
         engine = () if self.roles.rollout is None else (ModelName.of(self.roles.rollout, ROLLOUT),)
@@ -88,12 +110,14 @@ class Space:
 
     @cached_property
     def sketch(self) -> Placement:
-        """Each placed model on a rank of its own (a rollout engine beside the trained copy on that one's): what the
-        order of a schedule follows from."""
-        home = {name: number for number, name in enumerate(self.names)}
+        """Placement that the order of calls follows from: each model on a rank of its own.
+
+        Without shadows a rollout engine has the rank of the trained copy.
+        """
+        rank_of = {name: number for number, name in enumerate(self.names)}
         if not self.has_shadows and self.roles.rollout is not None:
-            home[ModelName.of(self.roles.rollout, ROLLOUT)] = home[ModelName(self.roles.rollout)]
-        return Placement(tuple(self._sketched(name, home[name]) for name in self.names), len(self.names))
+            rank_of[ModelName.of(self.roles.rollout, ROLLOUT)] = rank_of[ModelName(self.roles.rollout)]
+        return Placement(tuple(self._sketched(name, rank_of[name]) for name in self.names), len(self.names))
 
     def _sketched(self, name: ModelName, rank: int) -> PlacedModel:
         settings = self.spec.models.of(name.role)
@@ -105,21 +129,23 @@ class Space:
         return PlacedModel(name, Layout((rank,)), name in self.roles.trained, own, rollout, self._head(name))
 
     def _head(self, name: ModelName) -> Head:
-        """A rollout engine generates alone."""
+        """Head of a placed model; a rollout engine only generates."""
         return "causal" if name.is_rollout else self.roles.heads[name.role]
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
+        """Operators that run in every step."""
         graph = self.whole_graph
         return tuple(operator for operator in graph.operators if not is_rare_operator(operator))
 
     @cached_property
     def whole_graph(self) -> Graph:
+        """Graph that runs, with the operators of the rollout engine."""
         return run_graph(self.spec, self.sketch)
 
     @cached_property
     def steps(self) -> tuple[tuple[schedule.OperatorTask, int], ...]:
-        """The operators in the order of the strategy, each with its lag."""
+        """(task, lag) in the order of the strategy."""
         tasks = partial(make_tasks, self.whole_graph, self.sketch, self.batch)
         if not self.spec.schedule.lag or not self.has_shadows:
             return tuple((task, 0) for task in tasks(self.operators))
@@ -128,56 +154,49 @@ class Space:
         return (*((task, 0) for task in newest), *((task, 1) for task in tasks(trained)))
 
     def model_of(self, operator: Operator) -> PlacedModel:
+        """Placed model that computes an operator."""
         if operator.name not in self._models:
             self._models[operator.name] = self.sketch.copy_for(operator.role, operator.kind, operator.on_trained)
         return self._models[operator.name]
 
     @cached_property
     def _models(self) -> dict[str, PlacedModel]:
-        """By operator: those that have been asked for."""
+        """Operator → its placed model, filled on use."""
         return {}
 
     def mini_batches(self, task: schedule.OperatorTask) -> range:
         return self.batch.mini_batches if task.chunk is None else self.batch.chunk(task.chunk)
 
     @property
-    def sleeper(self) -> str | None:
-        """The rollout engine beside the trained copy, which goes to host memory behind its call and comes back for the
-        weights."""
-        beside = [name for name in self.names if name.is_rollout] if not self.has_shadows else []
-        return beside[0] if beside and self.spec.rollout.sleep else None
+    def offloaded_engine(self) -> str | None:
+        """Rollout engine on the ranks of the trained copy, if it is offloaded after its last call until weights are
+        sent."""
+        engines = [name for name in self.names if name.is_rollout] if not self.has_shadows else []
+        return engines[0] if engines and self.spec.rollout.sleep else None
 
     @cached_property
-    def members(self) -> tuple[Member, ...]:
-        calls: dict[str, list[Work]] = {name: [] for name in self.names}
+    def models(self) -> tuple[SearchModel, ...]:
+        """Placed models with their calls, in vector order."""
+        calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
         for task, _ in self.steps:
             operator = task.operator
-            work = Work(operator.kind, self.mini_batches(task), source_section(operator), texts_per_row(operator))
-            calls[self.model_of(operator).name].append(work)
-        if self.sleeper is not None:
-            calls[self.sleeper] += [Work("switch", self.batch.mini_batches)] * 2
+            call = PlacedCall(operator.kind, self.mini_batches(task), source_section(operator), texts_per_row(operator))
+            calls[self.model_of(operator).name].append(call)
+        if self.offloaded_engine is not None:
+            calls[self.offloaded_engine] += [PlacedCall("switch", self.batch.mini_batches)] * 2
         return tuple(
-            Member(
-                name,
-                name in self.roles.trained,
-                tuple(calls[name]),
-                self._head(name),
-            )
-            for name in self.names
+            SearchModel(name, name in self.roles.trained, tuple(calls[name]), self._head(name)) for name in self.names
         )
 
     @cached_property
     def devices(self) -> dict[str, DeviceClass]:
-        """The classes of the cluster, by name."""
-        found = {}
-        for name in self.cluster.classes:
-            # of a class without figures all is measured
-            found[name] = self.cluster.figures(self.cluster.ranks_on(name)[0]) or UNKNOWN
-        return found
+        """Name of a class of the cluster → its figures; all seconds on a class without figures are measured."""
+        return {name: self.cluster.figures(self.cluster.ranks_on(name)[0]) or UNKNOWN for name in self.cluster.classes}
 
-    def problem(self) -> Problem:
-        parts = tuple(Part(member.name, partial(self._options, member)) for member in self.members)
-        return Problem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
+    def problem(self) -> SearchProblem:
+        """State the space as a search problem."""
+        parts = tuple(SearchPart(model.name, partial(self._options, model)) for model in self.models)
+        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
 
     @cached_property
     def node_sizes(self) -> dict[str, int]:
@@ -190,8 +209,8 @@ class Space:
         return sizes
 
     @cached_property
-    def pool(self) -> Pool:
-        """Nodes as the search counts them: all of one size, so larger ones as several."""
+    def pool(self) -> DevicePool:
+        """Devices in nodes of one size: a larger node counts as several."""
         memory: dict[str, float] = {}
         for device in self.cluster.devices:
             size = self.cluster.memory_bytes(device.rank)
@@ -199,11 +218,11 @@ class Space:
         ranks = [self.cluster.ranks_on_node(node) for node in range(self.cluster.num_nodes)]
         unit = gcd(*map(len, ranks))
         kinds = [self.cluster.devices[mine[at]].device_class for mine in ranks for at in range(0, len(mine), unit)]
-        return Pool(tuple(kinds), unit, memory)
+        return DevicePool(tuple(kinds), unit, memory)
 
     @cached_property
     def meshes(self) -> Meshes:
-        """The usual ones; where nodes differ in size, powers of two inside a node and runs of whole nodes."""
+        """Usual meshes; where nodes differ in size, powers of two inside a node and runs of whole nodes."""
         nodes = [self.cluster.ranks_on_node(node) for node in range(self.cluster.num_nodes)]
         if len(set(map(len, nodes))) == 1:
             return Meshes((), ())
@@ -217,179 +236,196 @@ class Space:
         runs = [(first, last - first) for i, first in enumerate(starts) for last in starts[i + 1 :]]
         return Meshes((), (*inside, *runs), "powers of two inside a node, runs of whole nodes")
 
-    def _options(self, member: Member, shape: Shape) -> tuple[Option, ...]:
-        """A model stays on devices of one class."""
+    def _options(self, model: SearchModel, shape: MeshShape) -> tuple[Option, ...]:
+        """Options of a model on a mesh; none on devices of several classes."""
         if len(shape.kinds) > 1:
             return ()
         kind = shape.kinds[0]
-        return self.chooser.options(
-            member, Place(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+        return self.enumerator.options(
+            model, UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
         )
 
-    def _calls(self) -> Iterator[Task | Sync]:
+    def _calls(self) -> Iterator[SearchTask | SearchSync]:
+        """Tasks and syncs in the order of the trainer's list."""
         steps = self.steps
         last = {self.model_of(task.operator).name: task for task, _ in steps if task.operator.kind == "train"}
-        # behind the last of its calls: two may stand beside each other
-        falls_asleep = next(
-            (task for task, _ in reversed(steps) if self.model_of(task.operator).name == self.sleeper), None
+        # after the last of its calls: it may have two
+        last_rollout = next(
+            (task for task, _ in reversed(steps) if self.model_of(task.operator).name == self.offloaded_engine), None
         )
-        lagging, end = bool(self.spec.schedule.lag) and self.has_shadows, list[Sync]()
+        lagging, end = bool(self.spec.schedule.lag) and self.has_shadows, list[SearchSync]()
         for task, lag in steps:
             model = self.model_of(task.operator).name
-            reads = tuple(name_of(writer) for writer in (*self._writers(task), *self._apart(task)))
-            yield Task(name_of(task), model, reads, lag)
-            if task is falls_asleep:
-                yield Task("offload", model)
+            reads = tuple(name_of(writer) for writer in (*self._writers(task), *self._separate(task)))
+            yield SearchTask(name_of(task), model, reads, lag)
+            if task is last_rollout:
+                yield SearchTask("offload", model)
             if last.get(model) is task:
                 syncs = [self._sync(task, follower) for follower in self.sketch.followers if follower.role == model]
                 if lagging or not self.has_shadows:
                     end += syncs
                 else:
                     yield from syncs
-        if self.sleeper is not None:
-            yield Task("reload", self.sleeper)
+        if self.offloaded_engine is not None:
+            yield SearchTask("reload", self.offloaded_engine)
         order = [follower.name for follower in self.sketch.followers]
         yield from sorted(end, key=lambda sync: order.index(ModelName(sync.to)))
 
     def _writers(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
+        """Tasks whose columns ``reader`` reads."""
         for task, _ in self.steps:
             is_read = not set(task.operator.writes).isdisjoint(reader.operator.reads)
             if is_read and not set(self.mini_batches(task)).isdisjoint(self.mini_batches(reader)):
                 yield task
 
-    def _sync(self, task: schedule.OperatorTask, follower: PlacedModel) -> Sync:
-        return Sync(name_of(task), follower.name, partial(self._sync_seconds, follower), self.spec.sync.every)
+    def _sync(self, task: schedule.OperatorTask, follower: PlacedModel) -> SearchSync:
+        return SearchSync(name_of(task), follower.name, partial(self._sync_seconds, follower), self.spec.sync.every)
 
-    def _rows(self) -> Iterator[Rows]:
+    def _rows(self) -> Iterator[RowTransfer]:
+        """Transfers of columns, and waits between models that must not share a device."""
         for reader, _ in self.steps:
             for writer in self._writers(reader):
                 sides = self.model_of(writer.operator), self.model_of(reader.operator)
                 size = self._rows_bytes(writer, reader)
-                seconds = partial(self._rows_seconds, size, self._must_part(*sides))
-                yield Rows(name_of(writer), name_of(reader), seconds)
-            for writer in self._apart(reader):
-                yield Rows(name_of(writer), name_of(reader), self._border_seconds)
+                seconds = partial(self._rows_seconds, size, self._must_be_disjoint(*sides))
+                yield RowTransfer(name_of(writer), name_of(reader), seconds)
+            for writer in self._separate(reader):
+                yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds)
 
-    def _apart(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
-        """Of each other model that must not share a device with that of ``reader``, though nothing travels between, a
-        task that it waits for anyhow. With shadows all inference is waited for: advantages follow from it."""
+    def _separate(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
+        """Ancestors of ``reader`` on models that must not share a device with its own: one of each such model.
+
+        Only models that send it no rows. With shadows training waits for all inference: advantages follow from it.
+        """
         if not self.has_shadows or reader.operator.kind != "train":
             return
         own, written = self.model_of(reader.operator), list(self._writers(reader))
-        known = {self.model_of(task.operator).name for task in written}
+        writers = {self.model_of(task.operator).name for task in written}
         others = {self.model_of(task.operator).name: task for task in self._ancestors[name_of(reader)].values()}
         for name, task in others.items():
-            if name not in known and self._must_part(self.model_of(task.operator), own):
+            if name not in writers and self._must_be_disjoint(self.model_of(task.operator), own):
                 yield task
 
     @cached_property
     def _ancestors(self) -> dict[str, dict[str, schedule.OperatorTask]]:
-        """Task → all that it waits for, by name."""
-        found: dict[str, dict[str, schedule.OperatorTask]] = {}
+        """Task → all tasks that it waits for, by name."""
+        ancestors: dict[str, dict[str, schedule.OperatorTask]] = {}
         for task, _ in self.steps:
-            mine = found[name_of(task)] = {}
+            mine = ancestors[name_of(task)] = {}
             for writer in self._writers(task):
-                mine |= found[name_of(writer)] | {name_of(writer): writer}
-        return found
+                mine |= ancestors[name_of(writer)] | {name_of(writer): writer}
+        return ancestors
 
     @staticmethod
-    def _border_seconds(source: End, to: End, relation: Relation) -> float:
+    def _border_seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+        """Seconds between models that must not share a device and send each other nothing."""
         return 0.0 if relation == "disjoint" else FORBIDDEN
 
     def _rows_bytes(self, writer: schedule.OperatorTask, reader: schedule.OperatorTask) -> int:
-        """Of what ``reader`` reads of ``writer``."""
+        """Bytes of the rows that ``reader`` reads of ``writer``."""
         common = range(
             max(self.mini_batches(writer).start, self.mini_batches(reader).start),
             min(self.mini_batches(writer).stop, self.mini_batches(reader).stop),
         )
         return rows_bytes(self.batch, Lengths.of(self.spec), writer.operator, reader.operator, common)
 
-    def _rows_seconds(self, size: int, must_part: bool, source: End, to: End, relation: Relation) -> float:
-        if must_part and relation != "disjoint":
+    def _rows_seconds(
+        self, size: int, must_be_disjoint: bool, source: LinkEnd, to: LinkEnd, relation: Relation
+    ) -> float:
+        if must_be_disjoint and relation != "disjoint":
             return FORBIDDEN
-        # many readers read as much of writers that lie alike
+        # many readers read as many bytes of writers with the same layout
         key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation
-        return self.chooser.once(key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds)
+        return self.enumerator.cached(
+            key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
+        )
 
-    def _must_part(self, first: PlacedModel, second: PlacedModel) -> bool:
-        """With shadows no device serves both training and inference."""
+    def _must_be_disjoint(self, first: PlacedModel, second: PlacedModel) -> bool:
+        """Whether two models must not share a device: with shadows, one for training and one for inference."""
         trains = [model.name in self.roles.trained for model in (first, second)]
         return self.has_shadows and trains[0] != trains[1]
 
-    def _sync_seconds(self, follower: PlacedModel, source: End, to: End, relation: Relation) -> float:
+    def _sync_seconds(self, follower: PlacedModel, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if relation != ("disjoint" if self.has_shadows else "same"):
             return FORBIDDEN
         weights = self._weights(follower, to)
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
-    def _weights(self, follower: PlacedModel, to: End) -> SyncWeights:
+    def _weights(self, follower: PlacedModel, to: LinkEnd) -> SyncWeights:
+        """Weights that a sync sends to ``follower``."""
         side = side_of(to)
-        if (follower.name, side) not in self._sent:
+        if (follower.name, side) not in self._weights_cache:
             layout = Layout(tuple(range(side.size)), side.tp)
             settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp})
             model = PlacedModel(follower.name, layout, False, settings, follower.rollout, follower.head)
-            self._sent[follower.name, side] = synced_weights(model, self.shapes[follower.role], self.spec)
-        return self._sent[follower.name, side]
+            self._weights_cache[follower.name, side] = synced_weights(model, self.shapes[follower.role], self.spec)
+        return self._weights_cache[follower.name, side]
 
     @cached_property
-    def _sent(self) -> dict[tuple[str, MeshSide], SyncWeights]:
-        """What syncs send: what has been asked for."""
+    def _weights_cache(self) -> dict[tuple[str, MeshSide], SyncWeights]:
+        """(follower, its side) → weights that a sync sends, filled on use."""
         return {}
 
-    def _between(self, source: End, to: End, relation: Relation) -> ModelLink:
+    def _between(self, source: LinkEnd, to: LinkEnd, relation: Relation) -> ModelLink:
         kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
         return ModelLink(side_of(source), side_of(to), relation, links, self.cluster.num_nodes > 1)
 
 
 def with_schedule(space: Space, num_chunks: int, lag: int) -> Space:
+    """The same space with another schedule."""
     schedule = space.spec.schedule.model_copy(update={"num_chunks": num_chunks, "lag": lag})
     return replace(space, spec=space.spec.model_copy(update={"schedule": schedule}))
 
 
 def chunk_counts(space: Space) -> tuple[int, ...]:
-    """Those that are tried: they pay only where inference and training are apart."""
-    if "num_chunks" in space.said:
+    """Numbers of chunks that are tried: several pay only where inference and training are on different devices."""
+    if "num_chunks" in space.fixed_schedule:
         return (space.spec.schedule.num_chunks,)
     mini_batches = space.spec.algorithm.num_mini_batches
     return tuple(number for number in CHUNKS if mini_batches % number == 0) if space.has_shadows else (1,)
 
 
 def name_of(task: schedule.OperatorTask) -> str:
+    """Name of a task in the search problem."""
     return task.operator.name if task.chunk is None else f"{task.operator.name}.{task.chunk}"
 
 
-def side_of(end: End) -> MeshSide:
-    assert isinstance(end.layout, MeshSide), "options of a Space tell their side"
+def side_of(end: LinkEnd) -> MeshSide:
+    assert isinstance(end.layout, MeshSide), "options of a Space have a side as layout"
     return end.layout
 
 
 def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> Space:
-    """Without shadows. Raises UserError where the spec has models or devices that no plan could have."""
+    """Return the space of ``spec`` without shadows. Raises UserError for models or devices that no plan could have.
+
+    ``lengths``: tokens of prompts and responses; None: the longest.
+    """
     resolved = resolve(spec)
     spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, {})
     _check_models(spec, shapes, graph.roles)
-    chooser = Chooser(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
-    said = frozenset(spec.schedule.model_fields_set)
-    return Space(spec, graph, resolved.roles, shapes, resolved.cluster, costs, texts, chooser, said=said)
+    enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
+    fixed = frozenset(spec.schedule.model_fields_set)
+    return Space(spec, graph, resolved.roles, shapes, resolved.cluster, costs, texts, enumerator, fixed_schedule=fixed)
 
 
 def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str]) -> None:
+    """Raise UserError for an engine that only generates, and for a model whose sizes are not known."""
     for role in roles:
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
         check_engine(f"models.{role}.engine", settings.engine)
-        if SERVES[settings.engine].kinds != ALL_KINDS:
-            whole = [name for name, serves in SERVES.items() if serves.kinds == ALL_KINDS]
+        if CAPABILITIES[settings.engine].kinds != ALL_KINDS:
+            whole = [name for name, serves in CAPABILITIES.items() if serves.kinds == ALL_KINDS]
             raise UserError(
                 f"models.{role}.engine: {settings.engine} only generates; use {either(whole)} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"
             )
         if role not in shapes or shapes[role].sizes is None:
             raise UserError(
-                f"models.{role}: seconds follow from the sizes of a model, and this family's config does not tell "
-                f"them; known families: {', '.join(LLAMA_LIKE)}"
+                f"models.{role}: seconds follow from the sizes of a model, which the config of this family does not "
+                f"give; known families: {', '.join(LLAMA_LIKE)}"
             )

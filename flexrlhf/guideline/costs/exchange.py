@@ -7,14 +7,11 @@ crossing between nodes unless both models fit the same devices of one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
+from flexrlhf.placement.relation import Relation
 from flexrlhf.placement.routes import Primitive
-
-Relation = Literal["same", "overlapping", "disjoint"]
 
 
 @dataclass(frozen=True)
@@ -41,14 +38,6 @@ class MeshSide:
         if self.shards == 1:
             return Traffic(0, 0, 0)
         return Traffic(whole, whole if self.shards > self.per_node else 0)
-
-
-def relation_of(first: Collection[int], second: Collection[int]) -> Relation:
-    """Return how two sets of ranks relate."""
-    both = set(first) & set(second)
-    if not both:
-        return "disjoint"
-    return "same" if len(both) == len(first) == len(second) else "overlapping"
 
 
 def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:

@@ -1,4 +1,5 @@
 """Exact search for placements on tabulated costs.
 
-``Problem`` states a space of placements, ``evaluate`` times one of them, ``search`` finds the fastest with a proof.
+``SearchProblem`` states a space of placements, ``evaluate`` times one of them, ``search`` finds the fastest with a
+proof.
 """

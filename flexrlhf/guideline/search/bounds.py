@@ -1,8 +1,8 @@
-"""Many plans at once: their seconds by the clock, and bounds on what any completion of a part of a plan can reach.
+"""Many assignments at once: their seconds, and lower bounds on the seconds of any completion of a partial assignment.
 
 A step cannot be shorter than any cycle of waits that comes back to where it began one step later: calls in list order
 that share devices or read each other. It cannot be shorter than the work of all calls spread over all devices either,
-nor than a call, then everything that must lie between it and a second one spread over all devices, then the second one
+nor than a call, then everything that must run between it and a second one spread over all devices, then the second one
 and the way back (``Window``).
 """
 
@@ -14,37 +14,45 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexrlhf.guideline.search.evaluate import measured, num_steps
-from flexrlhf.guideline.search.graph import Graph
+from flexrlhf.guideline.search.graph import CallGraph
 from flexrlhf.guideline.search.pareto import Floats
 from flexrlhf.guideline.search.tables import Bools
 
 Overlaps = Mapping[tuple[int, int], "Bools | bool"]
-"""By pair of parts (the smaller first), whether they share a device: in each row, or in all alike."""
+"""Pair of parts (the smaller first) → whether they share a device: by row, or one value for all rows."""
 Wait = Floats | float | None
-"""Added to the end of an earlier call: 0 where it is waited for, minus infinity where not. None: nowhere."""
+"""Added to the end of an earlier call: 0 in rows that wait for it, minus infinity in others. None: no row waits."""
 
 
-def waits_of(graph: Graph, overlaps: Overlaps) -> list[list[Wait]]:
-    """By two calls: 0 where they share a device."""
+def waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
+    """Wait of each call for each other call: 0 where they share a device."""
     calls = range(graph.num_calls)
     return [[_wait(graph.parts[i], graph.parts[j], overlaps) for j in calls] for i in calls]
 
 
 def _wait(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -> Wait:
+    """Wait between a call of ``parts`` and a call of ``others``."""
     shared: Bools | bool = False
     for part in parts:
         for other in others:
-            one = True if part == other else overlaps[min(part, other), max(part, other)]
-            if one is True or shared is True:
+            overlap = True if part == other else overlaps[min(part, other), max(part, other)]
+            if overlap is True or shared is True:
                 return 0.0
-            shared = one if shared is False else shared | one
+            shared = overlap if shared is False else shared | overlap
     if shared is False:
         return None
     return np.where(shared, 0.0, -np.inf)
 
 
-def clock(graph: Graph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int) -> Floats:
-    """Seconds of a settled step of each row: ``play`` on arrays."""
+def clock(
+    graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int
+) -> Floats:
+    """Seconds of a settled step of each row, (rows,): ``play`` on arrays.
+
+    seconds:   of each call, (rows,).
+    delays:    seconds of each link, (rows,).
+    overlaps:  which parts share a device.
+    """
     waits = waits_of(graph, overlaps)
     steps = num_steps(graph)
     last: list[Floats | None] = [None] * graph.num_calls
@@ -68,6 +76,7 @@ def clock(graph: Graph, seconds: Sequence[Floats], delays: Sequence[Floats], ove
 
 
 def _raise(start: Floats, end: Floats | None, wait: Wait) -> None:
+    """Delay ``start``, in place, to ``end`` in the rows that wait for it."""
     if end is None or wait is None:
         return
     np.maximum(start, end if isinstance(wait, float) and wait == 0.0 else end + wait, out=start)
@@ -75,26 +84,26 @@ def _raise(start: Floats, end: Floats | None, wait: Wait) -> None:
 
 @dataclass(frozen=True)
 class Window:
-    """All of ``between`` begin after ``first`` ends and end before ``last`` begins."""
+    """Two calls, and the calls ``between`` that begin after ``first`` ends and end before ``last`` begins."""
 
     first: int
     last: int
     between: tuple[int, ...]
 
 
-def windows_of(graph: Graph) -> tuple[Window, ...]:
-    """Those that no other contains, around calls of two parts or more."""
+def windows_of(graph: CallGraph) -> tuple[Window, ...]:
+    """Windows around calls of at least two parts that no other window contains."""
     after = _orders(graph)
-    found = []
+    windows = []
     for first in range(graph.num_calls):
         for last in sorted(after[first]):
             between = tuple(k for k in sorted(after[first]) if last in after[k] and graph.column[k] >= 0)
             if len({graph.parts[k] for k in between}) > 1:
-                found.append(Window(first, last, between))
-    return tuple(w for w in found if not any(set(w.between) < set(other.between) for other in found))
+                windows.append(Window(first, last, between))
+    return tuple(w for w in windows if not any(set(w.between) < set(other.between) for other in windows))
 
 
-def _orders(graph: Graph) -> list[set[int]]:
+def _orders(graph: CallGraph) -> list[set[int]]:
     """Calls of the same turn that come after each call under every placement."""
     after: list[set[int]] = [set() for _ in range(graph.num_calls)]
     reads = {(edge.writer, edge.reader) for edge in graph.edges if edge.turns == 0}
@@ -108,16 +117,16 @@ def _orders(graph: Graph) -> list[set[int]]:
 
 
 def cycle_bound(
-    graph: Graph,
+    graph: CallGraph,
     seconds: Sequence[Floats | float],
     delays: Sequence[Floats | float],
     overlaps: Overlaps,
     rows: int,
     areas: Mapping[Window, Floats | float],
 ) -> Floats:
-    """The longest cycle of waits in each row, by the steps that it takes.
+    """Lower bound on the seconds of a step of each row, (rows,): the longest cycle of waits over the steps it spans.
 
-    ``areas``: device seconds between, over the number of devices.
+    ``areas``: window → device seconds of the calls in between, over the number of devices.
     """
     waits = _Waits(graph, seconds, delays, waits_of(graph, overlaps), rows)
     reached: dict[int, Paths] = {}
@@ -134,14 +143,21 @@ def cycle_bound(
 
 
 Paths = dict[int, Floats]
-"""By call, the longest way from the start of a first one to its end."""
+"""Call → the longest way from the start of a first call to its end, (rows,)."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Waits:
-    """One relaxed step. Calls that are not due in every step are left out, which makes no cycle longer."""
+    """Longest paths through relaxed steps. Calls that are not due in every step are left out: no cycle gets longer.
 
-    graph: Graph
+    graph:    the calls.
+    seconds:  of each call.
+    delays:   seconds of each link.
+    waits:    wait of each call for each other call.
+    rows:     number of rows.
+    """
+
+    graph: CallGraph
     seconds: Sequence[Floats | float]
     delays: Sequence[Floats | float]
     waits: Sequence[Sequence[Wait]]
@@ -152,18 +168,18 @@ class _Waits:
         return [call for call in range(self.graph.num_calls) if self.graph.every[call] == 1]
 
     def start(self, call: int, before: Paths, now: Paths) -> Floats:
-        """When a call begins, after those of the turn ``before`` and of its own."""
+        """Start of a call, after the calls of the turn ``before`` and of its own."""
         start = np.full(self.rows, -np.inf)
         for other, end in (*before.items(), *now.items()):
             _raise(start, end, self.waits[call][other])
         for edge in self.graph.edges_to(call):
             if edge.turns <= 1:
-                there = (before if edge.turns else now).get(edge.writer)
-                _raise(start, there, self.delays[edge.rows] if edge.rows >= 0 else 0.0)
+                written = (before if edge.turns else now).get(edge.writer)
+                _raise(start, written, self.delays[edge.rows] if edge.rows >= 0 else 0.0)
         return start
 
     def paths_from(self, first: int) -> Paths:
-        """To the later calls of the same turn."""
+        """Longest paths from the start of ``first`` to the ends of the later calls of the same turn."""
         paths = {first: np.zeros(self.rows) + self.seconds[first]}
         for call in self.calls:
             if call > first:
@@ -171,11 +187,12 @@ class _Waits:
         return paths
 
     def back(self, paths: Paths, first: int) -> Floats:
-        """The longest of ``paths`` for whose end ``first`` waits in the next turn."""
+        """Longest of ``paths`` to a call that ``first`` waits for in the next turn."""
         return self.start(first, paths, {})
 
     def long_cycle(self, paths: Paths, first: int) -> Floats:
-        """From ``first`` back to it ``lag`` + 1 turns later, a turn of it: through what it reads of earlier turns."""
+        """Longest path from ``first`` back to it ``lag`` + 1 turns later, over those turns: through what it reads of
+        earlier turns."""
         before = paths
         for _ in range(self.graph.lag):
             before = self._turn(before, self.calls)

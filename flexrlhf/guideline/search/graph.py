@@ -1,4 +1,4 @@
-"""The calls of a step as numbers: what waits for what, whatever the placement."""
+"""The calls of a step as numbers: which call waits for which, whatever the placement."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from flexrlhf.guideline.search.problem import LinkSeconds, Problem, Sync, Task
+from flexrlhf.guideline.search.problem import LinkSeconds, SearchProblem, SearchSync, SearchTask
 
 
 @dataclass(frozen=True)
 class Edge:
-    """``reader`` waits for ``writer`` of the same batch, done ``turns`` turns earlier; ``rows``: index of what travels
-    between, -1: nothing."""
+    """A wait of one call for another of the same batch.
+
+    writer:  the call that is waited for.
+    reader:  the call that waits.
+    turns:   turns from the writer to the reader.
+    rows:    index of the row transfer between them; -1: nothing travels.
+    """
 
     writer: int
     reader: int
@@ -22,7 +27,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Link:
-    """Something that travels from part ``source`` to part ``to``. ``call``: of the sync, -1 for rows."""
+    """A transfer from part ``source`` to part ``to``. ``call``: index of the sync; -1 for rows."""
 
     source: int
     to: int
@@ -31,10 +36,16 @@ class Link:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
-    """``parts``: whose meshes each call occupies. ``column``: which of its part's seconds each call takes (-1: a sync).
+class CallGraph:
+    """The calls of a problem by number.
 
-    ``links``: rows first, in the problem's order, then syncs.
+    parts:      the parts whose meshes each call occupies.
+    column:     which of its part's seconds each call takes; -1 for a sync.
+    lags:       batches by which each call is behind the newest.
+    every:      steps from one run of each call to the next.
+    edges:      the waits between calls.
+    links:      transfers: rows first, in the problem's order, then syncs.
+    num_parts:  number of parts of the problem.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -55,6 +66,7 @@ class Graph:
 
     @property
     def period(self) -> int:
+        """Steps after which the same calls are due again."""
         return math.lcm(*self.every) if self.every else 1
 
     @cached_property
@@ -66,41 +78,42 @@ class Graph:
 
 
 @lru_cache(maxsize=16)
-def graph_of(problem: Problem) -> Graph:
+def call_graph(problem: SearchProblem) -> CallGraph:
+    """Number the calls of ``problem``. Raises ValueError where a call stands before one that it reads."""
     parts = {part.name: index for index, part in enumerate(problem.parts)}
-    calls = {call.name: index for index, call in enumerate(problem.calls) if isinstance(call, Task)}
+    calls = {call.name: index for index, call in enumerate(problem.calls) if isinstance(call, SearchTask)}
     part_of = {name: parts[task.part] for name, task in problem.tasks.items()}
     links = [Link(part_of[rows.writer], part_of[rows.reader], rows.seconds, -1) for rows in problem.rows]
     occupied: list[tuple[int, ...]] = []
-    column, lags, every, seen = [], [], [], [0] * len(parts)
+    column, lags, every, num_tasks = [], [], [], [0] * len(parts)
     for index, call in enumerate(problem.calls):
         match call:
-            case Task():
+            case SearchTask():
                 part = parts[call.part]
                 occupied.append((part,))
-                column.append(seen[part])
-                seen[part] += 1
-            case Sync():
+                column.append(num_tasks[part])
+                num_tasks[part] += 1
+            case SearchSync():
                 link = Link(part_of[call.task], parts[call.to], call.seconds, index)
                 links.append(link)
                 occupied.append((link.source, link.to))
                 column.append(-1)
-        lags.append(call.lag if isinstance(call, Task) else problem.tasks[call.task].lag)
-        every.append(call.every if isinstance(call, Sync) else 1)
+        lags.append(call.lag if isinstance(call, SearchTask) else problem.tasks[call.task].lag)
+        every.append(call.every if isinstance(call, SearchSync) else 1)
     edges = _edges(problem, calls, lags)
-    return Graph(
+    return CallGraph(
         tuple(occupied), tuple(column), tuple(lags), tuple(every), tuple(edges), tuple(links), len(problem.parts)
     )
 
 
-def _edges(problem: Problem, calls: dict[str, int], lags: list[int]) -> list[Edge]:
+def _edges(problem: SearchProblem, calls: dict[str, int], lags: list[int]) -> list[Edge]:
     rows = {(item.writer, item.reader): index for index, item in enumerate(problem.rows)}
-    found = []
+    edges = []
     for index, call in enumerate(problem.calls):
-        for name in call.reads if isinstance(call, Task) else (call.task,):
-            writer, reader = calls[name], call.name if isinstance(call, Task) else ""
+        for name in call.reads if isinstance(call, SearchTask) else (call.task,):
+            writer, reader = calls[name], call.name if isinstance(call, SearchTask) else ""
             turns = lags[index] - lags[writer]
             if turns < 0 or (turns == 0 and writer >= index):
                 raise ValueError(f"{reader or 'a sync'} stands before {name}, which it reads")
-            found.append(Edge(writer, index, turns, rows.get((name, reader), -1)))
-    return found
+            edges.append(Edge(writer, index, turns, rows.get((name, reader), -1)))
+    return edges

@@ -1,4 +1,4 @@
-"""Options that another one beats in every respect."""
+"""Options that no other option undercuts in every respect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Floats = NDArray[np.float64]
 
 
 def undominated(rows: Floats) -> NDArray[np.int64]:
-    """Rows that no other row undercuts in any column without exceeding it in one; of equal rows the first. In order."""
+    """Indices, ascending, of the rows that no other row matches or undercuts in all columns; of equal rows the first.
+
+    ``rows``: (n, figures).
+    """
     order = np.lexsort(rows.T[::-1])
     kept: list[int] = []
     for index in order:
@@ -23,7 +26,7 @@ def undominated(rows: Floats) -> NDArray[np.int64]:
 
 
 def pareto(options: Sequence[Option], has_links: bool) -> list[Option]:
-    """The front of (seconds of each task, resting, active) among options on one mesh.
+    """Pareto front of (seconds of each task, resting, active) among options on one mesh.
 
     Where seconds of links depend on the layout, an option is compared with those of its own layout alone.
     """

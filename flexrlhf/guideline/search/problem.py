@@ -2,8 +2,8 @@
 
 A *part* is one placed model: one decision. In the space of placement ratios ``actor`` is one part with three tasks; in
 the space of ReaL (Mei et al., MLSys 2025) every model call is a part with one task. A *task* is a model call and
-occupies its part's mesh. A *sync* sends weights from one part to another and occupies both meshes. *Rows* travel
-between tasks and occupy nothing: the reader begins that much later.
+occupies its part's mesh. A *sync* sends weights from one part to another and occupies both meshes. A *transfer of rows*
+between tasks occupies nothing: the reader begins that much later.
 
 Costs depend on a mesh by its *shape* alone (size and kinds of devices), so a part states its options once per shape and
 they are placed at every start.
@@ -15,17 +15,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
 
-Relation = Literal["same", "overlapping", "disjoint"]
-RELATIONS: tuple[Relation, ...] = ("same", "overlapping", "disjoint")
+from flexrlhf.placement.relation import Relation
+
 CONTIGUOUS_NODES = 16
-"""Up to so many nodes every run of adjacent nodes is a mesh; beyond, only aligned powers of two and a few splits."""
+"""Largest number of nodes for which every run of adjacent nodes is a mesh; beyond, only aligned powers of two and a few
+splits."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What costs may depend on: ``size`` devices of ``kinds``, ``per_node`` of them in each node."""
+class MeshShape:
+    """All that costs may depend on of a mesh: ``size`` devices of ``kinds``, ``per_node`` of them in each node."""
 
     size: int
     kinds: tuple[str, ...]
@@ -40,9 +40,11 @@ class Shape:
 class Option:
     """One way to run a part on a mesh.
 
-    ``seconds``: of each task of the part, in the problem's order. ``resting``: bytes on each device of the mesh all the
-    time. ``active``: the most bytes on a device that one of its tasks needs besides. ``layout``: what of the option the
-    seconds of syncs and rows depend on, such as (dp, tp, pp). ``settings``: for whoever made it.
+    seconds:   of each task of the part, in the problem's order.
+    resting:   bytes that are allocated on each device of the mesh all the time.
+    active:    the most bytes on a device that one of its tasks needs in addition.
+    layout:    what the seconds of syncs and of row transfers depend on, such as (dp, tp, pp).
+    settings:  the settings that the option stands for; the search does not read them.
     """
 
     seconds: tuple[float, ...]
@@ -53,27 +55,33 @@ class Option:
 
 
 @dataclass(frozen=True)
-class End:
-    """One side of a sync or of rows that travel."""
+class LinkEnd:
+    """One end of a sync or of a row transfer."""
 
-    shape: Shape
+    shape: MeshShape
     layout: Hashable
 
 
-LinkSeconds = Callable[[End, End, Relation], float]
+LinkSeconds = Callable[[LinkEnd, LinkEnd, Relation], float]
 
 
 @dataclass(frozen=True)
-class Part:
-    """``options``: the options on a mesh of a shape; none where the part cannot be there."""
+class SearchPart:
+    """A placed model. ``options``: mesh shape → its options there; none where the part cannot be placed."""
 
     name: str
-    options: Callable[[Shape], Sequence[Option]]
+    options: Callable[[MeshShape], Sequence[Option]]
 
 
 @dataclass(frozen=True)
-class Task:
-    """A model call of ``part``. ``reads``: tasks of the same batch. ``lag``: batches it is behind the newest."""
+class SearchTask:
+    """A model call.
+
+    name:   unique in the problem.
+    part:   the part that computes it.
+    reads:  tasks of the same batch whose results it reads.
+    lag:    batches by which it is behind the newest.
+    """
 
     name: str
     part: str
@@ -82,8 +90,14 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Sync:
-    """Weights that ``task`` has trained, to the part ``to``; every ``every`` batches. Has its task's lag."""
+class SearchSync:
+    """A weight transfer, with the lag of the task that trains the weights.
+
+    task:     the task that has trained them.
+    to:       the part that receives them.
+    seconds:  what it takes, by both ends.
+    every:    batches from one to the next.
+    """
 
     task: str
     to: str
@@ -92,8 +106,8 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What ``reader`` reads of ``writer`` arrives ``seconds`` after that ends."""
+class RowTransfer:
+    """Rows that arrive at the task ``reader`` ``seconds`` after the task ``writer`` ends."""
 
     writer: str
     reader: str
@@ -101,27 +115,35 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """``nodes``: the kind of devices of each node. ``memory``: bytes of a device that may be used, by kind."""
+class DevicePool:
+    """The devices of a cluster, numbered node after node.
+
+    nodes:     kind of the devices of each node.
+    per_node:  devices in a node.
+    memory:    bytes of a device that may be used, by kind.
+    """
 
     nodes: tuple[str, ...]
     per_node: int
     memory: Mapping[str, float]
 
     @staticmethod
-    def of(num_devices: int, per_node: int, memory: float, kind: str = "device") -> Pool:
-        """Alike devices; a cluster smaller than a node is a smaller node."""
+    def of(num_devices: int, per_node: int, memory: float, kind: str = "device") -> DevicePool:
+        """Devices of one kind; a cluster smaller than a node is a smaller node.
+
+        Raises ValueError where they are not whole nodes.
+        """
         per_node = min(per_node, num_devices)
         if num_devices % per_node:
             raise ValueError(f"{num_devices} devices are not whole nodes of {per_node}")
-        return Pool((kind,) * (num_devices // per_node), per_node, {kind: memory})
+        return DevicePool((kind,) * (num_devices // per_node), per_node, {kind: memory})
 
     @property
     def num_devices(self) -> int:
         return len(self.nodes) * self.per_node
 
     def kinds_of(self, start: int, size: int) -> tuple[str, ...]:
-        """Those of a mesh, sorted."""
+        """Kinds of the devices of a mesh, sorted."""
         if len(self.memory) == 1:
             return tuple(self.memory)
         return tuple(sorted(set(self.nodes[start // self.per_node : -(-(start + size) // self.per_node)])))
@@ -135,15 +157,19 @@ class Pool:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Where parts may lie. ``blocks``: sizes (powers of two) whose aligned blocks are all meshes; ``listed``: others,
-    as (start, size)."""
+    """The meshes on which parts may be placed.
+
+    blocks:  sizes (powers of two) whose aligned blocks are all meshes.
+    listed:  other meshes, as (start, size).
+    about:   description for a person.
+    """
 
     blocks: tuple[int, ...]
     listed: tuple[tuple[int, int], ...]
     about: str = ""
 
 
-def usual_meshes(pool: Pool) -> Meshes:
+def usual_meshes(pool: DevicePool) -> Meshes:
     """Aligned blocks inside a node; whole adjacent nodes, all runs of them or, in large clusters, few."""
     inner, outer = _inside_nodes(pool)
     nodes, each = len(pool.nodes), pool.per_node
@@ -152,35 +178,43 @@ def usual_meshes(pool: Pool) -> Meshes:
         return Meshes(inner, (*outer, *runs), "aligned powers of two inside a node, all runs of adjacent nodes")
     about = "aligned powers of two, 3/4 of the cluster and all but a power of two of nodes, from the first device"
     powers = [power for power in _powers(nodes) if each & (each - 1) == 0]
-    cut = {nodes - power for power in _powers(nodes) if power < nodes} | {nodes * 3 // 4, nodes}
-    splits = sorted(size for size in cut if size not in powers)
+    splits = {nodes - power for power in _powers(nodes) if power < nodes} | {nodes * 3 // 4, nodes}
+    others = sorted(size for size in splits if size not in powers)
     return Meshes(
-        (*inner, *(power * each for power in powers)), (*outer, *((0, size * each) for size in splits)), about
+        (*inner, *(power * each for power in powers)), (*outer, *((0, size * each) for size in others)), about
     )
 
 
-def _inside_nodes(pool: Pool) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Meshes smaller than a node: as sizes of blocks, or listed when a node is no power of two."""
+def _inside_nodes(pool: DevicePool) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Meshes smaller than a node: as sizes of blocks, or listed when the size of a node is no power of two."""
     each = pool.per_node
     sizes = tuple(size for size in _powers(each) if size < each)
     if each & (each - 1) == 0:
         return sizes, ()
-    places = [(size, offset) for size in sizes for offset in range(0, each - size + 1, size)]
-    return (), tuple((n * each + offset, size) for n in range(len(pool.nodes)) for size, offset in places)
+    blocks = [(size, offset) for size in sizes for offset in range(0, each - size + 1, size)]
+    return (), tuple((n * each + offset, size) for n in range(len(pool.nodes)) for size, offset in blocks)
 
 
 def _powers(limit: int) -> list[int]:
+    """Powers of two up to ``limit``."""
     return [1 << bit for bit in range(limit.bit_length()) if 1 << bit <= limit]
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """``calls``: tasks and syncs in the order in which every device does its share of them, step after step."""
+class SearchProblem:
+    """A space of placements and all that their seconds follow from.
 
-    pool: Pool
-    parts: tuple[Part, ...]
-    calls: tuple[Task | Sync, ...]
-    rows: tuple[Rows, ...] = ()
+    pool:    the devices.
+    parts:   the models to place.
+    calls:   tasks and syncs in the order in which every device runs its share of them, step after step.
+    rows:    row transfers; between other tasks nothing travels.
+    meshes:  where parts may be placed; the usual ones where none are given.
+    """
+
+    pool: DevicePool
+    parts: tuple[SearchPart, ...]
+    calls: tuple[SearchTask | SearchSync, ...]
+    rows: tuple[RowTransfer, ...] = ()
     meshes: Meshes = field(default=Meshes((), ()))
 
     def __post_init__(self) -> None:
@@ -189,35 +223,39 @@ class Problem:
         _check_names(self)
 
     @cached_property
-    def tasks(self) -> dict[str, Task]:
-        return {call.name: call for call in self.calls if isinstance(call, Task)}
+    def tasks(self) -> dict[str, SearchTask]:
+        """Name → task."""
+        return {call.name: call for call in self.calls if isinstance(call, SearchTask)}
 
     @cached_property
     def all_meshes(self) -> tuple[tuple[int, int], ...]:
-        """Every (start, size)."""
+        """Every mesh, as (start, size)."""
         end = self.pool.num_devices
         blocks = [(at, size) for size in self.meshes.blocks for at in range(0, end - size + 1, size)]
         return (*blocks, *self.meshes.listed)
 
-    def shape_of(self, start: int, size: int) -> Shape:
-        return Shape(size, self.pool.kinds_of(start, size), min(size, self.pool.per_node))
+    def shape_of(self, start: int, size: int) -> MeshShape:
+        return MeshShape(size, self.pool.kinds_of(start, size), min(size, self.pool.per_node))
 
-    def size_of_space(self, num_options: Mapping[tuple[int, Shape], int], num_meshes: Mapping[Shape, int]) -> int:
-        """Plans in the space, before anything is left out."""
+    def size_of_space(
+        self, num_options: Mapping[tuple[int, MeshShape], int], num_meshes: Mapping[MeshShape, int]
+    ) -> int:
+        """Number of assignments in the space, before anything is left out."""
         return prod(
             sum(number * num_options.get((part, shape), 0) for shape, number in num_meshes.items())
             for part in range(len(self.parts))
         )
 
 
-def _check_names(problem: Problem) -> None:
+def _check_names(problem: SearchProblem) -> None:
+    """Raise ValueError for blocks that are no powers of two, and for names that nothing has."""
     if any(size & (size - 1) for size in problem.meshes.blocks):
         raise ValueError("blocks are of powers of two; list other meshes")
     parts, tasks = {part.name for part in problem.parts}, problem.tasks
-    asked: Iterable[tuple[str, Iterable[str]]] = [(task.part, task.reads) for task in tasks.values()]
-    syncs = [call for call in problem.calls if isinstance(call, Sync)]
-    unknown = {part for part, _ in asked} | {sync.to for sync in syncs}
-    missing = (unknown - parts) | ({name for _, reads in asked for name in reads} - set(tasks))
+    named: Iterable[tuple[str, Iterable[str]]] = [(task.part, task.reads) for task in tasks.values()]
+    syncs = [call for call in problem.calls if isinstance(call, SearchSync)]
+    missing = ({part for part, _ in named} | {sync.to for sync in syncs}) - parts
+    missing |= {name for _, reads in named for name in reads} - set(tasks)
     missing |= {sync.task for sync in syncs} - set(tasks)
     missing |= {name for rows in problem.rows for name in (rows.writer, rows.reader)} - set(tasks)
     if missing:
@@ -236,9 +274,3 @@ class Choice:
 
 Assignment = tuple[Choice, ...]
 """A choice for every part, in the problem's order."""
-
-
-def relation_of(start: int, size: int, other_start: int, other_size: int) -> Relation:
-    if start == other_start and size == other_size:
-        return "same"
-    return "overlapping" if start < other_start + other_size and other_start < start + size else "disjoint"

@@ -9,9 +9,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from flexrlhf.guideline.search.graph import Graph, Link, graph_of
+from flexrlhf.guideline.search.graph import CallGraph, Link, call_graph
 from flexrlhf.guideline.search.pareto import Floats, pareto
-from flexrlhf.guideline.search.problem import RELATIONS, End, Option, Part, Problem, Shape
+from flexrlhf.guideline.search.problem import LinkEnd, MeshShape, Option, SearchPart, SearchProblem
+from flexrlhf.placement.relation import RELATIONS
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -19,11 +20,13 @@ SAME, OVERLAPPING, DISJOINT = range(len(RELATIONS))
 
 
 @dataclass(frozen=True, eq=False)
-class Caps:
-    """The least seconds of each task among the options of a shape that need no more than so much memory.
+class SecondsByMemory:
+    """The least seconds of each task among the options of a shape that need at most a given memory.
 
-    ``keys``: shape and memory in one number, sorted; ``seconds`` after it: the least so far of the shape. ``scale``:
-    bytes of the largest device.
+    keys:     shape and memory of each option in one number, sorted.
+    first:    first position of each shape among ``keys``.
+    seconds:  the least up to that key within its shape, (n, tasks).
+    scale:    bytes of the largest device.
     """
 
     keys: Floats
@@ -32,24 +35,36 @@ class Caps:
     scale: float
 
     def least(self, shapes: Ints, room: Floats) -> Floats:
-        """Of each row; infinite where no option fits."""
-        asked = np.clip(room / self.scale + CAP_ROUNDING, -1.0, 1.5)
-        place = np.searchsorted(self.keys, shapes * CAP_STEP + asked, side="right")
-        found: Floats = self.seconds[np.maximum(place - 1, 0)]
-        return np.where((place > self.first[shapes])[:, None], found, np.inf)
+        """Least seconds for each of ``shapes`` within ``room`` bytes, (n, tasks); infinite where no option fits."""
+        limit = np.clip(room / self.scale + MEMORY_ROUNDING, -1.0, 1.5)
+        position = np.searchsorted(self.keys, shapes * SHAPE_STEP + limit, side="right")
+        seconds: Floats = self.seconds[np.maximum(position - 1, 0)]
+        return np.where((position > self.first[shapes])[:, None], seconds, np.inf)
 
 
-CAP_STEP = 4.0
+SHAPE_STEP = 4.0
 """Between the keys of two shapes; memory counts from 0 to 2 devices."""
-CAP_ROUNDING = 1e-8
+MEMORY_ROUNDING = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
 class PartTable:
     """All options of a part in a row, by shape: ``options[first[s]:first[s + 1]]`` are those of shape ``s``.
 
-    ``end``: index of (shape, layout) in ``ends``. ``least_*``: the least of each figure by shape, infinite where there
-    is no option.
+    options:        the options on the fronts of their shapes.
+    first:          first option of each shape.
+    shape:          shape of each option.
+    size:           devices of each option.
+    seconds:        seconds of each option, (n, tasks).
+    resting:        bytes of each option all the time.
+    active:         bytes that a task of each option needs in addition.
+    end:            index of (shape, layout) of each option in ``ends``.
+    ends:           the distinct link ends.
+    least_seconds:  the least of ``seconds`` by shape, (shapes, tasks); infinite where there is no option.
+    least_resting:  the same of ``resting``, (shapes,).
+    least_active:   the same of ``active``, (shapes,).
+    num_stated:     options by shape before those that others undercut are left out.
+    by_memory:      least seconds by shape and memory.
     """
 
     options: tuple[Option, ...]
@@ -60,23 +75,31 @@ class PartTable:
     resting: Floats
     active: Floats
     end: Ints
-    ends: tuple[End, ...]
+    ends: tuple[LinkEnd, ...]
     least_seconds: Floats
     least_resting: Floats
     least_active: Floats
     num_stated: tuple[int, ...]
-    caps: Caps
+    by_memory: SecondsByMemory
 
     def options_of(self, shape: int) -> slice:
         return slice(int(self.first[shape]), int(self.first[shape + 1]))
 
     def ends_of(self, shape: int) -> Ints:
+        """Indices of the distinct link ends of a shape."""
         return np.unique(self.end[self.options_of(shape)])
 
 
 @dataclass(frozen=True, eq=False)
 class LinkTable:
-    """Seconds by (end, end, relation), asked for when needed; ``least``: the least by (shape, shape, relation)."""
+    """Seconds of a link, computed when they are first needed.
+
+    link:    the link.
+    source:  table of the part that it comes from.
+    to:      table of the part that it goes to.
+    values:  seconds by (end, end, relation); NaN where not yet computed.
+    least:   the least seconds by (shape, shape, relation); NaN where not yet computed.
+    """
 
     link: Link
     source: PartTable
@@ -85,39 +108,50 @@ class LinkTable:
     least: Floats
 
     def seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
-        found: Floats = self.values[sources, targets, relations]
-        missing = np.isnan(found)
+        """Seconds by link ends and relation, which are broadcast against each other."""
+        seconds: Floats = self.values[sources, targets, relations]
+        missing = np.isnan(seconds)
         if missing.any():
             sources, targets, relations = np.broadcast_arrays(sources, targets, relations)
-            asked = np.unique(np.stack([sources[missing], targets[missing], relations[missing]], axis=1), axis=0)
-            for source, to, relation in asked.tolist():
+            keys = np.unique(np.stack([sources[missing], targets[missing], relations[missing]], axis=1), axis=0)
+            for source, to, relation in keys.tolist():
                 taken = self.link.seconds(self.source.ends[source], self.to.ends[to], RELATIONS[relation])
                 self.values[source, to, relation] = taken
-            found = self.values[sources, targets, relations]
-        return found
+            seconds = self.values[sources, targets, relations]
+        return seconds
 
     def least_seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
-        """By shapes."""
-        found: Floats = self.least[sources, targets, relations]
-        missing = np.isnan(found)
+        """Least seconds by mesh shapes and relation, (n,); 0 where a part has no option on one of the shapes."""
+        least: Floats = self.least[sources, targets, relations]
+        missing = np.isnan(least)
         if missing.any():
-            asked = np.unique(np.stack([sources[missing], targets[missing], relations[missing]], axis=1), axis=0)
-            for source, to, relation in asked.tolist():
+            keys = np.unique(np.stack([sources[missing], targets[missing], relations[missing]], axis=1), axis=0)
+            for source, to, relation in keys.tolist():
                 ends = self.source.ends_of(source)[:, None], self.to.ends_of(to)[None, :]
                 taken = self.seconds(*ends, np.array([[relation]])) if ends[0].size and ends[1].size else np.zeros(1)
                 self.least[source, to, relation] = taken.min()
-            found = self.least[sources, targets, relations]
-        return found
+            least = self.least[sources, targets, relations]
+        return least
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """``sizes``: devices by shape. ``shape_at``: shape of each mesh. ``memory_at``: (first device, bytes) of each run
-    of alike devices."""
+    """A problem as arrays.
 
-    problem: Problem
-    graph: Graph
-    shapes: tuple[Shape, ...]
+    problem:    the problem.
+    graph:      its calls by number.
+    shapes:     the shapes of its meshes, by size.
+    sizes:      devices of each shape.
+    parts:      table of each part.
+    links:      table of each link.
+    shape_at:   mesh → its shape.
+    memory_at:  (first device, bytes) of each run of devices of one kind.
+    space:      number of assignments that the problem states.
+    """
+
+    problem: SearchProblem
+    graph: CallGraph
+    shapes: tuple[MeshShape, ...]
     sizes: Ints
     parts: tuple[PartTable, ...]
     links: tuple[LinkTable, ...]
@@ -135,12 +169,13 @@ class Tables:
         return len({memory for _, memory in self.memory_at}) == 1
 
     def memory_of(self, device: int) -> float:
+        """Bytes of a device that may be used."""
         return [memory for start, memory in self.memory_at if start <= device][-1]
 
 
 @lru_cache(maxsize=16)
-def tables_of(problem: Problem) -> Tables:
-    graph, pool = graph_of(problem), problem.pool
+def tables_of(problem: SearchProblem) -> Tables:
+    graph, pool = call_graph(problem), problem.pool
     shape_at, shapes, counts = _shapes(problem)
     linked = {part for link in graph.links for part in (link.source, link.to)}
     parts = tuple(
@@ -155,7 +190,7 @@ def tables_of(problem: Problem) -> Tables:
     return Tables(problem, graph, tuple(shapes), sizes, parts, links, shape_at, memory_at, space)
 
 
-def _shapes(problem: Problem) -> tuple[dict[tuple[int, int], int], list[Shape], list[int]]:
+def _shapes(problem: SearchProblem) -> tuple[dict[tuple[int, int], int], list[MeshShape], list[int]]:
     """Shape of every mesh, the shapes by size, and the number of meshes of each."""
     of_mesh = {mesh: problem.shape_of(*mesh) for mesh in problem.all_meshes}
     shapes = sorted(set(of_mesh.values()), key=lambda shape: (shape.size, shape.kinds))
@@ -167,12 +202,13 @@ def _shapes(problem: Problem) -> tuple[dict[tuple[int, int], int], list[Shape], 
     return shape_at, shapes, counts
 
 
-def _part_table(part: Part, shapes: Sequence[Shape], has_links: bool, memory: float) -> PartTable:
+def _part_table(part: SearchPart, shapes: Sequence[MeshShape], has_links: bool, memory: float) -> PartTable:
+    """Table of a part. ``memory``: bytes of the largest device."""
     stated = [list(part.options(shape)) for shape in shapes]
     fronts = [pareto(options, has_links) for options in stated]
     options = [option for front in fronts for option in front]
     shape = np.repeat(np.arange(len(shapes)), [len(front) for front in fronts])
-    ends = [End(shapes[s], option.layout) for s, option in zip(shape.tolist(), options, strict=True)]
+    ends = [LinkEnd(shapes[s], option.layout) for s, option in zip(shape.tolist(), options, strict=True)]
     unique = {end: index for index, end in enumerate(dict.fromkeys(ends))}
     width = len(options[0].seconds) if options else 0
     seconds = np.array([option.seconds for option in options], dtype=np.float64).reshape(len(options), width)
@@ -180,34 +216,35 @@ def _part_table(part: Part, shapes: Sequence[Shape], has_links: bool, memory: fl
     active = np.array([option.active for option in options], dtype=np.float64)
     first = np.concatenate([[0], np.cumsum([len(front) for front in fronts])]).astype(np.int64)
     return PartTable(
-        tuple(options),
-        first,
-        shape,
-        np.array([shapes[s].size for s in shape.tolist()], dtype=np.float64).astype(np.int64),
-        seconds,
-        resting,
-        active,
-        np.array([unique[end] for end in ends], dtype=np.int64),
-        tuple(unique),
-        _least(seconds, first),
-        _least(resting[:, None], first)[:, 0],
-        _least(active[:, None], first)[:, 0],
-        tuple(len(options) for options in stated),
-        _caps(shape, seconds, resting + active, first, memory),
+        options=tuple(options),
+        first=first,
+        shape=shape,
+        size=np.array([shapes[s].size for s in shape.tolist()], dtype=np.int64),
+        seconds=seconds,
+        resting=resting,
+        active=active,
+        end=np.array([unique[end] for end in ends], dtype=np.int64),
+        ends=tuple(unique),
+        least_seconds=_least(seconds, first),
+        least_resting=_least(resting[:, None], first)[:, 0],
+        least_active=_least(active[:, None], first)[:, 0],
+        num_stated=tuple(len(options) for options in stated),
+        by_memory=_by_memory(shape, seconds, resting + active, first, memory),
     )
 
 
-def _caps(shape: Ints, seconds: Floats, needed: Floats, first: Ints, scale: float) -> Caps:
+def _by_memory(shape: Ints, seconds: Floats, needed: Floats, first: Ints, scale: float) -> SecondsByMemory:
+    """Least seconds by memory. ``needed``: bytes of each option. ``scale``: bytes of the largest device."""
     order = np.lexsort((needed, shape))
     least = seconds[order]
     for start, stop in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
         least[start:stop] = np.minimum.accumulate(least[start:stop], axis=0)
-    keys = shape[order] * CAP_STEP + np.minimum(needed[order] / scale, 2.0)
-    return Caps(keys, first, least, scale)
+    keys = shape[order] * SHAPE_STEP + np.minimum(needed[order] / scale, 2.0)
+    return SecondsByMemory(keys, first, least, scale)
 
 
 def _least(rows: Floats, first: Ints) -> Floats:
-    """By shape."""
+    """Least of each column by shape, (shapes, columns); infinite where a shape has no rows."""
     least = np.full((len(first) - 1, rows.shape[1]), np.inf)
     for shape in range(len(first) - 1):
         if first[shape] < first[shape + 1]:

@@ -72,9 +72,9 @@ def lengths_for(spec: Spec, mean_response: float | None) -> TextLengths:
 
 def lengths_in_data(plan: Plan) -> TextLengths:
     """Return the longest prompt of the data, to which passes are padded, and a sample of its response lengths."""
-    from flexrlhf.plan.data_lengths import answer_lengths, prompt_lengths
+    from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 
-    return TextLengths(max(prompt_lengths(plan)), answer_lengths(plan))
+    return TextLengths(max(prompt_lengths(plan)), response_lengths(plan))
 
 
 def truncated_exponential(mean: float, longest: float, number: int = 64) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from math import ceil
 from flexrlhf.config.spec import CallKind, Head, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
-from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights, relation_of
+from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import SequenceLengths
@@ -28,6 +28,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.relation import relation_of
 from flexrlhf.plan.plan import Plan, bucket_bytes
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.weights.lora import gathered_names, is_merged, shape_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.reward_sources import FunctionSource, ModelSource, ServiceSource, Source, Sources
+from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RewardSource, ServiceSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 
@@ -24,7 +24,7 @@ def reply_seconds(sources: Sources, rows: int) -> float:
     return max((rounds(source, rows) * source.seconds for source in called), default=0.0)
 
 
-def rounds(source: Source, rows: int) -> int:
+def rounds(source: RewardSource, rows: int) -> int:
     """Return the rounds of calls for ``rows`` responses; each round has as many calls as are made at a time."""
     assert not isinstance(source, ModelSource), "a model is no call"
     calls = -(-rows // source.batch_size)

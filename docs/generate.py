@@ -1,0 +1,400 @@
+"""Write what the documents copy from the code: ``docs/reference.md``, and the pictures of a step in README and docs.
+
+``python docs/generate.py`` from the root of the repository; ``tests/unit/test_documents.py`` compares.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.models import ArgumentInfo
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.config import algorithms, reward_sources, spec
+from flexrlhf.config.presets import PRESETS
+from flexrlhf.guideline.advice.model_names import MODELS
+from flexrlhf.metrics import METRICS
+from flexrlhf.placement.devices import DEVICE_CLASSES
+
+ROOT = Path(__file__).parents[1]
+PICTURE = re.compile(r"(<!-- picture: (?P<arguments>.+?) -->\n\n```text\n)(?P<picture>.*?)(```\n)", re.DOTALL)
+WIDTH = 76
+"""Characters for the time of a step."""
+SHORT = {
+    "generate": ("gen",),
+    "logprobs": ("lp",),
+    "ref_logprobs": ("ref_lp", "ref"),
+    "scores": ("sc",),
+    "values": ("va",),
+    "train_actor": ("actor", "ta"),
+    "train_critic": ("critic", "tc"),
+}
+
+
+# --- pictures of a step
+
+
+@dataclass(frozen=True)
+class Box:
+    """One Run of a row of ranks, in characters from the left."""
+
+    left: int
+    right: int
+    name: str
+
+
+def with_pictures(text: str) -> str:
+    """``text`` with the picture behind every ``<!-- picture: ARGUMENTS OF SIMULATE -->``."""
+    return PICTURE.sub(lambda match: match[1] + picture(match["arguments"]) + match[4], text)
+
+
+def picture(arguments: str) -> str:
+    """Return a drawing: ranks from top to bottom, a step from left to right, a box for each Run, as simulated."""
+    runs = [event for event in _timeline(arguments) if event["cat"] == "run"]
+    start, end = (_first_generation(runs, step) for step in (2, 3))
+    rows: dict[tuple[Box, ...], list[int]] = {}
+    for rank in sorted({run["tid"] for run in runs}):
+        own = [run for run in runs if run["tid"] == rank and start <= run["ts"] < end]
+        boxes = tuple(_boxes(own, lambda time: round(WIDTH * (time - start) / (end - start))))
+        rows.setdefault(boxes, []).append(rank)
+    lines = [*_drawing(rows), *_legend(rows, (end - start) / 1e6)]
+    return "\n".join(lines) + "\n"
+
+
+def _first_generation(runs: Sequence[Mapping[str, Any]], step: int) -> float:
+    return min(run["ts"] for run in runs if run["name"].startswith("generate") and run["args"]["step"] == step)
+
+
+def _timeline(arguments: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory) / "trace.json"
+        result = CliRunner().invoke(app, ["simulate", *shlex.split(arguments), "--output", str(trace)])
+        assert result.exit_code == 0, result.output
+        return [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+def _boxes(runs: Sequence[Mapping[str, Any]], place: Callable[[float], int]) -> Iterator[Box]:
+    """Boxes of one rank; what is too short for two characters is left out."""
+    last = 0
+    for run in sorted(runs, key=lambda run: run["ts"]):
+        left, right = place(run["ts"]), place(run["ts"] + run["dur"])
+        left = last if left - last == 1 else left
+        if right - left > 1:
+            yield Box(left, right, run["name"].partition(" on ")[0])
+            last = right
+
+
+def _name(box: Box) -> str:
+    """Return the name of a box, or the longest short one that fits."""
+    room = box.right - box.left - 1
+    return next(name for name in (box.name, *SHORT.get(box.name, ()), "") if len(name) <= room)
+
+
+CORNERS = dict(zip(range(16), " ╵╶└╷│┌├╴┘─┴┐┤┬┼", strict=True))
+"""By the sides that have a line: 1 up, 2 right, 4 down, 8 left."""
+
+
+def _drawing(rows: Mapping[tuple[Box, ...], Sequence[int]]) -> Iterator[str]:
+    all_boxes = list(rows)
+    names = [f"rank{'s' * (len(ranks) > 1)} {ranks[0]}" + f"-{ranks[-1]}" * (len(ranks) > 1) for ranks in rows.values()]
+    margin = max(map(len, names)) + 2
+    for number, boxes in enumerate(all_boxes):
+        yield " " * margin + _border(all_boxes[number - 1] if number else (), boxes)
+        yield f"{names[number]:<{margin}}" + _content(boxes)
+    yield " " * margin + _border(all_boxes[-1], ())
+
+
+def _border(above: Sequence[Box], below: Sequence[Box]) -> str:
+    line = [0] * (WIDTH + 2)
+    for box, side in [*((box, 1) for box in above), *((box, 4) for box in below)]:
+        for column in range(box.left, box.right + 1):
+            line[column] |= (2 if column < box.right else 0) | (8 if column > box.left else 0)
+            line[column] |= side if column in (box.left, box.right) else 0
+    return "".join(CORNERS[sides] for sides in line).rstrip()
+
+
+def _content(boxes: Sequence[Box]) -> str:
+    line = [" "] * (WIDTH + 2)
+    for box in boxes:
+        line[box.left] = line[box.right] = "│"
+        line[box.left + 1 : box.right] = f"{_name(box):^{box.right - box.left - 1}}"
+    return "".join(line).rstrip()
+
+
+def _legend(rows: Mapping[tuple[Box, ...], Sequence[int]], seconds: float) -> Iterator[str]:
+    short = {_name(box): box.name for boxes in rows for box in boxes if _name(box) not in ("", box.name)}
+    yield f"one step, {seconds:.1f} s" + "".join(f"; {name}: {full}" for name, full in short.items())
+
+
+# --- reference
+
+
+def reference() -> str:
+    """Return the page of all settings, commands and metrics."""
+    parts = [
+        REFERENCE_HEAD,
+        *_settings(),
+        *_commands(),
+        "## Metrics of a run",
+        "One line a step in `metrics.jsonl`; a metric that a run does not have is left out.",
+        _table(("metric", "definition"), [(f"`{metric.name}`", metric.definition) for metric in METRICS]),
+        "## Presets",
+        "What `algorithm.like` stands for. A setting that the YAML writes itself has precedence.",
+        _table(("`like`", "settings"), [(f"`{name}`", _preset(settings)) for name, settings in PRESETS.items()]),
+        "## Device classes",
+        "`class` of a node, and `--gpu-type` of `advise`. Bandwidths are in one direction; where each figure is from, "
+        "and which are fitted, stands in `flexrlhf/placement/devices.py`.",
+        _devices(),
+        "## Models by name",
+        "`--model` of `advise`, and its like: " + ", ".join(f"`{name}`" for name in MODELS) + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+REFERENCE_HEAD = """\
+<!-- written by docs/generate.py: change the descriptions in flexrlhf/config and the commands, then run it -->
+# Reference
+
+Every key of the YAML with its default and meaning, every command with its options, every metric. A key without a
+default is required; `null` switches a setting off, or its meaning says what it stands for. Unknown keys are refused.
+`--set KEY=VALUE` changes any of them on the command line, as in `--set models.actor.zero=3`.
+Algorithms, placements and the other subjects are explained in [the other pages](README.md)."""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Return a cell of a table: what Markdown would read as HTML is escaped, but in code."""
+    parts = re.sub(r"\bNone\b", "`null`", text).replace("|", "\\|").split("`")
+    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
+
+
+def _settings() -> Iterator[str]:
+    yield "## Settings"
+    yield from _section("The YAML", spec.Spec)
+    yield from _algorithm()
+    yield from _sources()
+    seen: set[type[BaseModel]] = set()
+    for name, field in spec.Spec.model_fields.items():
+        if name not in ("algorithm", "reward", "cost"):
+            yield from _below(name, field, seen)
+
+
+def _below(path: str, field: FieldInfo, seen: set[type[BaseModel]]) -> Iterator[str]:
+    """Sections of the mappings that a field may have, and of those in them, each once."""
+    for kind in mappings(field.annotation):
+        if kind in seen:
+            continue
+        seen.add(kind)
+        if kind is spec.PlacementMap:
+            yield from _section("`placement`, as a mapping", kind, spec.PLACEMENT_SETTINGS)
+            yield from _section("`placement.MODEL`", spec.PlacementEntry)
+            continue
+        yield from _section(f"`{path}`", kind, () if kind is spec.ModelsSpec else None)
+        for name, inner in kind.model_fields.items():
+            role = "ROLE" if kind is spec.ModelsSpec else name
+            yield from _below(f"{path}.{role}", inner, seen)
+
+
+def _section(title: str, kind: type[BaseModel], names: Sequence[str] | None = None, note: str = "") -> Iterator[str]:
+    yield f"### {title}"
+    text = " ".join(part for part in (_plain(kind.__doc__), note) if part)
+    if text:
+        yield text
+    fields = {name: field for name, field in kind.model_fields.items() if names is None or name in names}
+    if fields:
+        rows = [
+            (f"`{field.alias or name}`", _type(field), _default(field), _meaning(kind, name))
+            for name, field in fields.items()
+        ]
+        yield _table(("key", "value", "default", "meaning"), rows)
+
+
+def _meaning(kind: type[BaseModel], name: str) -> str:
+    """Return the description of a field, else that of the field it replaces, else what its mapping is."""
+    fields = [base.model_fields[name] for base in kind.__mro__ if name in getattr(base, "model_fields", {})]
+    described = [field.description for field in fields if field.description]
+    return described[0] if described else _subject([*mappings(fields[0].annotation)])
+
+
+def _subject(kinds: Sequence[type[BaseModel]]) -> str:
+    """Return the first sentence about a mapping, as the meaning of a key."""
+    if len(kinds) != 1:
+        return "see below" if kinds else ""
+    sentence = re.split(r"\.(?=\s+[A-Z`]|$)", _plain(kinds[0].__doc__))[0]
+    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
+
+
+def _plain(docstring: str | None) -> str:
+    return " ".join((docstring or "").replace("``", "`").split())
+
+
+FAMILIES: Mapping[type[BaseModel], str] = {
+    algorithms.AlgorithmSpec: "all algorithms",
+    algorithms.SampledSpec: "sampling",
+    algorithms.PolicySpec: "the policy gradient",
+    algorithms.GroupSpec: "groups of samples",
+    algorithms.ReturnsSpec: "returns without a critic",
+}
+
+
+def _algorithm() -> Iterator[str]:
+    """The settings that algorithms have in common, then those of each."""
+    named = get_args(algorithms.AnyAlgorithm)
+    seen: set[type[BaseModel]] = set()
+    for kind in (*_common(named), *named):
+        own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
+        if kind in named:
+            parents = [parent for parent in kind.__mro__[1:] if parent in named]
+            more = f"In addition to those of `{_name_of(parents[0])}`." if parents else ""
+            yield from _section(f"`algorithm`: `{_name_of(kind)}`", kind, own, more)
+        else:
+            names = [f"`{_name_of(each)}`" for each in named if issubclass(each, kind)]
+            more = "" if len(names) == len(named) else f"Settings of {', '.join(names)}."
+            yield from _section(f"`algorithm`: {FAMILIES[kind]}", kind, own, more)
+        for name in own:
+            yield from _below(f"algorithm.{name}", kind.model_fields[name], seen)
+
+
+def _common(named: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
+    """Return the classes that algorithms extend and that are none themselves, general ones first."""
+    extended = {base for kind in named for base in kind.__mro__ if issubclass(base, algorithms.AlgorithmSpec)}
+    assert extended - {*named} == {*FAMILIES}, "FAMILIES has a title for each of them"
+    return list(FAMILIES)
+
+
+def _name_of(kind: type[BaseModel]) -> str:
+    return str(kind.model_fields["name"].default)
+
+
+def _sources() -> Iterator[str]:
+    for key in reward_sources.KINDS:
+        source = getattr(reward_sources, {"url": "Service"}.get(key, key.capitalize()) + "Source")
+        yield from _section(f"`reward`, `cost`: a source with `{key}`", source)
+
+
+def mappings(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from mappings(argument)
+
+
+def _type(field: FieldInfo) -> str:
+    bounds = [_bound(bound) for bound in field.metadata]
+    return " ".join([_words(field.annotation), *(bound for bound in bounds if bound)])
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{_yaml(value)}`" for value in arguments)
+    if origin is tuple:
+        return f"list of {_words(arguments[0])}s" if arguments[1:] == (...,) else f"list of {len(arguments)} numbers"
+    if origin is dict:
+        return "mapping"
+    if origin is not None and hasattr(annotation, "__metadata__"):
+        return _words(arguments[0])
+    if arguments:
+        return " or ".join(dict.fromkeys(_words(argument) for argument in arguments if argument is not NoneType))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
+    return {bool: "`true` or `false`", int: "integer", float: "number", str: "text"}.get(annotation, "number")
+
+
+def _bound(metadata: Any) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    bounds = {sign: getattr(metadata, name) for name, sign in signs.items() if hasattr(metadata, name)}
+    return " ".join(f"{sign} 2^63" if bound == 2**63 else f"{sign} {bound:g}" for sign, bound in bounds.items())
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if field.is_required():
+        return ""
+    if field.default_factory is not None or value == ():
+        return "`{}`" if field.default_factory is dict else "`[]`"
+    if isinstance(value, BaseModel):
+        changed = {name: getattr(value, name) for name in sorted(value.model_fields_set)}
+        return f"`{_yaml(changed)}`"
+    return "" if value is PydanticUndefined else f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case dict():
+            return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(_yaml, value)) + "]"
+        case float():
+            return f"{value:g}" if value != int(value) else f"{value:.1f}"
+    return str(value)
+
+
+def _preset(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{key}: {_yaml(value)}`" for key, value in settings.items())
+
+
+def _commands() -> Iterator[str]:
+    yield "## Commands"
+    for command in app.registered_commands:
+        assert command.callback is not None
+        hints = get_type_hints(command.callback, include_extras=True)
+        parameters = signature(command.callback).parameters.items()
+        rows = [_parameter(name, hints[name], parameter.default) for name, parameter in parameters]
+        name = command.name or command.callback.__name__.replace("_", "-")
+        yield f"### `flexrlhf {name}`"
+        yield _plain(command.help or command.callback.__doc__)
+        yield _table(("option", "default", "meaning"), rows)
+
+
+def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
+    kind, info = hint.__origin__, hint.__metadata__[-1]
+    shown = "" if default in (None, "", False) else f"`{default}`"
+    if isinstance(info, ArgumentInfo):
+        return f"`{name.upper()}{' ...' if 'list' in str(kind) else ''}`", shown, info.help or ""
+    words = {bool: "", int: " N", float: " NUMBER", Path: " FILE", str: " TEXT"}
+    plain = next((each for each in get_args(kind) if each is not NoneType), kind)
+    metavar = f" {info.metavar}" if info.metavar else words.get(plain, " TEXT")
+    # the first name of an option stands where the default of one without Annotated would
+    names = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
+    flags = names or ["--" + name.replace("_", "-")]
+    return " or ".join(f"`{flag}{metavar}`" for flag in flags), shown, info.help or ""
+
+
+def _devices() -> str:
+    head = ("class", "TFLOP/s, 16 bits", "GB", "GB/s of memory", "of a link", "to the host", "of a node")
+    rows = [
+        (item.name, item.tflops, item.memory_gb, item.memory_gb_s, item.link_gb_s, item.host_gb_s, item.node_gb_s)
+        for item in DEVICE_CLASSES.values()
+    ]
+    return _table(head, [[f"`{row[0]}`", *(f"{value:g}" for value in row[1:])] for row in rows])
+
+
+def generated() -> dict[Path, str]:
+    """Return the text that each generated or illustrated page should have."""
+    pages = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "reference")]
+    return {page: with_pictures(page.read_text()) for page in pages} | {ROOT / "docs" / "reference.md": reference()}
+
+
+if __name__ == "__main__":
+    for page, text in generated().items():
+        page.write_text(text)

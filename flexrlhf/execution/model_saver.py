@@ -1,0 +1,57 @@
+"""Execute a Save: gather the trained weights of a model; its first rank writes a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flexrlhf.comm.weights import WeightGather
+from flexrlhf.execution.checkpoint import save_adapters, save_model
+from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.rank_context import RankContext
+from flexrlhf.execution.recorder import Recorder
+from flexrlhf.plan.plan import bucket_bytes
+from flexrlhf.strategies.instructions import Save
+from flexrlhf.weights.reshard import bucket_names, trained_parts
+
+
+class ModelSaver:
+    """Executes Save instructions on this rank."""
+
+    def __init__(self, context: RankContext, recorder: Recorder) -> None:
+        self._context = context
+        self._recorder = recorder
+
+    def save(self, save: Save, step: int) -> None:
+        """Write the model of ``save``; a best model only if its metric in ``step`` is better than all before."""
+        if save.best is None:
+            self._write(save, save.model)
+        elif (value := self._recorder.improved(save, step)) is not None:
+            self._write(save, f"{save.model}-best", {"step": step, "metric": save.best, "value": value})
+
+    def _write(self, save: Save, name: str, best: Mapping[str, Any] | None = None) -> None:
+        """Gather the weights, by all ranks of ``save``; the first one writes the directory ``name``."""
+        model, is_writer = self._context.models[save.model], self._context.rank == save.ranks[0]
+        weights = self._whole_weights(model, save.ranks, keep=is_writer)
+        if not is_writer:
+            return
+        directory, tokenizer, placed = self._context.directory / name, self._context.data.tokenizer, model.placed
+        if placed.settings.lora is None:
+            save_model(directory, weights, model.engine.config, tokenizer, best)
+        else:
+            save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best)
+
+    def _whole_weights(self, model: LoadedModel, ranks: tuple[int, ...], keep: bool) -> dict[str, Tensor]:
+        """Return all trained weights, whole, in host memory where ``keep``; else nothing. A collective, by buckets."""
+        shards = tuple(trained_parts(model.placed, model.shape, rank) for rank in ranks)
+        group = self._context.groups.get(f"gather {model.placed.name}", ranks)
+        gather, live = WeightGather(group, ranks, shards, self._context.wait), model.engine.weights()
+        dtype = live[next(iter(shards[0]))].dtype
+        tensors: dict[str, Tensor] = {}
+        for names in bucket_names(shards[0], dtype.itemsize, bucket_bytes(self._context.plan.spec)):
+            bucket = gather.whole(live, names, dtype)
+            if keep:
+                tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
+        return tensors

@@ -1,0 +1,86 @@
+"""Rows of the steps that are under way on this rank, and the columns that the data set gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.data.examples import Example
+from flexrlhf.data.order import step_indices
+from flexrlhf.execution.input_columns import input_columns
+from flexrlhf.operators.columns import plain, qualified
+from flexrlhf.operators.policy import PTX
+from flexrlhf.plan.inputs import RunData
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Run
+
+
+class StepInputs:
+    """Columns of the data set, for the rows of which this rank's operators read some."""
+
+    def __init__(self, plan: Plan, data: RunData, rank: int, device: torch.device) -> None:
+        self._plan = plan
+        self._data = data
+        self._device = device
+        self._rows = rows_with_inputs(plan, rank)
+
+    def examples(self, step: int) -> list[Example]:
+        """Return the example of each prompt of a step."""
+        return self._of_step(self._data.examples, step, self._plan.batch.num_prompts)
+
+    def put(self, step: int, store: RowStore) -> None:
+        """Put the input columns of a step into ``store``: prompts or whole rows, and pretraining texts."""
+        self._put(store, self._columns(self.examples(step), self._plan.batch.samples_per_prompt))
+        if self._data.texts:
+            texts = self._columns(self._of_step(self._data.texts, step, self._plan.batch.num_rows), 1)
+            self._put(store, {name: texts[plain(name)] for name in qualified(texts, PTX)})
+
+    def _of_step(self, examples: Sequence[Example], step: int, count: int) -> list[Example]:
+        return [examples[i] for i in step_indices(self._plan.spec.seed, step, count, len(examples))]
+
+    def _columns(self, examples: Sequence[Example], samples_per_prompt: int) -> dict[str, Tensor]:
+        pad = self._data.pad_token_id
+        return input_columns(examples, self._rows, samples_per_prompt, self._plan.lengths, pad)
+
+    def _put(self, store: RowStore, columns: Mapping[str, Tensor]) -> None:
+        """Put those of ``columns`` that the graph reads."""
+        for name in self._plan.graph.inputs:
+            if name in columns:
+                store.put(name, self._rows, columns[name].to(self._device))
+
+
+def rows_with_inputs(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Return the rows whose input columns operators on ``rank`` read."""
+    prompts: set[int] = set()
+    for run in plan.schedule.for_rank(rank):
+        if isinstance(run, Run) and set(run.operator.reads) & set(plan.graph.inputs):
+            layout = plan.placement[run.model].layout
+            prompts.update(plan.batch.prompts_on(layout, rank, run.mini_batches))
+    return plan.batch.rows(tuple(sorted(prompts)))
+
+
+class StepRows:
+    """Row stores of the steps under way."""
+
+    def __init__(self, plan: Plan, inputs: StepInputs, device: torch.device) -> None:
+        self._plan = plan
+        self._inputs = inputs
+        self._device = device
+        self._stores: dict[int, RowStore] = {}
+
+    def at(self, step: int) -> RowStore:
+        """Return the rows of a step; those of steps that no instruction works on any more are dropped."""
+        if step not in self._stores:
+            for old in [s for s in self._stores if s < step - self._plan.schedule.lag]:
+                self._stores.pop(old).finish()
+            store = self._stores[step] = RowStore(self._plan.lengths, self._device)
+            self._inputs.put(step, store)
+        return self._stores[step]
+
+    def finish(self) -> None:
+        """Await all rows that are under way."""
+        for store in self._stores.values():
+            store.finish()

@@ -1,0 +1,256 @@
+"""The published rules for where models go, each reported when it fires.
+
+FlexRLHF's guideline decides (strategy, shares, settings); HybridFlow (Sheng et al., EuroSys 2025, section 8.3) and ReaL
+(Mei et al., MLSys 2025, section 8) comment on the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from flexrlhf.config.spec import ModelSpec
+from flexrlhf.guideline.advice.model_options import SearchModel
+from flexrlhf.guideline.advice.proposals import Allowed, Vector, choose_settings, fastest_chunking, vector_ranks
+from flexrlhf.guideline.advice.space import UNLIMITED, USABLE, Space
+from flexrlhf.guideline.search.evaluate import evaluate
+from flexrlhf.guideline.search.problem import Assignment
+from flexrlhf.text import bytes_text
+from flexrlhf.weights.shapes import DTYPE_BYTES, count_elements
+
+FEW_NODES = 2
+LEAST_SHADOW, MOST_SHADOW = Fraction(3, 10), Fraction(1, 2)
+STATIC_SHARE = 0.6
+INFERENCE_SHARE = 0.5
+"""Share of a node's memory that the weights of a model for inference may fill: the rest is for its activations."""
+PUBLISHED = "FlexRLHF, guideline"
+
+
+@dataclass(frozen=True)
+class GuidelineRule:
+    """A rule that fired.
+
+    name:    the rule in a few words.
+    source:  where it is published.
+    reason:  why it fired.
+    """
+
+    name: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class GuidelineResult:
+    """Placement by the rules.
+
+    strategy:    name of the strategy.
+    space:       the space that it is a placement of.
+    vector:      placement ratios; empty where ranks follow from classes of devices.
+    rules:       the rules that fired.
+    assignment:  meshes and settings; None where nothing that the rules allow fits.
+    """
+
+    strategy: str
+    space: Space
+    vector: Vector
+    rules: tuple[GuidelineRule, ...]
+    assignment: Assignment | None
+
+
+@dataclass(frozen=True)
+class MemorySizes:
+    """Bytes of the models of a spec, and of the devices of its cluster.
+
+    nodes:            number of nodes.
+    devices:          number of devices.
+    smallest_device:  bytes of the device with least memory.
+    smallest_node:    bytes of the node with least memory.
+    weights:          role → bytes of its weights.
+    states:           role → bytes of its weights, gradients and optimizer.
+    """
+
+    nodes: int
+    devices: int
+    smallest_device: float
+    smallest_node: float
+    weights: Mapping[str, float]
+    states: Mapping[str, float]
+
+    @property
+    def static_share(self) -> float:
+        """Share of all devices' memory that weights, gradients and optimizers fill when sharded over all."""
+        return sum(self.states.values()) / (self.smallest_device * self.devices)
+
+
+def memory_sizes(space: Space) -> MemorySizes:
+    memory = [space.pool.memory[kind] / USABLE for kind in space.pool.nodes]
+    weights, states = {}, {}
+    for role in space.roles.all:
+        settings, shape = space.spec.models.of(role), space.shapes[role]
+        assert settings is not None, f"{role} is resolved"
+        item, trained = DTYPE_BYTES[settings.dtype], count_elements(shape.trained)
+        weights[role] = float(item * shape.num_parameters)
+        # float32 gradients, master weights and two moments (HybridFlow, section 8.1)
+        states[role] = weights[role] + 16.0 * trained * (role in space.roles.trained)
+    smallest = min(memory)
+    return MemorySizes(
+        nodes=space.cluster.num_nodes,
+        devices=space.pool.num_devices,
+        smallest_device=smallest,
+        smallest_node=smallest * space.pool.per_node,
+        weights=weights,
+        states=states,
+    )
+
+
+def guideline(plain: Space, shadowed: Space | None) -> GuidelineResult:
+    """Apply the rules. ``plain``: the space without shadows. ``shadowed``: with them, where the algorithm has any."""
+    sizes = memory_sizes(plain)
+    if len(plain.devices) > 1:
+        result = _by_class(plain)
+    elif shadowed is not None and sizes.nodes > FEW_NODES:
+        result = _disaggregated(shadowed, sizes)
+    elif (rule := _fits_a_node(plain, sizes)) is not None and plain.pool.num_devices > 1:
+        result = _interleaved(plain, rule)
+    else:
+        result = _colocated(plain, sizes)
+    return replace(result, rules=(*result.rules, *_comments(result, sizes)))
+
+
+def _fits_a_node(space: Space, sizes: MemorySizes) -> GuidelineRule | None:
+    """Rule that fires where one of several models for inference fits one node: they may share the devices by halves."""
+    frozen = _frozen(space)
+    for role in frozen if len(frozen) > 1 else ():
+        if sizes.weights[role] <= INFERENCE_SHARE * sizes.smallest_node:
+            room = f" ({bytes_text(int(sizes.smallest_node))})" if sizes.smallest_device < UNLIMITED else ""
+            reason = f"{role} ({bytes_text(int(sizes.weights[role]))}) fits one node{room} of {sizes.nodes}"
+            return GuidelineRule("interleave what fits a node", PUBLISHED, reason)
+    return None
+
+
+def _frozen(space: Space) -> tuple[str, ...]:
+    """Roles that are not trained."""
+    return tuple(role for role in space.roles.all if role not in space.roles.trained)
+
+
+def _by_class(space: Space) -> GuidelineResult:
+    """Place trained models on the fastest class of devices, models for inference on the largest of the others."""
+    fastest = max(space.devices, key=lambda name: space.devices[name].tflops)
+    others = {name: space.cluster.ranks_on(name) for name in space.devices if name != fastest}
+    older = max(others, key=lambda name: len(others[name]))
+    training, inference = space.cluster.ranks_on(fastest), others[older]
+    ranks = {role: training if role in space.roles.trained else inference for role in space.roles.all}
+    reason = f"trained models on {len(training)} {fastest}, models for inference on {len(inference)} {older}"
+    rules = (GuidelineRule("older devices infer", "FlexRLHF, mixed clusters", reason), _batch_rule())
+    are_runs = all(mine[-1] - mine[0] + 1 == len(mine) for mine in (training, inference))
+    assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks) if are_runs else None
+    return GuidelineResult("interleaving", space, (), rules, assignment)
+
+
+def _interleaved(space: Space, rule: GuidelineRule) -> GuidelineResult:
+    half, frozen = Fraction(1, 2), _frozen(space)
+    vector = tuple(half if role in frozen else Fraction(1) for role in space.roles.all)
+    assignment = _assignment(space, vector_ranks(space, vector), _one_node_replicas)
+    if assignment is None:
+        return _colocated(space, memory_sizes(space))
+    return GuidelineResult("interleaving", space, vector, (rule, _batch_rule()), assignment)
+
+
+def _colocated(space: Space, sizes: MemorySizes) -> GuidelineResult:
+    vector = tuple(Fraction(1) for _ in space.roles.all)
+    ranks = vector_ranks(space, vector)
+    reason = f"{sizes.devices} devices; states fill {sizes.static_share:.0%} of their memory when sharded over all"
+    rules = (GuidelineRule("co-locate where devices are scarce", PUBLISHED, reason), _batch_rule())
+    assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks)
+    return GuidelineResult("co-located", space, vector, rules, assignment)
+
+
+def _assignment(
+    space: Space, ranks: Mapping[str, tuple[int, ...]] | None, allowed: Allowed | None = None
+) -> Assignment | None:
+    """Settings for models on ``ranks``; None where there are no ranks, or nothing fits."""
+    assignment = None if ranks is None else choose_settings(space, ranks, allowed)
+    return None if isinstance(assignment, str) else assignment
+
+
+def _disaggregated(space: Space, sizes: MemorySizes) -> GuidelineResult:
+    """Give the shadow actor the share of 30 to 50 % of the devices under which a step is shortest."""
+    timed: list[tuple[float, Vector, Assignment]] = []
+    problem = space.problem()
+    for vector in _shadow_vectors(space):
+        assignment = _assignment(space, vector_ranks(space, vector), _one_node_replicas)
+        if assignment is not None:
+            timed.append((evaluate(problem, assignment), vector, assignment))
+    rules = [GuidelineRule("disaggregate beyond two nodes", PUBLISHED, f"{sizes.nodes} nodes")]
+    if not timed:
+        return GuidelineResult("disaggregated", space, (), tuple(rules), None)
+    _, vector, assignment = min(timed, key=lambda item: item[:2])
+    _, space, assignment = fastest_chunking(space, [assignment])
+    share = f"it has {float(vector[0]):.0%} of {sizes.devices} devices"
+    rules += [
+        GuidelineRule("a shadow actor of 30 to 50 %", PUBLISHED, share),
+        GuidelineRule("a replica per node, not across", PUBLISHED, "the shadow's replicas stay inside nodes"),
+        GuidelineRule("even out the phases", PUBLISHED, _phases(space, assignment)),
+        _batch_rule(),
+    ]
+    return GuidelineResult("disaggregated", space, vector, tuple(rules), assignment)
+
+
+def _shadow_vectors(space: Space) -> Iterator[Vector]:
+    """Vectors that give the shadow actor and training whole nodes, and the rest to other inference.
+
+    Steps are eighths of a small cluster, sixteenths of a large one.
+    """
+    total, node = space.pool.num_devices, space.pool.per_node
+    unit = max(1, min(node, total // 8), total // 16 // node * node)
+    for shadow in range(unit, total, unit):
+        if LEAST_SHADOW <= Fraction(shadow, total) <= MOST_SHADOW:
+            for training in range(unit, total - shadow + 1, unit):
+                rest = total - training - shadow
+                if rest > 0 or training + shadow == total:
+                    yield _vector(space, shadow, training, rest or shadow, total)
+
+
+def _vector(space: Space, shadow: int, training: int, rest: int, total: int) -> Vector:
+    """Ratios of ``shadow`` devices for the shadow actor, ``training`` for training and ``rest`` for other inference."""
+    sizes = [shadow if role == space.roles.trained[0] else rest for role in space.roles.trained]
+    sizes += [training if role in space.roles.trained else rest for role in space.roles.all]
+    return tuple(Fraction(size, total) for size in sizes)
+
+
+def _phases(space: Space, assignment: Assignment) -> str:
+    """Seconds of the slowest model in each phase."""
+    slowest = {"generate": 0.0, "forward": 0.0, "train": 0.0}
+    for model, choice in zip(space.models, assignment, strict=True):
+        for phase in slowest:
+            calls = zip(model.calls, choice.option.seconds, strict=True)
+            slowest[phase] = max(slowest[phase], sum(seconds for call, seconds in calls if call.kind == phase))
+    return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in slowest.items())
+
+
+def _batch_rule() -> GuidelineRule:
+    return GuidelineRule("fill memory to 95 %", PUBLISHED, "micro-batches as large as pay within it")
+
+
+def _one_node_replicas(model: SearchModel, settings: ModelSpec) -> bool:
+    """Whether a copy that only generates is whole inside a node: no weights cross the network at every token."""
+    return "generate" not in model.kinds or model.trained or settings.zero == 0
+
+
+def _comments(result: GuidelineResult, sizes: MemorySizes) -> Iterator[GuidelineRule]:
+    """Rules of HybridFlow and ReaL that fire; they change nothing."""
+    if sizes.static_share < STATIC_SHARE:
+        reason = f"states fill {sizes.static_share:.0%} of memory: seconds fall less than the number of devices rises"
+        yield GuidelineRule("static memory under 60 %", "ReaL, section 8", reason)
+    if sizes.devices <= 64:
+        reason = f"{sizes.devices} devices: models that share all of them leave fewest idle"
+        yield GuidelineRule("co-locate small clusters", "HybridFlow, section 8.3", reason)
+    else:
+        reason = f"{sizes.devices} devices: a batch split over all no longer fills them, so stages run in parallel"
+        yield GuidelineRule("distribute on large clusters", "HybridFlow, section 8.3", reason)
+    largest = max(result.space.roles.trained, key=lambda role: sizes.weights[role])
+    if sizes.weights[largest] > 1.5 * sizes.weights.get("actor", sizes.weights[largest]):
+        reason = f"{largest} is the largest: it gets the most devices, so that trainings end together"
+        yield GuidelineRule("devices by size of the trained models", "HybridFlow, section 8.3", reason)

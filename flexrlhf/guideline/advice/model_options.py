@@ -1,0 +1,364 @@
+"""Options of one placed model on a mesh: its settings, each with the seconds of its calls and its bytes.
+
+Bytes are those that ``memory.budget`` counts for a plan, so ``flexrlhf plan`` accepts the result of a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal, TypeVar
+
+from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
+from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.engines.capabilities import CAPABILITIES
+from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
+from flexrlhf.guideline.search.problem import Option
+from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
+from flexrlhf.guideline.simulation.scoring_time import model_free_cost
+from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
+from flexrlhf.memory.states import State
+from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.rollout import padded_row, rollout_settings
+from flexrlhf.weights.shapes import ModelShape
+
+T = TypeVar("T")
+
+PlacedCallKind = OperatorKind | Literal["switch"]
+"""OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
+TENSOR_PARALLEL = (1, 2, 4, 8)
+PASS_TOKENS = (0, 8192, 32768)
+"""Padded tokens of a micro-batch that are tried; at least one prompt's."""
+DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64)
+"""All rows decoded together, half of them, a fourth ..."""
+CACHE_SHARES = (1, 2, 4, 8, 16, 32)
+"""All rows, half of them, ... for which a rollout engine's cache has room; it is allocated all the time."""
+
+
+@dataclass(frozen=True)
+class PlacedCall:
+    """One call of a placed model, with what its seconds depend on.
+
+    kind:          what it does.
+    mini_batches:  the mini-batches whose rows it computes.
+    score_source:  section of the YAML with the sources of a score.
+    texts:         texts in a row.
+    """
+
+    kind: PlacedCallKind
+    mini_batches: range
+    score_source: str = ""
+    texts: int = 1
+
+
+@dataclass(frozen=True)
+class SearchModel:
+    """A placed model before it has a mesh.
+
+    name:     role and copy.
+    trained:  whether its weights are trained.
+    calls:    in schedule order.
+    head:     what it computes on top of the hidden states.
+    """
+
+    name: ModelName
+    trained: bool
+    calls: tuple[PlacedCall, ...]
+    head: Head = "causal"
+
+    @property
+    def role(self) -> str:
+        return self.name.role
+
+    @property
+    def kinds(self) -> tuple[PlacedCallKind, ...]:
+        """Kinds of the calls that the model itself computes."""
+        return tuple(dict.fromkeys(call.kind for call in self.calls if call.kind not in ("combine", "score")))
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it is in host memory while other models compute."""
+        return "switch" in self.kinds
+
+    @property
+    def is_rollout(self) -> bool:
+        return self.name.is_rollout
+
+    @property
+    def is_shadow(self) -> bool:
+        return bool(self.name.copy)
+
+
+@dataclass(frozen=True)
+class UniformMesh:
+    """``size`` devices of one class, ``per_node`` of them in each node."""
+
+    size: int
+    per_node: int
+    device: DeviceClass
+
+    @property
+    def links(self) -> Links:
+        return Links(self.device.link_gb_s, self.device.node_gb_s)
+
+
+@dataclass(frozen=True)
+class OptionEnumerator:
+    """Enumerates the options of the models of a spec.
+
+    spec:    the spec, its models resolved.
+    shapes:  role → sizes of its model.
+    batch:   rows of a step.
+    costs:   cost model of calls and transfers.
+    maker:   makes the calls that ``costs`` prices.
+    """
+
+    spec: Spec
+    shapes: Mapping[str, ModelShape]
+    batch: BatchShape
+    costs: CostModel
+    maker: CallMaker
+    _options: dict[object, tuple[Option, ...]] = field(default_factory=dict)
+    _cache: dict[object, Any] = field(default_factory=dict)
+
+    def options(self, model: SearchModel, mesh: UniformMesh) -> tuple[Option, ...]:
+        """Options of a model on a mesh; none where a replica would have no row, or the devices lack the type."""
+        base = self.spec.models.of(model.role)
+        if base is not None and base.dtype == "bfloat16" and not mesh.device.bf16:
+            return ()
+        if (model, mesh) not in self._options:
+            options = (self._option(model, mesh, placed) for placed in self._placed(model, mesh))
+            self._options[model, mesh] = tuple(option for option in options if option is not None)
+        return self._options[model, mesh]
+
+    def _placed(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
+        """Place the model on the first devices, once with each of its settings."""
+        base = self.spec.models.of(model.role)
+        assert base is not None, f"{model.role} is resolved"
+        for zero, tp in self._splits(model, mesh, base):
+            layout = _layout(mesh.size, tp)
+            if layout.dp > self.batch.num_prompts:
+                continue
+            if model.is_rollout:
+                rollout = self.spec.rollout.model_copy(update={"tp": tp})
+                for settings in self._rollouts(base, layout, rollout):
+                    yield PlacedModel(model.name, layout, False, settings, rollout)
+            else:
+                own = base.of_shadow if model.is_shadow else base
+                settings = own.model_copy(update={"zero": zero, "tp": tp})
+                placed = PlacedModel(model.name, layout, model.trained, settings, head=model.head)
+                yield from self._with_batch_sizes(model, mesh, placed)
+
+    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int]]:
+        """(ZeRO stage, tp) of the ways to shard the model."""
+        serves = CAPABILITIES["vllm" if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine]
+        for tp in self._tensor_parallel(model, mesh, base, serves.tp):
+            for zero in self._stages(model, base, serves.zero):
+                if zero == 0 or tp < mesh.size:
+                    yield zero, tp
+
+    def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, can: bool) -> Iterator[int]:
+        """Sizes of tensor-parallel groups that mesh and heads allow; the one in the YAML alone, if there is one.
+
+        ``can``: whether the engine has tensor parallelism.
+        """
+        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
+        tried = TENSOR_PARALLEL if can and base.lora is None and sizes is not None else (1,)
+        for tp in tried if in_yaml is None else (in_yaml,):
+            divides = sizes is None or not (sizes.heads % tp or sizes.kv_heads % tp or sizes.ffn % tp)
+            if divides and mesh.size % tp == 0 and tp <= mesh.per_node:
+                yield tp
+
+    def _stages(self, model: SearchModel, base: ModelSpec, stages: Sequence[int]) -> tuple[int, ...]:
+        """ZeRO stages to try, of the ``stages`` of the engine."""
+        in_yaml = self._in_yaml(model, base, "zero")
+        if in_yaml is not None:
+            return (in_yaml,)
+        if not model.trained:
+            return tuple(stage for stage in stages if stage in (0, 3))
+        # DeepSpeed keeps no float32 gradients at stage 0 in 16 bits
+        least = 1 if base.engine == "deepspeed" and base.dtype != "float32" else 0
+        return tuple(stage for stage in stages if stage >= least)
+
+    def _in_yaml(self, model: SearchModel, base: ModelSpec, setting: str) -> int | None:
+        """Value of a setting of this copy in the YAML; None: it is open."""
+        section: StrictModel | None = base
+        if model.is_shadow:
+            section = self.spec.rollout if model.is_rollout else base.shadow
+        if section is None or setting not in section.model_fields_set:
+            return None
+        value: int | None = getattr(section, setting)
+        return value
+
+    def _rollouts(self, base: ModelSpec, layout: Layout, rollout: RolloutSpec) -> Iterator[ModelSpec]:
+        """Settings of a rollout engine, with room for the keys and values of more or fewer rows."""
+        room = [padded_row(self.spec) * rows for rows in self._row_counts(layout, CACHE_SHARES)]
+        for tokens in room if rollout.kv_tokens is None else [rollout.kv_tokens]:
+            sized = rollout.model_copy(update={"kv_tokens": tokens})
+            yield rollout_settings(base, layout, self.spec.model_copy(update={"rollout": sized}))
+
+    def _row_counts(self, layout: Layout, shares: Sequence[int]) -> list[int]:
+        """Rows of the fullest replica over each of ``shares``, ascending."""
+        most = max(map(sum, row_patterns(self.batch, layout, self.batch.mini_batches)))
+        return sorted({max(1, most // share) for share in shares})
+
+    def _with_batch_sizes(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> Iterator[PlacedModel]:
+        """``plain`` with pairs of batch sizes for passes and for decoding: the fastest that fit into the same bytes.
+
+        Each call has all memory in addition to the states, so a smaller size than fits is slower for nothing.
+        """
+        passes = [_with(plain, change) for change in self._passes(model, plain)]
+        decodes = [_with(plain, change) for change in self._decodes(model, plain)]
+        if len(decodes) < 2:
+            yield from (_with(placed, change) for placed in passes for change in self._decodes(model, plain))
+            return
+        of_passes = {placed: self._total(model, mesh, placed, {"forward", "train"}) for placed in passes}
+        of_decodes = {placed: self._total(model, mesh, placed, {"generate"}) for placed in decodes}
+        seen = set[tuple[PlacedModel, PlacedModel]]()
+        for room in sorted({size for _, size in (*of_passes.values(), *of_decodes.values())}):
+            pair = _fastest_within(of_passes, room), _fastest_within(of_decodes, room)
+            if pair[0] is not None and pair[1] is not None and (pair[0], pair[1]) not in seen:
+                seen.add((pair[0], pair[1]))
+                yield _with(pair[0], {"generate_tokens": pair[1].settings.generate_tokens})
+
+    def _passes(self, model: SearchModel, placed: PlacedModel) -> Iterator[dict[str, object]]:
+        """Settings of passes: tokens of a micro-batch, and activation checkpointing."""
+        texts, fixed = self.spec.data, self._fixed(model)
+        row = (texts.max_prompt_tokens + texts.max_response_tokens) * self.batch.samples_per_prompt
+        most = max(self._row_counts(placed.layout, (1,)))
+        rows = sorted({min(max(1, tokens // row), most) for tokens in PASS_TOKENS})
+        tried = [row * number for number in rows] if "micro_batch_tokens" not in fixed else [0]
+        for tokens in tried:
+            change: dict[str, object] = {"micro_batch_tokens": tokens} if tokens else {}
+            yield change
+            if model.trained and "activation_checkpointing" not in fixed:
+                yield {**change, "activation_checkpointing": True}
+
+    def _decodes(self, model: SearchModel, placed: PlacedModel) -> list[dict[str, object]]:
+        """Settings of decoding: tokens of the rows decoded together."""
+        if "generate" not in model.kinds or "generate_tokens" in self._fixed(model):
+            return [{}]
+        width = self.spec.data.max_prompt_tokens + self.spec.data.max_response_tokens
+        return [{"generate_tokens": width * rows} for rows in self._row_counts(placed.layout, DECODE_SHARES)]
+
+    def _fixed(self, model: SearchModel) -> set[str]:
+        """Settings of this copy that the YAML sets."""
+        base = self.spec.models.of(model.role)
+        assert base is not None, f"{model.role} is resolved"
+        section = (base.shadow or ShadowSpec()) if model.is_shadow else base
+        return {name for name in section.model_fields_set if getattr(section, name) is not None}
+
+    def _total(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, kinds: set[str]) -> tuple[float, int]:
+        """Seconds of all calls of ``kinds``, and the most bytes that one needs in addition to the resting ones."""
+        figures = [(seconds, size) for kind, seconds, size in self._calls(model, mesh, placed) if kind in kinds]
+        return sum(seconds for seconds, _ in figures), max((size for _, size in figures), default=0)
+
+    def _option(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> Option | None:
+        state, calls = self._state(placed, self._state_key(placed, mesh)), list(self._calls(model, mesh, placed))
+        seconds, most = tuple(seconds for _, seconds, _ in calls), max(size for _, _, size in calls)
+        side = self.cached(("side", self._state_key(placed, mesh)), lambda: side_of(placed, mesh.per_node))
+        if model.is_offloaded:
+            return Option(seconds, 0, state.resting + most, side, placed.settings)
+        return Option(seconds, state.resting, most, side, placed.settings)
+
+    def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
+        """Key of all that the bytes of the model's state depend on."""
+        where = mesh.size, mesh.per_node, mesh.device.name
+        return placed.role, placed.trained, where, placed.layout.tp, placed.settings.zero, _cache_tokens(placed)
+
+    def _calls(
+        self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel
+    ) -> Iterator[tuple[PlacedCallKind, float, int]]:
+        """(kind, seconds, bytes in addition to the resting ones) of each call."""
+        state_key, layout, zero = self._state_key(placed, mesh), placed.layout, placed.settings.zero
+        priced_mesh = Mesh(mesh.device, mesh.links, layout.dp, layout.tp, 1, mesh.per_node, zero)
+        for call in model.calls:
+            kind = call.kind
+            if kind == "switch":
+                yield kind, self.costs.switch(self._state(placed, state_key).offloaded, mesh.device).seconds, 0
+                continue
+            rows = self._most_rows(placed, kind, call.mini_batches)
+            key = state_key, kind, _relevant_settings(kind, placed.settings)
+            seconds = self.cached(("seconds", key, call), partial(self._seconds, placed, priced_mesh, kind, call))
+            size = self.cached(("bytes", key, rows), partial(self._bytes, placed, state_key, kind, rows))
+            yield kind, seconds, size
+
+    def cached(self, key: object, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned the first time for ``key``: settings share most of what they cost."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        value: T = self._cache[key]
+        return value
+
+    def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
+        rows = row_patterns(self.batch, placed.layout, call.mini_batches)
+        if kind == "combine" or kind == "score":
+            most, width = max(map(sum, rows)), self.maker.lengths.width
+            return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
+        used = [each for each in rows if any(each)]
+        priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts)
+        return self.costs.call(priced, mesh).seconds
+
+    def _state(self, placed: PlacedModel, key: object) -> State:
+        state = self.cached(("state", key), lambda: self._sizing(placed).state(placed, 0))
+        assert isinstance(state, State), "shapes are known"
+        return state
+
+    def _most_rows(self, placed: PlacedModel, kind: OperatorKind, batches: range) -> int:
+        """Most rows of one pass, or of those decoded together, that the settings allow."""
+        patterns = row_patterns(self.batch, placed.layout, batches)
+        most = max(map(max if kind == "train" else sum, patterns))
+        if kind == "generate":
+            return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
+        return self._lengths.rows_within(placed.settings.micro_batch_tokens, most)
+
+    def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int) -> int:
+        """Most bytes that a call needs in addition to the resting ones."""
+        if kind == "combine" or kind == "score":
+            return 0
+        state = self._state(placed, state_key)
+        phases = self._sizing(placed).phases(Compute(kind, placed.name, rows), 0)
+        return max(phase.besides + (state.training - state.resting) * phase.trains for phase in phases)
+
+    def _sizing(self, placed: PlacedModel) -> Sizing:
+        shapes = {placed.role: self.shapes[placed.role]}
+        return Sizing(Placement((placed,), len(placed.ranks)), shapes, self._lengths, SyncSpec())
+
+    @cached_property
+    def _lengths(self) -> SequenceLengths:
+        data = self.spec.data
+        return SequenceLengths(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
+
+
+def _with(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:
+    """The model with other settings."""
+    return replace(placed, settings=placed.settings.model_copy(update=dict(change))) if change else placed
+
+
+def _fastest_within(figures: Mapping[PlacedModel, tuple[float, int]], room: int) -> PlacedModel | None:
+    """Fastest of those whose bytes fit into ``room``. ``figures``: model → (seconds, bytes)."""
+    fitting = [placed for placed, (_, size) in figures.items() if size <= room]
+    return min(fitting, key=lambda placed: figures[placed][0], default=None)
+
+
+def _cache_tokens(placed: PlacedModel) -> int | None:
+    """Tokens of a rollout engine's cache, which is allocated all the time."""
+    return None if placed.rollout is None else placed.settings.generate_tokens
+
+
+@lru_cache(maxsize=1024)
+def _layout(size: int, tp: int) -> Layout:
+    """Layout on the first ``size`` devices."""
+    return Layout(tuple(range(size)), tp)
+
+
+def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:
+    """Settings that a call of ``kind`` depends on, of those that differ between options of one mesh."""
+    if kind == "generate":
+        return (settings.generate_tokens,)
+    return settings.micro_batch_tokens, kind == "train" and settings.activation_checkpointing

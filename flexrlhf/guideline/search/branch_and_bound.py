@@ -1,0 +1,245 @@
+"""Branch and bound: first over the meshes of the parts, then over their options."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from flexrlhf.guideline.search.assignments import fits, relations
+from flexrlhf.guideline.search.hill_climb import beginnings, climb, with_options
+from flexrlhf.guideline.search.option_search import mesh_assignment, search_options
+from flexrlhf.guideline.search.pareto import Floats
+from flexrlhf.guideline.search.partial_assignments import (
+    UNDECIDED,
+    WHOLE,
+    Floors,
+    PartialAssignments,
+    areas_of,
+    floors_of,
+    partial_bound,
+    partial_over,
+)
+from flexrlhf.guideline.search.problem import SearchProblem
+from flexrlhf.guideline.search.result import SearchResult
+from flexrlhf.guideline.search.state import SearchState
+from flexrlhf.guideline.search.symmetry import DistinctMeshes, distinct_meshes
+from flexrlhf.guideline.search.tables import Bools, Ints, PartTable, tables_of
+
+MISSED = 0.002
+"""Share of the best time that a bound may lose by taking a part's tasks one by one."""
+NEAR = 0.005
+"""Relative difference of bounds that are near each other."""
+ROWS = 1024
+"""Partial assignments that are expanded at once."""
+KEPT = 10
+"""Assignments that are returned."""
+
+
+def search(problem: SearchProblem, seconds_limit: float = 60.0, gap: float = 0.0, keep: int = KEPT) -> SearchResult:
+    """Find the fastest assignment of the stated space.
+
+    After ``seconds_limit`` the best so far is returned, with the bound that is proven by then. But for that limit, the
+    same problem gives the same assignment.
+
+    seconds_limit:  seconds that the search may take.
+    gap:            share of its time by which the result may miss the fastest; 0: it is the fastest.
+    keep:           number of assignments to return.
+    """
+    began = perf_counter()
+    tables = tables_of(problem)
+    state = SearchState(tables, began + seconds_limit, gap, keep)
+    if any(not len(part.options) for part in tables.parts):
+        return state.result(np.inf, began, True)
+    meshes = distinct_meshes(tables)
+    for spots in beginnings(tables, meshes):
+        best = state.best
+        climb(state, meshes, spots)
+        if np.isfinite(best) and state.best > (1 - gap) * best:
+            break  # from here on branches find what is left sooner
+    left = _MeshSearch(state, meshes).run()
+    return state.result(left, began, not np.isfinite(left))
+
+
+@dataclass(frozen=True, order=True)
+class _Branch:
+    """Partial assignments that are still to be expanded, in the order of the heap.
+
+    rank:     logarithm of ``bound`` in steps of ``NEAR``: of those near each other the deepest comes first, since many
+              partial assignments have the same bound.
+    height:   parts that are undecided.
+    number:   running number.
+    bound:    the least of ``bounds``.
+    partial:  the partial assignments.
+    bounds:   lower bound on the seconds of each.
+    """
+
+    rank: int
+    height: int
+    number: int
+    bound: float
+    partial: PartialAssignments = field(compare=False)
+    bounds: Floats = field(compare=False)
+
+
+class _MeshSearch:
+    """Branch and bound over the meshes of the parts.
+
+    ``order``: parts in the order of branching, those with most work first. ``whole``: parts whose option is decided
+    together with their mesh, since no option is near the least of all its tasks.
+    """
+
+    def __init__(self, state: SearchState, meshes: DistinctMeshes) -> None:
+        self.state, self.meshes, self.tables = state, meshes, state.tables
+        self.areas = areas_of(self.tables)
+        self.floor_goal = state.goal
+        self.floors: Floors | None = self._fixed(np.isfinite(self.areas[WHOLE]))
+        self.whole = {part for part, table in enumerate(self.tables.parts) if self._is_whole(table)}
+        self.branches: list[_Branch] = []
+        self.number = 0
+        self.done: set[tuple[int, ...]] = set()
+        self.order: list[int] = []
+
+    def _is_whole(self, table: PartTable) -> bool:
+        """Whether its best option takes more than the least of its tasks, by a share of the best time."""
+        together = np.full(len(self.tables.shapes), np.inf)
+        np.minimum.at(together, table.shape, table.seconds.sum(axis=1))
+        stated = np.isfinite(together)
+        missed = together[stated] - table.least_seconds[stated].sum(axis=1)
+        return bool(missed.max() > MISSED * self.state.best)
+
+    def run(self) -> float:
+        """Search until nothing is left. Least bound of what is left when the time is up, else infinite."""
+        if self.floors is None:
+            return np.inf
+        least = self.floors.least_area[WHOLE]
+        self.order = sorted(range(len(self.tables.parts)), key=lambda part: (-float(least[part]), part))
+        none = np.zeros((1, 0), dtype=np.int64)
+        self._push(PartialAssignments((), none, none, none), self.floors)
+        while self.branches:
+            if self.state.is_late:
+                return min(branch.bound for branch in self.branches)
+            left = self._step(heapq.heappop(self.branches))
+            if np.isfinite(left):
+                return min([left, *(branch.bound for branch in self.branches)])
+        return np.inf
+
+    def _step(self, branch: _Branch) -> float:
+        """Expand a branch. Least bound of what is left of it when the time is up, else infinite."""
+        kept = self.state.below_goal(branch.bounds)
+        partial = branch.partial.rows(kept)
+        if not len(kept):
+            return np.inf
+        if len(partial.parts) == len(self.order):
+            return self._finish(partial, branch.bounds[kept])
+        floors = self._tightened()
+        if floors is not None:
+            self._push(self._children(partial, floors), floors)
+        return np.inf
+
+    def _tightened(self) -> Floors | None:
+        """Floors for the present goal; None: no assignment is left."""
+        if self.floors is not None and self.state.goal < self.floor_goal:
+            self.floor_goal = self.state.goal
+            self.floors = self._fixed(self.floors.allowed)
+        return self.floors
+
+    def _fixed(self, allowed: Bools) -> Floors | None:
+        """Drop shapes that no assignment below the goal has, until none is left to drop. None: no assignment is left.
+
+        ``allowed``: (parts, shapes).
+        """
+        allowed = allowed.copy()
+        while allowed.any(axis=1).all():
+            floors = floors_of(self.tables, self.areas, allowed)
+            before = int(allowed.sum())
+            for part in range(len(self.tables.parts)):
+                shapes = np.flatnonzero(allowed[part])[:, None]
+                partial = PartialAssignments((part,), np.zeros_like(shapes), shapes, np.full_like(shapes, UNDECIDED))
+                kept = self.state.below_goal(partial_bound(self.tables, floors, partial, is_anywhere=True))
+                allowed[part] = False
+                allowed[part, shapes[kept, 0]] = True
+            if int(allowed.sum()) == before:
+                return floors
+        return None
+
+    def _children(self, partial: PartialAssignments, floors: Floors) -> PartialAssignments:
+        """Each row with each mesh of the next part that fits and is not the image of another."""
+        part = self.order[len(partial.parts)]
+        ends = np.concatenate([partial.starts, partial.starts + self.tables.sizes[partial.shapes]], axis=1)
+        meshes = [self.meshes.around(row) for row in ends.tolist()]
+        parents = np.repeat(np.arange(len(partial)), [len(starts) for starts, _ in meshes])
+        starts = np.concatenate([starts for starts, _ in meshes])
+        shapes = np.concatenate([shapes for _, shapes in meshes])
+        kept = floors.allowed[part][shapes]
+        parents, starts, shapes = parents[kept], starts[kept], shapes[kept]
+        options = np.full_like(starts, UNDECIDED)
+        if part in self.whole:
+            parents, _ = with_options(self.tables, part, parents, shapes)
+            starts, options = with_options(self.tables, part, starts, shapes)
+            shapes = self.tables.parts[part].shape[options]
+        children = PartialAssignments(
+            (*partial.parts, part),
+            np.concatenate([partial.starts[parents], starts[:, None]], axis=1),
+            np.concatenate([partial.shapes[parents], shapes[:, None]], axis=1),
+            np.concatenate([partial.options[parents], options[:, None]], axis=1),
+        )
+        children = children.rows(self.meshes.is_left(children.starts, self.tables.sizes[children.shapes]))
+        fitting = fits(self.tables, partial_over(self.tables, children))
+        self.state.pruned_by_memory += int((~fitting).sum())
+        return children.rows(fitting)
+
+    def _push(self, partial: PartialAssignments, floors: Floors) -> None:
+        """Store rows below the goal as branches of at most ``ROWS``."""
+        bounds = partial_bound(self.tables, floors, partial)
+        fitting = np.isfinite(bounds)
+        self.state.pruned_by_memory += int((~fitting).sum())
+        partial, bounds = partial.rows(fitting), bounds[fitting]
+        kept = self.state.below_goal(bounds)
+        height = len(self.order) - len(partial.parts)
+        for at in range(0, len(kept), ROWS):
+            piece = kept[at : at + ROWS]
+            self.number += 1
+            least = float(bounds[piece[0]])
+            rank = int(math.log(least) / NEAR) if least > 0 else -sys.maxsize
+            branch = _Branch(rank, height, self.number, least, partial.rows(piece), bounds[piece])
+            heapq.heappush(self.branches, branch)
+
+    def _finish(self, partial: PartialAssignments, bounds: Floats) -> float:
+        """Search the options of rows with all meshes decided, the most promising first.
+
+        Least bound of what is left when the time is up, else infinite.
+        """
+        columns = np.argsort(self.order)
+        starts, shapes, options = partial.starts[:, columns], partial.shapes[:, columns], partial.options[:, columns]
+        keys = self._keys(starts, shapes, options)
+        for row, bound in enumerate(bounds.tolist()):
+            if bound >= self.state.goal:
+                self.state.drop(bound)
+            elif keys[row] not in self.done:
+                if self.state.is_late:
+                    return float(bound)
+                self.done.add(keys[row])
+                meshes = mesh_assignment(self.tables, starts[row].tolist(), shapes[row].tolist(), options[row].tolist())
+                left = search_options(self.state, meshes)
+                if np.isfinite(left):
+                    return min(left, float(bound))
+        return np.inf
+
+    def _keys(self, starts: Ints, shapes: Ints, options: Ints) -> list[tuple[int, ...]]:
+        """Key of each row, equal for rows with the same seconds that fill alike devices alike.
+
+        Which parts share one device follows from which overlap in pairs, since meshes are runs of devices.
+        """
+        sizes = self.tables.sizes[shapes]
+        codes: list[Ints] = [shapes, options]
+        for i in range(starts.shape[1]):
+            for j in range(i + 1, starts.shape[1]):
+                codes.append(relations(starts[:, i], sizes[:, i], starts[:, j], sizes[:, j])[:, None])
+        if not self.tables.is_uniform:
+            codes.append(starts)
+        return [tuple(row) for row in np.concatenate(codes, axis=1).tolist()]

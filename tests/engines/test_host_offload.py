@@ -1,0 +1,36 @@
+"""Tensors in host memory and back: what shares memory goes on sharing it."""
+
+from __future__ import annotations
+
+import torch
+
+from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+
+
+def test_memory_is_counted_once_however_many_tensors_lie_in_it() -> None:
+    whole = torch.zeros(10)
+    assert storage_bytes([whole, whole[2:5], whole.view(2, 5)]) == 40
+    assert storage_bytes([whole, torch.zeros(3, dtype=torch.bfloat16), torch.zeros(0)]) == 46
+    assert storage_bytes([]) == 0
+
+
+def test_views_come_back_over_the_same_memory() -> None:
+    whole = torch.arange(10.0)
+    part, other = whole[2:5], torch.ones(3, dtype=torch.float16)
+    host_offload = HostOffload(torch.device("cpu"))
+    host_offload.offload([part, whole, other])
+    assert host_offload.num_bytes == 46
+    assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    host_offload.reload()
+    assert host_offload.num_bytes == 0
+    assert whole.tolist() == list(range(10)) and other.tolist() == [1, 1, 1]
+    part.fill_(7)
+    assert whole[2:5].tolist() == [7, 7, 7]
+
+
+def test_nothing_may_be_offloaded() -> None:
+    host_offload = HostOffload(torch.device("cpu"))
+    host_offload.offload([torch.zeros(0)])
+    host_offload.reload()
+    host_offload.offload([])
+    assert host_offload.num_bytes == 0
