@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 
+from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.transformer import Transformer
