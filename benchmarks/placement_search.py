@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 
+from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -34,7 +35,6 @@ from flexrlhf.guideline.search.problem import (
 )
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.search.tables import LinkTable, PartTable, Tables, tables_of
-from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.relation import Relation, mesh_relation
 

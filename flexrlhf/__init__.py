@@ -1,0 +1,28 @@
+"""flexrlhf: RLHF by placement ratios. The names of ``__all__`` are loaded when first used, so this imports no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexrlhf.config.spec_file import load_spec
+    from flexrlhf.execution.execution_engine import ExecutionEngine
+    from flexrlhf.plan.pipeline import make_plan
+
+__all__ = ["ExecutionEngine", "load_spec", "make_plan"]
+_MODULES = {
+    "ExecutionEngine": "flexrlhf.execution.execution_engine",
+    "load_spec": "flexrlhf.config.spec_file",
+    "make_plan": "flexrlhf.plan.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -22,6 +22,14 @@ class RunStopped(Exception):
     """
 
 
+class RankFailure(RuntimeError):
+    """End of a job by a rank that failed; the message names the rank."""
+
+
+class Interrupted(RuntimeError):
+    """End of a job by a signal."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the ``known`` name closest to ``name``, or an empty string.
 

@@ -1,1 +1,1 @@
-"""Other people's systems and search spaces, for comparisons: how each places and runs the calls of a step."""
+"""Published RLHF systems: their placements, engines and constants, and ReaL's space of one placement per call."""

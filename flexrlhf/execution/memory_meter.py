@@ -1,9 +1,9 @@
-"""Memory that a rank really takes: on a GPU what torch has allocated, on a CPU the resident set of the process."""
+"""Measured memory of a rank: on a GPU the bytes that torch has allocated, on a CPU the process's resident set (RSS)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,30 +13,35 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass
 class MemoryMeter:
-    """Bytes above ``start``: what the process held when the meter was made, before the first run of a command."""
+    """A meter of bytes above those at its making, before the first run of a command.
+
+    device:  device of this rank
+    start:   bytes when the meter was made
+    """
 
     device: torch.device
-    start: int = 0
+    start: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.start = self._read("VmRSS", torch.cuda.memory_allocated)
 
-    def forget_peak(self) -> None:
-        """Count the peak from here on: loading a model takes more than keeping it."""
+    def reset_peak(self) -> None:
+        """Start a new peak: loading a model takes more memory than it does afterwards."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         elif _CLEAR.exists():
-            # 5 resets the peak resident set (proc(5)); some sandboxes forbid it, and then loading counts too
+            # 5 resets the peak resident set (proc(5)); some sandboxes forbid it, and then loading counts
             try:
                 _CLEAR.write_text("5")
             except OSError:
                 return
 
     def now(self) -> int:
+        """Return the bytes at this moment."""
         return self._read("VmRSS", torch.cuda.memory_allocated) - self.start
 
     def peak(self) -> int:
-        """The most since ``forget_peak``."""
+        """Return the maximum since ``reset_peak``."""
         return self._read("VmHWM", torch.cuda.max_memory_allocated) - self.start
 
     def _read(self, name: str, on_gpu: Callable[[], int]) -> int:

@@ -1,5 +1,5 @@
-"""What a rank's process starts with. Processes that it spawns for reward functions run this module again, and so
-without torch."""
+"""Entry point of a rank. Processes that a rank spawns for reward functions load this module again, so it loads torch in
+a function."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 
 def main() -> None:
+    """Run the specs of the file that is the first argument."""
     from flexrlhf.execution.worker import main as run
 
     run(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What a run leaves in ``runs/<name>/``: the resolved YAML, the plan, metrics, samples, the timeline and the models."""
+"""The directory of a run, ``runs/<name>/``: resolved YAML, plan, metrics, samples, timeline and models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexrlhf.plan.plan import Plan
 
 
 def prepare_directory(plan: Plan, plan_text: str) -> None:
-    """Make the run's directory. One of an earlier run is kept beside it as ``<name>.1``, ``<name>.2`` …"""
+    """Make the run's directory with config and plan. An existing one is renamed to ``<name>.1``, ``<name>.2`` …"""
     directory = plan.spec.directory
     if directory.exists():
         directory.rename(_free_name(directory))
@@ -22,12 +22,12 @@ def prepare_directory(plan: Plan, plan_text: str) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a jsonl file; none when the run did not write it."""
+    """Return the rows of a jsonl file; none when the run did not write it."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What a timeline says beside its spans."""
+    """Return the metadata of a timeline: everything but its spans."""
     facts: dict[str, Any] = json.loads(path.read_text())["otherData"]
     return facts
 

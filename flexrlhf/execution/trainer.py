@@ -44,7 +44,7 @@ class Trainer:
         wait, decode = self._progress.wait, load_tokenizer(data.tokenizer).decode
         self._scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
         self._models = load_models(plan, world, self._groups, wait)
-        meter.forget_peak()
+        meter.reset_peak()
         sampling = step_sampling(plan, data, partial(decode, skip_special_tokens=True))
         self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode)
         self._controllers = make_controller_states(plan)

@@ -1,9 +1,10 @@
-"""The machines of a job: what --nnodes, --node-rank and --rdzv-endpoint mean, checked before anything is written."""
+"""The nodes of a job, as --nnodes, --node-rank and --rdzv-endpoint or torchrun's environment give them."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flexrlhf.config.spec import Spec
@@ -13,50 +14,84 @@ from flexrlhf.placement.cluster import Cluster
 
 @dataclass(frozen=True)
 class Hosts:
-    """``nnodes`` machines of which this is number ``node_rank``; they meet at ``endpoint`` (HOST:PORT of number 0)."""
+    """Nodes of a job, under torchrun's names. Raises UserError where they contradict each other.
+
+    nnodes:         number of nodes
+    node_rank:      number of this node, from 0
+    rdzv_endpoint:  HOST:PORT of node 0, where several nodes meet
+    """
 
     nnodes: int = 1
     node_rank: int = 0
-    endpoint: str = ""
+    rdzv_endpoint: str = ""
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.node_rank >= self.nnodes:
             raise UserError(
-                f"--node-rank {self.node_rank}: with --nnodes {self.nnodes} it is at most {self.nnodes - 1}"
+                f"--node-rank {self.node_rank}: must be less than --nnodes {self.nnodes}; the first node is 0"
             )
-        if self.nnodes == 1:
-            return
-        if not self.endpoint:
-            raise UserError("--rdzv-endpoint: missing; several machines need HOST:PORT of machine 0")
-        if not re.fullmatch(r"[^:\s]+:\d+", self.endpoint):
-            raise UserError(
-                f"--rdzv-endpoint {self.endpoint}: expected HOST:PORT, such as {self.endpoint.split(':')[0]}:29500"
-            )
+        if self.nnodes > 1:
+            self._check_endpoint()
 
-    def num_ranks(self, cluster: Cluster) -> int:
-        """Ranks to start on this machine: all of them, or with several machines those of the cluster's node."""
-        if self.nnodes == 1:
-            return len(cluster.devices)
-        if cluster.num_nodes != self.nnodes:
-            raise UserError(f"--nnodes {self.nnodes}: cluster.nodes has {cluster.num_nodes}; they must agree")
-        return len(cluster.ranks_on_node(self.node_rank))
+    def _check_endpoint(self) -> None:
+        endpoint = self.rdzv_endpoint
+        if not endpoint:
+            raise UserError("--rdzv-endpoint: missing; several nodes need HOST:PORT of node 0")
+        if not re.fullmatch(r"[^:\s]+:\d+", endpoint):
+            raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as {endpoint.split(':')[0]}:29500")
+
+    def check_cluster(self, cluster: Cluster) -> None:
+        """Raise UserError unless several nodes are as many as the cluster has."""
+        if self.nnodes > 1 and cluster.num_nodes != self.nnodes:
+            raise UserError(f"--nnodes {self.nnodes}: cluster.nodes has {cluster.num_nodes}; both must be the same")
+
+    def num_local_ranks(self, cluster: Cluster) -> int:
+        """Number of ranks to start on this node: those of its devices, or of the whole cluster with one node."""
+        return len(cluster.devices) if self.nnodes == 1 else len(cluster.ranks_on_node(self.node_rank))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process makes the run directories and prints: rank 0 under torchrun, else node 0."""
+        return os.environ.get("RANK") == "0" if under_torchrun() else self.node_rank == 0
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher started this process as one of several ranks."""
+    """Return whether a launcher started this process as one of several ranks."""
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
+def num_torchrun_ranks(num_planned: int) -> int:
+    """Number of ranks that torchrun started on this node. Raises UserError unless all nodes have ``num_planned``."""
+    size = int(os.environ["WORLD_SIZE"])
+    if size != num_planned:
+        raise UserError(
+            f"cluster: {num_planned} devices planned, but torchrun started {size} ranks; "
+            f"use --devices {size} or --nproc-per-node {num_planned}"
+        )
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def check_single_planner(specs: Iterable[Spec], hosts: Hosts) -> None:
+    """Raise UserError for ``placement: auto`` where several processes would each search for a placement."""
+    if hosts.nnodes == 1 and not under_torchrun():
+        return
+    for spec in specs:
+        if spec.placement == "auto":
+            raise UserError(
+                f"placement: auto of {spec.name} would be chosen by each of several processes; write it once with "
+                f"`flexrlhf advise CONFIG -o FILE` and run that file"
+            )
+
+
 def equal_nodes(devices: int, nnodes: int) -> str:
-    """``cluster.nodes`` for a cluster that was given as one number."""
+    """Return ``cluster.nodes`` for a number of devices in equal nodes. Raises UserError where it does not divide."""
     if devices % nnodes:
         raise UserError(
-            f"--nnodes {nnodes} does not divide the {devices} devices of the cluster; "
-            f"list its machines in cluster.nodes"
+            f"--nnodes {nnodes} does not divide the {devices} devices of the cluster; list its nodes in cluster.nodes"
         )
     return f"[{{count: {nnodes}, devices: {devices // nnodes}}}]"
 
 
 def with_device(spec: Spec, device: str) -> Spec:
-    """The spec for ranks that are told whether they compute on cpu or cuda."""
+    """Return the spec with ``cluster.device`` set to cpu or cuda, for ranks that must not choose by themselves."""
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"device": device})})

@@ -1,1 +1,1 @@
-"""``flexrlhf profile``: measure on this machine what the cost model needs, with the engines that a run has."""
+"""``flexrlhf profile``: measurements on this machine for the cost model, with the engines that a run has."""

@@ -1,4 +1,4 @@
-"""Start the ranks of a profile on this machine and keep what they found."""
+"""Start the ranks of a profile on this machine and save their measurements."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from flexrlhf.guideline.costs.measurements import Measurements, read_measurement
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.profiling.subjects import rehearsed, subjects, text_sample
+from flexrlhf.profiling.profiled_models import length_sample, profiled_models, profiling_spec
 
 
-def profile(plans: Sequence[Plan], earlier: Sequence[Plan], seconds: float, path: Path) -> Measurements:
-    """Measure the models of ``plans`` with as many ranks on this machine as its first node has, and write ``path``.
+def profile(plans: Sequence[Plan], command_plans: Sequence[Plan], seconds: float, path: Path) -> Measurements:
+    """Measure the models of ``plans`` with as many ranks as the cluster's first node has devices, and write ``path``.
 
-    ``earlier``: plans of the same command that write models which ``plans`` start from. ``seconds``: for which the
-    calls of each model are repeated. Raises UserError, launch.RankFailure or launch.Interrupted; no process is left.
+    command_plans:  plans of the same command that write models which ``plans`` start from
+    seconds:        time for which the calls of each model are repeated
+
+    Raises UserError, RankFailure or Interrupted; no process is left.
     """
     check_output(path, "-o", "profile.json", makes_directories=True)
     ranks = len(plans[0].cluster.ranks_on_node(0))
-    device = launch.settle_device(plans[0].spec.cluster.device, ranks)
-    made = [make_plan(rehearsed(plan, earlier, ranks, device)) for plan in plans]
-    for plan in made:
+    device = launch.choose_device(plans[0].spec.cluster.device, ranks)
+    measured_plans = [make_plan(profiling_spec(plan, command_plans, ranks, device)) for plan in plans]
+    for plan in measured_plans:
         check_packages(plan.placement)
         check_device(plan.placement, plan.shapes, device)
-        subjects(plan)
+        # raises UserError where a shape is unknown
+        profiled_models(plan)
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
-        request, found = Path(directory) / "request.json", Path(directory) / "profile.json"
-        samples = [asdict(text_sample(plan)) for plan in plans]
-        runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(made, samples, strict=True)]
+        request, output = Path(directory) / "request.json", Path(directory) / "profile.json"
+        lengths = [asdict(length_sample(plan)) for plan in plans]
+        runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
         request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
-        launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(found)], made[0], Hosts())
-        measured = read_measurements(found)
-    write_measurements(path, measured)
-    return measured
+        launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(output)], measured_plans[0], Hosts())
+        measurements = read_measurements(output)
+    write_measurements(path, measurements)
+    return measurements

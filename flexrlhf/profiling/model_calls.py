@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,46 +19,57 @@ from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
-from flexrlhf.profiling.stopwatch import Stopwatch, Timed, Work
-from flexrlhf.profiling.subjects import RowCounts, Subject, TextSample, settings_of
+from flexrlhf.profiling.profiled_models import LengthSample, ProfiledModel, RowCounts, truncation_settings
+from flexrlhf.profiling.stopwatch import Stopwatch, TimedCall, Timing
 
-NEVER = -1
-"""An end token that no answer has."""
-FULL, FIRST = "whole answers", "first tokens"
+NO_TOKEN = -1
+"""An end token that no response contains."""
+FULL, FIRST = "full responses", "first tokens"
+
+RowCalls = dict[tuple[str, int], TimedCall]
+"""Calls by kind and number of rows."""
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Where a rank measures. ``budget``: seconds for the repetitions of one model."""
+class ProfileContext:
+    """Arguments of every measurement on this rank.
+
+    plan:       with every model on all ranks
+    lengths:    lengths of the rows that calls are made with
+    stopwatch:  clock over all ranks
+    rank:       this rank
+    device:     device of this rank
+    budget:     seconds for the repetitions of one measurement
+    """
 
     plan: Plan
-    texts: TextSample
+    lengths: LengthSample
     stopwatch: Stopwatch
     rank: int
     device: torch.device
     budget: float
 
-    def work(self, operator: Operator, loaded: LoadedModel, rows: int, sampling: Sampling | None = None) -> Work:
-        """``operator`` on ``rows`` of each replica, the columns already there."""
-        run, store = self._prepared(operator, loaded, rows)
-        drawn = sampling or self.sampling((NEVER,))
-        return lambda: run_operator(run, store, self._context(drawn))
+    def call(self, operator: Operator, loaded: LoadedModel, rows: int, sampling: Sampling | None = None) -> TimedCall:
+        """Return a call of ``operator`` on ``rows`` of each replica, whose columns are in the store."""
+        run, store = self._prepare(operator, loaded, rows)
+        context = self._operator_context(sampling or self.sampling((NO_TOKEN,)))
+        return lambda: run_operator(run, store, context)
 
-    def sampling(self, ends: tuple[int, ...]) -> Sampling:
-        """As the run draws, but answers that end with other tokens."""
-        return Sampling(self.plan.spec.seed, 0, self.plan.temperature, ends, 0, **settings_of(self.plan))
+    def sampling(self, end_tokens: tuple[int, ...]) -> Sampling:
+        """Return the run's sampling settings with other end tokens."""
+        return Sampling(self.plan.spec.seed, 0, self.plan.temperature, end_tokens, 0, **truncation_settings(self.plan))
 
     def first_tokens(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[int, ...]:
-        """What whole answers begin with: noise is a function of the rows, so they always do."""
-        run, store = self._prepared(operator, loaded, rows)
-        run_operator(run, store, self._context(self.sampling((NEVER,))))
+        """Return the first tokens of the responses; noise is a function of the row, so they are always the same."""
+        run, store = self._prepare(operator, loaded, rows)
+        run_operator(run, store, self._operator_context(self.sampling((NO_TOKEN,))))
         return tuple(sorted(set(store.get("tokens", run.rows)[:, self.plan.lengths.prompt].tolist())))
 
-    def _context(self, sampling: Sampling) -> OperatorContext:
-        """Nothing is asked from outside the models."""
+    def _operator_context(self, sampling: Sampling) -> OperatorContext:
+        """Return the context of an operator, without scorers: no operator that is measured calls one."""
         return OperatorContext(self.plan.spec, sampling, self.device, ExternalScorers({}, str), str)
 
-    def _prepared(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
+    def _prepare(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
         samples = self.plan.batch.samples_per_prompt
         shape = BatchShape(rows // samples * loaded.placed.layout.dp, samples)
         state = make_controller_states(self.plan).state(operator)
@@ -69,8 +80,8 @@ class Bench:
             store.put(name, run.rows, values.to(self.device))
         return run, store
 
-    def _column(self, column: Column, rows: int, vocabulary: int) -> Tensor:
-        """Text of many lengths, as a run has it: attention is slower where there is padding."""
+    def _column(self, column: Column, rows: int, vocab_size: int) -> Tensor:
+        """Return random values of a column; masks have several lengths, as padding makes attention slower."""
         width = self.plan.lengths.width(column)
         shape = (rows,) if width is None else (rows, width)
         generator = torch.Generator().manual_seed(rows)
@@ -78,99 +89,98 @@ class Bench:
             case "float32":
                 return torch.randn(shape, generator=generator)
             case "int32":
-                return torch.randint(0, vocabulary, shape, generator=generator, dtype=torch.int32)
+                return torch.randint(0, vocab_size, shape, generator=generator, dtype=torch.int32)
         return torch.ones(shape, dtype=torch.uint8) if width is None else self._mask(rows, column.width)
 
     def _mask(self, rows: int, width: Width) -> Tensor:
-        """Left-padded prompts, right-padded answers."""
-        lengths, texts = self.plan.lengths, torch.tensor(self.texts.of_rows(rows))
-        prompt = torch.arange(lengths.prompt).flip(0) < texts[:, :1]
-        response = torch.arange(lengths.response) < texts[:, 1:]
+        """Return a mask of left-padded prompts, of right-padded responses, or of both."""
+        lengths, sample = self.plan.lengths, torch.tensor(self.lengths.rows(rows))
+        prompt = torch.arange(lengths.prompt).flip(0) < sample[:, :1]
+        response = torch.arange(lengths.response) < sample[:, 1:]
         parts = {"prompt": prompt, "response": response, "sequence": torch.cat([prompt, response], 1)}
         return parts[width].to(torch.uint8).contiguous()
 
 
-def measure_calls(bench: Bench, subject: Subject, loaded: LoadedModel, counts: RowCounts) -> ModelTimes:
-    """Everything that the roles of a shape do, with all ranks as replicas."""
-    works: dict[tuple[str, int], Work] = {}
-    for kind, operator in subject.operators.items():
+def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedModel, counts: RowCounts) -> ModelTimes:
+    """Measure every call of the roles of a shape, with all ranks as replicas."""
+    calls: RowCalls = {}
+    for kind, operator in model.operators.items():
         match kind:
             case "forward":
-                works |= {(kind, rows): bench.work(operator, loaded, rows) for rows in counts.calls}
+                calls |= {(kind, rows): context.call(operator, loaded, rows) for rows in counts.calls}
             case "train":
-                works |= {(kind, rows): bench.work(operator, loaded, rows) for rows in counts.update}
+                calls |= {(kind, rows): context.call(operator, loaded, rows) for rows in counts.update}
             case "generate":
-                works |= _generating(bench, operator, loaded, counts)
-    timed = _timed(bench, works)
-    prompt, dp = max(bench.texts.prompts), loaded.placed.layout.dp
+                calls |= _generate_calls(context, operator, loaded, counts)
+    timings = _time(context, calls)
+    prompt, dp = max(context.lengths.prompts), loaded.placed.layout.dp
     return ModelTimes(
-        model=subject.transformer,
-        engine=subject.engine,
-        item=subject.item,
-        tp=subject.tp,
-        width=prompt + max(bench.texts.answers),
+        model=model.transformer,
+        engine=model.engine,
+        item=model.item,
+        tp=model.tp,
+        width=prompt + max(context.lengths.responses),
         prompt=prompt,
-        forward=_points(timed, "forward"),
-        prefill=_points(timed, FIRST),
-        step=_steps(timed, bench.plan.lengths.response),
-        train={dp: _points(timed, "train")} if "train" in subject.operators else {},
+        forward=_points(timings, "forward"),
+        prefill=_points(timings, FIRST),
+        step=_decode_steps(timings, context.plan.lengths.response),
+        train={dp: _points(timings, "train")} if "train" in model.operators else {},
     )
 
 
-def measure_alone(bench: Bench, subject: Subject, loaded: LoadedModel, counts: RowCounts) -> Points:
-    """Optimizer steps without another replica."""
-    operator = subject.operators["train"]
-    works = {("train", rows): bench.work(operator, loaded, rows) for rows in counts.update}
-    return _points(_timed(bench, works), "train")
+def measure_alone(context: ProfileContext, model: ProfiledModel, loaded: LoadedModel, counts: RowCounts) -> Points:
+    """Measure optimizer steps without another replica."""
+    operator = model.operators["train"]
+    calls = {("train", rows): context.call(operator, loaded, rows) for rows in counts.update}
+    return _points(_time(context, calls), "train")
 
 
-def measure_combine(bench: Bench, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> Points:
-    works = {("combine", rows): bench.work(operator, loaded, rows) for rows in counts.calls}
-    return _points(_timed(bench, works), "combine")
+def measure_combine(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> Points:
+    """Measure an operator that combines columns."""
+    calls = {("combine", rows): context.call(operator, loaded, rows) for rows in counts.calls}
+    return _points(_time(context, calls), "combine")
 
 
-def measure_contention(bench: Bench, operator: Operator, loaded: LoadedModel, rows: int) -> dict[int, float]:
-    """How much longer a forward takes with so many ranks at work as with the first one alone."""
-    ranks = bench.stopwatch.everyone.ranks
-    work = bench.work(operator, loaded, rows)
-    works = {str(count): work for count in _doubling(len(ranks))}
-    idle = frozenset(name for name in works if ranks.index(bench.rank) >= int(name))
-    timed = bench.stopwatch.time(works, bench.budget, idle)
-    # company makes nothing faster: what looks so is noise
-    return {int(name): max(1.0, each.seconds / timed["1"].seconds) for name, each in timed.items()}
+def measure_contention(context: ProfileContext, operator: Operator, loaded: LoadedModel, rows: int) -> dict[int, float]:
+    """Return the time of a forward pass by number of ranks that compute at once, relative to one rank alone."""
+    ranks = context.stopwatch.all_ranks.ranks
+    call = context.call(operator, loaded, rows)
+    calls = {str(count): call for count in _powers_of_two(len(ranks))}
+    skipped = frozenset(name for name in calls if ranks.index(context.rank) >= int(name))
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    # a ratio below 1 is noise
+    return {int(name): max(1.0, timing.seconds / timings["1"].seconds) for name, timing in timings.items()}
 
 
-def _doubling(most: int) -> list[int]:
-    """1, 2, 4 ... and ``most``."""
-    return sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
+def _powers_of_two(maximum: int) -> list[int]:
+    """Return 1, 2, 4 ... and ``maximum``."""
+    return sorted({min(2**power, maximum) for power in range(maximum.bit_length() + 1)})
 
 
-def _generating(
-    bench: Bench, operator: Operator, loaded: LoadedModel, counts: RowCounts
-) -> dict[tuple[str, int], Work]:
-    """Whole answers, none of which ends early, and such as end with the first token."""
-    works: dict[tuple[str, int], Work] = {}
+def _generate_calls(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> RowCalls:
+    """Return calls whose responses all have the maximum length, and calls whose responses end with the first token."""
+    calls: RowCalls = {}
     for rows in counts.decode:
-        works[FULL, rows] = bench.work(operator, loaded, rows)
-        ends = bench.first_tokens(operator, loaded, rows)
-        works[FIRST, rows] = bench.work(operator, loaded, rows, bench.sampling(ends))
-    return works
+        calls[FULL, rows] = context.call(operator, loaded, rows)
+        end_tokens = context.first_tokens(operator, loaded, rows)
+        calls[FIRST, rows] = context.call(operator, loaded, rows, context.sampling(end_tokens))
+    return calls
 
 
-def _timed(bench: Bench, works: Mapping[tuple[str, int], Work]) -> dict[tuple[str, int], Timed]:
-    named: dict[str, Callable[[], object]] = {f"{what}/{rows}": work for (what, rows), work in works.items()}
-    timed = bench.stopwatch.time(named, bench.budget)
-    return dict(zip(works, timed.values(), strict=True))
+def _time(context: ProfileContext, calls: RowCalls) -> dict[tuple[str, int], Timing]:
+    named = {f"{kind}/{rows}": call for (kind, rows), call in calls.items()}
+    timings = context.stopwatch.time(named, context.budget)
+    return dict(zip(calls, timings.values(), strict=True))
 
 
-def _points(timed: Mapping[tuple[str, int], Timed], what: str) -> Points:
-    found = [(rows, each) for (name, rows), each in timed.items() if name == what]
-    return tuple(Point(rows=rows, seconds=each.seconds, spread=each.spread) for rows, each in sorted(found))
+def _points(timings: Mapping[tuple[str, int], Timing], kind: str) -> Points:
+    by_rows = {rows: timing for (name, rows), timing in timings.items() if name == kind}
+    return tuple(Point(rows=rows, seconds=each.seconds, spread=each.spread) for rows, each in sorted(by_rows.items()))
 
 
-def _steps(timed: Mapping[tuple[str, int], Timed], longest: int) -> Points:
-    """Of one decoding step behind the first token: what whole answers take in addition, shared out."""
-    first = {point.rows: point.seconds for point in _points(timed, FIRST)}
-    whole = _points(timed, FULL)
-    steps = [(point, max(0.0, point.seconds - first[point.rows]) / (longest - 1)) for point in whole if longest > 1]
+def _decode_steps(timings: Mapping[tuple[str, int], Timing], longest: int) -> Points:
+    """Return the time of one decoding step: what full responses take after the first token, over their other tokens."""
+    first = {point.rows: point.seconds for point in _points(timings, FIRST)}
+    full = _points(timings, FULL)
+    steps = [(point, max(0.0, point.seconds - first[point.rows]) / (longest - 1)) for point in full if longest > 1]
     return tuple(point.model_copy(update={"seconds": seconds}) for point, seconds in steps)

@@ -1,4 +1,5 @@
-"""Time pieces of work on all ranks at once, in rounds, so that a slow moment of the machine is shared by all pieces."""
+"""Time calls on all ranks at once, in rounds over all of them, so that a slow moment of the machine affects every call
+alike."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 
-Work = Callable[[], object]
-WARM_UP = 2
-FEWEST, MOST = 3, 40
+TimedCall = Callable[[], object]
+WARM_UP_ROUNDS = 2
+MIN_ROUNDS, MAX_ROUNDS = 3, 40
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Median ``seconds``. ``spread``: of the middle half of the repetitions, over the median."""
+class Timing:
+    """Repetitions of one call: median seconds, and the interquartile range relative to the median."""
 
     seconds: float
     spread: float
@@ -28,60 +29,68 @@ class Timed:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """``everyone``: all ranks, which begin every repetition together.
+    """A clock over all ranks, which begin every repetition together. All are on one machine, and so have one clock.
 
-    ``crowded``: they are more than cores, so a rank may have to wait before its own clock starts: then a repetition
-    lasts from the first rank's start to the last one's end. All are on one machine, and so have one clock.
+    all_ranks:       the group of all ranks
+    rank:            this rank
+    device:          device of this rank
+    oversubscribed:  whether ranks share cores: a rank may then wait before its own clock starts, so a repetition lasts
+                     from the first rank's start to the last one's end
     """
 
-    everyone: RankGroup
+    all_ranks: RankGroup
     rank: int
     device: torch.device
-    crowded: bool
+    oversubscribed: bool
 
-    def time(self, works: Mapping[str, Work], budget: float, idle: frozenset[str] = frozenset()) -> dict[str, Timed]:
-        """The same on every rank. ``budget``: seconds for all repetitions. ``idle``: what this rank looks on at."""
-        began = time.perf_counter()
-        for _ in range(WARM_UP):
-            self._round(works, idle)
-        milliseconds = int(1000 * (time.perf_counter() - began) / WARM_UP) + 1
-        slowest = self.everyone.largest(milliseconds, self.device) / 1000
-        rounds = max(FEWEST, min(MOST, int(budget / slowest)))
-        return self._summarise(list(works), torch.stack([self._round(works, idle) for _ in range(rounds)]))
+    def time(
+        self, calls: Mapping[str, TimedCall], budget: float, skipped: frozenset[str] = frozenset()
+    ) -> dict[str, Timing]:
+        """Return the timing of each call, the same on every rank.
 
-    def _round(self, works: Mapping[str, Work], idle: frozenset[str]) -> Tensor:
-        """(works, 2): when this rank began and ended each, by the machine's clock; nan where it looks on."""
-        times = [self._once(None if name in idle else work) for name, work in works.items()]
+        ``budget``: seconds for all repetitions. ``skipped``: names of calls that other ranks make without this one.
+        """
+        start = time.perf_counter()
+        for _ in range(WARM_UP_ROUNDS):
+            self._round(calls, skipped)
+        milliseconds = int(1000 * (time.perf_counter() - start) / WARM_UP_ROUNDS) + 1
+        slowest = self.all_ranks.largest(milliseconds, self.device) / 1000
+        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget / slowest)))
+        return self._summary(list(calls), torch.stack([self._round(calls, skipped) for _ in range(rounds)]))
+
+    def _round(self, calls: Mapping[str, TimedCall], skipped: frozenset[str]) -> Tensor:
+        """Return (calls, 2): start and end of each call on this rank, in seconds; nan for skipped ones."""
+        times = [self._once(None if name in skipped else call) for name, call in calls.items()]
         return torch.tensor(times, dtype=torch.float64)
 
-    def _once(self, work: Work | None) -> tuple[float, float]:
-        self._meet()
-        if work is None:
+    def _once(self, call: TimedCall | None) -> tuple[float, float]:
+        self._synchronize_ranks()
+        if call is None:
             return math.nan, math.nan
         start = time.perf_counter()
-        work()
-        self._finish()
+        call()
+        self._synchronize_device()
         return start, time.perf_counter()
 
-    def _meet(self) -> None:
-        self.everyone.sum(torch.zeros(1, device=self.device))
-        self._finish()
+    def _synchronize_ranks(self) -> None:
+        self.all_ranks.sum(torch.zeros(1, device=self.device))
+        self._synchronize_device()
 
-    def _finish(self) -> None:
+    def _synchronize_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _summarise(self, names: list[str], mine: Tensor) -> dict[str, Timed]:
-        """``mine``: (repetitions, works, 2). Over repetitions, and over ranks unless they wait for cores."""
-        table = torch.zeros(len(self.everyone.ranks), *mine.shape, dtype=torch.float64, device=self.device)
-        table[self.everyone.ranks.index(self.rank)] = mine.to(self.device)
-        starts, ends = self.everyone.sum(table).cpu().unbind(-1)
-        if self.crowded:
+    def _summary(self, names: list[str], local: Tensor) -> dict[str, Timing]:
+        """Summarise (repetitions, calls, 2) of this rank over repetitions and, unless oversubscribed, over ranks."""
+        table = torch.zeros(len(self.all_ranks.ranks), *local.shape, dtype=torch.float64, device=self.device)
+        table[self.all_ranks.ranks.index(self.rank)] = local.to(self.device)
+        starts, ends = self.all_ranks.sum(table).cpu().unbind(-1)
+        if self.oversubscribed:
             starts, ends = starts.nan_to_num(math.inf).amin(0), ends.nan_to_num(-math.inf).amax(0)
         seconds = (ends - starts).view(-1, len(names))
-        return {name: _timed(seconds[:, i][~seconds[:, i].isnan()].tolist()) for i, name in enumerate(names)}
+        return {name: _timing(seconds[:, i][~seconds[:, i].isnan()].tolist()) for i, name in enumerate(names)}
 
 
-def _timed(seconds: list[float]) -> Timed:
-    low, middle, high = statistics.quantiles(seconds, n=4)
-    return Timed(middle, (high - low) / middle)
+def _timing(seconds: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(seconds, n=4)
+    return Timing(median, (high - low) / median)

@@ -1,4 +1,4 @@
-"""Measure what travels: sums over ranks, moves of columns, weights, and what goes to host memory or a file."""
+"""Measure communication: sums over ranks, moves of columns, weights, host offload and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,77 +22,80 @@ from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import bucket_bytes
-from flexrlhf.profiling.model_calls import Bench
-from flexrlhf.profiling.stopwatch import Work
+from flexrlhf.profiling.model_calls import ProfileContext
+from flexrlhf.profiling.stopwatch import TimedCall
 from flexrlhf.strategies.instructions import Move
 from flexrlhf.weights.reshard import WeightTransfer
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.sync_plan import plan_sync
 
 COLUMN = "logprobs"
-SUMMED = (2, 2**16, 2**20)
+REDUCE_SIZES = (2, 2**16, 2**20)
 """Float32 numbers of a sum over ranks."""
-SENT = ((1, 2**14), (64, 2**14), (4, 2**21))
-"""Tensors, and float32 numbers of all together, of a sync."""
-SAVED = (2**18, 2**22)
-STREAM_BYTES = 2**27
+SYNC_SIZES = ((1, 2**14), (64, 2**14), (4, 2**21))
+"""Tensors of a sync, and float32 numbers of all of them together."""
+SAVE_SIZES = (2**18, 2**22)
+"""Float32 numbers of a checkpoint."""
+READ_BYTES = 2**27
+"""Bytes that each rank reads from memory, far more than its caches have."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """``group``: of all ranks, for one purpose; None where there is one rank."""
+    """Process group of all ranks for one purpose, with the context of the measurements in it."""
 
-    bench: Bench
+    context: ProfileContext
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
 
 
-def measure_reduce(bench: Bench) -> LinearTime:
-    everyone = bench.stopwatch.everyone
-    works = {str(4 * size): _summing(bench, size) for size in SUMMED}
-    timed = bench.stopwatch.time(works, bench.budget)
-    assert everyone.group is not None, "one rank sums nothing"
-    return fit([(0.0, float(name), each.seconds) for name, each in timed.items()])
+def measure_reduce(context: ProfileContext) -> LinearTime:
+    """Measure a sum over all ranks."""
+    calls = {str(4 * size): _sum_call(context, size) for size in REDUCE_SIZES}
+    timings = context.stopwatch.time(calls, context.budget)
+    assert context.stopwatch.all_ranks.group is not None, "one rank sums nothing"
+    return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
 
 
-def _summing(bench: Bench, size: int) -> Work:
-    tensor = torch.zeros(size, device=bench.device)
-    return lambda: bench.stopwatch.everyone.sum(tensor)
+def _sum_call(context: ProfileContext, size: int) -> TimedCall:
+    tensor = torch.zeros(size, device=context.device)
+    return lambda: context.stopwatch.all_ranks.sum(tensor)
 
 
 def measure_moves(channel: Channel) -> dict[MeasuredPrimitive, LinearTime]:
-    """Each primitive among all ranks, from the call to rows that can be read."""
-    rows = channel.bench.plan.batch.num_rows
+    """Measure each primitive among all ranks, from the call until the rows can be read."""
+    context, num_ranks = channel.context, len(channel.ranks)
+    rows = context.plan.batch.num_rows
     sizes = sorted({max(1, rows // 4), rows, 8 * rows})
-    plans: dict[MeasuredPrimitive, Callable[[int], list[Transfer]]] = {
-        "all_gather": lambda count: _everything(channel.ranks, count),
-        "all_to_all": lambda count: _everything(channel.ranks, count),
+    transfers_of: dict[MeasuredPrimitive, Callable[[int], list[Transfer]]] = {
+        "all_gather": lambda count: _all_to_all(channel.ranks, count),
+        "all_to_all": lambda count: _all_to_all(channel.ranks, count),
         "point_to_point": lambda count: [Transfer(COLUMN, channel.ranks[0], channel.ranks[1], tuple(range(count)))],
     }
-    works, bytes_of = {}, {}
-    for primitive, transfers in plans.items():
+    calls, bytes_of = {}, {}
+    for primitive, transfers in transfers_of.items():
         for count in sizes:
             name = f"{primitive} {count}"
-            works[name], bytes_of[name] = _moving(channel, primitive, transfers(count))
-    idle = frozenset(name for name in works if name.startswith("point") and channel.bench.rank not in channel.ranks[:2])
-    timed = channel.bench.stopwatch.time(works, channel.bench.budget, idle)
-    messages = {"all_gather": len(channel.ranks) - 1, "all_to_all": len(channel.ranks) - 1, "point_to_point": 1}
+            calls[name], bytes_of[name] = _move_call(channel, primitive, transfers(count))
+    skipped = frozenset(name for name in calls if name.startswith("point") and context.rank not in channel.ranks[:2])
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    messages = {"all_gather": num_ranks - 1, "all_to_all": num_ranks - 1, "point_to_point": 1}
     return {
         primitive: _per_message(
-            fit([(0.0, bytes_of[f"{primitive} {c}"], timed[f"{primitive} {c}"].seconds) for c in sizes]),
+            fit([(0.0, bytes_of[f"{primitive} {c}"], timings[f"{primitive} {c}"].seconds) for c in sizes]),
             messages[primitive],
         )
-        for primitive in plans
+        for primitive in transfers_of
     }
 
 
 def _per_message(line: LinearTime, messages: int) -> LinearTime:
-    """What a move takes whatever its size, shared out over its messages."""
+    """Return ``line`` with its constant time divided among the messages of a move."""
     return LinearTime(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
 
 
-def _everything(ranks: Sequence[int], count: int) -> list[Transfer]:
-    """Each rank sends ``count`` rows of its own to every other."""
+def _all_to_all(ranks: Sequence[int], count: int) -> list[Transfer]:
+    """Return transfers of ``count`` rows from each rank to every other."""
     return [
         Transfer(COLUMN, source, destination, tuple(range(place * count, (place + 1) * count)))
         for place, source in enumerate(ranks)
@@ -101,9 +104,9 @@ def _everything(ranks: Sequence[int], count: int) -> list[Transfer]:
     ]
 
 
-def _moving(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Transfer]) -> tuple[Work, float]:
-    """The work on this rank, and the most bytes that a rank sends or receives."""
-    bench, rank = channel.bench, channel.bench.rank
+def _move_call(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Transfer]) -> tuple[TimedCall, float]:
+    """Return the call on this rank, and the maximum over ranks of the bytes received."""
+    context, rank = channel.context, channel.context.rank
     ranks = channel.ranks[:2] if primitive == "point_to_point" else channel.ranks
     move = Move(
         ranks=ranks,
@@ -114,104 +117,107 @@ def _moving(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Tran
         transfers=tuple(transfers),
     )
     shape = BatchShape(1 + max(transfer.prompts[-1] for transfer in transfers))
-    mover = ColumnMover(rank, RowPacking(shape, bench.plan.lengths, bench.device), bench.stopwatch.everyone.wait)
-    mine = sorted({prompt for t in transfers if t.source == rank for prompt in t.prompts})
-    due = sorted({prompt for t in transfers if t.destination == rank for prompt in t.prompts})
-    values = torch.zeros(len(mine), bench.plan.lengths.response, device=bench.device)
+    mover = ColumnMover(rank, RowPacking(shape, context.plan.lengths, context.device), context.stopwatch.all_ranks.wait)
+    sent = sorted({prompt for t in transfers if t.source == rank for prompt in t.prompts})
+    expected = sorted({prompt for t in transfers if t.destination == rank for prompt in t.prompts})
+    values = torch.zeros(len(sent), context.plan.lengths.response, device=context.device)
 
-    def work() -> None:
-        store = RowStore(bench.plan.lengths, bench.device)
-        store.put(COLUMN, mine, values)
+    def call() -> None:
+        store = RowStore(context.plan.lengths, context.device)
+        store.put(COLUMN, sent, values)
         mover.start(move, store, channel.group)
-        store.arrive([COLUMN], due)
+        store.arrive([COLUMN], expected)
         mover.close()
 
     received = max(sum(len(t.prompts) for t in transfers if t.destination == each) for each in ranks)
-    return work, float(received * bench.plan.lengths.row_bytes(COLUMN))
+    return call, float(received * context.plan.lengths.row_bytes(COLUMN))
 
 
 def measure_sync(channel: Channel) -> LinearTime:
-    """Weights from the first rank to the second, checksums included where the run has them."""
-    works, sizes = {}, {}
-    for tensors, numbers in SENT:
+    """Measure a sync from the first rank to the second, checksums included where the run has them."""
+    context = channel.context
+    calls, sizes = {}, {}
+    for tensors, numbers in SYNC_SIZES:
         name = f"{tensors} {numbers}"
-        works[name], sizes[name] = _syncing(channel, tensors, numbers // tensors), (float(tensors), 4.0 * numbers)
-    idle = frozenset(works) if channel.bench.rank not in channel.ranks[:2] else frozenset[str]()
-    timed = channel.bench.stopwatch.time(works, channel.bench.budget, idle)
-    return fit([(*sizes[name], each.seconds) for name, each in timed.items()])
+        calls[name], sizes[name] = _sync_call(channel, tensors, numbers // tensors), (float(tensors), 4.0 * numbers)
+    skipped = frozenset(calls) if context.rank not in channel.ranks[:2] else frozenset[str]()
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    return fit([(*sizes[name], timing.seconds) for name, timing in timings.items()])
 
 
-def _syncing(channel: Channel, tensors: int, numbers: int) -> Work:
-    bench, (source, destination) = channel.bench, channel.ranks[:2]
-    spec, wait = bench.plan.spec, bench.stopwatch.everyone.wait
+def _sync_call(channel: Channel, tensors: int, numbers: int) -> TimedCall:
+    context, (source, destination) = channel.context, channel.ranks[:2]
+    spec, wait = context.plan.spec, context.stopwatch.all_ranks.wait
     shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
     trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
     copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
     transfers = (WeightTransfer(source, destination),)
-    plan = plan_sync(trained, copy, shape, transfers, bucket_bytes(spec), bench.rank)
+    plan = plan_sync(trained, copy, shape, transfers, bucket_bytes(spec), context.rank)
     gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
     sync = SyncChannel(plan, torch.float32, gather, channel.group)
     sender, receiver = WeightSender(spec.sync, wait), WeightReceiver(spec.sync.checksum, wait)
-    weights = {name: torch.zeros(numbers, device=bench.device) for name, _ in shape.parameters}
+    weights = {name: torch.zeros(numbers, device=context.device) for name, _ in shape.parameters}
 
     def load(values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             weights[name].copy_(value)
 
-    def work() -> None:
-        if bench.rank == source:
+    def call() -> None:
+        if context.rank == source:
             sender.send(sync, weights, None)
             sender.close()
         else:
             receiver.receive(sync, weights, load)
 
-    return work
+    return call
 
 
-def measure_switch(bench: Bench, loaded: LoadedModel) -> LinearTime:
-    """A model to host memory and back."""
+def measure_switch(context: ProfileContext, loaded: LoadedModel) -> LinearTime:
+    """Measure one way of a host offload: half the time of a model to host memory and back."""
     usage = loaded.engine.memory_usage()
-    size = usage.weights + usage.optimizer
 
-    def work() -> None:
+    def call() -> None:
         loaded.engine.offload()
         loaded.engine.reload()
 
-    timed = bench.stopwatch.time({"switch": work}, bench.budget)
-    return LinearTime(start=0.0, per_byte=timed["switch"].seconds / 2 / size)
+    timings = context.stopwatch.time({"switch": call}, context.budget)
+    return LinearTime(start=0.0, per_byte=timings["switch"].seconds / 2 / (usage.weights + usage.optimizer))
 
 
-def measure_save(bench: Bench, loaded: LoadedModel, directory: Path) -> LinearTime:
-    """Weights to a directory, by one rank."""
-    source = bench.plan.spec.data.tokenizer
-    works = {str(4 * size): _saving(loaded, directory / str(size), torch.zeros(size), source) for size in SAVED}
-    idle = frozenset(works) if bench.rank else frozenset[str]()
-    timed = bench.stopwatch.time(works, bench.budget, idle)
-    return fit([(0.0, float(name), each.seconds) for name, each in timed.items()])
+def measure_save(context: ProfileContext, loaded: LoadedModel, directory: Path) -> LinearTime:
+    """Measure a checkpoint that one rank writes."""
+    tokenizer = context.plan.spec.data.tokenizer
+    calls = {
+        str(4 * size): _save_call(loaded, directory / str(size), torch.zeros(size), tokenizer) for size in SAVE_SIZES
+    }
+    skipped = frozenset(calls) if context.rank else frozenset[str]()
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
 
 
-def _saving(loaded: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> Work:
+def _save_call(loaded: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> TimedCall:
     return lambda: save_model(directory, {"weights": weights}, loaded.engine.config, tokenizer)
 
 
-def measure_memory(bench: Bench) -> float:
-    """Bytes a second at which all ranks read weights far larger than their caches."""
-    weights = torch.zeros(STREAM_BYTES // 4, device=bench.device)
-    timed = bench.stopwatch.time({"read": lambda: weights.sum()}, bench.budget)
-    return STREAM_BYTES / timed["read"].seconds
+def measure_memory(context: ProfileContext) -> float:
+    """Return bytes per second at which each rank reads weights from memory, all ranks at once."""
+    weights = torch.zeros(READ_BYTES // 4, device=context.device)
+    timings = context.stopwatch.time({"read": lambda: weights.sum()}, context.budget)
+    return READ_BYTES / timings["read"].seconds
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> LinearTime:
-    """Through (items, bytes, seconds): least squares of what is left, relative to each point; no part negative."""
+    """Fit a line through (items, bytes, seconds): least squares of relative errors, no coefficient negative."""
     table = torch.tensor(points, dtype=torch.float64)
     seconds = table[:, 2]
     columns = torch.stack([torch.ones_like(seconds), table[:, 0], table[:, 1]], 1) / seconds[:, None]
     kept = [0, 1, 2] if len(set(table[:, 0].tolist())) > 1 else [0, 2]
     while True:
-        found = torch.linalg.lstsq(columns[:, kept], torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0]
-        lowest = int(found.argmin())
-        if found[lowest] >= 0 or len(kept) == 1:
+        solved = torch.linalg.lstsq(columns[:, kept], torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0]
+        smallest = int(solved.argmin())
+        if solved[smallest] >= 0 or len(kept) == 1:
             break
-        del kept[lowest]
-    parts = dict.fromkeys(range(3), 0.0) | dict(zip(kept, found.tolist(), strict=True))
-    return LinearTime(start=max(0.0, parts[0]), per_item=max(0.0, parts[1]), per_byte=max(0.0, parts[2]))
+        del kept[smallest]
+    coefficients = dict.fromkeys(range(3), 0.0) | dict(zip(kept, solved.tolist(), strict=True))
+    start, per_item, per_byte = (max(0.0, coefficients[index]) for index in range(3))
+    return LinearTime(start=start, per_item=per_item, per_byte=per_byte)

@@ -1,4 +1,4 @@
-"""Start the command as a user does, in a directory of its own, and look at the processes that it starts."""
+"""Start the command as a user does, in a directory of its own, and inspect the processes that it starts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of what a process has started, oldest first."""
+    """Process ids of the children of a process, oldest first."""
     tasks = Path(f"/proc/{pid}/task")
     return sorted(int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split())
 
 
 def name_of(pid: int) -> str:
-    """What a process calls itself; nothing once it has ended."""
+    """Command line of a process; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +44,7 @@ def name_of(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """A process that ended but has not been waited for counts as ended."""
+    """Whether a process runs; one that ended and has not been waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
 
 
 def read_until(process: subprocess.Popen[str], sign: str) -> str:
-    """What the command printed up to the first line with ``sign``."""
+    """Output of the command up to the first line with ``sign``."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:

@@ -20,7 +20,8 @@ from cases import Assets, Case
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flexrlhf.execution.launch import RankFailure, launch
+from flexrlhf.errors import RankFailure
+from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan

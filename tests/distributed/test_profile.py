@@ -1,4 +1,4 @@
-"""``flexrlhf profile`` with real ranks: it measures what the cost model asks for, and leaves a whole file or none."""
+"""``flexrlhf profile`` with real ranks: it measures what the cost model requires, and writes a whole file or none."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flexrlhf.guideline.costs.measurements import Measurements, Points, read_mea
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 from flexrlhf.plan.pipeline import make_plans
-from flexrlhf.profiling.subjects import RowCounts, row_counts, text_sample
+from flexrlhf.profiling.profiled_models import RowCounts, length_sample, row_counts
 
 SECONDS = 60
 DEVICE, LINKS = DeviceClass("any", 1, 1, 1, 1, 1, 1), Links(1, 1)
 
 
 def write_config(directory: Path, **changes: Any) -> str:
-    """A run whose data does not exist yet, on placements that the profile does not look at."""
+    """A run whose data does not exist yet, on placements that the profile does not read."""
     model = {"init": {"model_type": "llama", **SIZES}, "optimizer": {"learning_rate": 0.1}}
     raw = {
         "name": "tiny",
@@ -82,7 +82,7 @@ def test_what_ranks_exchange_is_measured(measured: Measurements) -> None:
     assert 0 < measured.bookkeeping < measured.statistics < 1
 
 
-def test_the_cost_model_answers_from_the_file(profiled: tuple[str, Path], measured: Measurements) -> None:
+def test_the_cost_model_reads_the_file(profiled: tuple[str, Path], measured: Measurements) -> None:
     costs, model = load_costs(profiled[1], ranks=2), measured.models[0].model
     mesh = Mesh(DEVICE, LINKS, dp=2, per_node=2)
     forward = Call("forward", model, "torch", 16, 8, (8.0,), 16, item=4)
@@ -109,7 +109,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "grpo": ({"reward": {"rule": "gsm8k"}, "placement": [1, 0.5]}, ["causal"]),
     "ac-share": ({"placement": [1, 1, 0.5]}, ["causal", "scalar"]),
 }
-"""Algorithm → what else its run says, and the heads of the models that are measured."""
+"""Algorithm → further settings of its run, and the heads of the models that are measured."""
 
 
 @pytest.mark.full
@@ -147,16 +147,16 @@ def test_an_interrupt_leaves_no_file_and_no_process(tmp_path: Path) -> None:
     assert not any(map(is_alive, ranks)) and not (tmp_path / "costs.json").exists()
 
 
-def test_lengths_of_texts_are_those_of_the_data_or_the_longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick start's prompts come without answers; its held-out file has them."""
+def test_lengths_are_those_of_the_data_or_the_maximum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick start's prompts come without responses; its evaluation set has them."""
     monkeypatch.chdir(tmp_path)
     plan = make_plans([load_spec(path) for path in config_paths()])[-1]
     assert (prompt_lengths(plan), response_lengths(plan)) == ((16,), (20,))
-    assert set(text_sample(plan).answers) == set(range(10, 21))
+    assert set(length_sample(plan).responses) == set(range(10, 21))
     prepare_corpus()
-    answers, prompts = response_lengths(plan), prompt_lengths(plan)
-    assert len(set(answers)) > 5 and 10 < sum(answers) / len(answers) < 20 == max(answers)
+    responses, prompts = response_lengths(plan), prompt_lengths(plan)
+    assert len(set(responses)) > 5 and 10 < sum(responses) / len(responses) < 20 == max(responses)
     assert len(set(prompts)) > 2 and max(prompts) <= 16
-    texts = text_sample(plan).of_rows(8)
-    assert [max(each) for each in zip(*texts, strict=True)] == [max(prompts), max(answers)]
+    rows = length_sample(plan).rows(8)
+    assert [max(each) for each in zip(*rows, strict=True)] == [max(prompts), max(responses)]
     assert row_counts(plan, 1) == RowCounts(calls=(16, 32, 64), decode=(4, 16, 32, 64), update=(4, 8, 16, 32))

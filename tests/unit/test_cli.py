@@ -86,7 +86,7 @@ BAD = [
     ("no base to share", ("--set", "models.ref.share=actor"), ("models.ref.share", "no lora", "models.actor.lora")),
     ("momentum", ("--set", "models.actor.optimizer.momentum=0.5"), ("models.actor.optimizer", "0.5", "sgd", "adamw")),
     (
-        "two answers",
+        "two values",
         ("--set", "models.actor={init: {model_type: llama}, engine: deepspeed, config: {gradient_clipping: 2}}"),
         ("models.actor.config.gradient_clipping", "models.actor.optimizer.max_grad_norm", "remove"),
     ),
@@ -136,7 +136,7 @@ def test_a_missing_model_directory_is_named_with_a_near_one_only(invoke: Invoke,
     assert f"(did you mean '{tmp_path / 'llama-small'}'?)" in message("lama-small")
 
 
-def test_a_model_directory_that_holds_no_json_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_model_directory_without_json_is_refused(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{")
     assert "models.actor.path model" in refused(invoke("plan", "a.yaml", "--set", "models.actor={path: model}"))
@@ -244,7 +244,7 @@ def test_a_directory_of_adapters_is_no_model(invoke: Invoke, tmp_path: Path) -> 
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     message = refused(invoke("plan", "a.yaml", "--set", "models.actor={path: adapters}"))
     assert message == (
-        "models.actor.path adapters: holds adapters, not a whole model; merge them into their base model first"
+        "models.actor.path adapters: contains adapters, not a whole model; merge them into their base model first"
     )
 
 
@@ -254,7 +254,7 @@ def test_several_machines_need_an_endpoint(invoke: Invoke, tmp_path: Path) -> No
     assert files(tmp_path) == before
 
 
-# --- what only the data can tell, before any rank starts
+# --- errors in data, before any rank starts
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ DATA = [
         ("models.actor", "3", "5"),
     ),
     ("no tokenizer", '{"prompt": "hello"}\n', ("--set", "data.tokenizer=nowhere"), ("data.tokenizer nowhere",)),
-    ("held-out rows", '{"prompt": "hello"}\n', ("--set", "eval.path=held_out.jsonl"), ("held_out.jsonl",)),
+    ("evaluation set", '{"prompt": "hello"}\n', ("--set", "eval.path=held_out.jsonl"), ("held_out.jsonl",)),
 ]
 
 
@@ -323,7 +323,7 @@ def test_a_placement_is_not_chosen_by_several_processes(
         monkeypatch.setenv(name, value)
     auto = ("run", "a.yaml", "--devices", "2", "--set", "placement=auto", "--dry-run", *words)
     sentence = refused(invoke(*auto))
-    assert sentence.startswith("placement: auto of test is chosen by each process anew")
+    assert sentence.startswith("placement: auto of test would be chosen by each of several processes")
     assert "`flexrlhf advise CONFIG -o FILE`" in sentence
 
 
@@ -339,7 +339,7 @@ def test_no_error_is_a_negative_zero(error: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (("-o", "nodir/trace.json"), "--output nodir/trace.json: cannot be written"),
         (("-o", "."), "--output .: a directory; give a file, such as trace.json"),
@@ -355,12 +355,12 @@ def test_no_error_is_a_negative_zero(error: float) -> None:
         ),
     ],
 )
-def test_what_a_simulation_is_told_is_checked_first(
-    words: tuple[str, ...], said: str, invoke: Invoke, tmp_path: Path
+def test_options_of_a_simulation_are_checked_first(
+    words: tuple[str, ...], sentence: str, invoke: Invoke, tmp_path: Path
 ) -> None:
     lines = ({"response_length": 2.0}, {"response_length": "x"})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert said in refused(invoke("simulate", "a.yaml", *A100, *words))
+    assert sentence in refused(invoke("simulate", "a.yaml", *A100, *words))
 
 
 def test_a_simulation_takes_a_mean(invoke: Invoke) -> None:

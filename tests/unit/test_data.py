@@ -354,7 +354,7 @@ def test_real_dialogues_end_at_the_turn_of_the_assistant() -> None:
 
 
 def test_a_text_of_pretraining_needs_no_bos(tmp_path: Path) -> None:
-    """Between texts stands the end token where the tokenizer has nothing for their start."""
+    """ModelLink texts stands the end token where the tokenizer has nothing for their start."""
     path = write_jsonl(tmp_path / "a.jsonl", {"text": "one two"})
     (example,) = load(path, "responses", tokenizer=WordTokenizer(bos_token_id=None), max_response_tokens=8)
     assert example.prompt == (EOS,) and len(example.responses[0]) == 3

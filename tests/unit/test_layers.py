@@ -83,7 +83,13 @@ RULES = (
     # run again by the processes that a rank starts, so without torch
     Layer("execution.rank", lazily="execution.worker"),
     Layer("execution.run_directory", "plan config"),
-    Layer("profiling.subjects profiling.table", f"profiling guideline.costs plan {PLANNING}"),
+    # a config is checked before torch is loaded
+    Layer(
+        "execution.job execution.execution_engine",
+        f"execution.job execution.run_directory {PURE_ENGINES} plan {PLANNING}",
+        lazily="execution guideline.advice",
+    ),
+    Layer("profiling.profiled_models profiling.table", f"profiling guideline.costs plan {PLANNING}"),
 )
 
 

@@ -17,7 +17,8 @@ HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
 PACKAGE = Path(flexrlhf.__file__).parent
 PURE_FOLDERS = ("config", "data", "rewards", "operators", "placement", "weights", "memory", "strategies", "plan", "cli")
 PURE_FILES = [
-    *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py", "execution/run_directory.py"),
+    *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py"),
+    *(f"execution/{name}.py" for name in ("run_directory", "job", "execution_engine")),
     *(
         str(file.relative_to(PACKAGE))
         for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation")

@@ -95,7 +95,7 @@ class Case:
         return plan_sync(self.source, self.shadow, self.shape, self.sync.transfers, self.bucket_bytes, rank)
 
     def channel(self, rank: int) -> SyncChannel:
-        """Between ranks, or on one: every group is ``A_GROUP``."""
+        """ModelLink ranks, or on one: every group is ``A_GROUP``."""
         plan, gather = self.plan(rank), None
         if plan.send is not None:
             group = A_GROUP if len(plan.send.ranks) > 1 else None

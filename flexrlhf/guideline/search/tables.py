@@ -43,7 +43,7 @@ class SecondsByMemory:
 
 
 SHAPE_STEP = 4.0
-"""Between the keys of two shapes; memory counts from 0 to 2 devices."""
+"""ModelLink the keys of two shapes; memory counts from 0 to 2 devices."""
 MEMORY_ROUNDING = 1e-8
 
 

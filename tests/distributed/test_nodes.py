@@ -1,4 +1,4 @@
-"""Several machines, and torchrun: whoever starts the ranks, the numbers are those of one command on one machine."""
+"""Several nodes, and torchrun: however the ranks are started, the numbers are those of one command on one node."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def assert_equals_the_reference(assets: Assets, directory: Path) -> None:
     assert not far, far[0]
 
 
-def test_two_machines_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> None:
+def test_two_nodes_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> None:
     """Two launchers with a rank and half of the cores each, on a file system that they share."""
     job = ["run", write_config(assets, tmp_path), "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    machines = [start([*job, "--node-rank", str(number)], tmp_path) for number in (0, 1)]
+    nodes = [start([*job, "--node-rank", str(number)], tmp_path) for number in (0, 1)]
     cores = sorted(os.sched_getaffinity(0))
-    for number, machine in enumerate(machines):
-        os.sched_setaffinity(machine.pid, cores[number::2] or cores)
-    first, second = (machine.communicate(timeout=SECONDS)[0] for machine in machines)
-    assert [machine.returncode for machine in machines] == [0, 0], first[-2000:] + second[-2000:]
+    for number, node in enumerate(nodes):
+        os.sched_setaffinity(node.pid, cores[number::2] or cores)
+    first, second = (node.communicate(timeout=SECONDS)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0], first[-2000:] + second[-2000:]
     assert_equals_the_reference(assets, tmp_path)
     for sign in (*(f"{CASE.name}  step {step}/3  " for step in (1, 2, 3)), "results in runs/"):
         assert (first.count(sign), second.count(sign)) == (1, 0), sign
@@ -94,9 +94,9 @@ MEETING = ("--rdzv-endpoint", "localhost:1")
         (("--nnodes", "3", "--devices", "4", *MEETING), {}, "--nnodes 3"),
         (("--nnodes", "3", *MEETING), {"cluster": FOUR_AND_TWO}, "--nnodes 3"),
     ],
-    ids=["no endpoint", "no such machine", "no port", "unequal parts", "other nodes"],
+    ids=["no endpoint", "no such node", "no port", "unequal parts", "other nodes"],
 )
-def test_machines_that_do_not_fit_are_refused(
+def test_nodes_that_do_not_fit_are_refused(
     assets: Assets, tmp_path: Path, arguments: tuple[str, ...], cluster: dict[str, Any], named: str
 ) -> None:
     config = write_config(assets, tmp_path, **cluster)

@@ -1,0 +1,92 @@
+"""``flexrlhf advise``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexrlhf.cli.options import Overrides, Profile
+from flexrlhf.config.output_path import check_output
+
+Text = str | None
+Count = int | None
+Config = Annotated[Path | None, typer.Argument(help="YAML with the models, batch and cluster to advise on")]
+Model = Annotated[
+    Text, typer.Option(help="model of all roles: a name, a model directory or a config.json; default: llama-7b")
+]
+Critic = Annotated[Text, typer.Option(help="critic model; default: as --reward, else --model")]
+Ref = Annotated[Text, typer.Option(help="reference model; default: as --model")]
+Reward = Annotated[Text, typer.Option(help="reward model; default: as --critic, else --model")]
+Gpus = Annotated[Count, typer.Option(min=1, help="number of devices, eight in a node; default: 8")]
+GpuType = Annotated[Text, typer.Option(help="device class; default: A100-80G")]
+ClusterFile = Annotated[Path | None, typer.Option(help="YAML with a list of nodes, instead of --gpus")]
+PromptTokens = Annotated[Count, typer.Option(min=1, help="maximum prompt length; default: 1024")]
+ResponseTokens = Annotated[Count, typer.Option(min=1, help="maximum response length; default: 1024")]
+MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response length; default: the maximum")]
+Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
+Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
+MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
+Engine = Annotated[Text, typer.Option(help="training engine: torch or deepspeed; default: torch")]
+Rollout = Annotated[Text, typer.Option(help="generation engine: transformers or vllm; default: vllm")]
+Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="time limit of the searches")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the recommended YAML")]
+
+
+def advise(
+    config: Config = None,
+    model: Model = None,
+    critic: Critic = None,
+    ref: Ref = None,
+    reward: Reward = None,
+    gpus: Gpus = None,
+    gpu_type: GpuType = None,
+    cluster: ClusterFile = None,
+    prompt_tokens: PromptTokens = None,
+    response_tokens: ResponseTokens = None,
+    mean_response: MeanResponse = None,
+    prompts: Prompts = None,
+    samples: Samples = None,
+    mini_batches: MiniBatches = None,
+    engine: Engine = None,
+    rollout: Rollout = None,
+    lora: Lora = None,
+    set_: Overrides = None,
+    profile: Profile = None,
+    seconds: Seconds = 60.0,
+    output: Output = None,
+) -> None:
+    """Recommend a placement, with its predicted time, the reasons and the alternatives. Starts nothing."""
+    from flexrlhf.guideline.advice.advice_text import format_advice
+    from flexrlhf.guideline.advice.advise import advise, write_advised
+    from flexrlhf.guideline.advice.request import AdviceOptions
+    from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
+
+    options = AdviceOptions(
+        model=model,
+        critic=critic,
+        ref=ref,
+        reward=reward,
+        gpus=gpus,
+        gpu_type=gpu_type,
+        cluster=cluster,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        prompts=prompts,
+        samples=samples,
+        mini_batches=mini_batches,
+        engine=engine,
+        rollout=rollout,
+        lora=lora,
+    )
+    if output is not None:
+        check_output(output, "--output", "advised.yaml")
+    spec = options.spec(config, tuple(set_ or ()))
+    source = costs_for(spec, profile)
+    advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
+    typer.echo(format_advice(advice, source.name))
+    if output is not None:
+        write_advised(advice.best, output)
+        typer.echo(f"\nwritten to {output}: flexrlhf plan {output}")

@@ -1,0 +1,18 @@
+"""The application: its commands, one file each."""
+
+from __future__ import annotations
+
+import typer
+
+from flexrlhf.cli.advise import advise
+from flexrlhf.cli.errors import with_exit_codes
+from flexrlhf.cli.plan import plan
+from flexrlhf.cli.profile import profile
+from flexrlhf.cli.run import run
+from flexrlhf.cli.simulate import simulate
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="RLHF by placement ratios."
+)
+for command in (plan, simulate, advise, profile, run):
+    app.command()(with_exit_codes(command))

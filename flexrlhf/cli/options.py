@@ -1,0 +1,19 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Configs = Annotated[list[Path] | None, typer.Argument(help="YAML files, run in order; default: the quick start")]
+PlacementRatio = Annotated[
+    str | None, typer.Option(help="vector such as [1,1,0.5,0.5]; applies to the runs with that number of models")
+]
+Devices = Annotated[int | None, typer.Option(min=1, help="number of ranks; replaces cluster.devices")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; NAME:KEY=VALUE for one run")
+]
+Force = Annotated[bool, typer.Option("--force", help="continue although the plan exceeds the memory of the devices")]
+Profile = Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")]

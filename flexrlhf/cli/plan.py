@@ -1,0 +1,24 @@
+"""``flexrlhf plan``."""
+
+from __future__ import annotations
+
+import typer
+
+from flexrlhf.cli.options import Configs, Devices, Force, Overrides, PlacementRatio
+from flexrlhf.cli.planning import check_memory, plan_runs
+from flexrlhf.cli.specs import load_specs
+from flexrlhf.plan.plan_text import format_plan
+
+
+def plan(
+    configs: Configs = None,
+    placement_ratio: PlacementRatio = None,
+    devices: Devices = None,
+    set_: Overrides = None,
+    force: Force = False,
+) -> None:
+    """Print placement, schedule, transfers and memory of each run. Starts nothing."""
+    plans = plan_runs(load_specs(configs, placement_ratio, devices, set_))
+    for each in plans:
+        typer.echo(format_plan(each) + "\n")
+    check_memory(plans, force)

@@ -1,0 +1,78 @@
+"""``flexrlhf run``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from flexrlhf.cli.options import Configs, Devices, Force, Overrides, PlacementRatio
+from flexrlhf.cli.planning import check_memory, plan_runs
+from flexrlhf.cli.specs import load_specs
+from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.plan.memory_text import measured_memory
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import format_plan, format_summary
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="check configs, models and data, print the plan, start nothing")
+]
+Nnodes = Annotated[int, typer.Option(min=1, help="number of nodes")]
+NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
+RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]
+
+
+def run(
+    configs: Configs = None,
+    placement_ratio: PlacementRatio = None,
+    devices: Devices = None,
+    set_: Overrides = None,
+    dry_run: DryRun = False,
+    nnodes: Nnodes = 1,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: RdzvEndpoint = "",
+    force: Force = False,
+) -> None:
+    """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
+    hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
+    specs = load_specs(configs, placement_ratio, devices, set_, nnodes)
+    check_single_planner(specs, hosts)
+    plans = plan_runs(specs)
+    check_memory(plans, force)
+    hosts.check_cluster(plans[0].cluster)
+    if dry_run:
+        _check(plans, is_quickstart=not configs)
+    else:
+        _run(plans, hosts, is_quickstart=not configs)
+
+
+def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
+    from flexrlhf.plan.inputs import check_runs
+
+    if not is_quickstart:
+        check_runs(plans)
+    typer.echo("\n\n".join(map(format_plan, plans)))
+
+
+def _run(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool) -> None:
+    from flexrlhf.execution.job import prepare_job
+
+    job = prepare_job(plans, hosts, is_quickstart)
+    if hosts.is_first:
+        for plan in plans:
+            typer.echo(format_plan(plan) + "\n")
+    job.start()
+    if hosts.is_first:
+        for plan in plans:
+            _print_summary(plan)
+
+
+def _print_summary(plan: Plan) -> None:
+    from flexrlhf.execution.run_directory import read_facts, read_lines
+
+    directory = plan.spec.directory
+    rows, samples = read_lines(directory / "metrics.jsonl"), read_lines(directory / "samples.jsonl")
+    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+    typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, last))
+    typer.echo("\n".join(measured_memory(plan, read_facts(directory / "timeline.json"))))

@@ -1,0 +1,59 @@
+"""``flexrlhf simulate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexrlhf.cli.options import Configs, Devices, Overrides, PlacementRatio, Profile
+from flexrlhf.cli.planning import plan_runs
+from flexrlhf.cli.specs import load_specs
+from flexrlhf.config.output_path import check_output
+from flexrlhf.errors import UserError
+
+ResponseTokens = Annotated[
+    str | None,
+    typer.Option(help="response lengths: a number, a JSON list, or metrics.jsonl of a run; default: the maximum"),
+]
+MeanResponse = Annotated[
+    float | None, typer.Option(min=1, help="mean response length instead; lengths spread around it, as in `advise`")
+]
+Against = Annotated[Path | None, typer.Option(help="timeline.json of a run to compare with")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the timeline as a Chrome trace")]
+Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
+
+
+def simulate(
+    configs: Configs = None,
+    placement_ratio: PlacementRatio = None,
+    devices: Devices = None,
+    set_: Overrides = None,
+    response_tokens: ResponseTokens = None,
+    mean_response: MeanResponse = None,
+    profile: Profile = None,
+    against: Against = None,
+    output: Output = None,
+    steps: Steps = 4,
+) -> None:
+    """Predict the time of a step, what it consists of, and which devices idle. Starts nothing."""
+    from flexrlhf.guideline.simulation.compare import compare, read_run
+    from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
+    from flexrlhf.guideline.simulation.simulate import simulate, write_timeline
+    from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
+
+    if output is not None:
+        check_output(output, "--output", "trace.json")
+    measured = read_run(against) if against is not None else None
+    plans = plan_runs(load_specs(configs, placement_ratio, devices, set_))
+    if len(plans) > 1 and (against or output):
+        raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
+    for plan in plans:
+        source = costs_for(plan.spec, profile)
+        simulation = simulate(plan, source.costs, read_lengths(response_tokens, plan, mean_response))
+        typer.echo(format_simulation(simulation, source.name) + "\n")
+        if measured is not None:
+            typer.echo(format_comparison(compare(simulation, measured), against) + "\n")
+        if output is not None:
+            write_timeline(simulation, output, steps)

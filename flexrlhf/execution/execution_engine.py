@@ -1,0 +1,98 @@
+"""The Python interface (FlexRLHF, Fig. 5): ``ExecutionEngine(config_path, ...)()`` does what ``flexrlhf run`` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.execution.job import prepare_job
+from flexrlhf.execution.run_directory import read_lines
+from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.suggestions import check_fits
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run.
+
+    directory:  where its config, plan, metrics, samples, timeline and models are
+    metrics:    the rows of ``metrics.jsonl``, one for each step; none on a node without that directory
+    """
+
+    directory: Path
+    metrics: list[dict[str, Any]]
+
+
+class ExecutionEngine:
+    """A run that starts when the engine is called.
+
+    From plain Python the call starts the ranks of this machine as processes of their own, as ``flexrlhf run`` does;
+    the script needs no ``if __name__ == "__main__"``. In a script that torchrun starts, each process is a rank. Reward
+    functions run in processes that load the script again: under torchrun, guard the call there.
+    A later release adds to this interface; what is here stays.
+    """
+
+    def __init__(
+        self,
+        config_path: str | Path,
+        actor_model_path: str | Path | None = None,
+        critic_model_path: str | Path | None = None,
+        placement_ratio: Sequence[float] | str | None = None,
+        *,
+        devices: int | None = None,
+        overrides: Sequence[str] = (),
+        force: bool = False,
+    ) -> None:
+        """Load and plan the run of a YAML file. Raises UserError; ``plan`` has the result.
+
+        actor_model_path, critic_model_path:  model directories, instead of ``models.*.path`` or ``init``
+        placement_ratio:  such as ``[1, 1, 0.5, 0.5]``, or the same as a string
+        devices:          number of ranks, instead of ``cluster.devices``
+        overrides:        further settings, as of the option ``--set``
+        force:            whether a plan may exceed the memory of its devices
+        """
+        paths = {"actor": actor_model_path, "critic": critic_model_path}
+        settings = (*overrides, *_settings(paths, placement_ratio, devices))
+        spec = load_spec(config_path, settings)
+        check_single_planner([spec], Hosts())
+        self.plan: Plan = make_plan(_with_chosen_placement(spec))
+        if not force:
+            check_fits(self.plan)
+
+    def __call__(self) -> RunResult:
+        """Train, and return when all ranks have ended. Raises UserError, RankFailure or Interrupted."""
+        prepare_job([self.plan], Hosts()).start()
+        directory = self.plan.spec.directory
+        return RunResult(directory, read_lines(directory / "metrics.jsonl"))
+
+
+def _settings(
+    paths: dict[str, str | Path | None], placement_ratio: Sequence[float] | str | None, devices: int | None
+) -> Iterator[str]:
+    """Yield the arguments as overrides, which are read as YAML; JSON is YAML."""
+    for role, path in paths.items():
+        if path is not None:
+            yield f"models.{role}.init=null"
+            yield f"models.{role}.path={json.dumps(str(path))}"
+    if placement_ratio is not None:
+        vector = placement_ratio if isinstance(placement_ratio, str) else json.dumps(list(placement_ratio))
+        yield f"placement={vector}"
+    if devices is not None:
+        yield f"cluster.devices={devices}"
+
+
+def _with_chosen_placement(spec: Spec) -> Spec:
+    if spec.placement != "auto":
+        return spec
+    from flexrlhf.guideline.advice.auto import with_placement
+
+    chosen, sentence = with_placement(spec)
+    print(sentence)
+    return chosen

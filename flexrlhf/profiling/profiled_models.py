@@ -1,0 +1,183 @@
+"""Models, calls, sequence lengths and row counts that a profile measures for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.spec import ClusterSpec, DebugSpec, ModelSpec, RolloutSpec, ScheduleSpec, Spec, SyncSpec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
+from flexrlhf.plan.plan import Plan
+from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, count_elements, read_config
+
+SHAPELESS_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
+"""Keys of a saved config that do not describe the model's shape."""
+MEASURED_KINDS = ("generate", "forward", "train")
+"""Kinds of operators that a model computes."""
+MAX_SCALE = 4
+"""Calls are measured up to so many times the rows of a replica; beyond, the last two points are extrapolated."""
+
+
+@dataclass(frozen=True)
+class ProfiledModel:
+    """A model to be measured, which stands for all models of its shape.
+
+    role:         a role of that shape, a trained one where there is one
+    transformer:  its sizes
+    engine:       name of its engine
+    item:         bytes of a weight
+    tp:           tensor-parallel ranks
+    operators:    one operator of each kind that the role has
+    """
+
+    role: str
+    transformer: Transformer
+    engine: str
+    item: int
+    tp: int
+    operators: Mapping[str, Operator]
+
+
+def profiling_spec(plan: Plan, command_plans: Sequence[Plan], ranks: int, device: str) -> Spec:
+    """Return ``plan``'s spec with every model on all ``ranks`` and random weights that optimizer steps do not change.
+
+    ``command_plans``: plans of the same command, whose models need not exist yet.
+    """
+    spec = plan.spec
+    models = {role: _with_random_weights(role, plan, command_plans) for role in plan.graph.roles}
+    return spec.model_copy(
+        update={
+            "models": spec.models.model_copy(update=models),
+            "cluster": ClusterSpec(devices=ranks, device=device),
+            "placement": None,
+            "schedule": ScheduleSpec(),
+            "sync": SyncSpec(checksum=spec.sync.checksum, bucket_mb=spec.sync.bucket_mb),
+            "rollout": RolloutSpec(),
+            "debug": DebugSpec(),
+        }
+    )
+
+
+def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -> ModelSpec:
+    model = plan.model(role)
+    config = read_config(role, _origin(model, command_plans))
+    init = {key: value for key, value in config.items() if key not in SHAPELESS_KEYS}
+    # a role that is not trained must have no settings of an optimizer
+    frozen = {"learning_rate": 0.0, "warmup_steps": 0} if role in plan.graph.trained else {}
+    optimizer = model.optimizer.model_copy(update=frozen)
+    return model.model_copy(update={"path": None, "init": init, "optimizer": optimizer, "shadow": None})
+
+
+def _origin(model: ModelSpec, command_plans: Sequence[Plan]) -> ModelSpec:
+    """Return the model that ``model`` starts from, through the runs of the command that write its weights."""
+    pending = {path: plan.model(role) for plan in command_plans for role, path in plan.outputs.items()}
+    while model.path is not None and Path(model.path).resolve() in pending:
+        model = pending[Path(model.path).resolve()]
+    return model
+
+
+def profiled_models(plan: Plan) -> list[ProfiledModel]:
+    """Return one model for each shape, engine and dtype of ``plan``. Raises UserError for a family of unknown shape."""
+    models: dict[object, ProfiledModel] = {}
+    # a trained role comes first: a frozen one of its shape computes nothing else, and adapters make another shape
+    for placed in sorted(plan.placement.models, key=lambda placed: not placed.trained):
+        model = _profiled_model(plan, placed)
+        models.setdefault((model.transformer, model.engine, model.item, model.tp), model)
+    return list(models.values())
+
+
+def _profiled_model(plan: Plan, model: PlacedModel) -> ProfiledModel:
+    operators: dict[str, Operator] = {
+        o.kind: o for o in reversed(plan.graph.operators) if o.role == model.role and o.kind in MEASURED_KINDS
+    }
+    item = DTYPE_BYTES[model.settings.dtype]
+    return ProfiledModel(model.role, _transformer(plan, model), model.engine, item, model.layout.tp, operators)
+
+
+def _transformer(plan: Plan, model: PlacedModel) -> Transformer:
+    shape = plan.shapes.get(model.role)
+    if shape is None or shape.sizes is None:
+        raise UserError(f"models.{model.role}: the config of this model family does not contain its sizes")
+    is_scorer = model.head == "scalar"
+    tied = not is_scorer and LANGUAGE_HEAD not in shape.names
+    return transformer_of(shape.sizes, is_scorer, tied, count_elements(shape.trained) if shape.adapters else 0)
+
+
+@dataclass(frozen=True)
+class LengthSample:
+    """Lengths of prompts and of responses, in tokens, from which rows are made up."""
+
+    prompts: tuple[int, ...]
+    responses: tuple[int, ...]
+
+    def rows(self, count: int) -> list[tuple[int, int]]:
+        """Return (prompt, response) of ``count`` rows, spread over the sample; the longest of each are among them."""
+        prompts, responses = (_spread(sorted(each, reverse=True), count) for each in (self.prompts, self.responses))
+        # the longest prompt has the shortest response: neither side has all the padding
+        return list(zip(prompts, responses[::-1], strict=True))
+
+
+def _spread(ordered: Sequence[int], count: int) -> list[int]:
+    return [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
+
+
+def length_sample(plan: Plan) -> LengthSample:
+    """Return the lengths in the run's data files or, without any, those from half of the maximum to the maximum."""
+    prompts, responses = prompt_lengths(plan), response_lengths(plan)
+    if prompts == (plan.lengths.prompt,):
+        prompts = _upper_half(plan.lengths.prompt)
+    if responses == (plan.lengths.response,):
+        responses = _upper_half(plan.lengths.response)
+    return LengthSample(prompts, responses)
+
+
+def _upper_half(maximum: int) -> tuple[int, ...]:
+    return tuple(range(-(-maximum // 2), maximum + 1))
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of a replica at which calls are measured, ascending, around those of the run.
+
+    calls:   for forward passes and combines
+    decode:  for generation
+    update:  for optimizer steps
+    """
+
+    calls: tuple[int, ...]
+    decode: tuple[int, ...]
+    update: tuple[int, ...]
+
+
+def row_counts(plan: Plan, tp: int) -> RowCounts:
+    """Return row counts for replicas of ``tp`` ranks: whole prompts, at most all rows of the step on one replica."""
+    replicas, samples = plan.placement.num_ranks // tp, plan.batch.samples_per_prompt
+    share = plan.batch.num_rows / replicas
+    update = share / plan.batch.num_mini_batches
+    scale = min(replicas, MAX_SCALE)
+
+    def whole_prompts(*counts: float) -> tuple[int, ...]:
+        return tuple(sorted({samples * max(1, round(count / samples)) for count in counts}))
+
+    return RowCounts(
+        calls=whole_prompts(share / 2, share, scale * share),
+        decode=whole_prompts(share / 8, share / 2, share, scale * share),
+        update=whole_prompts(update / 2, update, scale * update, 2 * scale * update),
+    )
+
+
+def first_combine(plan: Plan) -> Operator | None:
+    """Return the first operator of the graph that combines columns, if there is one."""
+    return next((operator for operator in plan.graph.operators if operator.kind == "combine"), None)
+
+
+def truncation_settings(plan: Plan) -> dict[str, Any]:
+    """Return ``top_p`` and ``top_k`` where the algorithm has them: truncated sampling takes more time."""
+    algorithm = plan.spec.algorithm
+    return {key: getattr(algorithm, key) for key in ("top_p", "top_k") if hasattr(algorithm, key)}
