@@ -100,7 +100,7 @@ class WalkResult:
 
 
 Due = Callable[[int, int], bool]
-"""Whether the instruction at a position is due for a batch (its step may lie outside the run)."""
+"""Whether the instruction at a position is due for a batch (its step may be outside the run)."""
 
 
 @dataclass
