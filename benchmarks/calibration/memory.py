@@ -260,7 +260,7 @@ def _peak(row: Row, models: Mapping[str, Transformer]) -> Peak:
     if unit is None or value is None:
         raise LeftOut("no value")
     if row["system"] == "HF Transformers":
-        # it prints what the driver says, in GiB
+        # it prints the figure of the driver, in GiB
         return Peak(row["id"], "Transformers", value * 2**30, _inference_bytes(row, models))
     if "fp8" in row["setting"] or row["dtype"] == "fp8":
         raise LeftOut("8-bit floats in training")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.calibration.problems import Catalogue, LeftOut, PublishedStep, number, problem_of, source_of
 from benchmarks.calibration.rows import Prediction, Row, read_models, read_rows
-from benchmarks.systems.calls import PlacedCall, call_of, call_seconds, transition_seconds
+from benchmarks.systems.calls import SystemCall, call_of, call_seconds, transition_seconds
 from benchmarks.systems.engines import COSTS
 from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.profiles import SYSTEMS, System
@@ -148,7 +148,7 @@ def dense_flops(model: Transformer, tokens: float, width: float) -> float:
     return tokens * (2 * model.parameters + 2 * model.layers * model.heads * model.head_dim * width)
 
 
-def naive_call(placed: PlacedCall, devices: int) -> tuple[float, float]:
+def naive_call(placed: SystemCall, devices: int) -> tuple[float, float]:
     """Return both for one call. A decoding step of the roofline reads all weights of a replica and its rows' cache."""
     call, mesh = placed.call, placed.mesh
     factor = {"generate": 1, "forward": 1, "train": 3}[call.kind]
@@ -198,7 +198,7 @@ def _placed_call(row: Row, known: Catalogue) -> Prediction:
     )
 
 
-def placed_call(row: Row, known: Catalogue) -> tuple[PlacedCall, PublishedStep]:
+def placed_call(row: Row, known: Catalogue) -> tuple[SystemCall, PublishedStep]:
     kind, role = _CALLS[row["call"]]
     tp, pp, portions = (int(number(row[name]) or 1) for name in ("tp", "pp", "n_microbatch"))
     problem = problem_of(row | {"critic_b": row["critic_b"] or "8.03"}, known)
@@ -209,7 +209,7 @@ def placed_call(row: Row, known: Catalogue) -> tuple[PlacedCall, PublishedStep]:
     stages = pp * (2 if kind == "train" else 1) if pp > 1 else 1
     rows = max(1, share // stages) if kind != "generate" else 1
     call = replace(call, micro_rows=rows, decode_rows=max(1, call.rows // portions))
-    return PlacedCall(row["call"], role, call, mesh, (0,), portions=portions), problem
+    return SystemCall(row["call"], role, call, mesh, (0,), portions=portions), problem
 
 
 def _phase(row: Row, known: Catalogue) -> Prediction:

@@ -84,7 +84,7 @@ _GPT = {
 }
 _GPT_VOCABULARY, _GPT_WIDTH = 51200, 2048
 _PIPELINE_FILL = 8
-"""Micro-batches of a pipeline for each of its stages, where a row does not say (selective recomputation, table 3)."""
+"""Micro-batches for each pipeline stage where a row does not state them (selective recomputation, table 3)."""
 _ENGINES = {
     "llm-foundry": "foundry",
     "prime-rl": "prime-rl",

@@ -16,7 +16,7 @@ from flexrlhf.guideline.costs.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class PlacedCall:
+class SystemCall:
     """One call of a step on its mesh.
 
     name:      role and kind
@@ -41,25 +41,25 @@ class PlacedCall:
 
 def calls_of(
     workload: Workload, system: System, placement: SystemPlacement, meshes: ModelMeshes, rows: int
-) -> Iterator[PlacedCall]:
+) -> Iterator[SystemCall]:
     """Yield the calls of a step in order, before micro-batches are chosen."""
     models, where = workload.models, placement.where
     gathered = _gathered(workload, system, meshes)
     home = where.get(ROLLOUT, where[ACTOR])
     call = call_of(workload, system, "generate", ACTOR, meshes.generate, rows)
-    yield PlacedCall("actor generate", ACTOR, call, meshes.generate, home, gathered=gathered)
+    yield SystemCall("actor generate", ACTOR, call, meshes.generate, home, gathered=gathered)
     readers = [role for role in (REF, REWARD, CRITIC) if role in models]
     readers += [ACTOR] if system.scores_again else []
     for role in readers:
         mesh = meshes.models[role]
         call = call_of(workload, system, "forward", role, mesh, rows)
-        yield PlacedCall(f"{role} forward", role, call, mesh, where[role], ("actor generate",))
+        yield SystemCall(f"{role} forward", role, call, mesh, where[role], ("actor generate",))
     read = tuple(f"{role} forward" for role in readers)
     for role in (CRITIC, ACTOR):
         if role in models:
             mesh = meshes.models[role]
             call = call_of(workload, system, "train", role, mesh, rows, meshes.offload)
-            yield PlacedCall(f"{role} train", role, call, mesh, where[role], read or ("actor generate",))
+            yield SystemCall(f"{role} train", role, call, mesh, where[role], read or ("actor generate",))
 
 
 def call_of(
@@ -87,7 +87,7 @@ def _gathered(workload: Workload, system: System, meshes: ModelMeshes) -> float:
     return 2.0 * workload.models[ACTOR].parameters if zero3 and once and apart else 0.0
 
 
-def call_seconds(placed: PlacedCall, system: System, costs: CostModel) -> float:
+def call_seconds(placed: SystemCall, system: System, costs: CostModel) -> float:
     """Return the seconds of one call with all its portions."""
     if placed.call.kind == "generate":
         return _generate_seconds(placed, system, costs)
@@ -99,7 +99,7 @@ def call_seconds(placed: PlacedCall, system: System, costs: CostModel) -> float:
     return placed.portions * _pass_seconds(passes, system, _gather_share(placed, system)) + updates
 
 
-def _gather_share(placed: PlacedCall, system: System) -> float:
+def _gather_share(placed: SystemCall, system: System) -> float:
     """Return the share of the links' speed that ZeRO-3's collectives reach."""
     return system.gather if placed.mesh.spans_nodes else system.gather_within
 
@@ -110,7 +110,7 @@ def _pass_seconds(cost: Cost, system: System, share: float) -> float:
     return (cost.seconds - gather - tensor) / system.passes + tensor / system.tensor + gather / share
 
 
-def _generate_seconds(placed: PlacedCall, system: System, costs: CostModel) -> float:
+def _generate_seconds(placed: SystemCall, system: System, costs: CostModel) -> float:
     """Return the seconds of a generation. A pipeline passes every token through all its stages: its micro-batches fill
     them, each as slow as on a mesh without stages (``pp`` saves memory, no time)."""
     mesh, call = placed.mesh, placed.call

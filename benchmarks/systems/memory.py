@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from benchmarks.systems.calls import PlacedCall, calls_of
+from benchmarks.systems.calls import SystemCall, calls_of
 from benchmarks.systems.footprint import (
     HOST_BYTES,
     capacity_bytes,
@@ -66,7 +66,7 @@ def _swapped(system: System, role: str) -> bool:
     return system.sleeps and role not in (ACTOR, CRITIC)
 
 
-def _own_bytes(system: System, placed: PlacedCall, placement: SystemPlacement) -> float:
+def _own_bytes(system: System, placed: SystemCall, placement: SystemPlacement) -> float:
     """Return the bytes of a call in addition to states and rows: the part of the weights that generation gathers or
     exchanges."""
     if _swapped(system, placed.role):
@@ -89,8 +89,8 @@ def _as_counted(call: Call, system: System) -> Call:
 
 
 def sized(
-    workload: Workload, system: System, placement: SystemPlacement, placed: PlacedCall, usage: MemoryUse
-) -> PlacedCall | None:
+    workload: Workload, system: System, placement: SystemPlacement, placed: SystemCall, usage: MemoryUse
+) -> SystemCall | None:
     """Return ``placed`` with the largest micro-batch that fits next to the states; None where not even one row does."""
     free = _capacity(workload, system) - max(usage.during(placed.call.kind)[block] for block in placed.blocks)
     most = rows_that_fit(_as_counted(placed.call, system), placed.mesh, free - _own_bytes(system, placed, placement))
@@ -107,7 +107,7 @@ def sized(
 
 
 def most_rows(
-    workload: Workload, system: System, placement: SystemPlacement, calls: tuple[PlacedCall, ...], usage: MemoryUse
+    workload: Workload, system: System, placement: SystemPlacement, calls: tuple[SystemCall, ...], usage: MemoryUse
 ) -> int:
     """Return the rows of a step where the workload leaves them open: for each device one of the numbers that people
     choose."""
@@ -122,7 +122,7 @@ def most_rows(
 
 
 def _rows_at_once(
-    system: System, placement: SystemPlacement, calls: tuple[PlacedCall, ...], block: int, free: float
+    system: System, placement: SystemPlacement, calls: tuple[SystemCall, ...], block: int, free: float
 ) -> int:
     """Return the rows of the whole step that fit the devices of one group. An allocator without release keeps the
     memory of generation and training, and eager generation copies its cache, a token longer, in every step."""
@@ -143,16 +143,16 @@ def _rows_at_once(
     return min(most, int((free - own) / per_row)) if per_row else most
 
 
-def _generates(placed: PlacedCall) -> bool:
+def _generates(placed: SystemCall) -> bool:
     return placed.call.kind == "generate"
 
 
-def _rows_of(placed: PlacedCall) -> int:
+def _rows_of(placed: SystemCall) -> int:
     call = placed.call
     return min(call.rows, call.decode_rows if call.kind == "generate" else call.micro_rows)
 
 
-def _row_bytes(placed: PlacedCall) -> float:
+def _row_bytes(placed: SystemCall) -> float:
     need = decode_bytes if placed.call.kind == "generate" else pass_bytes
     return need(placed.call, placed.mesh, 2) - need(placed.call, placed.mesh, 1)
 
@@ -170,7 +170,7 @@ def fitted(
     meshes: ModelMeshes,
     usage: MemoryUse,
     rows: int,
-) -> tuple[PlacedCall, ...] | None:
+) -> tuple[SystemCall, ...] | None:
     """Return the calls of a step with their micro-batches; None where one of them does not fit."""
     drafts = calls_of(workload, system, placement, meshes, rows)
     calls = [sized(workload, system, placement, placed, usage) for placed in drafts]
@@ -179,7 +179,7 @@ def fitted(
 
 
 def peak_bytes(
-    system: System, placement: SystemPlacement, calls: tuple[PlacedCall, ...], usage: MemoryUse
+    system: System, placement: SystemPlacement, calls: tuple[SystemCall, ...], usage: MemoryUse
 ) -> tuple[float, ...]:
     """Return the peak memory of a device of each group."""
     peaks = list(usage.most)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.systems.calls import PlacedCall, call_seconds, calls_of, transition_seconds
+from benchmarks.systems.calls import SystemCall, call_seconds, calls_of, transition_seconds
 from benchmarks.systems.engines import COSTS
 from benchmarks.systems.footprint import capacity_bytes, frozen_bytes
 from benchmarks.systems.memory import MemoryUse, fitted, has_host_memory, memory_use, most_rows, peak_bytes, sized
@@ -37,7 +37,7 @@ class SystemStep:
     """
 
     placement: SystemPlacement
-    calls: tuple[PlacedCall, ...]
+    calls: tuple[SystemCall, ...]
     rows: int
     seconds: float
     call_seconds: Mapping[str, float]
@@ -136,7 +136,7 @@ def part_seconds(step: SystemStep, kinds: tuple[str, ...]) -> float:
 
 
 def _walked(
-    system: System, placement: SystemPlacement, calls: Sequence[PlacedCall], transition: float, costs: CostModel
+    system: System, placement: SystemPlacement, calls: Sequence[SystemCall], transition: float, costs: CostModel
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and of each of its calls by name."""
     seconds = {placed.name: call_seconds(placed, system, costs) for placed in calls}
@@ -180,7 +180,7 @@ def _searched_within(
     only read are in host memory while others work."""
     rows = workload.rows or 64 * workload.devices
     states = [0.0] * len(placement.blocks)
-    chosen: dict[str, PlacedCall] = {}
+    chosen: dict[str, SystemCall] = {}
     for placed in _by_weight(_drafts(workload, system, placement, rows)):
         best = _fastest(workload, system, placement, placed, tuple(states), costs, budget)
         if best is None:
@@ -194,7 +194,7 @@ def _searched_within(
     return SystemStep(placement, calls, rows, seconds, by_name, peak_bytes(system, placement, calls, _states(states)))
 
 
-def _drafts(workload: Workload, system: System, placement: SystemPlacement, rows: int) -> tuple[PlacedCall, ...]:
+def _drafts(workload: Workload, system: System, placement: SystemPlacement, rows: int) -> tuple[SystemCall, ...]:
     """Return the calls before meshes are chosen: replicas alone."""
     replicas = {role: mesh_of(workload, placement.devices(role), zero=1) for role in workload.models}
     home = placement.where.get(ROLLOUT, placement.where[ACTOR])
@@ -202,7 +202,7 @@ def _drafts(workload: Workload, system: System, placement: SystemPlacement, rows
     return tuple(calls_of(workload, system, placement, ModelMeshes(replicas, mesh_of(workload, size)), rows))
 
 
-def _by_weight(calls: tuple[PlacedCall, ...]) -> list[PlacedCall]:
+def _by_weight(calls: tuple[SystemCall, ...]) -> list[SystemCall]:
     """Return ``calls`` in the order in which meshes are chosen: states that stay first, largest models first."""
     order = {"train": 0, "forward": 1, "generate": 2}
     return sorted(calls, key=lambda placed: (order[placed.call.kind], -placed.call.model.parameters))
@@ -216,11 +216,11 @@ def _fastest(
     workload: Workload,
     system: System,
     placement: SystemPlacement,
-    placed: PlacedCall,
+    placed: SystemCall,
     states: tuple[float, ...],
     costs: CostModel,
     budget: float,
-) -> PlacedCall | None:
+) -> SystemCall | None:
     """Return ``placed`` on its fastest mesh that fits next to ``states``; None where none does."""
     size = sum(placement.blocks[block] for block in placed.blocks)
     others = max(states[block] for block in placed.blocks)
@@ -237,7 +237,7 @@ def _fastest(
     return min(options, key=lambda option: call_seconds(option, system, costs), default=None)
 
 
-def _own_state(workload: Workload, system: System, placed: PlacedCall, mesh: Mesh) -> float:
+def _own_state(workload: Workload, system: System, placed: SystemCall, mesh: Mesh) -> float:
     """Return the bytes that the call's model adds to a device: its state, or a copy of its weights during the call."""
     if placed.call.kind == "generate":
         return 0.0  # counted as the call's own

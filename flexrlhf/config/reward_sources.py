@@ -9,9 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
-Level = Annotated[
-    Literal["answer", "token"], Field(description="answer: one score a response; token: one a response token")
-]
+Level = Annotated[Literal["answer", "token"], Field(description="one score a response, or one a response token")]
 
 
 class _WeightedSource(StrictModel):

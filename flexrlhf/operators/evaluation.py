@@ -18,7 +18,7 @@ GENERATE = Operator(
     (*TEXT, "response_mask", "finished", "policy_version"),
 )
 DIVERSITY = Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity")
-HELD_OUT_SCORES = Operator(
+EVALUATION_SCORES = Operator(
     "held_out_scores", "combine", "actor", ("scores", "response_mask", "finished"), function="held_out_scores"
 )
 GENERATED = ".drawn"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.operators.columns import TEXT, Quantity, qualified
-from flexrlhf.operators.evaluation import DIVERSITY, GENERATE, HELD_OUT_SCORES
+from flexrlhf.operators.evaluation import DIVERSITY, EVALUATION_SCORES, GENERATE
 from flexrlhf.operators.graph import Graph, Operator
 
 SCORES = Operator("scores", "forward", "reward", TEXT, ("scores",))
@@ -97,7 +97,7 @@ def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple
         roles=roles,
         data="prompts",
         inputs=inputs,
-        evaluation=(GENERATE, DIVERSITY, SCORES, HELD_OUT_SCORES),
+        evaluation=(GENERATE, DIVERSITY, SCORES, EVALUATION_SCORES),
         can_shadow=True,
     )
 

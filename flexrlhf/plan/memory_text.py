@@ -127,7 +127,7 @@ def _tensors(memory: RankMemory, tensors: TensorBytes) -> str:
     planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
     measured = sum(size for sizes in tensors.values() for key, size in sizes.items() if key != "host")
     known = bytes_text(planned if len(states) == len(memory.states) else None)
-    return f"tensors of models {known} planned, {bytes_text(measured)} held"
+    return f"tensors of models {known} planned, {bytes_text(measured)} allocated"
 
 
 def _peaks(planned: int | None, measured: int) -> str:

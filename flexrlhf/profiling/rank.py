@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.world import Groups, RankProgress, Wait, World, deadline, open_world
+from flexrlhf.comm.world import Groups, RankProgress, World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -88,7 +88,7 @@ class PlanProfiler:
         self._groups: Groups = world.make_groups([*own, *plan.groups], plan.spec.timeout_seconds)
         self._progress = RankProgress(world, f"profile/{plan.spec.name}")
         self._position = 0
-        all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._wait)
+        all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._progress.wait)
         oversubscribed = world.device.type == "cpu" and world.size > len(os.sched_getaffinity(0))
         stopwatch = Stopwatch(all_ranks, world.rank, world.device, oversubscribed)
         self._context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, seconds)
@@ -193,7 +193,7 @@ class PlanProfiler:
 
     @contextmanager
     def _loaded(self, model: PlacedModel) -> Iterator[LoadedModel]:
-        loaded = load_model_on_rank(self._plan, model, self._world, self._groups, self._wait)
+        loaded = load_model_on_rank(self._plan, model, self._world, self._groups, self._progress.wait)
         try:
             yield loaded
         finally:
@@ -205,15 +205,6 @@ class PlanProfiler:
         self._progress.report(self._position, what)
         if self._world.rank == 0:
             print(f"{self._plan.spec.name}: measuring {what}", flush=True)
-
-    @property
-    def _wait(self) -> Wait:
-        def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
-            what = f"rank {self._world.rank} in the profile of {self._plan.spec.name}"
-            with deadline(what, lambda: self._progress.missing(ranks)):
-                work.wait()
-
-        return wait
 
 
 @record

@@ -26,7 +26,13 @@ INIT = {
     "num_attention_heads": 12,
     "vocab_size": 16000,
 }
-ENGINES = [("torch", 0), ("torch", 3), ("deepspeed", 0), ("deepspeed", 3)]
+ENGINES = [
+    # the bytes of plain replicas are also those of the equality suite's runs (test_bytes)
+    pytest.param("torch", 0, marks=pytest.mark.full),
+    ("torch", 3),
+    pytest.param("deepspeed", 0, marks=pytest.mark.full),
+    ("deepspeed", 3),
+]
 _OUTCOMES: dict[tuple[str, int], Outcome] = {}
 
 

@@ -88,7 +88,7 @@ def test_planned_activations_are_what_autograd_keeps(kind: str, sizes: dict[str,
     rows, width, layers = 3, 20, 2
     config = config_of(kind, layers, **sizes)
     blocks = blocks_of(config, dtype)
-    planned = layers * blocks.saved_by_layer(width) + blocks.saved_beside_layers()
+    planned = layers * blocks.saved_by_layer(width) + blocks.saved_outside_layers()
     assert saved_bytes(model_of(config, dtype), rows, width) == rows * width * planned
 
 
@@ -102,7 +102,7 @@ def test_adapters_keep_no_more(dtype: str) -> None:
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules="all-linear"), model)
     model.to(DTYPES[dtype])
     blocks = blocks_of(config, dtype)
-    planned = rows * width * (layers * blocks.saved_by_layer(width) + blocks.saved_beside_layers())
+    planned = rows * width * (layers * blocks.saved_by_layer(width) + blocks.saved_outside_layers())
     assert 0.8 * planned < saved_bytes(model, rows, width) <= planned
 
 

@@ -510,7 +510,8 @@ def test_help_states_every_default() -> None:
     request = AdviceOptions().request()
     defaults = {"model": MODEL, "gpus": GPUS, "gpu_type": GPU_TYPE}
     defaults |= {name: getattr(request, name) for name in vars(AdviceOptions()) if hasattr(request, name)}
-    defaults["samples"] = request.spec().algorithm.samples_per_prompt  # the algorithm's own
+    # the algorithm's own
+    defaults["samples"] = f"the algorithm's, {request.spec().algorithm.samples_per_prompt} for PPO"
     assert len(defaults) == 11
     for name, value in defaults.items():
         assert value is None or helps[name].endswith(f"default: {value}"), name

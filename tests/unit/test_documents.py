@@ -41,7 +41,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 REALLY_RUN = {
     "run": "tests/distributed/test_quickstart.py",
     "profile": "tests/distributed/test_profile.py",
-    "torchrun": "tests/distributed/test_machines.py",
+    "torchrun": "tests/distributed/test_nodes.py",
     "python": "tests/distributed/test_python_script.py",
 }
 """Commands that start ranks, and the test that starts them."""

@@ -130,7 +130,7 @@ def test_the_mapping_form_names_the_engine() -> None:
                 critic={"ranks": [0]},
             ),
             (VLLM,),
-            "placement: with shadows actor (training) and actor.rollout (inference) must not share a device, both sit "
+            "placement: with shadows actor (training) and actor.rollout (inference) must not share a device, both are "
             "on rank 0; give them disjoint ranks",
         ),
     ],

@@ -477,7 +477,7 @@ def missing_models(spec: Spec) -> list[str]:
     return [model.path for model in models if not Path(model.path).is_dir()]
 
 
-def quickstartmake_plans() -> dict[str, Plan]:
+def quickstart_plans() -> dict[str, Plan]:
     paths = quickstart.config_paths()
     plans = make_plans([load_spec(path) for path in paths])
     return {f"quickstart-{path.stem}": plan for path, plan in zip(paths, plans, strict=True)}
@@ -510,7 +510,7 @@ def test_the_printed_plan_of_every_config(name: str) -> None:
 
 
 def test_the_printed_plans_of_the_quick_start() -> None:
-    for name, plan in quickstartmake_plans().items():
+    for name, plan in quickstart_plans().items():
         check_snapshot(name, plan)
 
 

@@ -6,12 +6,16 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
+import numpy as np
 import pytest
 
+from benchmarks.fast_walk import overlaps_of, play
+from flexrlhf.guideline.search.bounds import clock
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.guideline.search.evaluate import evaluate, walk_input_of
+from flexrlhf.guideline.search.evaluate import call_seconds, evaluate
+from flexrlhf.guideline.search.evaluate import link_seconds as seconds_of_link
 from flexrlhf.guideline.search.graph import call_graph
 from flexrlhf.guideline.search.problem import (
     Assignment,
@@ -27,7 +31,6 @@ from flexrlhf.guideline.search.problem import (
     SearchSync,
     SearchTask,
 )
-from flexrlhf.guideline.simulation.walk import steady_seconds
 from flexrlhf.placement.relation import Relation
 
 SCALE = {"same": 0.2, "overlapping": 0.5, "disjoint": 1.0}
@@ -136,18 +139,29 @@ PROBLEMS = {
 }
 
 
+def shares_device(first: Choice, second: Choice) -> bool:
+    return first.start < second.start + second.size and second.start < first.start + first.size
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_plan_takes_the_seconds_of_the_walk(name: str) -> None:
+def test_a_plan_takes_the_same_seconds_alone_and_among_many(name: str) -> None:
+    """To the bit: by the walk of the simulation, on arrays, and by the fast walk of the benchmark."""
     for seed in range(8):
         problem = PROBLEMS[name](seed)
         rng, stated = random.Random(seed), [choices(problem, part) for part in range(len(problem.parts))]
-        for _ in range(40):
-            plan = tuple(rng.choice(options) for options in stated)
-            nodes = walk_input_of(problem, plan)
-            seconds = evaluate(problem, plan)
-            assert seconds == pytest.approx(nodes.seconds(call_graph(problem)), rel=1e-12)
-            if not call_graph(problem).lag:
-                assert seconds == pytest.approx(steady_seconds(nodes.nodes, nodes.num_blocks), rel=1e-12)
+        graph, plans = call_graph(problem), [tuple(map(rng.choice, stated)) for _ in range(40)]
+        links = [[seconds_of_link(problem, link, plan) for link in graph.links] for plan in plans]
+        seconds = [call_seconds(graph, plan, of_links) for plan, of_links in zip(plans, links, strict=True)]
+        walked = [evaluate(problem, plan) for plan in plans]
+        spans = [[(choice.start, choice.start + choice.size) for choice in plan] for plan in plans]
+        fast = [play(graph, *each) for each in zip(seconds, links, map(overlaps_of, spans), strict=True)]
+        assert fast == walked
+        overlaps = {
+            (i, j): np.array([shares_device(plan[i], plan[j]) for plan in plans])
+            for i, j in combinations(range(graph.num_parts), 2)
+        }
+        delays = list(np.array(links).T) if graph.links else []
+        assert clock(graph, list(np.array(seconds).T), delays, overlaps, len(plans)).tolist() == walked
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -368,13 +367,12 @@ def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:
 # --- size
 
 
-def test_a_thousand_ranks_take_no_second() -> None:
+def test_a_thousand_ranks_are_a_few_blocks() -> None:
+    """Ranks that do the same are priced and played once, so a simulation takes no longer with more of them."""
     settings = ("algorithm.prompts_per_step=4096", "algorithm.num_mini_batches=8", "schedule.num_chunks=4")
     plan = plan_of([0.5] * 6, 1024, *settings, NODES % (128, 8))
-    start = time.perf_counter()
     simulation = simulate(plan, AnalyticCosts())
     assert simulation.seconds > 0
-    assert time.perf_counter() - start < 1
     assert len(simulation.blocks) < 8
 
 

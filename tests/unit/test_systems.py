@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.systems.calls import PlacedCall, call_seconds, transition_seconds
+from benchmarks.systems.calls import SystemCall, call_seconds, transition_seconds
 from benchmarks.systems.engines import COSTS
 from benchmarks.systems.footprint import (
     MIXED,
@@ -182,9 +182,9 @@ class Fixed:
         return getattr(COSTS, name)
 
 
-def work(kind, portions: int = 1, updates: int = 1, pp: int = 1) -> PlacedCall:
+def work(kind, portions: int = 1, updates: int = 1, pp: int = 1) -> SystemCall:
     call = Call(kind, llama(7), "megatron", 64, 256.0, (256.0,), 512.0, updates=updates)
-    return PlacedCall(kind, ACTOR, call, mesh_of(task_of(7, 8), 8, 1, pp), (0,), portions=portions)
+    return SystemCall(kind, ACTOR, call, mesh_of(task_of(7, 8), 8, 1, pp), (0,), portions=portions)
 
 
 def test_portions_follow_each_other_and_optimizer_steps_happen_once():

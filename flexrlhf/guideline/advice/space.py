@@ -352,7 +352,7 @@ class Space:
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
     def _weights(self, follower: PlacedModel, to: LinkEnd) -> SyncWeights:
-        """SyncWeights that a sync sends to ``follower``."""
+        """Weights that a sync sends to ``follower``."""
         side = side_of(to)
         if (follower.name, side) not in self._weights_cache:
             layout = Layout(tuple(range(side.size)), side.tp)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexrlhf.guideline.search.evaluate import measured, num_steps
 from flexrlhf.guideline.search.graph import CallGraph
 from flexrlhf.guideline.search.pareto import Floats
 from flexrlhf.guideline.search.tables import Bools
+from flexrlhf.guideline.simulation.walk import SteadySteps
 
 Overlaps = Mapping[tuple[int, int], "Bools | bool"]
 """Pair of parts (the smaller first) → whether they share a device: by row, or one value for all rows."""
@@ -47,14 +47,15 @@ def _wait(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -
 def clock(
     graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int
 ) -> Floats:
-    """Seconds of a settled step of each row, (rows,): ``play`` on arrays.
+    """Seconds of a settled step of each row, (rows,): ``evaluate`` of many assignments at once.
 
     seconds:   of each call, (rows,).
     delays:    seconds of each link, (rows,).
     overlaps:  which parts share a device.
     """
     waits = waits_of(graph, overlaps)
-    steps = num_steps(graph)
+    steady = SteadySteps(graph.lag, graph.period)
+    steps = steady.walked
     last: list[Floats | None] = [None] * graph.num_calls
     ends: list[Floats] = [np.zeros(rows) for _ in range(steps)]
     ready: dict[tuple[int, int], Floats] = {}
@@ -71,8 +72,7 @@ def clock(
             end = start + seconds[call]
             last[call] = ready[step, call] = end
             ends[step] = np.maximum(ends[step], end)
-    batch, batches = measured(graph)
-    return np.asarray((ends[batch] - ends[batch - batches]) / batches)
+    return np.asarray((ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured)
 
 
 def _raise(start: Floats, end: Floats | None, wait: Wait) -> None:

@@ -12,7 +12,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 PERIODS = 3
-"""Periods that are walked before one is measured: by then every step has the same batches in flight."""
+"""Periods that are walked before some are measured: by then every step has the same batches in flight."""
+
+
+@dataclass(frozen=True)
+class SteadySteps:
+    """Batches of a run on which the seconds of a settled step are measured.
+
+    With a lag long and short steps may alternate for ever, since the cycle of waits goes through as many batches as are
+    in flight: that many periods are measured.
+
+    lag:     steps by which some instructions run behind others
+    period:  steps after which what is due repeats
+    """
+
+    lag: int
+    period: int
+
+    @property
+    def measured(self) -> int:
+        """Batches that are measured."""
+        return (1 + self.lag) * self.period
+
+    @property
+    def walked(self) -> int:
+        """Batches that are walked: some to settle, those that are measured, those that drain."""
+        return PERIODS * self.period + self.measured + self.lag
+
+    @property
+    def last(self) -> int:
+        """The last measured batch: while later ones drain nothing new is generated."""
+        return self.walked - 1 - self.lag
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +100,7 @@ class WalkResult:
 
 
 Due = Callable[[int, int], bool]
-"""Whether the instruction at a position is due for a batch (its step may lie outside the run)."""
+"""Whether the instruction at a position is due for a batch (its step may be outside the run)."""
 
 
 @dataclass
@@ -145,13 +175,7 @@ def period_of(instructions: Sequence[TimedInstruction]) -> int:
 
 
 def steady_seconds(instructions: Sequence[TimedInstruction], num_blocks: int) -> float:
-    """Return the seconds of one step of a settled run.
-
-    With a lag long and short steps may alternate for ever: as many are measured as are in flight.
-    """
-    lag = max((instruction.lag for instruction in instructions), default=0)
-    period = (1 + lag) * period_of(instructions)
-    ends = walk_steps(instructions, num_blocks, PERIODS * period_of(instructions) + period + lag).ends
-    # while the last batches drain nothing new is generated
-    last = len(ends) - 1 - lag
-    return (ends[last] - ends[last - period]) / period
+    """Return the seconds of one step of a settled run."""
+    steady = SteadySteps(max((instruction.lag for instruction in instructions), default=0), period_of(instructions))
+    ends = walk_steps(instructions, num_blocks, steady.walked).ends
+    return (ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured

@@ -1,0 +1,67 @@
+"""Seconds of one assignment, fast: to the bit those of the search and the simulation.
+
+A device is free when its last call has ended. Ends on one device never go back, so a call begins when every earlier
+call that shares a device with it has ended: all that matters of devices is which *parts* overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexrlhf.guideline.search.graph import CallGraph
+from flexrlhf.guideline.simulation.walk import SteadySteps
+
+
+def overlaps_of(spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Parts that share a device with each part, the part itself among them. ``spans``: (first device, end) of each."""
+    return [[i for i, (low, high) in enumerate(spans) if low < end and start < high] for start, end in spans]
+
+
+def play(
+    graph: CallGraph, seconds: Sequence[float], links: Sequence[float], overlaps: Sequence[Sequence[int]]
+) -> float:
+    """Seconds of a settled step, by the trainer's loop.
+
+    seconds:   of each call.
+    links:     seconds of each link.
+    overlaps:  parts that share a device with each part.
+    """
+    visits = [_visit(graph, call, seconds[call], links, overlaps) for call in range(graph.num_calls)]
+    steady = SteadySteps(graph.lag, graph.period)
+    steps = steady.walked
+    # of a part: when the last call that shares a device with its mesh has ended
+    free, ends = [0.0] * graph.num_parts, [0.0] * steps
+    ready = [[0.0] * graph.num_calls for _ in range(steps)]
+    for turn in range(steps + graph.lag):
+        for call, lag, every, first, second, touched, reads, taken in visits:
+            step = turn - lag
+            if not 0 <= step < steps or (every > 1 and (step + 1) % every):
+                continue
+            # comparisons instead of max: this is the innermost loop
+            start = free[first] if free[first] > free[second] else free[second]
+            row = ready[step]
+            for writer, wait in reads:
+                arrival = row[writer] + wait
+                if arrival > start:
+                    start = arrival
+            row[call] = end = start + taken
+            for part in touched:
+                if free[part] < end:
+                    free[part] = end
+            if ends[step] < end:
+                ends[step] = end
+    return (ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured
+
+
+Visit = tuple[int, int, int, int, int, Sequence[int], list[tuple[int, float]], float]
+"""(call, lag, every, its first part, its last part, the parts that share a device with them, (writer, wait) of what it
+reads, seconds)."""
+
+
+def _visit(
+    graph: CallGraph, call: int, seconds: float, links: Sequence[float], overlaps: Sequence[Sequence[int]]
+) -> Visit:
+    parts = graph.parts[call]
+    touched = overlaps[parts[0]] if len(parts) == 1 else sorted({q for part in parts for q in overlaps[part]})
+    reads = [(edge.writer, links[edge.rows] if edge.rows >= 0 else 0.0) for edge in graph.edges_to(call)]
+    return call, graph.lags[call], graph.every[call], parts[0], parts[-1], touched, reads, seconds

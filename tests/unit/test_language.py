@@ -1,0 +1,113 @@
+"""The language of package and documents: the words of the field, one name per thing, docstrings that say what something
+is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flexrlhf
+
+PACKAGE = Path(flexrlhf.__file__).parent
+ROOT = PACKAGE.parent
+FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
+DOCUMENTS = {str(file.relative_to(ROOT)): file for file in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+MOST = 0.2
+"""Times that a word of ``WORDS`` may stand in 1,000 lines."""
+WORDS = {
+    "told": "given, reported, computed",
+    "tells?": "returns, reports",
+    "beside": "next to, on the same ranks as, in addition to",
+    "held": "stored, on (a rank); memory usage",
+    "asked": "requested, called",
+    "asks?": "requires, needs, calls",
+    "wants?": "requires",
+    "wanted": "requested, required",
+    "drawn": "sampled",
+    "draws?": "samples",
+    "answers?": "response",
+    "held.out": "evaluation set",
+    "residents?": "loaded model",
+    "surroundings": "operator context",
+    "whereabouts": "rank progress",
+    "parking": "host offload",
+    "parked": "offloaded",
+    "away": "offloaded",
+    "foretold": "predicted",
+    "on paper": "predicted, planned",
+    "remed(?:y|ies)": "suggestions",
+    "knows?": "receives, stores, depends on",
+}
+"""Word → what the field says in its place (CONTRIBUTING, language)."""
+INTERFACE = re.compile(r"held_out_scores|held_bytes|exact_answer|[\"`.]answer\b")
+"""Names that users type and that files of a run contain. They stay, and do not count."""
+STARTS = """
+also as at before behind beside besides by for from he her his how if in into it its on or she so some such that their
+them these they this those to too until upon what when where which who whoever whom whose with within without of
+"""
+NO_START = frozenset(STARTS.split())
+"""Words that begin no docstring: it begins with a verb, or with the name of what it describes."""
+
+
+def occurrences(pattern: str, text: str) -> int:
+    """How often a word stands in ``text``, as a word or as a part of a name."""
+    return len(re.findall(rf"(?<![A-Za-z])(?:{pattern})(?![a-z])", text, flags=re.IGNORECASE))
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstrings of a module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def first_word(text: str) -> str:
+    return re.split(r"[^A-Za-z`'_]+", text.strip(), maxsplit=1)[0].lower()
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("files", [FILES, DOCUMENTS], ids=["package", "documents"])
+def test_words_of_our_own_are_rare(files: dict[str, Path], word: str) -> None:
+    texts = {name: INTERFACE.sub("", file.read_text()) for name, file in files.items()}
+    lines = sum(text.count("\n") for text in texts.values())
+    found = {name: count for name, text in texts.items() if (count := occurrences(word, text))}
+    rate = 1000 * sum(found.values()) / lines
+    assert rate <= MOST, f"{word!r} {rate:.2f} times in 1,000 lines, instead of: {WORDS[word]}; {found}"
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, file in FILES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_docstrings_begin_with_a_verb_or_a_noun(name: str) -> None:
+    found = docstrings(ast.parse(FILES[name].read_text()))
+    assert [f"{name}:{line}: {text[:60]}" for line, text in found if first_word(text) in NO_START] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rare", "start"),
+    [
+        ("Told the replicas", 1, True),
+        ("toldest untold", 0, True),
+        ("is_told", 1, True),
+        ("Of the replicas.", 0, False),
+        ("Return the replicas.", 0, True),
+        ("``rows`` of a mini-batch.", 0, True),
+    ],
+)
+def test_the_rules_have_teeth(text: str, rare: int, start: bool) -> None:
+    assert occurrences("told", text) == rare
+    assert (first_word(text) not in NO_START) == start
