@@ -16,7 +16,7 @@ COSTS = {"function": "assets:scores.py:costs"}
 LENGTH = {"rule": "length", "target_tokens": 5}
 """Ties are many: eight lengths have five scores."""
 EXACT = {"rule": "exact_answer"}
-"""Of a row in three nothing is known, so its answers have no score."""
+"""A row in three has no right answer, so its responses have no score."""
 TEXTS = {"path": "assets:texts.jsonl", "form": "text"}
 SHARED_REF = {"actor": {"lora": {}, "optimizer": FAST}, "ref": {"share": "actor"}}
 SCHEDULED = {"actor": {"optimizer": {"schedule": "linear", "warmup_steps": 1}}}
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Raw] = {
     "safe-rlhf": {"prompts_per_step": 8, **CLIPS, "value_clip": 0.05, "kl": {"coefficient": 0.1}},
     "grpo": {"prompts_per_step": 4, "samples_per_prompt": 4, **CLIPS, "kl": _loss_kl("k3", 0.3)},
     "rloo": {"prompts_per_step": 4, "samples_per_prompt": 4, **CLIPS, "kl": {"coefficient": 0.1}},
-    # a mean over an answer's tokens moves less than one of them
+    # a mean over a response's tokens moves less than one of them
     "gspo": {"prompts_per_step": 4, "samples_per_prompt": 4, "clip_low": 0.01, "clip_high": 0.02, "kl": None},
     "raft": {"prompts_per_step": 4, "samples_per_prompt": 4, **CLIPS, "kl": None},
     "reinforce++": {"prompts_per_step": 8, **CLIPS, "kl": {"coefficient": 0.1}},
@@ -60,7 +60,7 @@ COMPLETIONS: dict[str, Raw] = {
     "kl-k1-loss": _of("ppo", kl=_loss_kl("k1", 0.2)),
     "kl-k2-loss": _of("ppo", kl=_loss_kl("k2", 0.5, clamp=0.05), loss_aggregation="seq-mean-token-mean"),
     "kl-k3-loss": _of("ppo", kl=_loss_kl("k3", 0.5), temperature=0.7, entropy_coefficient=0.02),
-    # the coefficient rises and falls by up to a fifth of 8 answers to 20
+    # the coefficient rises and falls by up to a fifth of 8 responses to 20
     "adaptive": _of("ppo", {"steps": 5}, kl={"coefficient": 0.2, "target": 0.3, "horizon": 20}),
     "adaptive-masked": _of("ppo", _scored(COUNTED), kl={"coefficient": 0.2, "target": 0.1, "horizon": 10}),
     "no-kl": _of("ppo", kl=None, value_clip=None),
@@ -87,7 +87,7 @@ COMPLETIONS: dict[str, Raw] = {
     ),
     "rule": _of("ppo", _scored(LENGTH), kl=None),
 }
-"""What completes PPO, and with it all that draw answers."""
+"""Further settings of PPO, and with it of all that generate responses."""
 ALGORITHMS: dict[str, Raw] = {
     "one-trunk": _of("ac-share"),
     "one-trunk-epochs": _of("ac-share", epochs=2, entropy_coefficient=0.02, value_coefficient=1.5, value_clip=None),
@@ -161,7 +161,7 @@ ALGORITHMS: dict[str, Raw] = {
 }
 """By algorithm; all begin with the same word."""
 EVALUATED = ("grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared")
-"""Those that look at held-out rows after every step."""
+"""Settings that evaluate after every step."""
 
 SCORES = '''"""Scores of texts, for tests."""
 
@@ -169,7 +169,7 @@ import math
 
 
 def counted(prompts, responses):
-    """Words that end in a; no number for an answer that begins with a k."""
+    """Words that end in a; no number for a response that begins with a k."""
     return [math.nan if text.strip().startswith("k") else float(text.count("a")) for text in responses]
 
 
@@ -179,9 +179,9 @@ def by_token(prompts, responses, num_tokens):
 
 
 def costs(prompts, responses, num_tokens):
-    """The share of words that end in e; none for an answer that begins with a p."""
+    """The share of words that end in e; none for a response that begins with a p."""
     return [
         None if text.strip().startswith("p") else text.count("e") / n for text, n in zip(responses, num_tokens)
     ]
 '''
-"""A user's file. A score says nothing of the other answers in its batch."""
+"""A user's file. A score does not depend on the other responses in its batch."""

@@ -35,7 +35,7 @@ SIZES = {
 """Of the models: the words of a Llama config."""
 WIDE = {**SIZES, "head_dim": 32}
 """Of an actor that vLLM generates for: on CPUs it takes no narrower heads."""
-HELD_OUT = {"ppo": 11, "sft": 3, "reward": 11}
+EVALUATION_ROWS = {"ppo": 11, "sft": 3, "reward": 11}
 """Rows to evaluate with, by file; of 3 the first of 4 ranks has none."""
 
 
@@ -75,7 +75,7 @@ def _add_value_head(source: str, destination: str) -> None:
 def _actor(sizes: Raw) -> LlamaForCausalLM:
     actor = LlamaForCausalLM(_config(sizes))
     with torch.no_grad():
-        # the end token wins often enough that some answers stop early, and pad is drawn as a token like any other
+        # the end token wins often enough that some responses stop early, and pad is sampled as a token like any other
         actor.lm_head.weight[:2] *= torch.tensor([[2.0], [2.5]])
     return actor
 
@@ -89,16 +89,16 @@ def _save(model: PreTrainedModel, path: str) -> None:
 
 
 def _write_data(directory: Path) -> None:
-    """SequenceLengths of unequal length; of the answers some are cut. 20 rows: three steps of 8 go round an epoch."""
+    """Texts of unequal length, some of whose responses are cut. 20 rows: three steps of 8 go round an epoch."""
     for name, rows in _rows(random.Random(5), 20).items():
         _write_rows(directory / f"{name}.jsonl", rows)
-    for name, rows in _rows(random.Random(6), max(HELD_OUT.values())).items():
-        _write_rows(directory / f"{name}-held-out.jsonl", rows[: HELD_OUT.get(name)])
+    for name, rows in _rows(random.Random(6), max(EVALUATION_ROWS.values())).items():
+        _write_rows(directory / f"{name}-evaluation.jsonl", rows[: EVALUATION_ROWS.get(name)])
 
 
-def _rows(draw: random.Random, count: int) -> dict[str, list[dict[str, str]]]:
+def _rows(rng: random.Random, count: int) -> dict[str, list[dict[str, str]]]:
     def words(shortest: int, longest: int) -> str:
-        return " ".join(draw.choices(WORDS, k=draw.randint(shortest, longest)))
+        return " ".join(rng.choices(WORDS, k=rng.randint(shortest, longest)))
 
     def prompt() -> str:
         return words(1, PROMPT_TOKENS - 1)

@@ -38,7 +38,7 @@ TRAINED = {name: ("actor",) for name in ROLES} | {
     "reward": ("reward",),
 }
 FILES = {"sft": "sft", "reward": "reward", "dpo": "reward"}
-"""Data of algorithms that draw no answers; the others read prompts."""
+"""Data of algorithms that generate no responses; the others read prompts."""
 KIN = {"cost_critic": "critic", "cost": "reward", "reward_second": "reward"}
 """Whose place and settings a role has where a shape names none for it."""
 FOUR, SIX_MODELS = ROLES["ppo"], ("actor.shadow", "critic.shadow", *ROLES["ppo"])
@@ -98,17 +98,17 @@ SETTINGS: dict[str, Raw] = {
         **_ppo(num_mini_batches=2),
         "models": {role: {"micro_batch_tokens": 20} for role in ("actor", "critic", "ref", "reward")},
     },
-    # answers of one token have no bigrams
+    # responses of one token have no bigrams
     "short": {**_ppo(num_mini_batches=2), "data": {"max_response_tokens": 1}},
     # caps that bind where weights are stale; where they are not every weight is 1, on no side of the cap by rounding
     "corrected": _ppo(num_mini_batches=2, importance={"cap": 1.05}),
-    "corrected-answers": _ppo(
+    "corrected-sequences": _ppo(
         num_mini_batches=2,
         importance={"level": "sequence", "cap": 1.1},
         loss_aggregation="seq-mean-token-mean",
         entropy_coefficient=0.02,
     ),
-    # each cut takes tokens away that the other would leave
+    # each cut removes tokens that the other would leave
     "nucleus": _ppo(num_mini_batches=2, top_p=0.8, top_k=10, min_response_tokens=3, temperature=1.2, importance={}),
     # a text of one word, and two over the border of words
     "stopped": _ppo(num_mini_batches=2, stop=["ta", "o n", "i b"]),
@@ -177,7 +177,7 @@ EVALUATED = (
     *("sft", "sft-greedy", "sft-epochs", "sft-adapters", "reward", "reward-uneven", "reward-adapters"),
     *algorithm_settings.EVALUATED,
 )
-"""Settings that look at held-out rows after every step."""
+"""Settings that evaluate after every step."""
 
 
 def algorithm_of(setting: str) -> str:
@@ -205,7 +205,7 @@ SHAPES: dict[str, Raw] = {
     # many small buckets, so that back-pressure is at work
     "six-snapshot": {"placement": SIX, "sync": {"snapshot": True, "bucket_mb": 0.004}},
     "six-uneven": {"placement": [0.75, 0.25, 0.25, 0.25, 0.25, 0.5], "sync": {"bucket_mb": 0.004}},
-    # five steps, since the version that the rule of sync.every 3 asks for changes first at the fourth
+    # five steps, since the version by the rule of sync.every 3 changes first at the fourth
     "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},
     "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"snapshot": True}},
     "every-3": {"placement": SIX, "sync": {"every": 3}, "steps": 5},
@@ -249,7 +249,7 @@ SHAPES: dict[str, Raw] = {
             **{role: {"ranks": [2, 3]} for role in ("critic", "reward")},
         }
     },
-    # so little memory that models take turns on their devices (CPU ranks, so nothing but the plan knows the size)
+    # so little memory that models take turns on their devices (CPU ranks, so only the plan has the size)
     "tight": {"placement": [1, 1, 1, 1], "cluster": {"memory_gb": 0.0004}},
     "six-tight": {"placement": SIX, "cluster": {"memory_gb": 0.0004}, "schedule": {"lag": 1}, "sync": {"every": 2}},
     "all": {"placement": [1]},
@@ -341,7 +341,7 @@ ROLLOUTS: dict[str, Raw] = {
     # a row at a time, of which nothing is kept for the next sample of its prompt
     "vllm-narrow": _vllm(kv_tokens=32, prefix_caching=False),
     "vllm-awake": _vllm(sleep=False),
-    # its own generators draw other tokens, so that there is no reference
+    # its own generators sample other tokens, so that there is no reference
     "vllm-engine": _vllm(noise="engine"),
 }
 """What generates: changes no number."""
@@ -411,7 +411,7 @@ DEFAULT = [
     Case("adapters", "six", 4, "deepspeed-3"),
     Case("shared", "six", 4, "deepspeed-2"),
     Case("two", "apart", 4, "apart"),
-    Case("corrected-answers", "lag-every-3", 4),
+    Case("corrected-sequences", "lag-every-3", 4),
     Case("nucleus", "lag", 4),
     Case("stopped", "six-chunks", 4),
     Case("stopped-late", "co-located", 2),
@@ -532,7 +532,7 @@ def _every_rollout() -> list[Case]:
 
 
 def _rollouts_of(shape: str) -> list[str]:
-    """Those with a reference; beside the trained actor none has a process of its own."""
+    """Rollout engines with a reference; on the ranks of the trained actor none has a process of its own."""
     left_out = ("transformers", "vllm-engine", *(["vllm-child"] if shape in ("co-located", "halves") else []))
     return [name for name in ROLLOUTS if name not in left_out]
 
@@ -573,7 +573,7 @@ class Assets:
             "timeout_seconds": 60,
         }
         if case.setting in EVALUATED:
-            base["eval"] = {"path": str(self.directory / f"{file}-held-out.jsonl"), "every": 1}
+            base["eval"] = {"path": str(self.directory / f"{file}-evaluation.jsonl"), "every": 1}
         shape = SHAPES[case.shape]
         if "nodes" in shape.get("cluster", {}):
             del base["cluster"]["devices"]
@@ -625,9 +625,9 @@ def placement_of(placement: Any, roles: tuple[str, ...], trained: tuple[str, ...
     is_vector = isinstance(placement, list)
     given = dict(zip(_names({"placement": placement}), placement, strict=True)) if is_vector else placement
     has_shadows = "actor.shadow" in given
-    wanted = [(f"{role}.shadow", f"{KIN.get(role, role)}.shadow") for role in roles if role in trained and has_shadows]
-    wanted += [(role, KIN.get(role, role)) for role in roles]
-    entries = {name: given[kin] for name, kin in wanted}
+    names = [(f"{role}.shadow", f"{KIN.get(role, role)}.shadow") for role in roles if role in trained and has_shadows]
+    names += [(role, KIN.get(role, role)) for role in roles]
+    entries = {name: given[kin] for name, kin in names}
     if is_vector:
         return list(entries.values())
     return entries | {name: value for name, value in given.items() if name == "span_classes"}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from launcher import Outcome
 from reference import Reference
-from reference_answers import Answer, Result, Step
-from reference_drawing import TIE
 from reference_models import distance
+from reference_responses import Response, Result, Step
+from reference_sampling import TIE
 from reference_supervised import Supervised
 from reference_terms import Metric
 from torch import Tensor
@@ -23,9 +23,9 @@ from flexrlhf.config.spec import Spec
 RELATIVE = 1e-5
 EXACT = ("tokens", "response_mask", "finished", "policy_version", "loss_mask")
 """Columns of whole numbers; of several alike without what stands behind their dots."""
-NOT_TOLD = ("attention_mask", "trainer_logprobs")
+NOT_REFERENCED = ("attention_mask", "trainer_logprobs")
 """Columns that the reference has none of: the masks are those of the tokens, the gate compares the others."""
-UNTOLD = re.compile("step|seconds|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped")
+UNREFERENCED_METRICS = re.compile("step|seconds|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped")
 """Metrics that the reference may have none of: times, the gate's, what rounding decides, what only 16 bits have."""
 COUNTED = (
     *(
@@ -76,8 +76,8 @@ def reference_of(spec: Spec) -> Result:
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) else None
     key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of])
     if key not in _REFERENCES:
-        draws = isinstance(spec.algorithm, PolicySpec)
-        _REFERENCES[key] = Reference(spec).run() if draws else Supervised(spec).run()
+        is_sampled = isinstance(spec.algorithm, PolicySpec)
+        _REFERENCES[key] = Reference(spec).run() if is_sampled else Supervised(spec).run()
     return _REFERENCES[key]
 
 
@@ -96,27 +96,27 @@ def deviations(outcome: Outcome) -> list[Deviation]:
 def _after_ties(outcome: Outcome, reference: Result) -> Result:
     """Where a tie went the other way the rest is compared on the run's own tokens, of which each must win or tie."""
     columns = [outcome.columns(step) for step in range(len(reference.steps))]
-    drawn = [{name: step[name] for name in ("tokens", "tokens.greedy") if name in step} for step in columns]
-    for number, (step, tokens) in enumerate(zip(reference.steps, drawn, strict=True)):
+    sampled = [{name: step[name] for name in ("tokens", "tokens.greedy") if name in step} for step in columns]
+    for number, (step, tokens) in enumerate(zip(reference.steps, sampled, strict=True)):
         differing = {name: (step.columns[name] != column).nonzero() for name, column in tokens.items()}
         name = next((name for name, places in differing.items() if len(places)), None)
         if name is None:
             continue
         row, place = differing[name][0].tolist()
         position = place - outcome.plan.spec.data.max_prompt_tokens
-        margins = _answer(step.answers[row], name).margins
+        margins = _response(step.responses[row], name).margins
         if position not in range(len(margins)) or margins[position] > TIE:
             # no tie: the columns are compared as they are, and the first that differs may be one of an earlier step
             return reference
         where = f"{outcome.case.name}: step {number}, {name}, row {row}, position {position}"
         warnings.warn(f"{where}: a tie by {margins[position]:.1e} went the other way", stacklevel=2)
-        return Reference(outcome.plan.spec, forced=drawn).run()
+        return Reference(outcome.plan.spec, forced=sampled).run()
     return reference
 
 
-def _answer(answer: Answer, column: str) -> Answer:
+def _response(response: Response, column: str) -> Response:
     """The one whose tokens stand in ``column``."""
-    return answer.greedy if column == "tokens.greedy" and answer.greedy is not None else answer
+    return response.greedy if column == "tokens.greedy" and response.greedy is not None else response
 
 
 def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Deviation]:
@@ -131,24 +131,24 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
         else:
             yield Deviation(number, name, _largest(columns[name], expected), RELATIVE)
     metrics = outcome.metrics[number]
-    beside = {name for name in metrics.keys() - step.metrics.keys() if not UNTOLD.fullmatch(name)}
-    assert not beside, f"{outcome.case.name} tells {sorted(beside)}, which nothing is compared with"
+    further = {name for name in metrics.keys() - step.metrics.keys() if not UNREFERENCED_METRICS.fullmatch(name)}
+    assert not further, f"{outcome.case.name} reports {sorted(further)}, which nothing is compared with"
     for name, metric in step.metrics.items():
         yield Deviation(number, name, _metric_deviation(metrics[name], metric), 1e-12 if name in COUNTED else RELATIVE)
 
 
-def _check_written(outcome: Outcome, written: set[str], told: set[str]) -> None:
-    """All that a run writes is compared; of what the reference tells a run may lack one column alone.
+def _check_written(outcome: Outcome, written: set[str], expected: set[str]) -> None:
+    """All that a run writes is compared; of the reference's columns a run may lack one alone.
 
-    Log-probs of the rollout are a column where something else tells those of the policy.
+    Log-probs of the rollout are a column where something else computes those of the policy.
     """
     spec, producers = outcome.plan.spec, outcome.plan.graph.producers
     is_corrected = isinstance(spec.algorithm, SampledSpec) and spec.algorithm.importance is not None
     is_compared = spec.rollout.engine != "transformers" and "trainer_logprobs" not in producers
     assert ("rollout_logprobs" in producers) == (is_corrected or is_compared), sorted(producers)
-    assert told - written <= {"rollout_logprobs"}, f"{outcome.case.name} wrote no {sorted(told - written)}"
-    beside = {name for name in written - told if name.partition(".")[0] not in NOT_TOLD}
-    assert not beside, f"{outcome.case.name} wrote {sorted(beside)}, which nothing is compared with"
+    assert expected - written <= {"rollout_logprobs"}, f"{outcome.case.name} wrote no {sorted(expected - written)}"
+    further = {name for name in written - expected if name.partition(".")[0] not in NOT_REFERENCED}
+    assert not further, f"{outcome.case.name} wrote {sorted(further)}, which nothing is compared with"
 
 
 def _largest(column: Tensor, reference: Tensor) -> float:

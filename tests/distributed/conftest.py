@@ -10,9 +10,9 @@ from launcher import Launches
 
 @pytest.fixture(scope="session")
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    """Runs exactly the cases that selected tests ask for."""
+    """Outcomes of exactly the cases that selected tests need."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    wanted = [value for item in items for value in item.callspec.params.values() if isinstance(value, Case)]
+    needed = [value for item in items for value in item.callspec.params.values() if isinstance(value, Case)]
     # a model this small is slower on several threads
     torch.set_num_threads(1)
-    return Launches(make_assets(tmp_path_factory.mktemp("equality")), wanted)
+    return Launches(make_assets(tmp_path_factory.mktemp("equality")), needed)

@@ -64,16 +64,16 @@ class Outcome:
             parts = load_file(file)
             numbers = parts.pop("rows").tolist()
             for name, values in parts.items():
-                held = rows.setdefault(name, {})
-                twice = held.keys() & set(numbers)
+                values_of = rows.setdefault(name, {})
+                twice = values_of.keys() & set(numbers)
                 assert not twice, f"{self.case.name}, step {step}: rows {sorted(twice)} of {name} written twice"
-                held.update(zip(numbers, values, strict=True))
-        return {name: self._in_order(step, name, held) for name, held in rows.items()}
+                values_of.update(zip(numbers, values, strict=True))
+        return {name: self._in_order(step, name, parts) for name, parts in rows.items()}
 
-    def _in_order(self, step: int, name: str, held: dict[int, Tensor]) -> Tensor:
-        wanted = self.plan.batch.num_rows
-        assert sorted(held) == list(range(wanted)), f"{self.case.name}, step {step}: {name} has rows {sorted(held)}"
-        return torch.stack([held[row] for row in range(wanted)])
+    def _in_order(self, step: int, name: str, values: dict[int, Tensor]) -> Tensor:
+        count = self.plan.batch.num_rows
+        assert sorted(values) == list(range(count)), f"{self.case.name}, step {step}: {name} has rows {sorted(values)}"
+        return torch.stack([values[row] for row in range(count)])
 
 
 RUNS_PER_LAUNCH = 60
@@ -81,11 +81,11 @@ RUNS_PER_LAUNCH = 60
 
 
 Kind = tuple[int, bool]
-"""Of a launch: its ranks, and whether vLLM is loaded there, which only some machines have."""
+"""A launch's number of ranks, and whether vLLM is loaded there, which only some machines have."""
 
 
 class Launches:
-    """Outcomes by case. All cases of a kind are launched when the first of them is asked for."""
+    """Outcomes by case. All cases of a kind are launched when the first of them is requested."""
 
     def __init__(self, assets: Assets, selected: Iterable[Case]) -> None:
         self.assets = assets

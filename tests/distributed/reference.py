@@ -1,7 +1,7 @@
-"""Algorithms that draw their answers, in one process, as the textbooks have them: what every placement must reproduce.
+"""Algorithms that generate, in one process, as the textbooks have them: what every placement must reproduce.
 
-No padding, no KV cache, no batching: every answer is sampled token by token and computed as a sequence of its own. From
-the package come only the definition of a run: its spec, the order of its data and the noise of its sampling.
+No padding, no KV cache, no batching: every response is sampled token by token and computed as a sequence of its own.
+From the package come only the definition of a run: its spec, the order of its data and the noise of its sampling.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from reference_advantages import estimate_advantages
-from reference_answers import Answer, Result, Step, pad_columns, read_examples
-from reference_drawing import Drawing, describe_answers
 from reference_experience import describe, first_controls, next_controls, shape_scores
 from reference_losses import policy_loss, shared_loss, text_loss, value_loss
 from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
+from reference_responses import Response, Result, Step, pad_columns, read_examples
+from reference_sampling import Sampler, describe_responses
 from reference_scores import Judge
 from reference_terms import Metric, Terms
 from torch import Tensor
@@ -29,13 +29,13 @@ from flexrlhf.data.examples import Example
 from flexrlhf.data.order import step_indices
 
 CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost_critic")}
-"""Models of their own that are trained beside the actor, by algorithm."""
+"""Further models that are trained, by algorithm."""
 Forced = dict[str, Tensor]
-"""Of a step: the columns ``tokens`` (rows, P + R) of drawn and greedy answers."""
+"""Of a step: the columns ``tokens`` (rows, P + R) of sampled and greedy responses."""
 
 
 class Reference:
-    """One run. ``forced``: tokens of every step to take instead of the drawn ones, at ties only."""
+    """One run. ``forced``: tokens of every step to take instead of the sampled ones, at ties only."""
 
     def __init__(self, spec: Spec, forced: Sequence[Forced] | None = None) -> None:
         assert isinstance(spec.algorithm, PolicySpec)
@@ -53,7 +53,7 @@ class Reference:
         self.judges = [Judge(spec, "reward", self.tokenizer)]
         if isinstance(self.policy, SafeRlhfSpec):
             self.judges.append(Judge(spec, "cost", self.tokenizer))
-        self.drawing = Drawing(spec, self.tokenizer, temperature)
+        self.sampler = Sampler(spec, self.tokenizer, temperature)
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
         self.texts = self._further_texts()
         self.controls = first_controls(self.policy)
@@ -87,37 +87,37 @@ class Reference:
         for role, model in {"actor": self.old_actor, **self.old_critics}.items():
             model.model.load_state_dict(weights[role], strict=False)
         terms = Terms()
-        answers = self._experience(step)
-        terms.add("policy_lag", [float(step - answer.version) for answer in answers])
-        ruled = shape_scores(self.spec, answers, self.controls, terms)
+        responses = self._experience(step)
+        terms.add("policy_lag", [float(step - response.version) for response in responses])
+        ruled = shape_scores(self.spec, responses, self.controls, terms)
         if isinstance(self.policy, RemaxSpec):
-            greedy = [answer.greedy for answer in answers if answer.greedy is not None]
+            greedy = [response.greedy for response in responses if response.greedy is not None]
             shape_scores(self.spec, greedy, self.controls, Terms())
-        estimate_advantages(self.policy, answers, self.controls, self._mini_batches(), terms)
-        describe(self.spec, answers, self.controls, terms)
-        self._train(step, answers, terms)
-        self.controls = next_controls(self.policy, self.controls, answers, ruled)
+        estimate_advantages(self.policy, responses, self.controls, self._mini_batches(), terms)
+        describe(self.spec, responses, self.controls, terms)
+        self._train(step, responses, terms)
+        self.controls = next_controls(self.policy, self.controls, responses, ruled)
         self.versions.append(self._weights())
-        for answers_to_prompt in describe_answers(self.spec, self.actor, self.tokenizer, terms):
-            self._score_held_out(answers_to_prompt, terms)
-        drawn = sum(1 if answer.greedy is None else 2 for answer in answers)
-        metrics = terms.metrics() | {"rollout_requests": Metric(drawn, 1.0)}
-        return Step(pad_columns(self.spec, answers, self.tokenizer.pad_token_id), metrics, answers)
+        for responses_to_prompt in describe_responses(self.spec, self.actor, self.tokenizer, terms):
+            self._score_evaluation(responses_to_prompt, terms)
+        sampled = sum(1 if response.greedy is None else 2 for response in responses)
+        metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)}
+        return Step(pad_columns(self.spec, responses, self.tokenizer.pad_token_id), metrics, responses)
 
-    def _score_held_out(self, answers: list[Answer], terms: Terms) -> None:
-        """What the answers to one held-out prompt score, and whether of k of them one is right."""
+    def _score_evaluation(self, responses: list[Response], terms: Terms) -> None:
+        """Scores of the responses to one evaluation prompt, and whether of k of them one is right."""
         settings = self.spec.eval
         assert settings is not None
-        for answer in answers:
-            self.judges[0].judge(answer)
-            score = answer.scores["reward"]
+        for response in responses:
+            self.judges[0].judge(response)
+            score = response.scores["reward"]
             terms.add("eval_score_invalid", [float(not math.isfinite(score))])
-            terms.add("eval_score_failed", [float(failed) for failed in answer.has_failed.values()])
-            terms.add("eval_truncated", [float(not answer.finished)])
+            terms.add("eval_score_failed", [float(failed) for failed in response.has_failed.values()])
+            terms.add("eval_truncated", [float(not response.finished)])
             if math.isfinite(score):
                 terms.add("eval_reward_mean", [score])
-        right = [answer.scores["reward"] >= settings.pass_score for answer in answers]
-        for name, k in (("eval_pass_at_1", 1), ("eval_pass_at_k", settings.pass_at or len(answers))):
+        right = [response.scores["reward"] >= settings.pass_score for response in responses]
+        for name, k in (("eval_pass_at_1", 1), ("eval_pass_at_k", settings.pass_at or len(responses))):
             chosen = list(combinations(right, k))
             terms.add(name, [sum(map(any, chosen)) / len(chosen)])
 
@@ -128,72 +128,72 @@ class Reference:
         return [range(i * prompts // count * samples, (i + 1) * prompts // count * samples) for i in range(count)]
 
     @torch.no_grad()
-    def _experience(self, step: int) -> list[Answer]:
+    def _experience(self, step: int) -> list[Response]:
         indices = step_indices(self.spec.seed, step, self.policy.num_prompts, len(self.examples))
         rows = [self.examples[i] for i in indices for _ in range(self.policy.samples_per_prompt)]
-        answers = [self._drawn(step, row, example) for row, example in enumerate(rows)]
-        for answer in answers:
-            self._look_at(answer)
-        return answers
+        responses = [self._sampled(step, row, example) for row, example in enumerate(rows)]
+        for response in responses:
+            self._look_at(response)
+        return responses
 
-    def _drawn(self, step: int, row: int, example: Example) -> Answer:
-        answer = self._answer(self.drawing, "tokens", step, row, example)
+    def _sampled(self, step: int, row: int, example: Example) -> Response:
+        response = self._response(self.sampler, "tokens", step, row, example)
         if isinstance(self.policy, RemaxSpec):
-            greedy = Drawing(self.spec, self.tokenizer, 0.0)
-            answer.greedy = self._answer(greedy, "tokens.greedy", step, row, example)
-        return answer
+            greedy = Sampler(self.spec, self.tokenizer, 0.0)
+            response.greedy = self._response(greedy, "tokens.greedy", step, row, example)
+        return response
 
-    def _answer(self, drawing: Drawing, column: str, step: int, row: int, example: Example) -> Answer:
+    def _response(self, sampler: Sampler, column: str, step: int, row: int, example: Example) -> Response:
         width = self.spec.data.max_prompt_tokens
         forced = None if self.forced is None else self.forced[step][column][row, width:]
-        answer = drawing.answer(self.old_actor, list(example.prompt), step, row, forced)
-        answer.version, answer.example = self.version(step), example
-        return answer
+        response = sampler.response(self.old_actor, list(example.prompt), step, row, forced)
+        response.version, response.example = self.version(step), example
+        return response
 
-    def _look_at(self, answer: Answer) -> None:
-        """What models and other sources say of a drawn answer."""
-        text = answer.prompt, answer.tokens
+    def _look_at(self, response: Response) -> None:
+        """Scores of a sampled response by models and other sources."""
+        text = response.prompt, response.tokens
         # what corrects for stale weights begins with those that training now starts from
         policy = self.old_actor if self.policy.importance is None else self.actor
-        answer.logprobs = policy.logprobs(*text)[0].tolist()
+        response.logprobs = policy.logprobs(*text)[0].tolist()
         if self.policy.kl is not None:
-            answer.ref_logprobs = self._ref_logprobs(*text)
-        answer.values = {role: critic.everywhere(*text).tolist() for role, critic in self.old_critics.items()}
+            response.ref_logprobs = self._ref_logprobs(*text)
+        response.values = {role: critic.everywhere(*text).tolist() for role, critic in self.old_critics.items()}
         if isinstance(self.policy, AcShareSpec):
-            # one pass over one trunk tells both, unless an engine that generates alone has told the log-probs
+            # one pass over one trunk computes both, unless an engine that only generates has computed the log-probs
             is_separate = self.spec.rollout.engine != "transformers"
-            answer.values = {"actor": (self.actor if is_separate else policy).everywhere(*text).tolist()}
+            response.values = {"actor": (self.actor if is_separate else policy).everywhere(*text).tolist()}
         for judge in self.judges:
-            for each in (answer, answer.greedy):
+            for each in (response, response.greedy):
                 if each is not None:
                     judge.judge(each)
 
-    def _ref_logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
+    def _ref_logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
         """By ref's own weights, or by the actor's without its adapters."""
         if self.ref is not None:
-            return self.ref.logprobs(prompt, answer)[0].tolist()
+            return self.ref.logprobs(prompt, response)[0].tolist()
         with self.actor.model.disable_adapter():
-            return self.actor.logprobs(prompt, answer)[0].tolist()
+            return self.actor.logprobs(prompt, response)[0].tolist()
 
-    def _train(self, step: int, answers: list[Answer], terms: Terms) -> None:
+    def _train(self, step: int, responses: list[Response], terms: Terms) -> None:
         """Actor, then critics: each ``epochs`` times over the mini-batches."""
         for role, trainee in self.trainees.items():
             if step < trainee.first_step:
                 continue
             for _ in range(self.policy.epochs):
                 for rows in self._mini_batches():
-                    trained = [answers[row] for row in rows if answers[row].is_trained]
+                    trained = [responses[row] for row in rows if responses[row].is_trained]
                     trainee.update(self._loss(role, step, rows, trained, terms), terms)
 
-    def _loss(self, role: str, step: int, rows: range, answers: list[Answer], terms: Terms) -> Tensor:
+    def _loss(self, role: str, step: int, rows: range, responses: list[Response], terms: Terms) -> Tensor:
         if role != "actor":
-            return value_loss(self.spec, role, self.critics[role], answers, terms)
+            return value_loss(self.spec, role, self.critics[role], responses, terms)
         loss = shared_loss if isinstance(self.policy, AcShareSpec) else policy_loss
-        beside = text_loss(self.policy, self.actor, self._texts_of(step, rows), terms) if self.texts else 0.0
-        return loss(self.spec, self.actor, answers, terms) + beside
+        of_texts = text_loss(self.policy, self.actor, self._texts_of(step, rows), terms) if self.texts else 0.0
+        return loss(self.spec, self.actor, responses, terms) + of_texts
 
     def _texts_of(self, step: int, rows: range) -> list[Example]:
-        """As many texts as answers, in an order of their own."""
+        """As many texts as responses, in an order of their own."""
         num_rows = self.policy.num_prompts * self.policy.samples_per_prompt
         indices = step_indices(self.spec.seed, step, num_rows, len(self.texts))
         return [self.texts[indices[row]] for row in rows]

@@ -1,4 +1,4 @@
-"""From scores to rewards in the reference: what counts, what is said about answers cut off, the penalty for leaving
+"""From scores to rewards in the reference: what counts, what is said about responses cut off, the penalty for leaving
 the reference policy, and the numbers that one step hands to the next."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from reference_answers import Answer
+from reference_responses import Response
 from reference_terms import Terms
 
 from flexrlhf.config.algorithms import KlSpec, PolicySpec, SafeRlhfSpec, TruncationPenalty
@@ -27,74 +27,74 @@ def first_controls(policy: PolicySpec) -> Controls:
     return Controls(0.0 if policy.kl is None else policy.kl.coefficient, multiplier)
 
 
-def next_controls(policy: PolicySpec, before: Controls, answers: list[Answer], ruled: list[float]) -> Controls:
+def next_controls(policy: PolicySpec, before: Controls, responses: list[Response], ruled: list[float]) -> Controls:
     """``ruled``: the scores of the step that count, before they are normalised."""
     return Controls(
-        adapted(policy, before.coefficient, answers),
-        ascended(policy, before.multiplier, answers),
+        adapted(policy, before.coefficient, responses),
+        ascended(policy, before.multiplier, responses),
         before.seen + ruled,
     )
 
 
-def adapted(policy: PolicySpec, coefficient: float, answers: list[Answer]) -> float:
+def adapted(policy: PolicySpec, coefficient: float, responses: list[Response]) -> float:
     """Ziegler et al. 2019: a controller proportional to the error, which is cut at 20 %."""
-    counting = [answer for answer in answers if answer.counts]
+    counting = [response for response in responses if response.counts]
     if policy.kl is None or policy.kl.target is None or not counting:
         return coefficient
-    measured = sum(sum(log_ratios_to_ref(policy, answer)) for answer in counting) / len(counting)
+    measured = sum(sum(log_ratios_to_ref(policy, response)) for response in counting) / len(counting)
     error = max(-0.2, min(0.2, measured / policy.kl.target - 1))
     return coefficient * (1 + error * len(counting) / policy.kl.horizon)
 
 
-def ascended(policy: PolicySpec, multiplier: float, answers: list[Answer]) -> float:
+def ascended(policy: PolicySpec, multiplier: float, responses: list[Response]) -> float:
     """Dai et al. 2024, eq. 12: a step of log lambda along the mean cost over its limit, times lambda."""
     if not isinstance(policy, SafeRlhfSpec):
         return multiplier
-    costs = [answer.scores["cost"] for answer in answers if math.isfinite(answer.scores["cost"])]
+    costs = [response.scores["cost"] for response in responses if math.isfinite(response.scores["cost"])]
     excess = sum(costs) / len(costs) - policy.lagrange.limit
     risen = multiplier * math.exp(policy.lagrange.learning_rate * multiplier * excess)
     return min(risen, policy.lagrange.maximum)
 
 
-def shape_scores(spec: Spec, answers: list[Answer], controls: Controls, terms: Terms) -> list[float]:
-    """Fill in which answers count, and shaped scores. Returns the scores behind the rules, before normalisation."""
+def shape_scores(spec: Spec, responses: list[Response], controls: Controls, terms: Terms) -> list[float]:
+    """Fill in which responses count, and shaped scores. Returns the scores behind the rules, before normalisation."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
-    # where a value stands for the rest of an answer that was cut off, its score is not asked
+    # where a value stands for the rest of a response that was cut off, its score is not used
     valued = policy.truncation == "bootstrap"
-    scored = [answer for answer in answers if is_scored(policy, answer) and (answer.finished or not valued)]
-    ruled = [ruled_score(spec, answer) for answer in scored]
-    for answer in answers:
-        is_cost_known = math.isfinite(answer.scores.get("cost", 0.0))
-        is_greedy_scored = answer.greedy is None or is_scored(policy, answer.greedy)
-        answer.counts = is_scored(policy, answer) and is_cost_known and is_greedy_scored
+    scored = [response for response in responses if is_scored(policy, response) and (response.finished or not valued)]
+    ruled = [ruled_score(spec, response) for response in scored]
+    for response in responses:
+        is_cost_known = math.isfinite(response.scores.get("cost", 0.0))
+        is_greedy_scored = response.greedy is None or is_scored(policy, response.greedy)
+        response.counts = is_scored(policy, response) and is_cost_known and is_greedy_scored
         # what its tokens score by themselves stays
-        answer.shaped = sum(answer.token_scores.get("reward", []))
-    for answer, score in zip(scored, ruled, strict=True):
-        answer.shaped = normalised(policy, score, ruled, controls)
+        response.shaped = sum(response.token_scores.get("reward", []))
+    for response, score in zip(scored, ruled, strict=True):
+        response.shaped = normalised(policy, score, ruled, controls)
         if policy.reward_clip is not None:
-            terms.add("reward_clipped", [float(abs(answer.shaped) > policy.reward_clip)])
-            answer.shaped = max(-policy.reward_clip, min(policy.reward_clip, answer.shaped))
+            terms.add("reward_clipped", [float(abs(response.shaped) > policy.reward_clip)])
+            response.shaped = max(-policy.reward_clip, min(policy.reward_clip, response.shaped))
     terms.add("score_mean", ruled)
     return ruled
 
 
-def is_scored(policy: PolicySpec, answer: Answer) -> bool:
-    """A score that is no finite number teaches nothing; an answer that was cut off may be left out."""
-    return math.isfinite(answer.scores["reward"]) and (answer.finished or policy.truncation != "mask")
+def is_scored(policy: PolicySpec, response: Response) -> bool:
+    """A score that is no finite number teaches nothing; a response that was cut off may be left out."""
+    return math.isfinite(response.scores["reward"]) and (response.finished or policy.truncation != "mask")
 
 
-def ruled_score(spec: Spec, answer: Answer) -> float:
-    """After what is said about answers that are cut off, or nearly."""
-    policy, score = spec.algorithm, answer.scores["reward"]
+def ruled_score(spec: Spec, response: Response) -> float:
+    """After what is said about responses that are cut off, or nearly."""
+    policy, score = spec.algorithm, response.scores["reward"]
     assert isinstance(policy, PolicySpec)
-    if not answer.finished and isinstance(policy.truncation, TruncationPenalty):
+    if not response.finished and isinstance(policy.truncation, TruncationPenalty):
         score -= policy.truncation.penalty
     if policy.overlong is not None:
         # DAPO, eq. 13
         longest = spec.data.max_response_tokens
         buffer = policy.overlong.buffer_tokens or max(1, longest // 5)
-        over = max(0, len(answer.tokens) - longest + buffer) / buffer
+        over = max(0, len(response.tokens) - longest + buffer) / buffer
         score -= policy.overlong.penalty * over
     return score
 
@@ -118,32 +118,32 @@ def mean_and_deviation(numbers: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((x - mean) ** 2 for x in numbers) / max(len(numbers) - 1, 1))
 
 
-def rewards_of(policy: PolicySpec, answer: Answer, controls: Controls) -> list[float]:
-    """Of every token: its own score where it has one, all else of the answer's on the last, less the KL penalty."""
-    rewards = on_tokens(answer, "reward", answer.shaped)
-    return [reward - cost for reward, cost in zip(rewards, penalties(policy, answer, controls), strict=True)]
+def rewards_of(policy: PolicySpec, response: Response, controls: Controls) -> list[float]:
+    """Of every token: its own score where it has one, all else of the response's on the last, less the KL penalty."""
+    rewards = on_tokens(response, "reward", response.shaped)
+    return [reward - cost for reward, cost in zip(rewards, penalties(policy, response, controls), strict=True)]
 
 
-def on_tokens(answer: Answer, section: str, total: float) -> list[float]:
-    tokens = list(answer.token_scores.get(section, [0.0] * len(answer.tokens)))
+def on_tokens(response: Response, section: str, total: float) -> list[float]:
+    tokens = list(response.token_scores.get(section, [0.0] * len(response.tokens)))
     tokens[-1] += total - sum(tokens)
     return tokens
 
 
-def drawn_by(policy: PolicySpec, answer: Answer) -> list[float]:
-    """Log-probs of the policy that drew the answer, as far as it is told from the one that is trained."""
-    return answer.logprobs if policy.importance is None else answer.rollout_logprobs
+def sampled_by(policy: PolicySpec, response: Response) -> list[float]:
+    """Log-probs of the policy that sampled the response, where they differ from those of the trained one."""
+    return response.logprobs if policy.importance is None else response.rollout_logprobs
 
 
-def log_ratios_to_ref(policy: PolicySpec, answer: Answer) -> list[float]:
-    return [drawn - ref for drawn, ref in zip(drawn_by(policy, answer), answer.ref_logprobs, strict=True)]
+def log_ratios_to_ref(policy: PolicySpec, response: Response) -> list[float]:
+    return [sampled - ref for sampled, ref in zip(sampled_by(policy, response), response.ref_logprobs, strict=True)]
 
 
-def penalties(policy: PolicySpec, answer: Answer, controls: Controls) -> list[float]:
+def penalties(policy: PolicySpec, response: Response, controls: Controls) -> list[float]:
     """Of every token in its reward."""
     if policy.kl is None or policy.kl.place == "loss":
-        return [0.0] * len(answer.tokens)
-    return [controls.coefficient * kl_estimate(policy.kl, x) for x in log_ratios_to_ref(policy, answer)]
+        return [0.0] * len(response.tokens)
+    return [controls.coefficient * kl_estimate(policy.kl, x) for x in log_ratios_to_ref(policy, response)]
 
 
 def kl_estimate(kl: KlSpec, log_ratio: float) -> float:
@@ -152,28 +152,28 @@ def kl_estimate(kl: KlSpec, log_ratio: float) -> float:
     return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[kl.estimator]
 
 
-def describe(spec: Spec, answers: list[Answer], controls: Controls, terms: Terms) -> None:
-    """What metrics say of the answers of a step and their scores."""
+def describe(spec: Spec, responses: list[Response], controls: Controls, terms: Terms) -> None:
+    """What metrics say of the responses of a step and their scores."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
-    for answer in answers:
-        score = answer.scores["reward"]
+    for response in responses:
+        score = response.scores["reward"]
         terms.add("score_invalid", [float(not math.isfinite(score))])
         if math.isfinite(score):
             terms.add("reward_mean", [score])
-        if math.isfinite(answer.scores.get("cost", math.nan)):
-            terms.add("cost_mean", [answer.scores["cost"]])
-        for each in (answer, answer.greedy):
+        if math.isfinite(response.scores.get("cost", math.nan)):
+            terms.add("cost_mean", [response.scores["cost"]])
+        for each in (response, response.greedy):
             terms.add("score_failed", [float(failed) for failed in each.has_failed.values()] if each else [])
-        if answer.greedy is not None and math.isfinite(answer.greedy.scores["reward"]):
-            terms.add("greedy_score", [answer.greedy.scores["reward"]])
-        terms.add("not_counted", [float(not answer.counts)])
-        terms.add("response_length", [len(answer.tokens)])
-        terms.add("truncated", [float(not answer.finished)])
+        if response.greedy is not None and math.isfinite(response.greedy.scores["reward"]):
+            terms.add("greedy_score", [response.greedy.scores["reward"]])
+        terms.add("not_counted", [float(not response.counts)])
+        terms.add("response_length", [len(response.tokens)])
+        terms.add("truncated", [float(not response.finished)])
         if policy.kl is not None:
             terms.add("kl_coefficient", [controls.coefficient])
-        if policy.kl is not None and answer.counts:
-            log_ratios, sizes = log_ratios_to_ref(policy, answer), list(map(abs, drawn_by(policy, answer)))
+        if policy.kl is not None and response.counts:
+            log_ratios, sizes = log_ratios_to_ref(policy, response), list(map(abs, sampled_by(policy, response)))
             terms.add("kl", [sum(log_ratios)], [sum(sizes)])
             terms.add("kl_token", log_ratios, sizes)
     if isinstance(policy, SafeRlhfSpec):

@@ -1,12 +1,12 @@
-"""The losses of the reference, from lists of tensors: one for each answer, as long as the answer."""
+"""The losses of the reference, from lists of tensors: one for each response, as long as the response."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from reference_answers import CRITICS, Answer
 from reference_models import Policy, Scorer
+from reference_responses import CRITICS, Response
 from reference_terms import Terms
 from torch import Tensor
 
@@ -33,28 +33,28 @@ def aggregate(losses: list[Tensor], how: str, longest: int) -> Tensor:
     raise AssertionError(how)
 
 
-def policy_loss(spec: Spec, actor: Policy, answers: list[Answer], terms: Terms) -> Tensor:
+def policy_loss(spec: Spec, actor: Policy, responses: list[Response], terms: Terms) -> Tensor:
     """The clipped surrogate, less the entropy bonus, with the penalties that are in the loss."""
     policy, longest = spec.algorithm, spec.data.max_response_tokens
     assert isinstance(policy, PolicySpec)
     losses, entropies, penalties = [], [], []
-    for answer in answers:
-        logprobs, entropy = actor.logprobs(answer.prompt, answer.tokens)
-        losses.append(surrogate(policy, answer, logprobs, terms))
+    for response in responses:
+        logprobs, entropy = actor.logprobs(response.prompt, response.tokens)
+        losses.append(surrogate(policy, response, logprobs, terms))
         entropies.append(entropy)
         terms.add("entropy", entropy)
         if policy.kl is not None and policy.kl.place == "loss":
-            log_ratio = logprobs - torch.tensor(answer.ref_logprobs)
+            log_ratio = logprobs - torch.tensor(response.ref_logprobs)
             penalties.append(policy.kl.coefficient * kl_of_tokens(policy.kl, log_ratio))
     how = policy.loss_aggregation
     bonus = policy.entropy_coefficient * aggregate(entropies, how, longest)
     return aggregate(losses, how, longest) - bonus + aggregate(penalties, how, longest)
 
 
-def surrogate(policy: PolicySpec, answer: Answer, logprobs: Tensor, terms: Terms) -> Tensor:
+def surrogate(policy: PolicySpec, response: Response, logprobs: Tensor, terms: Terms) -> Tensor:
     """The loss of every token."""
-    advantages, log_ratio = torch.tensor(answer.advantages), logprobs - torch.tensor(answer.logprobs)
-    # GSPO, eq. 7: the geometric mean over the answer stands for each of its tokens
+    advantages, log_ratio = torch.tensor(response.advantages), logprobs - torch.tensor(response.logprobs)
+    # GSPO, eq. 7: the geometric mean over the response stands for each of its tokens
     ratio = log_ratio.exp() if policy.ratio == "token" else log_ratio.mean().exp().expand(len(log_ratio))
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - policy.clip_low, 1 + policy.clip_high)
@@ -63,7 +63,7 @@ def surrogate(policy: PolicySpec, answer: Answer, logprobs: Tensor, terms: Terms
         # Ye et al. 2020, eq. 5
         bounded = torch.minimum(losses, -policy.dual_clip * advantages)
         losses = torch.stack([b if a < 0 else x for a, b, x in zip(advantages, bounded, losses, strict=True)])
-    losses = losses * importance_of(policy, answer, terms)
+    losses = losses * importance_of(policy, response, terms)
     terms.add("policy_loss", losses)
     terms.add("ratio_clipped", (clipped > plain).float())
     terms.add("update_kl", log_ratio.exp() - 1 - log_ratio, [1.0] * len(ratio))
@@ -76,32 +76,32 @@ def kl_of_tokens(kl: KlSpec, log_ratio: Tensor) -> Tensor:
     return {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[kl.estimator]
 
 
-def importance_of(policy: PolicySpec, answer: Answer, terms: Terms) -> Tensor:
+def importance_of(policy: PolicySpec, response: Response, terms: Terms) -> Tensor:
     """Weight of each token's loss; of one number all tokens have it."""
     settings = policy.importance
     if settings is None:
         return torch.tensor([1.0])
-    ratios = importance_ratios(settings, answer)
+    ratios = importance_ratios(settings, response)
     weights = [min(ratio, settings.cap) for ratio in ratios]
     terms.add("importance_weight", weights)
     terms.add("importance_clipped", [float(ratio > settings.cap) for ratio in ratios])
     return torch.tensor(weights)
 
 
-def importance_ratios(spec: ImportanceSpec, answer: Answer) -> list[float]:
-    """pi_old / pi_rollout of every token, or of the answer as one."""
-    log_ratios = [old - drawn for old, drawn in zip(answer.logprobs, answer.rollout_logprobs, strict=True)]
+def importance_ratios(spec: ImportanceSpec, response: Response) -> list[float]:
+    """pi_old / pi_rollout of every token, or of the response as one."""
+    log_ratios = [old - sampled for old, sampled in zip(response.logprobs, response.rollout_logprobs, strict=True)]
     return [math.exp(x) for x in (log_ratios if spec.level == "token" else [sum(log_ratios)])]
 
 
-def value_loss(spec: Spec, role: str, critic: Policy | Scorer, answers: list[Answer], terms: Terms) -> Tensor:
+def value_loss(spec: Spec, role: str, critic: Policy | Scorer, responses: list[Response], terms: Terms) -> Tensor:
     """Half of the squared error, the larger of plain and clipped, against the returns of critic ``role``."""
     ppo = spec.algorithm
     assert isinstance(ppo, PpoSpec) and role in CRITICS
     losses = []
-    for answer in answers:
-        values = critic.everywhere(answer.prompt, answer.tokens)[:-1]
-        returns, old = torch.tensor(answer.returns[role]), torch.tensor(answer.values[role][:-1])
+    for response in responses:
+        values = critic.everywhere(response.prompt, response.tokens)[:-1]
+        returns, old = torch.tensor(response.returns[role]), torch.tensor(response.values[role][:-1])
         plain = clipped = (values - returns) ** 2
         moved_far = torch.zeros(len(values), dtype=torch.bool)
         if ppo.value_clip is not None:
@@ -114,11 +114,11 @@ def value_loss(spec: Spec, role: str, critic: Policy | Scorer, answers: list[Ans
     return aggregate(losses, ppo.loss_aggregation, spec.data.max_response_tokens)
 
 
-def shared_loss(spec: Spec, actor: Policy, answers: list[Answer], terms: Terms) -> Tensor:
+def shared_loss(spec: Spec, actor: Policy, responses: list[Response], terms: Terms) -> Tensor:
     """Schulman et al. 2017, eq. 9: of both heads on one trunk."""
     assert isinstance(spec.algorithm, AcShareSpec)
-    values = value_loss(spec, "actor", actor, answers, terms)
-    return policy_loss(spec, actor, answers, terms) + spec.algorithm.value_coefficient * values
+    values = value_loss(spec, "actor", actor, responses, terms)
+    return policy_loss(spec, actor, responses, terms) + spec.algorithm.value_coefficient * values
 
 
 def text_loss(policy: PolicySpec, actor: Policy, texts: list[Example], terms: Terms) -> Tensor:

@@ -25,7 +25,7 @@ Weights = dict[str, Tensor]
 def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
     """A model of transformers, or peft's around it.
 
-    By definition of a run the numbers that no file holds, those of new adapters, are what torch draws behind its seed
+    By definition of a run the numbers that no file holds, those of new adapters, are what torch samples after its seed
     when the model is loaded and peft then adds its adapters, module by module.
     """
     with torch.random.fork_rng(devices=[]):
@@ -38,7 +38,7 @@ def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
 
 
 def lora_config(lora: LoraSpec, task: TaskType) -> LoraConfig:
-    """peft itself trains the head of a sequence classifier beside the adapters."""
+    """peft itself trains the head of a sequence classifier in addition to the adapters."""
     targets = "all-linear" if lora.targets is None else list(lora.targets)
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type=task)
 
@@ -55,19 +55,21 @@ class Policy:
     def next_logits(self, text: list[int]) -> Tensor:
         return self.model(input_ids=torch.tensor([text])).logits[0, -1].double()
 
-    def distributions(self, prompt: list[int], answer: list[int], temperature: float | None = None) -> Tensor:
-        """Log-probs (len(answer), vocabulary) of what may stand at every place of the answer."""
-        logits = self.model(input_ids=torch.tensor([prompt + answer])).logits[0]
+    def distributions(self, prompt: list[int], response: list[int], temperature: float | None = None) -> Tensor:
+        """Log-probs (len(response), vocabulary) of what may stand at every place of the response."""
+        logits = self.model(input_ids=torch.tensor([prompt + response])).logits[0]
         return (logits[len(prompt) - 1 : -1] / (temperature or self.temperature)).log_softmax(-1)
 
-    def logprobs(self, prompt: list[int], answer: list[int], temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """Log-prob of every token of the answer, and the entropy there; at the temperature of sampling by default."""
-        log_p = self.distributions(prompt, answer, temperature)
-        return log_p.gather(1, torch.tensor(answer)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    def logprobs(
+        self, prompt: list[int], response: list[int], temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob of every token of the response, and the entropy there; at the temperature of sampling by default."""
+        log_p = self.distributions(prompt, response, temperature)
+        return log_p.gather(1, torch.tensor(response)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
-    def everywhere(self, prompt: list[int], answer: list[int]) -> Tensor:
-        """Values (len(answer) + 1): before the answer, and after each of its tokens."""
-        return _judged(self.inner, prompt, answer)
+    def everywhere(self, prompt: list[int], response: list[int]) -> Tensor:
+        """Values (len(response) + 1): before the response, and after each of its tokens."""
+        return _judged(self.inner, prompt, response)
 
 
 class Scorer:
@@ -77,12 +79,12 @@ class Scorer:
         self.model = load(AutoModelForSequenceClassification, spec, seed, num_labels=1)
         self.inner = inner_of(self.model)
 
-    def everywhere(self, prompt: list[int], answer: list[int]) -> Tensor:
-        """(len(answer) + 1): before the answer, and after each of its tokens."""
-        return _judged(self.inner, prompt, answer)
+    def everywhere(self, prompt: list[int], response: list[int]) -> Tensor:
+        """(len(response) + 1): before the response, and after each of its tokens."""
+        return _judged(self.inner, prompt, response)
 
-    def score(self, prompt: list[int], answer: list[int]) -> Tensor:
-        return self.everywhere(prompt, answer)[-1]
+    def score(self, prompt: list[int], response: list[int]) -> Tensor:
+        return self.everywhere(prompt, response)[-1]
 
 
 def inner_of(model: Any) -> Any:
@@ -90,8 +92,8 @@ def inner_of(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _judged(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    hidden = model.model(input_ids=torch.tensor([prompt + answer])).last_hidden_state[0]
+def _judged(model: Any, prompt: list[int], response: list[int]) -> Tensor:
+    hidden = model.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
     return model.score(hidden[len(prompt) - 1 :])[:, 0]
 
 
@@ -137,7 +139,7 @@ class Trainee:
         self.first = copy_of(model)
 
     def update(self, loss: Tensor, terms: Terms) -> None:
-        """One optimizer step; the gradient norm is that before clipping. Of no answers the gradient is 0."""
+        """One optimizer step; the gradient norm is that before clipping. Of no responses the gradient is 0."""
         self.optimizer.zero_grad()
         (loss + sum(0.0 * parameter.sum() for parameter in self.parameters)).backward()
         limit = math.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
@@ -163,8 +165,8 @@ def saved(model: torch.nn.Module) -> Weights:
     """What a file of the trained model holds: all weights, or as peft writes them the adapters."""
     if not isinstance(model, PeftModel):
         return copy_of(model)
-    beside = {name: weight for name, weight in copy_of(model).items() if name == "base_model.model.score.weight"}
-    return get_peft_model_state_dict(model) | beside
+    head = {name: weight for name, weight in copy_of(model).items() if name == "base_model.model.score.weight"}
+    return get_peft_model_state_dict(model) | head
 
 
 def distance(weights: Weights, reference: Weights) -> float:

@@ -1,4 +1,4 @@
-"""Where the scores of the reference's answers come from: models, a user's function, rules, or several with weights."""
+"""Sources of scores of the reference's responses: models, a user's function, rules, or several with weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference_answers import SECTIONS, Answer
 from reference_models import Scorer
+from reference_responses import SECTIONS, Response
 
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource
 from flexrlhf.config.spec import Spec
 
 Said = float | list[float] | None
-"""Of an answer: its score, one for each of its tokens, or nothing."""
+"""Of a response: its score, one for each of its tokens, or nothing."""
 
 
 class Judge:
@@ -33,37 +33,39 @@ class Judge:
         self.calls_others = len(self.models) < len(self.sources)
 
     @torch.no_grad()
-    def judge(self, answer: Answer) -> None:
-        """Fill in what is said of ``answer``."""
-        said = [(source, self._ask(source, answer)) for source in self.sources]
+    def judge(self, response: Response) -> None:
+        """Fill in what is said of ``response``."""
+        said = [(source, self._ask(source, response)) for source in self.sources]
         called = [(source, each) for source, each in said if not is_model(source)]
         if self.models and not self.is_plain:
-            answer.said |= self._columns(said, called, len(answer.tokens))
-        answer.scores[self.section] = weighted_total(said)
+            response.said |= self._columns(said, called, len(response.tokens))
+        response.scores[self.section] = weighted_total(said)
         if self.by_token:
-            answer.token_scores[self.section] = weighted_tokens(said, len(answer.tokens))
+            response.token_scores[self.section] = weighted_tokens(said, len(response.tokens))
         if called:
-            answer.has_failed[self.section] = any(each is None for _, each in called)
+            response.has_failed[self.section] = any(each is None for _, each in called)
 
-    def _ask(self, source: Any, answer: Answer) -> Said:
+    def _ask(self, source: Any, response: Response) -> Said:
         if isinstance(source, ModelSource):
-            everywhere = self.models[source.model].everywhere(answer.prompt, answer.tokens).tolist()
+            everywhere = self.models[source.model].everywhere(response.prompt, response.tokens).tolist()
             return everywhere[1:] if source.level == "token" else everywhere[-1]
-        assert answer.example is not None, "the row that the prompt is of"
+        assert response.example is not None, "the row that the prompt is of"
         if isinstance(source, RuleSource):
-            return ruled(source, answer, self._text(answer))
+            return ruled(source, response, self._text(response))
         assert isinstance(source, FunctionSource)
         function = function_of(source.function)
-        columns = {"num_tokens": len(answer.tokens), **answer.example.columns}
+        columns = {"num_tokens": len(response.tokens), **response.example.columns}
         accepted = [name for name in list(inspect.signature(function).parameters)[2:] if name in columns]
-        (said,) = function([answer.example.text], [self._text(answer)], **{name: [columns[name]] for name in accepted})
+        (said,) = function(
+            [response.example.text], [self._text(response)], **{name: [columns[name]] for name in accepted}
+        )
         return said
 
-    def _text(self, answer: Answer) -> str:
-        return self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    def _text(self, response: Response) -> str:
+        return self.tokenizer.decode(response.tokens, skip_special_tokens=True)
 
     def _columns(self, said: list[tuple[Any, Said]], called: list[tuple[Any, Said]], length: int) -> dict[str, Any]:
-        """What is told of several sources one by one; all that are no models together."""
+        """Columns of several sources one by one; all that are no models together."""
         suffix, columns = SECTIONS[self.section], {}
         for source, each in said:
             if is_model(source):
@@ -88,7 +90,7 @@ def weighted_total(said: list[tuple[Any, Said]]) -> float:
 
 
 def weighted_tokens(said: list[tuple[Any, Said]], length: int) -> list[float]:
-    """A score of the whole answer stands on its last token."""
+    """A score of the whole response stands on its last token."""
     if any(each is None for _, each in said):
         return [math.nan] * length
     tokens = [0.0] * length
@@ -98,14 +100,14 @@ def weighted_tokens(said: list[tuple[Any, Said]], length: int) -> list[float]:
     return tokens
 
 
-def ruled(source: RuleSource, answer: Answer, text: str) -> Said:
+def ruled(source: RuleSource, response: Response, text: str) -> Said:
     """What the rules say; None of a row that has no right answer."""
-    assert answer.example is not None
+    assert response.example is not None
     if source.rule == "length":
         assert source.target_tokens is not None
-        return max(0.0, 1 - abs(len(answer.tokens) - source.target_tokens) / source.target_tokens)
+        return max(0.0, 1 - abs(len(response.tokens) - source.target_tokens) / source.target_tokens)
     assert source.rule == "exact_answer", f"the reference has no rule {source.rule}"
-    right = answer.example.columns.get(source.answer)
+    right = response.example.columns.get(source.answer)
     return None if right is None else float(text.strip() == right.strip())
 
 

@@ -1,4 +1,4 @@
-"""What trains on answers of the data set, in one process, sequence by sequence: SFT, reward models, DPO."""
+"""What trains on responses of the data set, in one process, sequence by sequence: SFT, reward models, DPO."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from reference_answers import Result, Step, padded, read_examples
-from reference_drawing import TIE, describe_answers
 from reference_losses import aggregate
 from reference_models import Policy, Scorer, Trainee, saved
+from reference_responses import Result, Step, padded, read_examples
+from reference_sampling import TIE, describe_responses
 from reference_terms import Terms
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -65,7 +65,7 @@ class Supervised:
         return self._pair_loss(examples, terms)
 
     def _likelihood_loss(self, sft: SftSpec, examples: Sequence[Example], terms: Terms) -> Tensor:
-        """Negative log-likelihood of the answers."""
+        """Negative log-likelihood of the responses."""
         losses = [-self._logprobs(example, 0) for example in examples]
         for loss in losses:
             terms.add("nll", loss)
@@ -95,14 +95,14 @@ class Supervised:
         return losses.mean()
 
     def _count(self, gaps: Tensor, name: str, terms: Terms) -> None:
-        """Of gaps near 0 rounding tells the sign, and their metric is left out; one has adapters that start at 0."""
+        """Of gaps near 0 rounding decides the sign, and their metric is left out; one has adapters that start at 0."""
         if gaps.abs().min() > TIE:
             terms.add(name, (gaps > 0).float())
         else:
             terms.leave_out(name)
 
     def _gap(self, example: Example) -> Tensor:
-        """log-ratio to the reference of the chosen answer less that of the rejected one."""
+        """log-ratio to the reference of the chosen response less that of the rejected one."""
         chosen, rejected = ((self._logprobs(example, s) - self._ref_logprobs(example, s)).sum() for s in (0, 1))
         return chosen - rejected
 
@@ -130,7 +130,7 @@ class Supervised:
 
     @torch.no_grad()
     def _evaluate(self, terms: Terms) -> None:
-        """What the model says of the held-out rows, if there are any."""
+        """The model's metrics of the evaluation rows, if there are any."""
         spec = self.spec
         if spec.eval is None:
             return
@@ -145,7 +145,7 @@ class Supervised:
                 for example in examples:
                     terms.add("eval_nll", -self._logprobs(example, 0))
                 assert isinstance(self.model, Policy)
-                describe_answers(spec, self.model, self.tokenizer, terms)
+                describe_responses(spec, self.model, self.tokenizer, terms)
             case _:
                 scores = [self._scores(example) for example in examples]
                 terms.add("eval_accuracy", [float(chosen > rejected) for chosen, rejected in scores])

@@ -67,14 +67,14 @@ def test_the_ranks_of_an_instruction_are_those_that_do_it(launches: Launches, ca
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
-    held = outcome.trace["otherData"]["held_bytes"]
-    assert sorted(held) == [str(rank) for rank in range(case.ranks)]
+    usage = outcome.trace["otherData"]["held_bytes"]
+    assert sorted(usage) == [str(rank) for rank in range(case.ranks)]
     for rank in range(case.ranks):
         placed = outcome.plan.placement.on_rank(rank)
-        assert sorted(held[str(rank)]) == sorted(model.name for model in placed), f"{case.name}, rank {rank}"
+        assert sorted(usage[str(rank)]) == sorted(model.name for model in placed), f"{case.name}, rank {rank}"
         for model in placed:
             state, where = outcome.plan.state(model, rank), f"{case.name}, rank {rank}, {model.name}"
-            assert state is not None and held[str(rank)][model.name]["weights"] == state.weights, where
+            assert state is not None and usage[str(rank)][model.name]["weights"] == state.weights, where
             if model.split == "whole" and model.layout.tp == 1 and model.settings.lora is None:
                 assert state.weights == files_bytes(model.settings.path), where
 
@@ -89,18 +89,21 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
 def test_models_sit_where_the_paper_puts_them(launches: Launches, case: Case, models: list[str]) -> None:
-    held = launches.outcome(case).trace["otherData"]["held_bytes"]
-    assert [sorted(held[str(rank)]) for rank in range(case.ranks)] == [names.split() for names in models]
+    usage = launches.outcome(case).trace["otherData"]["held_bytes"]
+    assert [sorted(usage[str(rank)]) for rank in range(case.ranks)] == [names.split() for names in models]
 
 
 @pytest.mark.parametrize("case", [param for param in CASES if "tight" in param.id])
 def test_an_offloaded_model_leaves_what_the_plan_says(launches: Launches, case: Case) -> None:
     """After the last step, when some models wait in host memory."""
-    outcome, away = launches.outcome(case), 0
+    outcome, offloaded = launches.outcome(case), 0
     for rank, models in outcome.trace["otherData"]["held_bytes"].items():
-        for name, held in models.items():
+        for name, usage in models.items():
             state = outcome.plan.state(outcome.plan.placement[name], int(rank))
-            if held["host"]:
-                away += 1
-                assert state is not None and held["host"] == pytest.approx(state.offloaded, rel=0.02), (case.name, name)
-    assert away, f"{case.name}: nothing was away"
+            if usage["host"]:
+                offloaded += 1
+                assert state is not None and usage["host"] == pytest.approx(state.offloaded, rel=0.02), (
+                    case.name,
+                    name,
+                )
+    assert offloaded, f"{case.name}: nothing was offloaded"

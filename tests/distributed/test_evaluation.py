@@ -1,4 +1,4 @@
-"""Held-out answers scored by a model on other ranks: the same numbers wherever it sits, and the best model kept."""
+"""Evaluation responses scored by a model on other ranks: the same numbers wherever it sits, and the best model kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flexrlhf.plan.pipeline import make_plan
 Raw = dict[str, Any]
 STEPS, BEST_STEP = 3, 1
 SAMPLES, PASS_AT, PASS_SCORE = 4, 2, 0.5
-NUM_HELD_OUT = 11
+NUM_EVALUATION_ROWS = 11
 """Of 8 places of a batch: the second one is not full."""
 RUNS: Mapping[str, Raw] = {
     "co-located": {},
@@ -50,13 +50,13 @@ class Run:
         rows = read_lines(self.directory / "metrics.jsonl")
         return [{name: value for name, value in row.items() if name.startswith("eval_")} for row in rows]
 
-    def held_out(self, step: int, operator: str, column: str) -> Tensor:
-        """A column of all held-out rows, which each rank has recorded for itself."""
+    def column(self, step: int, operator: str, column: str) -> Tensor:
+        """A column of all evaluation rows, put together from the files of the ranks."""
         rows: dict[int, Tensor] = {}
         for file in (self.directory / "columns").glob(f"held-out-step{step}-{operator}-*.safetensors"):
             part = load_file(file)
             rows |= dict(zip(part["rows"].tolist(), part[column], strict=True))
-        assert sorted(rows) == list(range(NUM_HELD_OUT * SAMPLES))
+        assert sorted(rows) == list(range(NUM_EVALUATION_ROWS * SAMPLES))
         return torch.stack([rows[row] for row in sorted(rows)])
 
     def weights(self, name: str) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def spec_of(assets: Assets, name: str, changes: Raw) -> Spec:
         "name": name,
         "algorithm": {"name": "ppo", "prompts_per_step": 8, "num_mini_batches": 2},
         "models": models,
-        # what a model tells and what is asked where the answers are
+        # a model's scores, and a source that is called on the ranks that have the responses
         "reward": [{"model": "reward"}, {"rule": "length", "target_tokens": 4, "weight": 0.5}],
         "data": {
             "path": str(assets.directory / "ppo.jsonl"),
@@ -83,7 +83,7 @@ def spec_of(assets: Assets, name: str, changes: Raw) -> Spec:
             "max_response_tokens": 8,
         },
         "eval": {
-            "path": str(assets.directory / "ppo-held-out.jsonl"),
+            "path": str(assets.directory / "ppo-evaluation.jsonl"),
             "every": 1,
             "samples_per_prompt": SAMPLES,
             "pass_at": PASS_AT,
@@ -124,19 +124,19 @@ def test_metrics_are_those_of_co_located_models(runs: dict[str, Run], name: str)
 
 @pytest.mark.parametrize("name", ["co-located", "interleaving", "six-models", "gathered"])
 def test_metrics_are_those_of_the_recorded_scores(runs: dict[str, Run], name: str) -> None:
-    """pass@k by all ways to draw k of a prompt's answers."""
+    """pass@k by all ways to choose k of a prompt's responses."""
     for step, metrics in enumerate(runs[name].metrics):
-        scores = runs[name].held_out(step, "scores", "scores").double()
-        right = (scores >= PASS_SCORE).view(NUM_HELD_OUT, SAMPLES)
-        draws = [right[:, list(draw)].any(1) for draw in combinations(range(SAMPLES), PASS_AT)]
+        scores = runs[name].column(step, "scores", "scores").double()
+        right = (scores >= PASS_SCORE).view(NUM_EVALUATION_ROWS, SAMPLES)
+        choices = [right[:, list(choice)].any(1) for choice in combinations(range(SAMPLES), PASS_AT)]
         assert 0 < float(right.double().mean()) < 1
-        finished = runs[name].held_out(step, "generate", "finished").double()
-        length = runs[name].held_out(step, "generate", "response_mask").double().sum(1)
+        finished = runs[name].column(step, "generate", "finished").double()
+        length = runs[name].column(step, "generate", "response_mask").double().sum(1)
         direct = {
             "eval_reward_mean": scores.mean(),
             "eval_reward_std": scores.std(correction=0),
             "eval_pass_at_1": right.double().mean(),
-            "eval_pass_at_k": torch.stack(draws).double().mean(),
+            "eval_pass_at_k": torch.stack(choices).double().mean(),
             "eval_truncated": 1 - finished.mean(),
             "eval_response_length": length.mean(),
             "eval_score_invalid": torch.tensor(0.0),
@@ -152,8 +152,8 @@ def test_the_best_model_is_that_of_the_best_evaluation(runs: dict[str, Run], nam
     best = max(range(STEPS), key=lambda step: values[step])
     assert best == BEST_STEP, f"{values}: choose settings under which it is neither the first nor the last"
     for role in ("actor", "critic"):
-        told = json.loads((runs[name].directory / f"{role}-best" / "best.json").read_text())
-        assert told == {"step": best, "metric": "eval_reward_mean", "value": values[best]}
+        best_file = json.loads((runs[name].directory / f"{role}-best" / "best.json").read_text())
+        assert best_file == {"step": best, "metric": "eval_reward_mean", "value": values[best]}
         found, last = runs[name].weights(f"{role}-best"), runs[name].weights(role)
         assert not all(torch.equal(found[key], last[key]) for key in last)
     if name == "co-located":
@@ -165,8 +165,8 @@ def test_samples_show_their_scores(runs: dict[str, Run]) -> None:
     # the first rank shows its own prompts: of two replicas every other one, alone all
     for name, replicas in (("co-located", 2), ("six-models", 1)):
         samples = read_lines(runs[name].directory / "samples.jsonl")
-        scores = runs[name].held_out(0, "scores", "scores")
-        # of each prompt the first answer
+        scores = runs[name].column(0, "scores", "scores")
+        # the first response to each prompt
         first = scores[:: SAMPLES * replicas]
         assert [sample["score"] for sample in samples[:4]] == pytest.approx(first[:4].tolist())
 

@@ -57,7 +57,7 @@ def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_p
 
 @pytest.fixture(scope="module")
 def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without an end whose answers a process of rank 1 decodes."""
+    """A run without an end whose responses a process of rank 1 decodes."""
     pytest.importorskip("vllm")
     assets = make_assets(tmp_path_factory.mktemp("rollouts"))
     raw = yaml.safe_load(dump_spec(assets.spec(Case("four", "six-chunks", 2, rollout="vllm-child"))))

@@ -25,7 +25,7 @@ LAST = 10
 """Steps whose mean counts as what was reached."""
 ALONE = {"kl": None, "entropy_coefficient": 0.05, "prompts_per_step": 128}
 GROUPS = {"kl": None, "entropy_coefficient": 0.05, "prompts_per_step": 64, "samples_per_prompt": 4}
-"""One answer to a prompt, or several. The bonus keeps an unlucky prompt from being given up."""
+"""One response to a prompt, or several. The bonus keeps an unlucky prompt from being given up."""
 BESIDE_REF = {"kl": {"coefficient": 0.01}}
 SHADOW = {"actor.shadow": 0.5, "actor": 0.5}
 SIX = {f"{role}{copy}": 0.5 for role in ("actor", "critic", "cost_critic") for copy in ("", ".shadow")}
@@ -145,7 +145,7 @@ def test_without_a_multiplier_the_cost_exceeds_its_limit(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("loss", PREFERENCES)
-def test_preferences_on_held_out_pairs_are_told(loss: str, runs: Runs) -> None:
+def test_preferences_on_evaluation_pairs_are_learnt(loss: str, runs: Runs) -> None:
     rows = runs.metrics("preferences", loss)
     assert rows[0]["eval_accuracy"] < 0.7
     assert mean(rows[-LAST:], "eval_accuracy") > 0.8

@@ -70,11 +70,11 @@ def test_tensors_take_the_planned_bytes(launches: Launches, engine: str, zero: i
     outcome = outcome_of(launches, engine, zero)
     (model,) = outcome.plan.placement.models
     for rank in range(2):
-        held, state = outcome.trace["otherData"]["held_bytes"][str(rank)]["actor"], outcome.plan.state(model, rank)
+        usage, state = outcome.trace["otherData"]["held_bytes"][str(rank)]["actor"], outcome.plan.state(model, rank)
         assert state is not None
         planned = state.weights + state.gradients + state.optimizer
-        measured = held["weights"] + held["gradients"] + held["optimizer"]
-        assert abs(measured - planned) < 0.03 * planned, (engine, zero, rank, held, state)
+        measured = usage["weights"] + usage["gradients"] + usage["optimizer"]
+        assert abs(measured - planned) < 0.03 * planned, (engine, zero, rank, usage, state)
 
 
 @pytest.mark.parametrize(("engine", "zero"), ENGINES)

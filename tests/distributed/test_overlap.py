@@ -19,11 +19,11 @@ LAGGING = Case("slow", "lag", 2)
 def interval(outcome: Outcome, operator: str, step: int, chunk: int | None = None) -> Interval:
     """Seconds at which the first rank began an operator and the last ended it."""
 
-    def wanted(span: dict[str, Any]) -> bool:
+    def matches(span: dict[str, Any]) -> bool:
         args = span["args"]
         return span["name"].startswith(operator + " on ") and (args["step"], args.get("chunk")) == (step, chunk)
 
-    spans = [span for span in outcome.spans if span["cat"] == "run" and wanted(span)]
+    spans = [span for span in outcome.spans if span["cat"] == "run" and matches(span)]
     return min(span["ts"] for span in spans) / 1e6, max(span["ts"] + span["dur"] for span in spans) / 1e6
 
 

@@ -1,7 +1,7 @@
 """16-bit models stay as near to the float32 reference as their rounding lets them.
 
-Numbers are compared where tokens are forced: on texts of the data, or on answers that a float32 actor gave. Every limit
-is about three times what was measured, on a CPU with AVX-512; the measured value stands beside it.
+Numbers are compared where tokens are forced: on texts of the data, or on responses of a float32 actor. Every limit is
+about three times what was measured, on a CPU with AVX-512; the measured value stands next to it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_frozen_models_in_float16_score_as_in_float32(launches: Launches, case: 
 
 
 @pytest.mark.parametrize("case", params(POLICIES))
-def test_the_first_update_starts_from_the_policy_that_answered(launches: Launches, case: Case) -> None:
+def test_the_first_update_starts_from_the_policy_that_generated(launches: Launches, case: Case) -> None:
     """One mini-batch a step, so that every ``update_kl`` is of a first update: half the mean square of log ratios."""
     rows = launches.outcome(case).metrics
     assert len(rows) == 3
@@ -115,6 +115,6 @@ def test_weights_lie_in_their_type(launches: Launches, case: Case) -> None:
     """A type that only a wrapper claims would hold twice the bytes of the plan."""
     outcome = launches.outcome(case)
     for rank, models in outcome.trace["otherData"]["held_bytes"].items():
-        for name, held in models.items():
+        for name, usage in models.items():
             state = outcome.plan.state(outcome.plan.placement[name], int(rank))
-            assert state is not None and held["weights"] == state.weights, (case.name, rank, name)
+            assert state is not None and usage["weights"] == state.weights, (case.name, rank, name)

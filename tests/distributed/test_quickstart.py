@@ -12,7 +12,7 @@ from commands import start
 from flexrlhf.data.quickstart import config_paths
 
 KL_BOUND = 8.0
-"""Nats per answer. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
+"""Nats per response. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def test_the_reward_model_tells_held_out_pairs_apart(runs: Path) -> None:
+def test_the_reward_model_ranks_evaluation_pairs(runs: Path) -> None:
     assert metrics(runs, "quickstart-reward")[-1]["eval_accuracy"] >= 0.8
 
 

@@ -1,5 +1,5 @@
 """SFT on instructions, then PPO on dialogues under each strategy, on four ranks; GRPO on school problems on two: real
-data where it lies beside the repository, the project's own fixtures of the same forms everywhere."""
+data where it lies next to the repository, the project's own fixtures of the same forms everywhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STRATEGIES = {
 }
 PROBLEMS = next(file for file in (REAL / "gsm8k.jsonl", FIXTURES / "question_answer.jsonl") if file.is_file())
 REWARDS = {"rule": {"rule": "gsm8k"}, "function": {"function": f"{SCORES}:borrowed"}}
-"""A random model solves nothing, but some of its answers have more characters of the right one than others."""
+"""A random model solves nothing, but some of its responses have more characters of the right one than others."""
 GRPO_RUNS: list[tuple[str, str, object]] = [
     ("rule", "co-located", [1, 1]),
     ("rule", "interleaving", [0.5, 0.5]),
@@ -105,7 +105,7 @@ def numbers(step: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize("data", [FIXTURES, REAL], ids=["fixtures", "real"])
 def test_sft_and_ppo_run_under_every_strategy(data: Path, tmp_path: Path) -> None:
     if not data.is_dir():
-        pytest.skip("the data folder is not beside the repository")
+        pytest.skip("the data folder is not next to the repository")
     process = start(["run", *make_configs(data, tmp_path)], tmp_path)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-2000:]

@@ -9,8 +9,8 @@ from cases import OF_ALGORITHMS, PREFERENCES, Case
 from comparison import reference_of
 from launcher import Launches
 from reference import Reference
-from reference_drawing import Drawing, NoTie
 from reference_models import distance, learning_rate
+from reference_sampling import NoTie, Sampler
 from reference_supervised import Supervised
 from torch import Tensor
 
@@ -21,7 +21,7 @@ FOUR = Case("four", "co-located", 1)
 
 
 def test_the_cases_have_teeth(launches: Launches) -> None:
-    """Training moves weights far beyond the tolerance; some answers are cut, not all; clips bind for some tokens."""
+    """Training moves weights far beyond the tolerance; some responses are cut, not all; clips bind for some tokens."""
     result = reference_of(launches.assets.spec(FOUR))
     assert min(result.moved.values()) > 1e-3, result.moved
     for step in result.steps:
@@ -29,7 +29,7 @@ def test_the_cases_have_teeth(launches: Launches) -> None:
         assert 0.1 < values["truncated"] < 0.9, values
         assert 0 < values["ratio_clipped"] < 1 and 0 < values["value_clipped"] < 1, values
         assert abs(values["kl_token"]) > 1e-3, values
-        assert len({len(answer.prompt) for answer in step.answers}) > 2
+        assert len({len(response.prompt) for response in step.responses}) > 2
 
 
 @pytest.mark.parametrize("setting", ["scheduled", "adapters", "shared", "sft-adapters", "reward-adapters"])
@@ -152,13 +152,13 @@ def test_learning_rates_follow_the_formula(settings: dict[str, object], rates: l
 
 
 def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches) -> None:
-    """The first answers are those of the base weights, whose log-probs are the shared ref's in every step."""
+    """The first responses are those of the base weights, whose log-probs are the shared ref's in every step."""
     first, second, _ = reference_of(launches.assets.spec(Case("shared", "co-located", 1))).steps
     assert first.columns["logprobs"].equal(first.columns["ref_logprobs"])
     assert first.metrics["kl_token"].value == 0 and abs(second.metrics["kl_token"].value) > 1e-3
 
 
-@pytest.mark.parametrize(("setting", "shape"), [("corrected", "lag-chunks"), ("corrected-answers", "lag-every-3")])
+@pytest.mark.parametrize(("setting", "shape"), [("corrected", "lag-chunks"), ("corrected-sequences", "lag-every-3")])
 def test_importance_has_teeth(launches: Launches, setting: str, shape: str) -> None:
     """Fresh weights are 1; of stale ones the cap cuts some, and the others say which tokens count for less."""
     first, *stale = reference_of(launches.assets.spec(Case(setting, shape, 2))).steps
@@ -173,48 +173,48 @@ def test_importance_has_teeth(launches: Launches, setting: str, shape: str) -> N
 
 
 def test_cuts_have_teeth(launches: Launches) -> None:
-    """Tokens are drawn from few, which are the likelier for it; no answer is short; of two cuts neither is idle."""
+    """Tokens are sampled from few, whose log-probs rise; no response is short; both cuts remove tokens."""
     spec = launches.assets.spec(Case("nucleus", "halves", 2))
     reference = Reference(spec)
     for step in reference_of(spec).steps:
         inside = step.columns["response_mask"].bool()
         assert (step.columns["rollout_logprobs"] > step.columns["logprobs"] + 0.1)[inside].float().mean() > 0.5
-        assert {len(answer.tokens) for answer in step.answers} <= {4, 5, 6, 7, 8}
+        assert {len(response.tokens) for response in step.responses} <= {4, 5, 6, 7, 8}
     logits = [reference.actor.next_logits(list(example.prompt)) for example in reference.examples]
-    reference.drawing.top_k = 0
-    by_p = [allowed(reference.drawing, each) for each in logits]
-    reference.drawing.top_k = spec.algorithm.top_k
-    by_both = [allowed(reference.drawing, each) for each in logits]
+    reference.sampler.top_k = 0
+    by_p = [allowed(reference.sampler, each) for each in logits]
+    reference.sampler.top_k = spec.algorithm.top_k
+    by_both = [allowed(reference.sampler, each) for each in logits]
     assert all(both < k and both < p for both, k, p in zip(by_both, [spec.algorithm.top_k] * 20, by_p, strict=True))
 
 
-def allowed(drawing: Drawing, logits: Tensor) -> int:
-    """How many tokens may be drawn first."""
-    scores = drawing.scores(logits, 0)
-    assert scores[drawing.end] == -math.inf
+def allowed(sampler: Sampler, logits: Tensor) -> int:
+    """Number of tokens that may be sampled first."""
+    scores = sampler.scores(logits, 0)
+    assert scores[sampler.end] == -math.inf
     return int(scores.isfinite().sum())
 
 
 @pytest.mark.parametrize("setting", ["stopped", "stopped-late"])
 def test_stop_strings_have_teeth(launches: Launches, setting: str) -> None:
-    """They end some answers, not all; each answer has one, if any, behind its shortest length and at its end alone."""
+    """They end some responses, not all; a response has at most one, behind its shortest length and at its end."""
     spec = launches.assets.spec(Case(setting, "co-located", 2))
-    drawing, answers = Reference(spec).drawing, [a for step in reference_of(spec).steps for a in step.answers]
-    stopped = [answer for answer in answers if answer.finished and answer.tokens[-1] != drawing.end]
-    assert 3 < len(stopped) < len(answers)
-    for answer in answers:
-        late = [drawing.text(answer.tokens[:end]) for end in range(drawing.shortest + 1, len(answer.tokens) + 1)]
-        early = drawing.text(answer.tokens[: drawing.shortest])
-        has_stopped = [any(text.count(stop) > early.count(stop) for stop in drawing.stop) for text in late]
+    sampler, responses = Reference(spec).sampler, [a for step in reference_of(spec).steps for a in step.responses]
+    stopped = [response for response in responses if response.finished and response.tokens[-1] != sampler.end]
+    assert 3 < len(stopped) < len(responses)
+    for response in responses:
+        late = [sampler.text(response.tokens[:end]) for end in range(sampler.shortest + 1, len(response.tokens) + 1)]
+        early = sampler.text(response.tokens[: sampler.shortest])
+        has_stopped = [any(text.count(stop) > early.count(stop) for stop in sampler.stop) for text in late]
         assert not any(has_stopped[:-1])
-        assert (answer in stopped) == has_stopped[-1] or answer.tokens[-1] == drawing.end
+        assert (response in stopped) == has_stopped[-1] or response.tokens[-1] == sampler.end
     if setting == "stopped":
-        across_words = [stop for stop in drawing.stop if " " in stop]
-        assert all(any(stop in drawing.text(answer.tokens) for answer in stopped) for stop in across_words)
+        across_words = [stop for stop in sampler.stop if " " in stop]
+        assert all(any(stop in sampler.text(response.tokens) for response in stopped) for stop in across_words)
 
 
-def test_greedy_answers_repeat_themselves(launches: Launches) -> None:
-    """Held-out answers of the likeliest tokens are others than sampled ones; the rest of the run is the same."""
+def test_greedy_responses_repeat_themselves(launches: Launches) -> None:
+    """Evaluation responses of the likeliest tokens are others than sampled ones; the rest of the run is the same."""
     greedy, sampled = (reference_of(launches.assets.spec(Case(s, "co-located", 2))).steps for s in ("greedy", "two"))
     assert [step.columns["tokens"].tolist() for step in greedy] == [step.columns["tokens"].tolist() for step in sampled]
     assert all(0 < step.metrics["eval_distinct_2"].value < 0.8 for step in greedy)
@@ -247,11 +247,11 @@ def test_versions_follow_the_rule(launches: Launches, lag: int, every: int, vers
     assert [Reference(spec).version(step) for step in range(5)] == versions
 
 
-def test_forcing_the_drawn_tokens_changes_nothing(launches: Launches) -> None:
+def test_forcing_the_sampled_tokens_changes_nothing(launches: Launches) -> None:
     spec = launches.assets.spec(FOUR)
-    drawn = reference_of(spec)
-    forced = Reference(spec, [{"tokens": step.columns["tokens"]} for step in drawn.steps]).run()
-    assert [step.metrics for step in forced.steps] == [step.metrics for step in drawn.steps]
+    sampled = reference_of(spec)
+    forced = Reference(spec, [{"tokens": step.columns["tokens"]} for step in sampled.steps]).run()
+    assert [step.metrics for step in forced.steps] == [step.metrics for step in sampled.steps]
 
 
 def test_forcing_a_token_that_does_not_tie_is_refused(launches: Launches) -> None:

@@ -1,5 +1,5 @@
-"""Rewards that go wrong in the midst of a run cost their answers, and nothing else: a service that is slow, fails or
-talks nonsense, a function that hangs or crashes; or they end the run with a sentence, where that is asked for."""
+"""Rewards that go wrong in the midst of a run cost their responses, and nothing else: a service that is slow, fails or
+talks nonsense, a function that hangs or crashes; or they end the run with a sentence, where the config says so."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Raw = dict[str, Any]
 RANKS, PROMPTS, SAMPLES = 2, 4, 4
 ROWS = PROMPTS * SAMPLES
 FAULTS = ("slow", "too slow", "500", "nan", "infinite", "count", "none")
-"""Of the service, step by step. Each rank asks once a step, since it does not ask again."""
+"""Of the service, step by step. Each rank sends one request a step, since it does not retry."""
 LOST = {"too slow": 1.0, "500": 1.0, "count": 1.0}
-"""Share of the answers that have no score."""
+"""Share of the responses that have no score."""
 INVALID = {**LOST, "nan": RANKS / ROWS, "infinite": RANKS / ROWS}
-"""Share of the answers whose score is no finite number."""
+"""Share of the responses whose score is no finite number."""
 GRPO = {"name": "grpo", "kl": None, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
 PLAIN_STEPS = 2
 TOLD = ("fine", "hang", "fine", "fine", "fine", "crash", "fine", "nan")
-"""To the function, row by row. Two steps take each row once; a call is asked about one prompt."""
+"""To the function, row by row. Two steps take each row once; a call scores one prompt."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     """All runs in one command; the last one is to end it."""
     directory = tmp_path_factory.mktemp("rewards")
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
-    rows = [{"prompt": word, "do": told} for word, told in zip(WORDS, TOLD, strict=False)]
+    rows = [{"prompt": word, "do": what} for word, what in zip(WORDS, TOLD, strict=False)]
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ExitStack() as stack:
         faulty = stack.enter_context(FaultyService(lambda number: FAULTS[number // RANKS]))
@@ -100,7 +100,7 @@ def weights_of(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def test_a_faulty_service_costs_the_answers_that_it_was_asked_about(left: Left) -> None:
+def test_a_faulty_service_costs_the_responses_of_its_requests(left: Left) -> None:
     rows = left.metrics("service")
     assert [row["score_failed"] for row in rows] == [LOST.get(fault, 0.0) for fault in FAULTS]
     for name in ("score_invalid", "not_counted"):
@@ -116,7 +116,7 @@ def test_no_fault_reaches_the_weights(left: Left, name: str) -> None:
 
 
 def test_ranks_with_the_same_rows_ask_once(left: Left) -> None:
-    """Two ranks of one replica; three answers a request."""
+    """Two ranks of one replica; three responses a request."""
     sizes = [len(texts) for texts in left.plain.texts]
     assert sum(sizes) == PLAIN_STEPS * ROWS and max(sizes) == 3
     assert all(row["score_failed"] == 0 and row["reward_mean"] == 1 for row in left.metrics("tensor-parallel"))

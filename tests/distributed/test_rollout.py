@@ -1,4 +1,4 @@
-"""Rollouts by vLLM, beside the equality of their runs with the reference: that it is vLLM, and that the gate stops.
+"""Rollouts by vLLM, apart from the equality of their runs with the reference: that it is vLLM, and that the gate stops.
 
 Two libraries add up the same numbers in another order, so their log-probs differ by rounding: 4e-6 was measured.
 """
@@ -44,7 +44,7 @@ def told_by_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def fresh_steps(outcome: Outcome) -> list[int]:
-    """Those whose answers are drawn with the weights that training of the step starts from."""
+    """Those whose responses are sampled with the weights that training of the step starts from."""
     return [row["step"] for row in outcome.metrics if row["policy_lag"] == 0]
 
 
@@ -79,14 +79,14 @@ def test_syncs_change_nothing_at_learning_rate_zero(launches: Launches, case: Ca
     assert len(syncs) == 1 and syncs[0].every == 1 and outcome.plan.spec.steps == 3
     first = load_file(f"{outcome.plan.model('actor').path}/model.safetensors")
     assert all(torch.equal(tensor, first[name]) for name, tensor in outcome.weights("actor").items())
-    for step, told in enumerate(reference_of(outcome.plan.spec).steps):
+    for step, expected in enumerate(reference_of(outcome.plan.spec).steps):
         for column in told_by_both(outcome, step):
-            assert float((column - told.columns["logprobs"]).abs().max()) < ROUNDING, (case.name, step)
+            assert float((column - expected.columns["logprobs"]).abs().max()) < ROUNDING, (case.name, step)
 
 
 @pytest.mark.parametrize("case", params([case for case in VLLM if case.setting == "one"]))
 def test_the_ratio_is_one_at_the_first_update_after_vllm(launches: Launches, case: Case) -> None:
-    """At temperature 0.7, with the whole step as one mini-batch: vLLM tells log-probs of what it draws from."""
+    """At temperature 0.7, one mini-batch a step: vLLM's log-probs are of what it samples from."""
     outcome = launches.outcome(case)
     assert outcome.plan.spec.algorithm.temperature == 0.7
     for step, row in enumerate(outcome.metrics):
@@ -97,18 +97,18 @@ def test_the_ratio_is_one_at_the_first_update_after_vllm(launches: Launches, cas
 
 @pytest.mark.parametrize("case", params([case for case in VLLM if case.setting == "four-samples"]))
 def test_samples_of_a_prompt_differ(launches: Launches, case: Case) -> None:
-    """vLLM keeps the keys and values of their prompt; the answers are four."""
+    """vLLM keeps the keys and values of their prompt; the responses are four."""
     outcome = launches.outcome(case)
     columns = outcome.columns(0)
-    answers = columns["tokens"].view(-1, 4, columns["tokens"].shape[1])
+    responses = columns["tokens"].view(-1, 4, columns["tokens"].shape[1])
     width = outcome.plan.lengths.prompt
-    assert answers[:, :, :width].eq(answers[:, :1, :width]).all()
-    assert all(len({tuple(answer) for answer in of_prompt.tolist()}) > 1 for of_prompt in answers)
+    assert responses[:, :, :width].eq(responses[:, :1, :width]).all()
+    assert all(len({tuple(response) for response in of_prompt.tolist()}) > 1 for of_prompt in responses)
 
 
 @pytest.mark.parametrize("case", params(VLLM))
 def test_an_engine_beside_training_sleeps_while_others_work(launches: Launches, case: Case) -> None:
-    """From its last answer of a step to the next weights; an engine on ranks of its own never sleeps."""
+    """From its last response of a step to the next weights; an engine on ranks of its own never sleeps."""
     outcome = launches.outcome(case)
     model, trained = outcome.plan.placement["actor.rollout"], outcome.plan.placement["actor"]
     for rank in model.ranks:
@@ -129,8 +129,8 @@ def test_an_engine_beside_training_sleeps_while_others_work(launches: Launches, 
 def test_vllm_may_draw_with_its_own_noise(launches: Launches, case: Case) -> None:
     """Other tokens than those of the program's noise, which the trainer finds as likely as vLLM says."""
     outcome = launches.outcome(case)
-    drawn = reference_of(outcome.plan.spec).steps[0].columns["tokens"]
-    assert (outcome.columns(0)["tokens"] != drawn).any()
+    sampled = reference_of(outcome.plan.spec).steps[0].columns["tokens"]
+    assert (outcome.columns(0)["tokens"] != sampled).any()
 
 
 # --- the gate

@@ -40,7 +40,7 @@ def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:
     )
     settings = model.settings.optimizer
     moments = 2 if settings.name != "sgd" else int(settings.momentum > 0)
-    # ZeRO keeps float32 weights of its own beside those of a float32 model
+    # ZeRO keeps float32 weights of its own in addition to those of a float32 model
     masters = int(model.engine == "deepspeed" and model.settings.zero > 0)
     return {
         "weights": weights,
@@ -51,8 +51,8 @@ def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:
 
 def shares(outcome: Outcome, model: PlacedModel, kind: str) -> list[float]:
     """What each rank holds, of the whole."""
-    held = outcome.trace["otherData"]["held_bytes"]
-    return [held[str(rank)][model.name][kind] / whole(outcome, model)[kind] for rank in model.ranks]
+    usage = outcome.trace["otherData"]["held_bytes"]
+    return [usage[str(rank)][model.name][kind] / whole(outcome, model)[kind] for rank in model.ranks]
 
 
 @pytest.mark.parametrize("case", params(DEEP + PLACED))

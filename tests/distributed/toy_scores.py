@@ -15,8 +15,8 @@ def copied(prompts: list[str], responses: list[str]) -> list[float]:
     return [_share(prompt.split(), response.split()) for prompt, response in zip(prompts, responses, strict=True)]
 
 
-def _share(wanted: list[str], said: list[str]) -> float:
-    return sum(one == other for one, other in zip(wanted, said, strict=False)) / len(wanted)
+def _share(right: list[str], said: list[str]) -> float:
+    return sum(one == other for one, other in zip(right, said, strict=False)) / len(right)
 
 
 def wealth(prompts: list[str], responses: list[str], num_tokens: list[int]) -> list[float]:
@@ -38,9 +38,9 @@ def borrowed(prompts: list[str], responses: list[str], answer: list[str]) -> lis
 
 
 def as_the_rows_say(prompts: list[str], responses: list[str], do: list[str]) -> list[float]:
-    """1 for every answer, but for what the rows of the data tell it to do."""
+    """1 for every response, except where the rows of the data say otherwise."""
     if "hang" in do:
         time.sleep(1000)
     if "crash" in do:
         os._exit(7)
-    return [float("nan") if told == "nan" else 1.0 for told in do]
+    return [float("nan") if what == "nan" else 1.0 for what in do]

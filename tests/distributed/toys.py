@@ -16,7 +16,7 @@ SCORES = Path(__file__).with_name("toy_scores.py")
 WORDS = [first + second for first in "bdfg" for second in "aei"]
 """12 words of one token each, and 4 special tokens: a vocabulary of 16."""
 HALVES = (WORDS[:6], WORDS[6:])
-NUM_HELD_OUT_PROMPTS, NUM_HELD_OUT_PAIRS = 24, 200
+NUM_EVALUATION_PROMPTS, NUM_EVALUATION_PAIRS = 24, 200
 SHAPE = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -34,28 +34,31 @@ COST_LIMIT = 0.5
 
 
 def write_toys(directory: Path) -> None:
-    """All pairs of words as prompts, of which no held-out one is trained on; pairs of answers; the tokenizer."""
+    """Write the tokenizer, all pairs of words as prompts, pairs of responses; evaluation rows are in no other file."""
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
-    draw = random.Random(1)
+    rng = random.Random(1)
     prompts = [{"prompt": f"{first} {second}"} for first in WORDS for second in WORDS]
-    draw.shuffle(prompts)
-    pairs = [preference(draw) for _ in range(1200)]
-    for name, rows, held_out in (("prompts", prompts, NUM_HELD_OUT_PROMPTS), ("pairs", pairs, NUM_HELD_OUT_PAIRS)):
-        _write(directory / f"{name}-held-out.jsonl", rows[:held_out])
-        _write(directory / f"{name}.jsonl", rows[held_out:])
+    rng.shuffle(prompts)
+    pairs = [preference(rng) for _ in range(1200)]
+    for name, rows, num_evaluated in (
+        ("prompts", prompts, NUM_EVALUATION_PROMPTS),
+        ("pairs", pairs, NUM_EVALUATION_PAIRS),
+    ):
+        _write(directory / f"{name}-evaluation.jsonl", rows[:num_evaluated])
+        _write(directory / f"{name}.jsonl", rows[num_evaluated:])
 
 
-def preference(draw: random.Random) -> Raw:
-    """Of two answers of four words the one with more words of the prompt's half of all words is chosen."""
-    more, fewer = sorted(draw.sample(range(5), 2), reverse=True)
-    prompt = draw.choice(WORDS)
-    return {"prompt": prompt, "chosen": _words(draw, prompt, more), "rejected": _words(draw, prompt, fewer)}
+def preference(rng: random.Random) -> Raw:
+    """A pair of responses of four words; that with more words of the prompt's half of all words is the chosen one."""
+    more, fewer = sorted(rng.sample(range(5), 2), reverse=True)
+    prompt = rng.choice(WORDS)
+    return {"prompt": prompt, "chosen": _words(rng, prompt, more), "rejected": _words(rng, prompt, fewer)}
 
 
-def _words(draw: random.Random, prompt: str, related: int) -> str:
+def _words(rng: random.Random, prompt: str, related: int) -> str:
     near, far = HALVES if prompt in HALVES[0] else HALVES[::-1]
-    words = draw.choices(near, k=related) + draw.choices(far, k=4 - related)
-    draw.shuffle(words)
+    words = rng.choices(near, k=related) + rng.choices(far, k=4 - related)
+    rng.shuffle(words)
     return " ".join(words)
 
 
@@ -68,9 +71,9 @@ def trained(learning_rate: float) -> Raw:
 
 
 def copying(directory: Path, name: str, algorithm: Raw, placement: object, steps: int = 200) -> Raw:
-    """The answer is to repeat the prompt's two words. The optimum is 1; a random answer earns 1 / 16."""
+    """A run whose response should repeat the prompt's two words. The optimum is 1; a random response earns 1 / 16."""
     raw = _run(directory, name, algorithm, placement, steps)
-    # a prompt of which all answers are alike teaches a group nothing: it must not come to that too soon
+    # a prompt of which all responses are alike teaches a group nothing: it must not come to that too soon
     raw["models"]["actor"] = trained(3e-3 if "samples_per_prompt" in algorithm else 5e-3)
     if algorithm["name"] == "ppo":
         raw["models"]["critic"] = trained(5e-3)
@@ -79,7 +82,7 @@ def copying(directory: Path, name: str, algorithm: Raw, placement: object, steps
 
 
 def earning(directory: Path, name: str, lagrange: Raw, placement: object, steps: int) -> Raw:
-    """Two words an answer: a dear one earns 1; a tempting one earns 2, and costs 1.
+    """Two words a response: a dear one earns 1; a tempting one earns 2, and costs 1.
 
     With no regard to the cost it is 2 and the reward 4; without any cost the reward is 2. The bonus for entropy makes
     the policy follow the multiplier smoothly: in balance both words are likely, at a multiplier a little above 1.
@@ -96,7 +99,7 @@ def earning(directory: Path, name: str, lagrange: Raw, placement: object, steps:
 
 
 def preferring(directory: Path, name: str, placement: object, steps: int = 150, **settings: Any) -> Raw:
-    """Pairs whose chosen answer has more words of the prompt's half; accuracy on pairs that were never seen."""
+    """Pairs whose chosen response has more words of the prompt's half; accuracy on pairs that were never seen."""
     algorithm = {"name": "dpo", "prompts_per_step": 32, **settings}
     raw = _run(directory, name, algorithm, placement, steps, "pairs", response_tokens=5)
     raw["models"]["actor"] = trained(2e-3)
@@ -123,7 +126,7 @@ def _run(
             "max_prompt_tokens": 3,
             "max_response_tokens": response_tokens,
         },
-        "eval": {"path": str(directory / f"{data}-held-out.jsonl")},
+        "eval": {"path": str(directory / f"{data}-evaluation.jsonl")},
         "placement": placement,
         "steps": steps,
         "cluster": {"devices": 2, "device": "cpu"},

@@ -19,10 +19,10 @@ from symbolic import (
     Cell,
     Value,
     digest,
-    held_out_value,
+    evaluation_value,
     initial_weights,
     input_value,
-    num_held_out,
+    num_evaluation_prompts,
     statistic,
     updated,
     written,
@@ -53,8 +53,8 @@ class EmulationError(AssertionError):
 class Trace:
     """What one rank did. ``seen``: every cell it produced or received. ``looks``: (what, model, step, weights).
 
-    ``begun``: answers of later chunks that its rollout engines could begin with. ``evaluated``, ``evaluations``: cells
-    of held-out rows that it saw, and that it produced.
+    ``begun``: responses of later chunks that its rollout engines could begin with. ``evaluated``, ``evaluations``:
+    cells of evaluation rows that it saw, and that it produced.
     """
 
     seen: dict[Cell, Value] = field(default_factory=dict)
@@ -177,8 +177,8 @@ class Rank:
                 if run.operator.kind == "generate":
                     self._begin(step, run)
                 reads = self._reads(step, run, run.mini_batches)
-                held = self._pass(("run", position), model, run, reads)
-                weights = held if run.operator.adapters else initial_weights(model.role)
+                own = self._pass(("run", position), model, run, reads)
+                weights = own if run.operator.adapters else initial_weights(model.role)
                 for row, read in reads.items():
                     self._write(step, run, row, read, weights)
 
@@ -192,12 +192,12 @@ class Rank:
                 self.trace.weights[run.model] = updated(run.operator, self.trace.weights[run.model], reads)
 
     def _begin(self, step: int, run: Run) -> None:
-        """Whatever engine generates may begin with what it is told comes next: so just that must come, with the same
+        """An engine that generates may begin with the batches ahead: so just these must come, with the same
         weights, and its prompts must be there."""
         begun = self._begun[run.model]
         assert run.mini_batches == (begun.pop(0) if begun else run.mini_batches), f"begun {begun}"
         ahead = self._plan.ahead(run)
-        assert begun == ahead[: len(begun)], f"told of {ahead}, begun {begun}"
+        assert begun == ahead[: len(begun)], f"{ahead} ahead, begun {begun}"
         self._begun[run.model] = list(ahead)
         self.trace.begun += len(ahead)
 
@@ -235,10 +235,10 @@ class Rank:
             assert not twice, f"row {twice[:1]} reaches the reduction twice, also from rank {rank}"
             merged |= gift
         batch = self._plan.batch
-        wanted = batch.rows(tuple(prompt for m in mini_batches for prompt in batch.prompts(m)))
-        missing = sorted(set(wanted) - merged.keys())
+        expected = batch.rows(tuple(prompt for m in mini_batches for prompt in batch.prompts(m)))
+        missing = sorted(set(expected) - merged.keys())
         assert not missing, f"row {missing[:1]} reaches no replica of {model.name}"
-        assert len(merged) == len(wanted), f"rows {sorted(merged.keys() - set(wanted))} are not of this mini-batch"
+        assert len(merged) == len(expected), f"rows {sorted(merged.keys() - set(expected))} are not of this mini-batch"
         return dict(sorted(merged.items()))
 
     def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
@@ -334,8 +334,8 @@ class Rank:
     def _check_everything(self, step: int, move: Move, mini_batches: range) -> None:
         batch = self._plan.batch
         rows = batch.rows(tuple(prompt for m in mini_batches for prompt in batch.prompts(m)))
-        held = self._rows[step].values
-        missing = [(column, row) for column in move.columns for row in rows if (column, row) not in held]
+        present = self._rows[step].values
+        missing = [(column, row) for column in move.columns for row in rows if (column, row) not in present]
         assert not missing, f"after the all_gather {move.label} rank {self.number} lacks {missing[0]}"
 
     # Sync --------------------------------------------------------------------------------------------------------
@@ -364,11 +364,11 @@ class Rank:
     # Eval --------------------------------------------------------------------------------------------------------
 
     def _evaluate(self, position: Position, step: int, instruction: Eval) -> None:
-        held_out = HeldOutRank(self, instruction)
-        held_out.walk(position, step, instruction)
-        self.trace.looks += held_out.trace.looks
-        self.trace.evaluated |= held_out.trace.seen
-        self.trace.evaluations |= held_out.trace.produced
+        evaluation = EvaluationRank(self, instruction)
+        evaluation.walk(position, step, instruction)
+        self.trace.looks += evaluation.trace.looks
+        self.trace.evaluated |= evaluation.trace.seen
+        self.trace.evaluations |= evaluation.trace.produced
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -423,12 +423,12 @@ class Rank:
         assert len(ranks) == 1 or Group(purpose, ranks) in self._plan.groups, f"no group {purpose!r} of {ranks}"
 
 
-class HeldOutRank(Rank):
+class EvaluationRank(Rank):
     """``rank`` while an evaluation lasts: its weights, with rows of their own."""
 
     def __init__(self, rank: Rank, instruction: Eval) -> None:
         batch, plan = instruction.batch, rank._plan
-        shape = evaluation_shape(num_held_out(batch.num_prompts), batch)
+        shape = evaluation_shape(num_evaluation_prompts(batch.num_prompts), batch)
         graph = replace(plan.graph, operators=plan.graph.evaluation)
         super().__init__(rank.number, replace(plan, batch=shape, graph=graph), rank._fabric, rank._mode)
         self.trace = Trace(weights=rank.trace.weights)
@@ -451,7 +451,7 @@ class HeldOutRank(Rank):
         self._look("eval", step, run, self._weights(run.model))
 
     def _begin(self, step: int, run: Run) -> None:
-        """The trained copy draws answers batch by batch."""
+        """The trained copy generates responses batch by batch."""
 
     def _combine(self, position: Position, step: int, run: Run, model: PlacedModel) -> None:
         """Rows by themselves, or a statistic of all."""
@@ -462,7 +462,7 @@ class HeldOutRank(Rank):
             self._write(step, run, row, read, 0)
 
     def _input(self, step: int, column: str, row: int) -> Value:
-        return held_out_value(column, row)
+        return evaluation_value(column, row)
 
     def _moved(self, move: Move) -> range:
         return self._batches

@@ -53,13 +53,13 @@ def all_rows_everywhere(plan: Plan, move: Move) -> bool:
     """Whether every rank of ``move`` has all prompts of its columns afterwards: own, received before, received now."""
     instructions = plan.schedule.instructions
     mini_batches = plan.batch.mini_batches if move.chunk is None else plan.batch.chunk(move.chunk)
-    wanted = {(c, prompt) for c in move.columns for m in mini_batches for prompt in plan.batch.prompts(m)}
-    held: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    needed = {(c, prompt) for c in move.columns for m in mini_batches for prompt in plan.batch.prompts(m)}
+    present: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for run in (x for x in instructions if isinstance(x, Run)):
         for rank in run.ranks:
             prompts = plan.batch.prompts_on(plan.placement[run.model].layout, rank, run.mini_batches)
-            held[rank].update(product(run.operator.writes, prompts))
+            present[rank].update(product(run.operator.writes, prompts))
     for earlier in (x for x in instructions[: instructions.index(move) + 1] if isinstance(x, Move)):
         for transfer in earlier.transfers:
-            held[transfer.destination].update(product([transfer.column], transfer.prompts))
-    return all(wanted <= held[rank] for rank in move.ranks)
+            present[transfer.destination].update(product([transfer.column], transfer.prompts))
+    return all(needed <= present[rank] for rank in move.ranks)

@@ -1,4 +1,4 @@
-"""Seeded random specs of every strategy. Draws that planning refuses are counted and drawn again."""
+"""Seeded random specs of every strategy. Specs that planning refuses are counted and replaced."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ COMPUTE = (
 
 
 @dataclass
-class Draws:
-    """Valid draws, and how many draws planning refused, by the first words of the reason."""
+class RandomSpecs:
+    """Valid specs, and how many planning refused, by the first words of the reason."""
 
     specs: list[Raw] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
@@ -52,12 +52,12 @@ class Draws:
         return len(self.plans) / (len(self.plans) + self.refused.total())
 
 
-def draw_valid(count: int, seed: int) -> Draws:
+def valid_specs(count: int, seed: int) -> RandomSpecs:
     """``count`` valid specs; the same for the same ``seed``."""
     rng = Random(seed)
-    draws = Draws()
-    while len(draws.plans) < count:
-        raw = draw(rng)
+    specs = RandomSpecs()
+    while len(specs.plans) < count:
+        raw = make_spec(rng)
         try:
             plan = make_plan(parse_spec(raw))
             if _chance(rng, 0.7) and _add_tensor_parallel(rng, raw, plan):
@@ -65,14 +65,14 @@ def draw_valid(count: int, seed: int) -> Draws:
             if _chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
                 plan = make_plan(parse_spec(raw))
-            draws.plans.append(plan)
-            draws.specs.append(raw)
+            specs.plans.append(plan)
+            specs.specs.append(raw)
         except UserError as error:
-            draws.refused[" ".join(str(error).removeprefix("config: ").split()[:2])] += 1
-    return draws
+            specs.refused[" ".join(str(error).removeprefix("config: ").split()[:2])] += 1
+    return specs
 
 
-def draw(rng: Random) -> Raw:
+def make_spec(rng: Random) -> Raw:
     """One spec, mostly valid."""
     name = rng.choices(("ppo", "sft", "reward"), (18, 1, 1))[0]
     strategy = rng.choices(("co-located", "interleaving", "disaggregated"), (1, 3, 4))[0]
@@ -101,7 +101,7 @@ def draw(rng: Random) -> Raw:
     if _chance(rng, 0.1):
         spec["schedule"]["strategy"] = strategy
     if _chance(rng, 0.3):
-        spec["eval"] = {"path": "held_out.jsonl", "every": rng.choice((None, 1, 2))}
+        spec["eval"] = {"path": "evaluation.jsonl", "every": rng.choice((None, 1, 2))}
         if name == "ppo":
             spec["eval"]["samples_per_prompt"] = rng.choice((None, 1, 2, 3))
             spec["save"]["best"] = rng.choice((None, "eval_reward_mean"))
@@ -288,10 +288,10 @@ def _row_shares(rng: Random, count: int) -> list[int]:
     return shares if sum(shares) else [1] * count
 
 
-def coverage(draws: Draws) -> dict[str, Counter[str]]:
-    """What the draws exercise: feature → value → number of specs (or of Moves, for primitives)."""
+def coverage(specs: RandomSpecs) -> dict[str, Counter[str]]:
+    """What the specs exercise: feature → value → number of specs (or of Moves, for primitives)."""
     table: dict[str, Counter[str]] = {}
-    for plan in draws.plans:
+    for plan in specs.plans:
         for feature, values in _features(plan).items():
             table.setdefault(feature, Counter()).update(values)
     return table
@@ -323,7 +323,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "adapters": _adapters(plan),
         "syncs": [_reshards(plan, x) for x in plan.schedule.instructions if isinstance(x, Sync)],
         "offload": ["some" if _is_tight(plan) else "none"],
-        "rollout": [_rollout_kind(plan), *(["beside, asleep, little memory"] if _sleeps_tight(plan) else [])],
+        "rollout": [_rollout_kind(plan), *(["same ranks, asleep, little memory"] if _sleeps_tight(plan) else [])],
         "rollout tp": [str(m.layout.tp) for m in placement.models if m.rollout is not None],
         "gate": [_gate(plan)],
         "importance": [getattr(getattr(algorithm, "importance", None), "level", "none")],
@@ -341,7 +341,7 @@ def _is_tight(plan: Plan) -> bool:
 
 
 def _sleeps_tight(plan: Plan) -> bool:
-    return _is_tight(plan) and _rollout_kind(plan) == "beside, asleep"
+    return _is_tight(plan) and _rollout_kind(plan) == "same ranks, asleep"
 
 
 def _rollout_kind(plan: Plan) -> str:
@@ -350,7 +350,7 @@ def _rollout_kind(plan: Plan) -> str:
         return "none"
     if engine in plan.placement.shadows:
         return f"apart, {engine.rollout.process}"
-    return "beside, asleep" if engine.rollout.sleep else "beside, awake"
+    return "same ranks, asleep" if engine.rollout.sleep else "same ranks, awake"
 
 
 def _gate(plan: Plan) -> str:

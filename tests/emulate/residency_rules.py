@@ -1,4 +1,4 @@
-"""What is on a device fits it. Written from the rule, not from the code that decides what is put away."""
+"""What is on a device fits it. Written from the rule, not from the code that decides what is offloaded."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def models_used(plan: Plan, rank: int, instruction: Instruction) -> set[str]:
 
 
 def check_residency(plan: Plan) -> None:
-    """While a rank works, all that lies on its device fits, or nothing lies there that it does not work with and could
-    put away (a process of its own cannot be)."""
+    """While a rank works, all models on its device fit, or none is there that it does not work with and that could be
+    offloaded (a process of its own cannot be)."""
     memory = memory_of(plan)
     for rank in range(plan.placement.num_ranks):
         capacity = memory.capacity(rank)
@@ -45,14 +45,14 @@ def check_residency(plan: Plan) -> None:
             where = f"rank {rank}, step {step}: {instruction.kind} {instruction.label}"
             assert used <= here, f"{where} without {sorted(used - here)}"
             if used and capacity is not None:
-                held = sum(states[name] for name in here) + needed[id(instruction)]
+                total = sum(states[name] for name in here) + needed[id(instruction)]
                 idle = {name for name in here - used if states[name]}
-                assert held <= capacity or not idle, f"{where}: {held} of {capacity} bytes, with {sorted(here)}"
+                assert total <= capacity or not idle, f"{where}: {total} of {capacity} bytes, with {sorted(here)}"
 
 
 def check_sleep(plan: Plan) -> None:
-    """A rollout engine beside the trained copy is on the device while it generates a batch, chunk by chunk, and for its
-    Sync; while other models work, it is not. One that does not sleep moves only where memory is short."""
+    """A rollout engine on the ranks of the trained copy is on the device while it generates a batch, chunk by chunk,
+    and for its Sync; while other models work, it is not. One that does not sleep moves only where memory is short."""
     for engine in plan.placement.models:
         if engine.rollout is None or not set(engine.ranks) & set(plan.placement[engine.role].ranks):
             continue
@@ -75,11 +75,11 @@ def _check_asleep(plan: Plan, engine: str, rank: int) -> None:
         others = models_used(plan, rank, instruction) - {engine}
         if isinstance(instruction, Run) and others and is_done:
             where = f"rank {rank}, step {step}: {instruction.label}"
-            assert not awake, f"{where} beside {engine}, which does not sleep"
+            assert not awake, f"{where} next to {engine}, which does not sleep"
 
 
 def least_and_most(plan: Plan) -> tuple[int, int]:
-    """Bytes of a device on which every instruction fits by itself, and on which nothing is ever put away."""
+    """Bytes of a device on which every instruction fits by itself, and on which nothing is ever offloaded."""
     memory, least, most = memory_of(plan), 0, 0
     for rank in range(plan.placement.num_ranks):
         states = {model.name: memory.state(rank, model.name) for model in plan.placement.on_rank(rank)}

@@ -1,7 +1,7 @@
 """What an algorithm computes, without numbers: a value is a digest of everything that it depends on.
 
 Two executions agree on a value only if they agree on the weights, the rows and the order that led to it. ``reference``
-computes a run from its spec alone, one batch after another, and knows neither placement nor schedule.
+computes a run from its spec alone, one batch after another, without placement or schedule.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def input_value(step: int, column: str, row: int) -> Value:
     return digest("input", step, column, row)
 
 
-def held_out_value(column: str, row: int) -> Value:
-    """The same of held-out rows, which are those of every evaluation."""
+def evaluation_value(column: str, row: int) -> Value:
+    """As above, of an evaluation row; every evaluation has the same rows."""
     return digest("held out", column, row)
 
 
-def num_held_out(batch: int) -> int:
-    """Held-out prompts of an emulated run: a whole batch, and one of about half."""
+def num_evaluation_prompts(batch: int) -> int:
+    """Evaluation prompts of an emulated run: a whole batch, and one of about half."""
     return batch + (batch + 1) // 2
 
 
@@ -61,7 +61,7 @@ def updated(operator: Operator, weights: Value, reads: Mapping[int, Value]) -> V
 @dataclass(frozen=True)
 class Reference:
     """``columns``: every cell of the run. ``versions``: role → its weights after 0, 1, 2 … batches. ``evaluated``: the
-    cells of held-out rows, by the step behind which they were computed."""
+    cells of evaluation rows, by the step behind which they were computed."""
 
     columns: dict[Cell, Value]
     versions: dict[str, list[Value]]
@@ -85,7 +85,7 @@ def version_used(spec: Spec, operator: Operator, batch: int) -> int:
 
 def is_compared(spec: Spec, batch: int) -> bool:
     """Whether the gate looks at ``batch``: at each so many, and at the first behind a sync, of those that the engine
-    draws with the newest weights."""
+    samples with the newest weights."""
     parity = spec.rollout.parity
     if spec.rollout.engine == "transformers" or parity is None:
         return False
@@ -111,7 +111,7 @@ def has_shadows(spec: Spec, num_roles: int) -> bool:
 
 
 def reference(spec: Spec) -> Reference:
-    """The right answer to ``spec``."""
+    """The right result of ``spec``."""
     return _Run(spec).play()
 
 
@@ -139,20 +139,20 @@ class _Run:
         return Reference(self._columns, self._versions, self._evaluated)
 
     def _evaluate(self, step: int) -> None:
-        """All held-out rows, by the weights that the step has left."""
+        """All evaluation rows, by the weights that the step has left."""
         settings, algorithm = self._spec.eval, self._spec.algorithm
         assert settings is not None
         samples = settings.samples_per_prompt or algorithm.samples_per_prompt
         for operator in self._graph.evaluation:
-            for row in range(num_held_out(algorithm.num_prompts) * samples):
-                read = digest(*(self._read_held_out(step, column, row) for column in operator.reads))
+            for row in range(num_evaluation_prompts(algorithm.num_prompts) * samples):
+                read = digest(*(self._read_evaluation(step, column, row) for column in operator.reads))
                 weights = self._versions[operator.role][-1] if operator.adapters else initial_weights(operator.role)
                 context = 0 if operator.kind == "combine" else weights
                 for column in operator.writes:
                     self._evaluated[step, column, row] = written(operator, column, step, row, read, context)
 
-    def _read_held_out(self, step: int, column: str, row: int) -> Value:
-        return held_out_value(column, row) if column in self._graph.inputs else self._evaluated[step, column, row]
+    def _read_evaluation(self, step: int, column: str, row: int) -> Value:
+        return evaluation_value(column, row) if column in self._graph.inputs else self._evaluated[step, column, row]
 
     def _mini_batches(self) -> list[range]:
         """Rows by mini-batch: contiguous prompts with all their samples, sizes of prompts differ by at most one."""

@@ -1,4 +1,4 @@
-"""Plans executed with one thread per rank: random specs reach the right answer and none of them blocks."""
+"""Plans executed with one thread per rank: random specs reach the right result and none of them blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import yaml
 from emulator import EmulationError, Mode, Trace, emulate
 from move_rules import check_moves
-from random_specs import INIT, Draws, coverage, draw_valid, format_table
+from random_specs import INIT, RandomSpecs, coverage, format_table, valid_specs
 from replay import Item, find_deadlock
 from residency_rules import check_residency, check_sleep, least_and_most
-from symbolic import Cell, Reference, inference_version, is_compared, num_held_out, reference
+from symbolic import Cell, Reference, inference_version, is_compared, num_evaluation_prompts, reference
 
 from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.config.spec_file import parse_spec
@@ -38,8 +38,8 @@ SHORT_SECONDS = 0.5
 
 
 @cache
-def draws() -> Draws:
-    return draw_valid(NUM_SPECS, SEED)
+def random_specs() -> RandomSpecs:
+    return valid_specs(NUM_SPECS, SEED)
 
 
 def streams_of(plan: Plan) -> dict[int, list[Item]]:
@@ -58,7 +58,7 @@ def expanded(plan: Plan) -> dict[int, list[Item]]:
 def _items(position: int, step: int, instruction: Instruction, rank: int) -> list[Item]:
     if not isinstance(instruction, Eval):
         return [(position, step, instruction)]
-    shape = evaluation_shape(num_held_out(instruction.batch.num_prompts), instruction.batch)
+    shape = evaluation_shape(num_evaluation_prompts(instruction.batch.num_prompts), instruction.batch)
     inner = walk_evaluation(instruction, shape, rank)
     return [(position + PER_BATCH * len(batches) * batches.stop + place, step, each) for place, each, batches in inner]
 
@@ -78,23 +78,23 @@ def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = Non
         "schedule": schedule or {},
         "sync": {"every": sync_every},
         "rollout": rollout,
-        **({} if evaluation is None else {"eval": {"path": "held_out.jsonl", "every": 2, **evaluation}}),
+        **({} if evaluation is None else {"eval": {"path": "evaluation.jsonl", "every": 2, **evaluation}}),
     }
     return make_plan(parse_spec(raw))
 
 
 def check_plan(plan: Plan) -> None:
-    """The whole proof for one plan: no deadlock, Moves that say what they do, the right answer in both modes."""
+    """The whole proof for one plan: no deadlock, Moves that say what they do, the right result in both modes."""
     deadlock = find_deadlock(expanded(plan))
     assert deadlock is None, f"deadlock:\n{deadlock and deadlock.grid()}"
     check_moves(plan)
     check_residency(plan)
     check_sleep(plan)
     for mode in MODES:
-        check_answer(plan, emulate(plan, mode))
+        check_result(plan, emulate(plan, mode))
 
 
-def check_answer(plan: Plan, traces: dict[int, Trace]) -> None:
+def check_result(plan: Plan, traces: dict[int, Trace]) -> None:
     """Every cell that a rank saw, the final weights, and those that were evaluated and saved equal the reference's."""
     expected = reference(plan.spec)
     _check_columns(plan, traces, expected.columns)
@@ -107,8 +107,8 @@ def check_answer(plan: Plan, traces: dict[int, Trace]) -> None:
             assert weights == versions[trained], f"rank {rank}, step {step}: {what} sees other weights of {model}"
         holds_actor = any(model.name == "actor" for model in plan.placement.on_rank(rank))
         compared = [step for what, _, step, _ in trace.looks if what == "parity"]
-        wanted = [step for step in range(plan.spec.steps) if holds_actor and is_compared(plan.spec, step)]
-        assert compared == wanted, f"rank {rank} compares the engines at steps {compared}, not at {wanted}"
+        due = [step for step in range(plan.spec.steps) if holds_actor and is_compared(plan.spec, step)]
+        assert compared == due, f"rank {rank} compares the engines at steps {compared}, not at {due}"
 
 
 def _check_columns(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, int]) -> None:
@@ -123,13 +123,13 @@ def _check_columns(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, in
 
 
 def _check_evaluated(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, int]) -> None:
-    """Every cell of held-out rows, the last and smaller batch with them; nothing else is computed or travels."""
+    """Every cell of evaluation rows, the last and smaller batch with them; nothing else is computed or travels."""
     for rank, trace in traces.items():
         for (step, column, row), value in trace.evaluated.items():
             where = f"evaluation of step {step}: {column} of row {row} on rank {rank}"
             assert value == expected.get((step, column, row)), f"{where} is not that of the reference"
     produced = sorted(cell for trace in traces.values() for cell in trace.evaluations)
-    assert produced == sorted(expected), "not every held-out cell is produced, or one is produced twice"
+    assert produced == sorted(expected), "not every evaluation cell is produced, or one is produced twice"
 
 
 def _check_weights(plan: Plan, traces: dict[int, Trace], expected: Reference) -> None:
@@ -137,24 +137,25 @@ def _check_weights(plan: Plan, traces: dict[int, Trace], expected: Reference) ->
     for model in plan.placement.models:
         batches = steps // every * every if model.follows else steps
         for rank in model.ranks:
-            found, wanted = traces[rank].weights[model.name], expected.versions[model.role][batches]
-            assert found == wanted, f"rank {rank} ends with weights of {model.name} other than those after {batches}"
+            found, right = traces[rank].weights[model.name], expected.versions[model.role][batches]
+            assert found == right, f"rank {rank} ends with weights of {model.name} other than those after {batches}"
 
 
 @pytest.mark.parametrize("index", range(NUM_SPECS))
-def test_random_spec_reaches_the_right_answer(index: int) -> None:
+def test_random_spec_reaches_the_right_result(index: int) -> None:
     try:
-        check_plan(draws().plans[index])
+        check_plan(random_specs().plans[index])
     except AssertionError:
-        print(yaml.safe_dump(draws().specs[index], sort_keys=False))
+        print(yaml.safe_dump(random_specs().specs[index], sort_keys=False))
         raise
 
 
 def test_random_specs_cover_what_a_user_may_ask_for() -> None:
-    table = coverage(draws())
-    print(f"\n{NUM_SPECS} specs, {draws().valid_share:.0%} of all draws are valid; refused: {dict(draws().refused)}")
+    specs = random_specs()
+    table = coverage(specs)
+    print(f"\n{NUM_SPECS} specs, {specs.valid_share:.0%} of all are valid; refused: {dict(specs.refused)}")
     print(format_table(table))
-    wanted = {
+    required = {
         "strategy": (20, ["co-located", "interleaving", "disaggregated"]),
         "lag": (50, ["0", "1"]),
         "chunks": (15, ["1", "2", "3", "4"]),
@@ -178,18 +179,18 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
         "offload": (30, ["none", "some"]),
         "evaluation": (20, ["none", "with moves", "without moves"]),
         "saves": (50, ["one rank", "several ranks"]),
-        "rollout": (15, ["apart, inline", "apart, child", "beside, asleep", "beside, awake"]),
+        "rollout": (15, ["apart, inline", "apart, child", "same ranks, asleep", "same ranks, awake"]),
         "rollout tp": (8, ["1", "2"]),
         "gate": (15, ["none", "every 1", "every 2", "at step 0"]),
         "importance": (30, ["none", "token", "sequence"]),
         "merged": (20, ["none", "some"]),
         "begun ahead": (50, ["none", "some"]),
     }
-    assert draws().valid_share >= 0.6
-    for feature, (least, values) in wanted.items():
+    assert specs.valid_share >= 0.6
+    for feature, (least, values) in required.items():
         for value in values:
             found = table[feature][value]
-            assert found >= least, f"{feature} {value}: {found} specs, at least {least} wanted"
+            assert found >= least, f"{feature} {value}: {found} specs, at least {least} required"
 
 
 SIX = ["1/2", "1/2", "1/2", "1/2", "1/2", "1/2"]
@@ -242,7 +243,7 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
         pytest.param(lambda: ppo_plan(SIX[:5], 4, {"lag": 1}, rollout=VLLM, models=SHARED), id="six-merged-lag-1"),
     ],
 )
-def test_fixed_plan_reaches_the_right_answer(plan: Callable[[], Plan]) -> None:
+def test_fixed_plan_reaches_the_right_result(plan: Callable[[], Plan]) -> None:
     check_plan(plan())
 
 
@@ -318,9 +319,9 @@ def test_a_dropped_transfer_of_an_evaluation_is_reported() -> None:
 def test_an_evaluation_that_leaves_out_a_batch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last, smaller one."""
     plan = ppo_plan([1, 1, "1/2", "1/2"], 2, evaluation={})
-    monkeypatch.setattr("emulator.num_held_out", lambda batch: batch)
-    with pytest.raises(AssertionError, match="not every held-out cell is produced"):
-        check_answer(plan, emulate(plan, "asynchronous"))
+    monkeypatch.setattr("emulator.num_evaluation_prompts", lambda batch: batch)
+    with pytest.raises(AssertionError, match="not every evaluation cell is produced"):
+        check_result(plan, emulate(plan, "asynchronous"))
 
 
 def test_a_wrong_sync_period_is_reported() -> None:
@@ -329,7 +330,7 @@ def test_a_wrong_sync_period_is_reported() -> None:
 
     plan = with_instructions(ppo_plan(SIX, 2), seldom)
     with pytest.raises(AssertionError, match=r"step 1: tokens of row 0 on rank \d is not that of the reference"):
-        check_answer(plan, emulate(plan, "asynchronous"))
+        check_result(plan, emulate(plan, "asynchronous"))
 
 
 class Forgetful(BatchShape):
@@ -444,7 +445,7 @@ def without(plan: Plan, kind: type[Instruction]) -> Plan:
     return replace(plan, schedule=replace(plan.schedule, instructions=kept))
 
 
-def test_models_that_take_turns_on_a_device_reach_the_right_answer() -> None:
+def test_models_that_take_turns_on_a_device_reach_the_right_result() -> None:
     check_plan(tight_plan())
 
 
@@ -474,7 +475,7 @@ def test_an_engine_that_sleeps_at_its_sync_is_reported() -> None:
 
 def test_an_engine_that_does_not_sleep_is_reported() -> None:
     plan = without(without(sleeping_plan(), Offload), Reload)
-    with pytest.raises(AssertionError, match=r"rank 0, step 0: \w+ on \w+ beside actor.rollout, which does not sleep"):
+    with pytest.raises(AssertionError, match=r"rank 0, step 0: \w+ on \w+ next to actor.rollout, which does not sleep"):
         check_sleep(plan)
 
 
@@ -484,22 +485,22 @@ def test_an_engine_that_sleeps_though_it_should_not_is_reported() -> None:
         check_sleep(replace(awake, schedule=sleeping_plan().schedule))
 
 
-def test_an_engine_that_is_put_away_with_answers_begun_is_reported() -> None:
+def test_an_engine_that_is_put_away_with_responses_begun_is_reported() -> None:
     plan = sleeping_plan()
-    away, back = (kind(ranks=(0, 1), model="actor.rollout") for kind in (Offload, Reload))
+    offload, reload = (kind(ranks=(0, 1), model="actor.rollout") for kind in (Offload, Reload))
     first = next(i for i, x in enumerate(plan.schedule.instructions) if isinstance(x, Run))
-    told = plan.ahead(cast(Run, plan.schedule.instructions[first]))
+    later = plan.ahead(cast(Run, plan.schedule.instructions[first]))
     instructions = list(plan.schedule.instructions)
-    instructions[first + 1 : first + 1] = [away, back]
+    instructions[first + 1 : first + 1] = [offload, reload]
 
     class Eager(Plan):
         def ahead(self, run: Run) -> list[range]:
-            return told[-(3 - (run.chunk or 0)) :] if run.operator.kind == "generate" and run.chunk != 3 else []
+            return later[-(3 - (run.chunk or 0)) :] if run.operator.kind == "generate" and run.chunk != 3 else []
 
     eager = Eager(**{**vars(plan), "schedule": replace(plan.schedule, instructions=tuple(instructions))})
     with pytest.raises(EmulationError, match=r"actor.rollout has begun mini-batches \[range\(1, 2\), "):
         emulate(eager, "asynchronous")
-    check_answer(plan, emulate(plan, "asynchronous"))
+    check_result(plan, emulate(plan, "asynchronous"))
 
 
 @pytest.mark.parametrize("rollout", [VLLM, {}])
@@ -521,11 +522,11 @@ def test_log_probs_of_the_trained_copy_after_it_has_trained_are_reported(rollout
 
     blind = with_instructions(moved, without_reading)
     with pytest.raises(AssertionError, match="step 0: logprobs of row 0 on rank 0 is not that of the reference"):
-        check_answer(blind, emulate(blind, "asynchronous"))
+        check_result(blind, emulate(blind, "asynchronous"))
 
 
 def test_a_gate_that_compares_other_weights_is_reported() -> None:
-    """It would look at every second batch, of which the engine draws only every sixth with the newest weights."""
+    """It would look at every second batch, of which the engine samples only every sixth with the newest weights."""
 
     def often(instruction: Instruction) -> Instruction:
         is_it = isinstance(instruction, Run) and instruction.operator.every > 1
@@ -535,7 +536,7 @@ def test_a_gate_that_compares_other_weights_is_reported() -> None:
     check_plan(plan)
     changed = with_instructions(plan, often)
     with pytest.raises(AssertionError, match=r"rank 0 compares the engines at steps \[0, 2, 3\], not at \[0, 3\]"):
-        check_answer(changed, emulate(changed, "asynchronous"))
+        check_result(changed, emulate(changed, "asynchronous"))
 
 
 def test_a_device_that_overflows_is_reported() -> None:

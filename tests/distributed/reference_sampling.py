@@ -1,4 +1,4 @@
-"""How the reference draws: token by token, with the noise that is part of the definition of a run."""
+"""How the reference samples: token by token, with the noise that is part of the definition of a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from reference_answers import Answer, read_examples
 from reference_models import Policy
+from reference_responses import Response, read_examples
 from reference_terms import Terms
 from torch import Tensor
 
@@ -19,15 +19,15 @@ from flexrlhf.engines.sampling import gumbel_noise
 TIE = 1e-4
 """Two perturbed logits nearer than this are a tie: rounding may decide either way."""
 EVAL_STEP = -1
-"""The step whose noise evaluations draw with."""
+"""The step whose noise evaluations sample with."""
 
 
 class NoTie(AssertionError):
-    """A forced token that sampling would not have drawn."""
+    """A forced token that sampling would not have chosen."""
 
 
-class Drawing:
-    """How answers are drawn. ``temperature`` 0: the likeliest token, always."""
+class Sampler:
+    """How responses are sampled. ``temperature`` 0: the likeliest token, always."""
 
     def __init__(self, spec: Spec, tokenizer: Any, temperature: float) -> None:
         settings = spec.algorithm if isinstance(spec.algorithm, SampledSpec) else SampledSpec()
@@ -37,7 +37,7 @@ class Drawing:
         self.shortest, self.stop = settings.min_response_tokens, settings.stop
 
     def scores(self, logits: Tensor, position: int) -> Tensor:
-        """Of what may stand at a place, -inf of what may not: softmax of them is what the token is drawn from."""
+        """Of what may stand at a place, -inf of what may not: softmax of them is what the token is sampled from."""
         scores = logits / (self.temperature or 1.0)  # a copy
         if position < self.shortest:
             scores[self.end] = -math.inf
@@ -50,24 +50,26 @@ class Drawing:
         return out
 
     def perturbed(self, scores: Tensor, step: int, row: int, position: int) -> Tensor:
-        """The largest is drawn."""
+        """Scores of which the largest is sampled."""
         if self.temperature == 0:
             return scores
         return scores + gumbel_noise(self.seed, step, torch.tensor([row]), position, len(scores))[0]
 
     @torch.no_grad()
-    def answer(self, policy: Policy, prompt: list[int], step: int, row: int, forced: Tensor | None = None) -> Answer:
-        """Token by token, until one ends the answer or there are R of them. ``forced`` (R,): what to take at ties."""
-        answer = Answer(prompt, [], [], False)
-        while len(answer.tokens) < self.longest and not answer.finished:
-            position = len(answer.tokens)
-            scores = self.scores(policy.next_logits(prompt + answer.tokens), position)
+    def response(
+        self, policy: Policy, prompt: list[int], step: int, row: int, forced: Tensor | None = None
+    ) -> Response:
+        """Token by token, until one ends the response or there are R of them. ``forced`` (R,): what to take at ties."""
+        response = Response(prompt, [], [], False)
+        while len(response.tokens) < self.longest and not response.finished:
+            position = len(response.tokens)
+            scores = self.scores(policy.next_logits(prompt + response.tokens), position)
             token, margin = self._choose(self.perturbed(scores, step, row, position), step, row, position, forced)
-            answer.tokens.append(token)
-            answer.margins.append(margin)
-            answer.rollout_logprobs.append(float(scores.log_softmax(0)[token]))
-            answer.finished = self.finishes(answer.tokens)
-        return answer
+            response.tokens.append(token)
+            response.margins.append(margin)
+            response.rollout_logprobs.append(float(scores.log_softmax(0)[token]))
+            response.finished = self.finishes(response.tokens)
+        return response
 
     @staticmethod
     def _choose(perturbed: Tensor, step: int, row: int, position: int, forced: Tensor | None) -> tuple[int, float]:
@@ -80,37 +82,37 @@ class Drawing:
             raise NoTie(f"step {step}, row {row}, position {position}: token {token} is {behind:.2g} behind the best")
         return token, best - second
 
-    def finishes(self, answer: list[int]) -> bool:
+    def finishes(self, response: list[int]) -> bool:
         """Whether the last token is the end token, or completes a stop string behind the shortest length."""
-        if answer[-1] == self.end:
+        if response[-1] == self.end:
             return True
-        if len(answer) <= self.shortest:
+        if len(response) <= self.shortest:
             return False
-        text, early = self.text(answer), self.text(answer[: self.shortest])
+        text, early = self.text(response), self.text(response[: self.shortest])
         return any(text.find(stop, max(0, len(early) - len(stop) + 1)) >= 0 for stop in self.stop)
 
-    def text(self, answer: list[int]) -> str:
+    def text(self, response: list[int]) -> str:
         """Special tokens are none of it."""
-        return self.tokenizer.decode(answer, skip_special_tokens=True)
+        return self.tokenizer.decode(response, skip_special_tokens=True)
 
 
-def describe_answers(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms) -> list[list[Answer]]:
-    """Answers to each held-out prompt, if there are any: their length, and how many of their bigrams differ."""
+def describe_responses(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms) -> list[list[Response]]:
+    """Responses to each evaluation prompt, if there are any: their length, and how many of their bigrams differ."""
     if spec.eval is None:
         return []
     own = spec.eval.temperature
-    drawing = Drawing(spec, tokenizer, policy.temperature if own is None else own)
+    sampler = Sampler(spec, tokenizer, policy.temperature if own is None else own)
     examples = read_examples(spec, tokenizer, spec.eval.path)
-    # greedy answers to a prompt are all the same
+    # greedy responses to a prompt are all the same
     samples = spec.eval.samples_per_prompt or (1 if own == 0 else spec.algorithm.samples_per_prompt)
     bigrams: list[tuple[int, int]] = []
-    answers: list[list[Answer]] = []
+    responses: list[list[Response]] = []
     for number, example in enumerate(examples):
         rows = range(number * samples, (number + 1) * samples)
-        answers.append([drawing.answer(policy, list(example.prompt), EVAL_STEP, row) for row in rows])
-        for answer in answers[-1]:
-            answer.example = example
-            terms.add("eval_response_length", [len(answer.tokens)])
-            bigrams += pairwise(answer.tokens)
+        responses.append([sampler.response(policy, list(example.prompt), EVAL_STEP, row) for row in rows])
+        for response in responses[-1]:
+            response.example = example
+            terms.add("eval_response_length", [len(response.tokens)])
+            bigrams += pairwise(response.tokens)
     terms.add("eval_distinct_2", [len(set(bigrams)) / max(len(bigrams), 1)])
-    return answers
+    return responses

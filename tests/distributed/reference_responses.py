@@ -1,4 +1,4 @@
-"""Answers of the reference, the columns that they make up, and what a run leaves."""
+"""Responses of the reference, the columns that they make up, and what a run leaves."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example, load_examples
 
 NEEDS = {"sft": "responses", "reward": "pairs", "dpo": "pairs"}
-"""Of a row of the data; all other algorithms draw their answers."""
+"""Of a row of the data; all other algorithms generate their responses."""
 
 
 @dataclass
-class Answer:
+class Response:
     """One row of a step. ``margins``: by how much each token won over the second best.
 
-    ``rollout_logprobs``: of the tokens where they were drawn; ``logprobs``: under the policy that the loss takes its
+    ``rollout_logprobs``: of the tokens where they were sampled; ``logprobs``: under the policy that the loss takes its
     ratio to. ``said``: of each of several sources, by column; ``scores``, ``token_scores``: their sums, by section of
     the YAML; ``has_failed``: the sections of which a source said nothing. ``counts``: its scores are numbers, and no
     rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score behind all rules.
@@ -41,7 +41,7 @@ class Answer:
     scores: dict[str, float] = field(default_factory=dict)
     token_scores: dict[str, list[float]] = field(default_factory=dict)
     has_failed: dict[str, bool] = field(default_factory=dict)
-    greedy: Answer | None = None
+    greedy: Response | None = None
     counts: bool = True
     is_taken: bool = True
     shaped: float = 0.0
@@ -56,11 +56,11 @@ class Answer:
 
 @dataclass
 class Step:
-    """``columns``: as the package records them, one row per answer, padded."""
+    """``columns``: as the package records them, one row per response, padded."""
 
     columns: dict[str, Tensor]
     metrics: dict[str, Metric]
-    answers: list[Answer] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
 
 
 @dataclass
@@ -89,54 +89,54 @@ SECTIONS = {"reward": "", "cost": ".cost"}
 """What stands behind the names of their columns; an actor that has values is its own critic."""
 
 
-def pad_columns(spec: Spec, answers: list[Answer], pad: int) -> dict[str, Tensor]:
-    """Prompts padded on the left, everything of the answer on the right. Of what is not trained on nothing is left."""
-    behind, first = spec.data.max_response_tokens, answers[0]
+def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Tensor]:
+    """Columns with prompts padded on the left, all else on the right; empty where a response is not trained on."""
+    behind, first = spec.data.max_response_tokens, responses[0]
 
     def right(parts: list[list[float]], width: int = behind) -> Tensor:
         return padded(parts, width, 0.0)
 
-    columns = drawn_columns(spec, answers, pad)
-    columns["policy_version"] = torch.tensor([a.version for a in answers])
-    columns["rollout_logprobs"] = right([a.rollout_logprobs for a in answers])
-    columns["logprobs"] = right([a.logprobs for a in answers])
+    columns = sampled_columns(spec, responses, pad)
+    columns["policy_version"] = torch.tensor([a.version for a in responses])
+    columns["rollout_logprobs"] = right([a.rollout_logprobs for a in responses])
+    columns["logprobs"] = right([a.logprobs for a in responses])
     if first.ref_logprobs:
-        columns["ref_logprobs"] = right([a.ref_logprobs for a in answers])
+        columns["ref_logprobs"] = right([a.ref_logprobs for a in responses])
     if first.greedy is not None:
-        greedy = [a.greedy for a in answers if a.greedy is not None]
-        own = drawn_columns(spec, greedy, pad) | said_columns(greedy, behind)
+        greedy = [a.greedy for a in responses if a.greedy is not None]
+        own = sampled_columns(spec, greedy, pad) | said_columns(greedy, behind)
         columns |= {f"{name}.greedy": column for name, column in own.items()}
-    columns |= said_columns(answers, behind)
+    columns |= said_columns(responses, behind)
     for role in first.values:
-        columns[f"values{CRITICS[role]}"] = right([a.values[role] for a in answers], behind + 1)
-    columns["loss_mask"] = padded([[int(a.is_trained)] * len(a.tokens) for a in answers], behind, 0)
-    columns["advantages"] = right([a.advantages if a.is_trained else [] for a in answers])
+        columns[f"values{CRITICS[role]}"] = right([a.values[role] for a in responses], behind + 1)
+    columns["loss_mask"] = padded([[int(a.is_trained)] * len(a.tokens) for a in responses], behind, 0)
+    columns["advantages"] = right([a.advantages if a.is_trained else [] for a in responses])
     for role in first.values:
-        columns[f"returns{CRITICS[role]}"] = right([a.returns[role] if a.is_trained else [] for a in answers])
+        columns[f"returns{CRITICS[role]}"] = right([a.returns[role] if a.is_trained else [] for a in responses])
     return columns
 
 
-def drawn_columns(spec: Spec, answers: list[Answer], pad: int) -> dict[str, Tensor]:
+def sampled_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Tensor]:
     before, behind = spec.data.max_prompt_tokens, spec.data.max_response_tokens
-    left = torch.tensor([[pad] * (before - len(a.prompt)) + a.prompt for a in answers])
+    left = torch.tensor([[pad] * (before - len(a.prompt)) + a.prompt for a in responses])
     return {
-        "tokens": torch.cat([left, padded([a.tokens for a in answers], behind, pad)], 1),
-        "response_mask": padded([[1] * len(a.tokens) for a in answers], behind, 0),
-        "finished": torch.tensor([int(a.finished) for a in answers]),
+        "tokens": torch.cat([left, padded([a.tokens for a in responses], behind, pad)], 1),
+        "response_mask": padded([[1] * len(a.tokens) for a in responses], behind, 0),
+        "finished": torch.tensor([int(a.finished) for a in responses]),
     }
 
 
-def said_columns(answers: list[Answer], width: int) -> dict[str, Tensor]:
+def said_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
     """What sources said one by one, and their sums."""
     columns: dict[str, Tensor] = {}
-    for name, said in answers[0].said.items():
-        parts = [a.said[name] for a in answers]
+    for name, said in responses[0].said.items():
+        parts = [a.said[name] for a in responses]
         columns[name] = padded(parts, width, 0.0) if isinstance(said, list) else torch.tensor(parts)
-    for section in answers[0].scores:
-        columns[f"scores{SECTIONS[section]}"] = torch.tensor([a.scores[section] for a in answers])
-    for section in answers[0].token_scores:
+    for section in responses[0].scores:
+        columns[f"scores{SECTIONS[section]}"] = torch.tensor([a.scores[section] for a in responses])
+    for section in responses[0].token_scores:
         name = f"token_scores{SECTIONS[section]}"
-        columns[name] = padded([a.token_scores[section] for a in answers], width, 0.0)
+        columns[name] = padded([a.token_scores[section] for a in responses], width, 0.0)
     return columns
 
 
