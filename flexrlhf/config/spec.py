@@ -280,6 +280,11 @@ class SyncSpec(StrictModel):
     snapshot: bool = Field(False, description="copy the weights first, so that training goes on during the transfer")
     bucket_mb: float = Field(16.0, ge=0.001, description="MB of weights that are transferred together")
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Most bytes of a bucket; a larger tensor is one by itself."""
+        return int(self.bucket_mb * 1e6)
+
 
 class DataSpec(StrictModel):
     """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""

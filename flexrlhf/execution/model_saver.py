@@ -12,7 +12,6 @@ from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorder import Recorder
-from flexrlhf.plan.plan import bucket_bytes
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.weights.reshard import bucket_names, trained_parts
 
@@ -50,7 +49,7 @@ class ModelSaver:
         gather, live = WeightGather(group, ranks, shards, self._context.wait), model.engine.weights()
         dtype = live[next(iter(shards[0]))].dtype
         tensors: dict[str, Tensor] = {}
-        for names in bucket_names(shards[0], dtype.itemsize, bucket_bytes(self._context.plan.spec)):
+        for names in bucket_names(shards[0], dtype.itemsize, self._context.plan.spec.sync.bucket_bytes):
             bucket = gather.whole(live, names, dtype)
             if keep:
                 tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}

@@ -6,7 +6,6 @@ from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.execution.rank_context import RankContext
-from flexrlhf.plan.plan import bucket_bytes
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
@@ -56,5 +55,5 @@ def _plan(context: RankContext, sync: Sync) -> SyncPlan:
     # planning may be unable to read an architecture, so shapes are those of the loaded models
     loaded = context.models.get(sync.source) or context.models[sync.destination]
     source, destination = (context.plan.placement[name] for name in (sync.source, sync.destination))
-    size = bucket_bytes(context.plan.spec)
+    size = context.plan.spec.sync.bucket_bytes
     return plan_sync(source, destination, loaded.shape, sync.transfers, size, context.rank)

@@ -41,7 +41,7 @@ def sync_parts(
     """Return bytes by name on ``rank``: a sender, a receiver, or one that only gathers."""
     item = item_bytes(destination)
     arriving = trained_parts(destination, shape, work.transfers[0].destination)
-    buckets = bucket_names(arriving, item, _bucket_bytes(settings))
+    buckets = bucket_names(arriving, item, settings.bucket_bytes)
     parts: dict[str, int | None] = {}
     if rank in source.ranks:
         # a bucket for the rank itself is copied from tensor to tensor
@@ -70,7 +70,7 @@ def saving_parts(
 ) -> dict[str, int | None]:
     """Return bytes by name on each of ``ranks``, which gather the trained weights bucket by bucket."""
     item, parts = _saved_item(model), trained_parts(model, shape, ranks[0])
-    buckets = bucket_names(parts, item, _bucket_bytes(settings))
+    buckets = bucket_names(parts, item, settings.bucket_bytes)
     return {"gathered": _gathering(item * _largest(parts, buckets), len(ranks))}
 
 
@@ -82,10 +82,6 @@ def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
 def _saved_item(model: PlacedModel) -> int:
     """Return the bytes of a saved number: float32 master weights where the engine exposes them."""
     return item_bytes(model) if model.engine == "deepspeed" else 4
-
-
-def _bucket_bytes(settings: SyncSpec) -> int:
-    return int(settings.bucket_mb * 1e6)
 
 
 def _largest(parts: Parts, buckets: Sequence[Sequence[str]]) -> int:

@@ -98,7 +98,9 @@ class Plan:
         shape = self.shapes.get(source.role)
         if shape is None:
             return None
-        return sync_bytes(source, destination, shape, sync.transfers, bucket_bytes(self.spec), self.spec.sync.checksum)
+        return sync_bytes(
+            source, destination, shape, sync.transfers, self.spec.sync.bucket_bytes, self.spec.sync.checksum
+        )
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""
@@ -121,7 +123,3 @@ class Plan:
         alike = first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
         computed = {rank: self.memory(rank) for rank in set(alike.values())}
         return tuple(replace(computed[first], rank=rank) for rank, first in sorted(alike.items()))
-
-
-def bucket_bytes(spec: Spec) -> int:
-    return int(spec.sync.bucket_mb * 1e6)

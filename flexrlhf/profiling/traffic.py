@@ -21,7 +21,6 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
-from flexrlhf.plan.plan import bucket_bytes
 from flexrlhf.profiling.model_calls import ProfileContext
 from flexrlhf.profiling.stopwatch import TimedCall
 from flexrlhf.strategies.instructions import Move
@@ -152,7 +151,7 @@ def _sync_call(channel: Channel, tensors: int, numbers: int) -> TimedCall:
     trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
     copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
     transfers = (WeightTransfer(source, destination),)
-    plan = plan_sync(trained, copy, shape, transfers, bucket_bytes(spec), context.rank)
+    plan = plan_sync(trained, copy, shape, transfers, spec.sync.bucket_bytes, context.rank)
     gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
     sync = SyncChannel(plan, torch.float32, gather, channel.group)
     sender, receiver = WeightSender(spec.sync, wait), WeightReceiver(spec.sync.checksum, wait)

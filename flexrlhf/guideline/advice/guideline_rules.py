@@ -85,6 +85,7 @@ class MemorySizes:
 
 
 def memory_sizes(space: Space) -> MemorySizes:
+    """Return the bytes of weights and states of the models of ``space``, by role, and of the devices."""
     memory = [space.pool.memory[kind] / USABLE for kind in space.pool.nodes]
     weights, states = {}, {}
     for role in space.roles.all:

@@ -129,6 +129,7 @@ def _options_at(problem: SearchProblem, choice: Choice) -> Sequence[Option]:
 
 
 def seconds_of(space: Space, assignment: Assignment) -> float:
+    """Return the seconds of a settled step of ``assignment``."""
     return evaluate(space.problem(), assignment)
 
 

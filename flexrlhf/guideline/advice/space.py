@@ -392,6 +392,7 @@ def name_of(task: schedule.OperatorTask) -> str:
 
 
 def side_of(end: LinkEnd) -> MeshSide:
+    """Return the layout of one end of a link."""
     assert isinstance(end.layout, MeshSide), "options of a Space have a side as layout"
     return end.layout
 

@@ -310,6 +310,7 @@ def head_forward(
 def head_backward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
+    """Return the seconds of the language head's backward pass; none for a scalar head."""
     if model.head != "causal":
         return LayerSeconds()
     tokens, columns, hidden, item = shape.head_tokens, model.vocabulary / tp, model.hidden, shape.item

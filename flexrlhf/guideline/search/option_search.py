@@ -51,6 +51,10 @@ class MeshAssignment:
 def mesh_assignment(
     tables: Tables, starts: Sequence[int], shapes: Sequence[int], options: Sequence[int]
 ) -> MeshAssignment:
+    """Return the assignment with its relations, overlaps and groups of parts that share devices.
+
+    starts, shapes, options:  of each part: first device, number of the mesh shape, number of the option.
+    """
     first, size = np.array([starts]), tables.sizes[np.array([shapes])]
     relation = []
     for table in tables.links:

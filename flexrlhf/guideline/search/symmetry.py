@@ -82,6 +82,7 @@ def _uneven_blocks(ends: frozenset[int], num_devices: int) -> set[tuple[int, int
 
 
 def distinct_meshes(tables: Tables) -> DistinctMeshes:
+    """Return the meshes that no symmetry of the nodes maps to each other."""
     problem = tables.problem
     listed = {end for start, size in problem.meshes.listed for end in (start, start + size)}
     fixed = frozenset(listed | set(problem.pool.runs)) - {0, problem.pool.num_devices}

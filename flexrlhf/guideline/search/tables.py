@@ -175,6 +175,7 @@ class Tables:
 
 @lru_cache(maxsize=16)
 def tables_of(problem: SearchProblem) -> Tables:
+    """Return the costs of ``problem`` as arrays."""
     graph, pool = call_graph(problem), problem.pool
     shape_at, shapes, counts = _shapes(problem)
     linked = {part for link in graph.links for part in (link.source, link.to)}

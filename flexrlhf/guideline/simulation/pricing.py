@@ -29,7 +29,7 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.relation import relation_of
-from flexrlhf.plan.plan import Plan, bucket_bytes
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.weights.lora import gathered_names, is_merged, shape_of
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Sizes, count_elements
@@ -354,10 +354,11 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> S
     whole = 4 * count_elements(tuple(each for each in shape.parameters if each[0] in names)) if is_sum else size
     # where shards are uneven the first rank has most
     part = item * elements_on_rank(destination, sent, destination.ranks[0])
-    return SyncWeights(part, whole, -(-size // bucket_bytes(spec)), len(sent))
+    return SyncWeights(part, whole, -(-size // spec.sync.bucket_bytes), len(sent))
 
 
 def transformer_of_shape(shape: ModelShape, head: Head, is_adapted: bool) -> Transformer:
+    """Return the cost model's view of ``shape``. ``is_adapted``: adapters count as trained parameters."""
     sizes = shape.sizes
     assert isinstance(sizes, Sizes), "shapes without sizes are refused"
     adapters = count_elements(shape.trained) if is_adapted and shape.adapters else 0

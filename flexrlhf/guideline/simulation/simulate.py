@@ -186,6 +186,7 @@ def is_rare(instruction: Instruction) -> bool:
 
 
 def is_rare_operator(operator: Operator) -> bool:
+    """Whether most steps skip ``operator``."""
     return operator.every > 1
 
 
