@@ -38,10 +38,6 @@ class Part:
     def num_elements(self) -> int:
         return math.prod(len(side) for side in self.box) if self.flat is None else len(self.flat)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.num_elements == math.prod(self.shape)
-
 
 def whole(shape: tuple[int, ...]) -> Part:
     """Return the part that is all of a tensor of ``shape``."""
