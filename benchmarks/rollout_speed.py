@@ -25,12 +25,12 @@ from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
 from flexrlhf.engines.factory import make_engine
+from flexrlhf.memory.kv_cache import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import kv_cache_bytes
 from flexrlhf.weights.reshard import WeightTransfer
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.sync_plan import plan_sync

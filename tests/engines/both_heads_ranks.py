@@ -14,7 +14,7 @@ from small_models import LENGTHS, SEED
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.weights import Gather
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Engine, EngineContext
@@ -72,7 +72,7 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
     }
     sets = next(ranks for ranks in model.gather_sets if world.rank in ranks)
     parts = tuple(trained_parts(model, shape, rank) for rank in sets)
-    gather = Gather(groups.get(name, BOTH) if len(sets) > 1 else None, sets, parts, wait)
+    gather = WeightGather(groups.get(name, BOTH) if len(sets) > 1 else None, sets, parts, wait)
     live = engine.weights()
     weights = {each: live[each] for each in parts[0]}
     dtype = next(iter(weights.values())).dtype
