@@ -76,9 +76,8 @@ class Outcome:
         return torch.stack([values[row] for row in range(count)])
 
 
-RUNS_PER_LAUNCH = 90
-"""Sharded models leave threads behind until their process ends (CONTRIBUTING, known limits): 102 threads on a rank
-after the 83 default cases on two ranks, which 90 keep in one launch."""
+RUNS_PER_LAUNCH = 60
+"""Sharded models leave threads behind until their process ends (docs/limits.md)."""
 
 
 Kind = tuple[int, bool]
