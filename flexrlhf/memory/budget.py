@@ -66,14 +66,14 @@ class Phase:
     host: int = 0
 
     @property
-    def besides(self) -> int:
+    def part_bytes(self) -> int:
         """Bytes of all known parts."""
         return sum(size or 0 for size in self.parts.values())
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.states + self.besides
+        return self.states + self.part_bytes
 
     @property
     def trains(self) -> bool:

@@ -1,4 +1,4 @@
-"""Context of a combine: all that its mathematics reads besides the rows of its rank."""
+"""Context of a combine: all that its mathematics reads in addition to the rows of its rank."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _states(states: Mapping[ModelName, State | None]) -> list[str]:
 
 def _is_worth_a_line(phase: Phase, memory: RankMemory) -> bool:
     """Whether a phase is shown: the peak, every model call, and what needs a hundredth in addition to the states."""
-    return phase == memory.peak or phase.kind in ("generate", "forward", "train") or _share(phase.besides, phase)
+    return phase == memory.peak or phase.kind in ("generate", "forward", "train") or _share(phase.part_bytes, phase)
 
 
 def _phase_lines(phase: Phase) -> list[str]:

@@ -53,7 +53,7 @@ class DeviceMemory:
         """Return the bytes of an instruction in addition to the models on the device."""
         works = works_of(instruction, self.sizing.placement, self.batch, rank)
         phases = [phase for work in works for phase in self.sizing.phases(work, rank)]
-        return max((phase.besides + self._gradients(phase, rank) for phase in phases), default=0)
+        return max((phase.part_bytes + self._gradients(phase, rank) for phase in phases), default=0)
 
     def _gradients(self, phase: Phase, rank: int) -> int:
         state = self.sizing.state(self.sizing.placement[phase.model], rank) if phase.kind in TRAINING else None

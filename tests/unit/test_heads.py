@@ -202,7 +202,7 @@ def test_memory_of_the_second_head(dtype: str) -> None:
     assert both.optimizer - causal.optimizer == (8 if item == 4 else 12) * 64
     first, second = phases
     assert second[:2] == first[:2]
-    more = second[2][0].besides - first[2][0].besides
+    more = second[2][0].part_bytes - first[2][0].part_bytes
     assert more == rows * 16 * (item * 64 + 8)
 
 

@@ -22,7 +22,7 @@ MOST = 0.2
 WORDS = {
     "told": "given, reported, computed",
     "tells?": "returns, reports",
-    "beside": "next to, on the same ranks as, in addition to",
+    "besides?": "next to, on the same ranks as, in addition to",
     "held": "stored, on (a rank); memory usage",
     "asked": "requested, called",
     "asks?": "requires, needs, calls",

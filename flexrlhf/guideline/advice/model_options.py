@@ -323,7 +323,7 @@ class OptionEnumerator:
             return 0
         state = self._state(placed, state_key)
         phases = self._sizing(placed).phases(Compute(kind, placed.name, rows), 0)
-        return max(phase.besides + (state.training - state.resting) * phase.trains for phase in phases)
+        return max(phase.part_bytes + (state.training - state.resting) * phase.trains for phase in phases)
 
     def _sizing(self, placed: PlacedModel) -> Sizing:
         shapes = {placed.role: self.shapes[placed.role]}
