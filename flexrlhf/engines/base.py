@@ -188,6 +188,34 @@ class MemoryUsage:
     host: int = 0
 
 
+WEIGHTS = "weights"
+"""Kind of a training state's tensors: float32 weights. The other kinds are the optimizer's names, as ``exp_avg``."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a training state on this rank.
+
+    values: the numbers; as long as the engine is not called they do not change.
+    flat:   range of the flattened parameter that they are of; None: of the part that this rank stores.
+    """
+
+    values: Tensor
+    flat: range | None = None
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """All that the next optimizer step depends on.
+
+    tensors: kind → trained parameter → tensor, on this rank.
+    numbers: the same on all ranks: ``updates`` made, ``loss_scale``, ``good_steps`` since it changed.
+    """
+
+    tensors: Mapping[str, Mapping[str, StateTensor]]
+    numbers: Mapping[str, float]
+
+
 class Engine(Protocol):
     """One placed model on this rank.
 
@@ -242,6 +270,18 @@ class Engine(Protocol):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part of the named parameters with tensors of as many elements, in any shape."""
+        ...
+
+    def training_state(self) -> TrainingState:
+        """Return the training state of a trained model, also while it is offloaded.
+
+        The tensors are live unless the model is offloaded: before the first call of ``train``, whoever overwrites them,
+        and the weights by ``load_weights``, restores a state.
+        """
+        ...
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Set the numbers of the training state, and the learning rate that follows from them."""
         ...
 
     def memory_usage(self) -> MemoryUsage:

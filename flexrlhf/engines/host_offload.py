@@ -50,6 +50,15 @@ class HostOffload:
             self._offloaded.append(_OffloadedStorage(storage, copy))
             storage.resize_(0)
 
+    def readable(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or while it is offloaded the same numbers in host memory."""
+        storage = tensor.untyped_storage()
+        copies = [item.copy for item in self._offloaded if item.storage._cdata == storage._cdata]
+        if not copies:
+            return tensor
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(copies[0], tensor.storage_offset(), tensor.size(), tensor.stride())
+
     def reload(self) -> None:
         """Allocate the storages again and copy their bytes back."""
         for item in self._offloaded:

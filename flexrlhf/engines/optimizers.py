@@ -40,6 +40,37 @@ def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: i
     return scheduler
 
 
+def moment_names(settings: OptimizerSpec) -> tuple[str, ...]:
+    """Return the names of the tensors that the optimizer stores for each parameter."""
+    if settings.name == "sgd":
+        return ("momentum_buffer",) if settings.momentum else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_moments(settings: OptimizerSpec, optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the optimizer's tensors of ``parameter`` by name; zeros, as before the first update, where it has none."""
+    state, names = optimizer.state[parameter], moment_names(settings)
+    for name in names:
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(parameter)
+    if settings.name != "sgd":
+        state.setdefault("step", torch.tensor(0.0))
+    return {name: state[name] for name in names}
+
+
+def set_num_updates(optimizer: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
+    """Continue optimizer and learning-rate schedule after ``num_updates`` updates."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], num_updates)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": num_updates, "_step_count": num_updates + 1})
+    # closed forms of the number of updates, as transformers makes them
+    rates = [rate * factor(num_updates) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
 def learning_rate(optimizer: Optimizer) -> Tensor:
     """Learning rate of the next update, float64 (1,)."""
     return torch.tensor([float(optimizer.param_groups[0]["lr"])], dtype=torch.float64)

@@ -19,12 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 
-from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
+from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.models import load_model, recomputing
-from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
+from flexrlhf.engines.optimizers import (
+    learning_rate,
+    make_optimizer,
+    make_scheduler,
+    set_num_updates,
+    state_tensors,
+    update_statistics,
+)
 from flexrlhf.engines.passes import Passes
 from flexrlhf.operators.columns import Column
 
@@ -234,6 +242,21 @@ class DeepSpeedEngine:
         shard: Tensor = parameter.ds_tensor.detach().view(-1)
         start = self._mpu.dp.rank() * len(shard)
         return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
+
+    def training_state(self) -> TrainingState:
+        assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        wrapper, settings = self._engine.optimizer, self._settings.optimizer
+        live = state_tensors_by_kind(wrapper, self._optimizer, settings, trained, self._mpu.dp.rank())
+        for tensors in live.values():
+            for name, each in tensors.items():
+                tensors[name] = replace(each, values=self._host_offload.readable(each.values))
+        return TrainingState(live, {"updates": float(self._scheduler.last_epoch), **loss_scale(wrapper)})
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
+        set_num_updates(self._optimizer, self._scheduler, int(numbers["updates"]))
+        load_loss_scale(self._engine.optimizer, numbers)
 
     def memory_usage(self) -> MemoryUsage:
         if self._usage_at_offload is not None:

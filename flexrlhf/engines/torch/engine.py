@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
+from flexrlhf.engines.base import (
+    WEIGHTS,
+    Batch,
+    EngineContext,
+    Loss,
+    MemoryUsage,
+    Moments,
+    Sampling,
+    StateTensor,
+    TrainingState,
+)
 from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, load_model, recomputing
@@ -105,6 +116,20 @@ class TorchEngine:
         for name, values in weights.items():
             target = local(own[name])
             target.copy_(values.view(target.shape))
+
+    def training_state(self) -> TrainingState:
+        assert self._update is not None, "this placed model is not trained"
+        tensors: dict[str, dict[str, StateTensor]] = defaultdict(dict)
+        for name, live in self._model.named_parameters():
+            if live.requires_grad:
+                parameter = self._masters.get(name, live)
+                for kind, tensor in {WEIGHTS: parameter, **self._update.moments(parameter)}.items():
+                    tensors[kind][name] = StateTensor(self._host_offload.readable(local(tensor)))
+        return TrainingState(tensors, self._update.numbers)
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        assert self._update is not None, "this placed model is not trained"
+        self._update.load_numbers(numbers)
 
     def memory_usage(self) -> MemoryUsage:
         if self._usage_at_offload is not None:

@@ -17,7 +17,7 @@ class LossScale:
     def __init__(self, enabled: bool) -> None:
         self.factor = 2.0**16 if enabled else 1.0
         self.is_enabled = enabled
-        self._good_steps = 0
+        self.good_steps = 0
 
     def allows(self, norm: Tensor) -> bool:
         """Return whether the update with a gradient of this norm () may be made, and adapt the factor.
@@ -25,11 +25,11 @@ class LossScale:
         Raises FloatingPointError when no smaller factor can help.
         """
         if torch.isfinite(norm):
-            self._good_steps += 1
-            if self.is_enabled and self._good_steps % self.GROWTH_INTERVAL == 0:
+            self.good_steps += 1
+            if self.is_enabled and self.good_steps % self.GROWTH_INTERVAL == 0:
                 self.factor *= 2
             return True
         if not self.is_enabled or self.factor <= 1:
             raise FloatingPointError("the gradient is not finite; the weights were left as they were")
-        self.factor, self._good_steps = self.factor / 2, 0
+        self.factor, self.good_steps = self.factor / 2, 0
         return False

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from flexrlhf.config.spec import OptimizerSpec
 from flexrlhf.engines.base import Moments
-from flexrlhf.engines.optimizers import learning_rate, make_optimizer, make_scheduler, state_tensors, update_statistics
+from flexrlhf.engines.optimizers import (
+    learning_rate,
+    make_optimizer,
+    make_scheduler,
+    optimizer_moments,
+    set_num_updates,
+    state_tensors,
+    update_statistics,
+)
 from flexrlhf.engines.torch.gradients import Gradients
 from flexrlhf.engines.torch.loss_scale import LossScale
 
@@ -66,6 +74,23 @@ class Update:
         self._optimizer.step()
         self._scheduler.step()
         self._changed()
+
+    def moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the optimizer's tensors of a parameter on this rank, by name."""
+        return optimizer_moments(self._settings, self._optimizer, parameter)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Numbers of the training state (``TrainingState``)."""
+        scale = self._scale
+        updates = float(self._scheduler.last_epoch)
+        return {"updates": updates, "loss_scale": scale.factor, "good_steps": float(scale.good_steps)}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Set the numbers of the training state."""
+        set_num_updates(self._optimizer, self._scheduler, int(numbers["updates"]))
+        if self._scale.is_enabled:
+            self._scale.factor, self._scale.good_steps = numbers["loss_scale"], int(numbers["good_steps"])
 
     def state(self) -> list[Tensor]:
         """Tensors of the optimizer's state on this rank."""

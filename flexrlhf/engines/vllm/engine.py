@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.value_head import saved_value_head
 from flexrlhf.engines.vllm.child import ChildProcess, RolloutProcessError, child_environment
@@ -167,6 +167,12 @@ class VllmEngine:
         raise AssertionError("planning gives a rollout engine only generate")
 
     def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        raise AssertionError("planning gives a rollout engine only generate")
+
+    def training_state(self) -> TrainingState:
+        raise AssertionError("planning gives a rollout engine only generate")
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
         raise AssertionError("planning gives a rollout engine only generate")
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,0 +1,75 @@
+"""Pieces of tensors in checkpoints: which rank writes which part of a tensor, and which files a reader needs.
+
+A checkpoint contains every element of a tensor at least once, in pieces that follow from the layout of the run that
+wrote it; a run of any other layout assembles its own parts from them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.reshard import Parts, trained_parts
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shards import Part
+
+
+def flat_part(shape: tuple[int, ...], flat: range) -> Part:
+    """Return the part that is the range ``flat`` of the flattened tensor."""
+    return Part(shape, tuple(range(size) for size in shape), flat)
+
+
+def dump_part(part: Part) -> str:
+    """Return ``part`` as text, which ``load_part`` reads."""
+    box = [[side.start, side.stop] for side in part.box]
+    flat = None if part.flat is None else [part.flat.start, part.flat.stop]
+    return json.dumps({"shape": part.shape, "box": box, "flat": flat})
+
+
+def load_part(text: str) -> Part:
+    """Read the text of ``dump_part``. Raises ValueError, KeyError or TypeError for any other text."""
+    raw = json.loads(text)
+    flat = None if raw["flat"] is None else range(*raw["flat"])
+    return Part(tuple(raw["shape"]), tuple(range(*side) for side in raw["box"]), flat)
+
+
+def written_names(model: PlacedModel, shape: ModelShape, rank: int) -> frozenset[str]:
+    """Return the trained parameters whose part on ``rank`` this rank writes.
+
+    Of ranks that store the same part of a parameter one writes it; they take turns.
+    """
+    parts = {each: trained_parts(model, shape, each) for each in model.ranks}
+    names = sorted(parts[rank])
+    return frozenset(name for turn, name in enumerate(names) if _writer(parts, name, turn, rank) == rank)
+
+
+def _writer(parts: Mapping[int, Parts], name: str, turn: int, rank: int) -> int:
+    """Return the rank that writes what ``rank`` stores of ``name``."""
+    alike = [other for other, stored in parts.items() if stored[name] == parts[rank][name]]
+    return alike[turn % len(alike)]
+
+
+def may_overlap(part: Part, other: Part) -> bool:
+    """Whether two parts of a tensor may have elements in common; False is certain."""
+    first, second = _span(part), _span(other)
+    return first.start < second.stop and second.start < first.stop
+
+
+def covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+    """Whether pieces that a checkpoint has of a tensor are all of it, by their number of elements."""
+    return sum(part.num_elements for part in dict.fromkeys(parts)) >= math.prod(shape)
+
+
+def _span(part: Part) -> range:
+    """Return the least range of the flattened tensor that contains ``part``."""
+    if part.num_elements == 0:
+        return range(0)
+    if part.flat is not None:
+        # ranges are of whole tensors: ZeRO splits no dim
+        return part.flat
+    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
+    first = sum(side.start * stride for side, stride in zip(part.box, strides, strict=True))
+    last = sum((side.stop - 1) * stride for side, stride in zip(part.box, strides, strict=True))
+    return range(first, last + 1)
