@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from flexrlhf.config.spec import OptimizerSpec
@@ -65,6 +65,7 @@ def set_num_updates(optimizer: Optimizer, scheduler: LRScheduler, num_updates: i
             state["step"] = torch.full_like(state["step"], num_updates)
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": num_updates, "_step_count": num_updates + 1})
     # closed forms of the number of updates, as transformers makes them
+    assert isinstance(scheduler, LambdaLR), "transformers' schedules are such"
     rates = [rate * factor(num_updates) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

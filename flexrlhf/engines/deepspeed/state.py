@@ -36,10 +36,8 @@ def state_tensors_by_kind(
         piece = _piece(wrapper, parameter, rank)
         if piece is None:
             continue
-        for kind, whole in {
-            WEIGHTS: piece.owner.detach(),
-            **optimizer_moments(settings, optimizer, piece.owner),
-        }.items():
+        moments = optimizer_moments(settings, optimizer, piece.owner)
+        for kind, whole in {WEIGHTS: piece.owner.detach(), **moments}.items():
             tensors[kind][name] = StateTensor(piece.of(whole), piece.flat)
     return dict(tensors)
 
