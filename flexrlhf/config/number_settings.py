@@ -1,0 +1,118 @@
+"""Settings that a run's numbers depend on, and those in which two specs differ.
+
+All other settings (placement, cluster, engines, ZeRO stages, chunks, micro-batches) change times and bytes. Types of
+numbers (``dtype``) are among those: they change numbers by their rounding alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flexrlhf.config.algorithms import AcShareSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import shown
+
+OF_RUN = frozenset({"algorithm", "data", "reward", "cost", "eval", "seed"})
+OF_MODELS = frozenset({"path", "init", "share", "lora", "optimizer"})
+"""Settings of each model."""
+HOW_SCORED = frozenset(
+    {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
+)
+"""Settings of a source of scores that say how it is called, not what it returns."""
+PATHS = frozenset({"path", "tokenizer"})
+"""Settings that name a file or directory."""
+
+
+@dataclass(frozen=True)
+class SettingDifference:
+    """One setting of two specs that numbers depend on.
+
+    key:     dotted, as ``--set`` takes it
+    first:   value in the first spec; None where it is null or absent
+    second:  value in the second one
+    """
+
+    key: str
+    first: Any
+    second: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} is {shown(self.first)} and {shown(self.second)}"
+
+
+def differing_settings(first: Spec, second: Spec) -> tuple[SettingDifference, ...]:
+    """Return the settings that numbers depend on and that differ, in the order of the YAML.
+
+    The specs are resolved (``Plan.spec``, or the ``config.yaml`` of a run), so that models that follow from others are
+    filled in.
+    """
+    one, other = number_settings(first), number_settings(second)
+    if one["algorithm"]["name"] != other["algorithm"]["name"]:
+        # their other settings are not comparable
+        one["algorithm"], other["algorithm"] = ({"name": each["algorithm"]["name"]} for each in (one, other))
+    return tuple(_differences("", one, other))
+
+
+def number_settings(spec: Spec) -> dict[str, Any]:
+    """Return the settings of ``spec`` that numbers depend on, nested as in the YAML."""
+    raw = spec.model_dump(mode="json", by_alias=True, include=set(OF_RUN))
+    # a preset is a name for settings that are filled in
+    raw["algorithm"].pop("like", None)
+    if raw["eval"] is not None:
+        raw["eval"].pop("every")
+    for section in ("reward", "cost"):
+        raw[section] = raw[section] and [_without(source, HOW_SCORED) for source in raw[section]]
+    raw["models"] = {
+        role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
+    }
+    raw["steps"] = spec.steps if _has_learning_rate_schedule(spec) else None
+    return raw | {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}, "rollout": _rollout(spec)}
+
+
+def _has_learning_rate_schedule(spec: Spec) -> bool:
+    """Whether a learning rate falls towards the last step, so that the number of steps changes every step."""
+    return any(model is not None and model.optimizer.schedule != "constant" for _, model in spec.models)
+
+
+def _rollout(spec: Spec) -> dict[str, Any]:
+    """Return what numbers depend on of the rollout engine: its noise, and which copy of a shared trunk has values."""
+    is_stale = spec.schedule.lag > 0 or spec.sync.every > 1
+    settings: dict[str, Any] = {"noise": spec.rollout.noise}
+    if isinstance(spec.algorithm, AcShareSpec) and is_stale:
+        settings["engine"] = spec.rollout.engine
+    return settings
+
+
+def _without(source: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in source.items() if key not in keys}
+
+
+def _differences(key: str, first: Any, second: Any) -> Iterator[SettingDifference]:
+    """Yield the deepest settings that differ; a mapping that only one side has is one setting."""
+    pairs = _pairs(first, second)
+    if pairs is None:
+        if not _is_same(key, first, second):
+            yield SettingDifference(key, first, second)
+        return
+    for name, (one, other) in pairs.items():
+        yield from _differences(f"{key}.{name}" if key else name, one, other)
+
+
+def _pairs(first: Any, second: Any) -> dict[str, tuple[Any, Any]] | None:
+    """Return what two mappings, or two lists of as many mappings, have by key; None for all else."""
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        if not all(isinstance(item, dict) for item in (*first, *second)):
+            return None
+        first, second = ({str(index): item for index, item in enumerate(items)} for items in (first, second))
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return None
+    return {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+
+
+def _is_same(key: str, first: Any, second: Any) -> bool:
+    if key.rpartition(".")[2] in PATHS and isinstance(first, str) and isinstance(second, str):
+        return os.path.abspath(first) == os.path.abspath(second)
+    return bool(first == second)
