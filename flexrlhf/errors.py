@@ -30,6 +30,10 @@ class Interrupted(RuntimeError):
     """End of a job by a signal."""
 
 
+class Preempted(RuntimeError):
+    """End of a job by a request to save and end; the message names what goes on with it."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the ``known`` name closest to ``name``, or an empty string.
 

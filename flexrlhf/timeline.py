@@ -63,13 +63,20 @@ class Timeline:
         while self.spans[0].step <= step - self._keep_steps:
             self.spans.popleft()
 
-    def dump(self) -> str:
-        """Return the spans as JSON, which ``load_spans`` reads."""
-        return json.dumps([asdict(span) for span in self.spans])
+    def take(self) -> list[Span]:
+        """Return the spans since the last call, and forget them."""
+        taken = list(self.spans)
+        self.spans.clear()
+        return taken
+
+
+def dump_spans(spans: Iterable[Span]) -> str:
+    """Return spans as JSON, which ``load_spans`` reads."""
+    return json.dumps([asdict(span) for span in spans])
 
 
 def load_spans(text: str) -> list[Span]:
-    """Return the spans of ``Timeline.dump``."""
+    """Return the spans of ``dump_spans``."""
     return [Span(**item) for item in json.loads(text)]
 
 

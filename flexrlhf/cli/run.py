@@ -19,6 +19,14 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check configs, models and data, print the plan, start nothing")
 ]
 Nnodes = Annotated[int, typer.Option(min=1, help="number of nodes")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|PATH",
+        help="auto: go on from the newest checkpoint of each run and skip finished ones; "
+        "or the directory of a run or a checkpoint",
+    ),
+]
 NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
 RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]
 
@@ -33,6 +41,7 @@ def run(
     node_rank: NodeRank = 0,
     rdzv_endpoint: RdzvEndpoint = "",
     force: Force = False,
+    resume: Resume = None,
 ) -> None:
     """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
@@ -44,7 +53,7 @@ def run(
     if dry_run:
         _check(plans, is_quickstart=not configs)
     else:
-        _run(plans, hosts, is_quickstart=not configs)
+        _run(plans, hosts, is_quickstart=not configs, resume=resume)
 
 
 def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
@@ -55,16 +64,16 @@ def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
     typer.echo("\n\n".join(map(format_plan, plans)))
 
 
-def _run(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool) -> None:
+def _run(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume: str | None) -> None:
     from flexrlhf.execution.job import prepare_job
 
-    job = prepare_job(plans, hosts, is_quickstart)
+    job = prepare_job(plans, hosts, is_quickstart, resume)
     if hosts.is_first:
         for plan in plans:
-            typer.echo(format_plan(plan) + "\n")
+            typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, skipped") + "\n")
     job.start()
     if hosts.is_first:
-        for plan in plans:
+        for plan in job.plans:
             _print_summary(plan)
 
 

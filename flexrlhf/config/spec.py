@@ -380,6 +380,17 @@ class SaveSpec(StrictModel):
     )
 
 
+class CheckpointSpec(StrictModel):
+    """Checkpoints that ``flexrlhf run --resume`` goes on from, in ``runs/<name>/checkpoints``."""
+
+    every: int | None = Field(
+        None, ge=1, description="steps between two, and one after the last step; null: none but on a signal"
+    )
+    keep_last: int = Field(2, ge=1, description="older checkpoints are deleted")
+    on_signal: bool = Field(True, description="SIGTERM and SIGUSR1 write one after the current step, and end the run")
+    background: bool = Field(True, description="write the files while the next step runs")
+
+
 class DebugSpec(StrictModel):
     """Settings for tests, and to find where two runs differ."""
 
@@ -407,6 +418,7 @@ class Spec(StrictModel):
     rollout: RolloutSpec = RolloutSpec()
     eval: EvalSpec | None = Field(None, description="null: no evaluation")
     save: SaveSpec = SaveSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
     debug: DebugSpec = DebugSpec()
     runs: str = Field("runs", description="directory of all runs' results")
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")

@@ -26,10 +26,20 @@ class ControllerStates:
     num_mini_batches: int
     states: dict[str, State]
     _statistics: dict[str, dict[str, Triple]] = field(default_factory=dict)
+    _run_here: set[str] = field(default_factory=set)
 
     def state(self, operator: Operator) -> State:
         """Return the state after the last step; empty for an operator without controller."""
         return self.states.get(operator.name, {})
+
+    @property
+    def changed(self) -> dict[str, State]:
+        """States of the operators that run on this rank, once they have run."""
+        return {name: self.states[name] for name in sorted(self._run_here)}
+
+    def load(self, states: Mapping[str, Mapping[str, float]]) -> None:
+        """Set the states by operator, as ``changed`` of all ranks has them."""
+        self.states |= {name: dict(state) for name, state in states.items()}
 
     def add(self, run: Run, statistics: Mapping[str, Triple]) -> None:
         """Add the statistics of ``run``, summed over all replicas. Its chunks come in order; the last ends the step."""
@@ -37,6 +47,7 @@ class ControllerStates:
         if name not in self.states:
             return
         assert isinstance(self.algorithm, PolicySpec), "only these have controllers"
+        self._run_here.add(name)
         add(self._statistics.setdefault(name, {}), statistics)
         if run.mini_batches.stop == self.num_mini_batches:
             self.states[name] = next_state(self.algorithm, self.states[name], self._statistics.pop(name))

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from flexrlhf.engines.capabilities import check_device
+from flexrlhf.errors import Preempted
+from flexrlhf.execution.resumption import Resumption, resume_runs
+from flexrlhf.execution.run_directory import prepare_directory, read_status
+from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.plan.plan import Plan
@@ -17,38 +22,74 @@ from flexrlhf.plan.plan_text import format_plan
 class Job:
     """Runs that are checked and have their directories.
 
-    plans:   plans of the runs, in order
+    runs:    the runs that are not finished, in order, and how each begins
     hosts:   nodes of the job
     device:  ``cpu`` or ``cuda``, for all ranks
+    locks:   open files that keep other processes from the directories of the runs
     """
 
-    plans: tuple[Plan, ...]
+    runs: tuple[Resumption, ...]
     hosts: Hosts
     device: str
+    locks: tuple[IO[str], ...] = ()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Plans of the runs."""
+        return tuple(run.plan for run in self.runs)
 
     def start(self) -> None:
         """Run on all ranks of this node, or, under torchrun, as one of them; returns when all runs have ended.
 
-        Raises RankFailure when a rank fails and Interrupted on a signal; no process is left.
+        Raises RankFailure when a rank fails, Interrupted on a signal and Preempted on a request to save and end; no
+        process is left.
         """
-        specs = [with_device(plan.spec, self.device) for plan in self.plans]
+        if not self.runs:
+            return
+        orders = [RunOrder(with_device(run.plan.spec, self.device), run.candidates) for run in self.runs]
+        try:
+            self._start(orders)
+        finally:
+            for lock in self.locks:
+                lock.close()
+
+    def _start(self, orders: Sequence[RunOrder]) -> None:
         if under_torchrun():
             from flexrlhf.execution.worker import work
 
-            work(specs)
+            if not work(orders):
+                raise Preempted(stopped_sentence(self.plans))
         else:
             from flexrlhf.execution.launch import launch
 
-            launch(specs, self.plans[0], self.hosts)
+            if launch(orders, self.plans[0], self.hosts):
+                raise Preempted(stopped_sentence(self.plans))
 
 
-def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False) -> Job:
+def stopped_sentence(plans: Sequence[Plan]) -> str:
+    """Return where the job has stopped on a request, and what goes on with it."""
+    for plan in plans:
+        status = read_status(plan.spec.directory)
+        if status is not None and status.state == "stopped":
+            saved = f"{plan.spec.name} has stopped after {status.next_step} of {status.steps} steps"
+            return f"{saved}; the same command with --resume goes on" if status.next_step else saved
+    return "stopped between two runs; the same command with --resume goes on"
+
+
+def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False, resume: str | None = None) -> Job:
     """Check devices, packages, models and data of all runs, then make their directories.
 
-    ``is_quickstart``: write the quick start's corpus first. Raises UserError before any directory is made.
+    is_quickstart:  write the quick start's corpus first
+    resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
+
+    Raises UserError before any directory is made.
     """
     from flexrlhf.execution.launch import choose_device
 
+    runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
+    if not runs:
+        return Job((), hosts, "cpu")
+    plans = [run.plan for run in runs]
     first, is_rank = plans[0], under_torchrun()
     num_local = num_torchrun_ranks(first.placement.num_ranks) if is_rank else hosts.num_local_ranks(first.cluster)
     device = choose_device(first.spec.cluster.device, num_local)
@@ -56,9 +97,8 @@ def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False
         check_device(plan.placement, plan.shapes, device)
     if hosts.is_first or not is_rank:
         _check_inputs(plans, is_quickstart)
-    if hosts.is_first:
-        _make_directories(plans)
-    return Job(tuple(plans), hosts, device)
+    locks = _make_directories(runs) if hosts.is_first else ()
+    return Job(tuple(runs), hosts, device, locks)
 
 
 def _check_inputs(plans: Sequence[Plan], is_quickstart: bool) -> None:
@@ -69,8 +109,6 @@ def _check_inputs(plans: Sequence[Plan], is_quickstart: bool) -> None:
     check_runs(plans)
 
 
-def _make_directories(plans: Sequence[Plan]) -> None:
-    from flexrlhf.execution.run_directory import prepare_directory
-
-    for plan in plans:
-        prepare_directory(plan, format_plan(plan))
+def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:
+    """Make the directories; each one's lock is to be closed when the job ends."""
+    return tuple(prepare_directory(run.plan, format_plan(run.plan), run.continues) for run in runs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -10,8 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import Interrupted, RankFailure, UserError
+from flexrlhf.execution.run_order import RunOrder, dump_orders
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
@@ -29,6 +29,10 @@ POLL_SECONDS = 5
 STOPPED = "stopped; all ranks have ended"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals for which the elastic agent installs handlers of its own."""
+
+
+SAVING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of schedulers before they end a job."""
 
 
 def choose_device(setting: str, num_local: int) -> str:
@@ -44,17 +48,47 @@ def choose_device(setting: str, num_local: int) -> str:
     return setting if setting != "auto" else "cuda" if count >= num_local else "cpu"
 
 
-def launch(specs: Sequence[Spec], plan: Plan, hosts: Hosts) -> None:
-    """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left."""
+def launch(orders: Sequence[RunOrder], plan: Plan, hosts: Hosts) -> bool:
+    """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
+
+    Returns whether a signal has made the ranks save and end.
+    """
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
-        file = Path(directory) / "specs.json"
-        file.write_text(json.dumps([dump_spec(spec) for spec in specs]))
-        start_ranks(["flexrlhf.execution.rank", str(file)], plan, hosts)
+        file, stop = Path(directory) / "orders.json", Path(directory) / "stop"
+        file.write_text(dump_orders(orders))
+        saves = all(order.spec.checkpoint.on_signal for order in orders)
+        with _saving_on_signals(stop, saves):
+            start_ranks(["flexrlhf.execution.rank", str(file), str(stop)], plan, hosts, SAVING if saves else ())
+        return stop.exists()
 
 
-def start_ranks(module: Sequence[str], plan: Plan, hosts: Hosts) -> None:
-    """Run ``module``, with its arguments, on every rank of this node and wait. Raises as ``launch`` does."""
-    config = _config(hosts.num_local_ranks(plan.cluster), hosts)
+@contextmanager
+def _saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
+    """Make the first signal of ``SAVING`` create the file ``stop``; a second SIGTERM ends the ranks at once."""
+    if not is_enabled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def request(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTERM and stop.exists():
+            raise SignalException("ended by a second SIGTERM", signal.SIGTERM)
+        stop.touch()
+
+    before = {number: signal.signal(number, request) for number in SAVING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start_ranks(module: Sequence[str], plan: Plan, hosts: Hosts, others_signals: Sequence[signal.Signals] = ()) -> None:
+    """Run ``module``, with its arguments, on every rank of this node and wait. Raises as ``launch`` does.
+
+    ``others_signals``: those that the caller handles, all others end the ranks.
+    """
+    ending = [number.name for number in HANDLED if number not in others_signals]
+    config = replace(_config(hosts.num_local_ranks(plan.cluster), hosts), signals_to_handle=",".join(ending))
     _silence_agent()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     try:

@@ -41,12 +41,9 @@ class LoadedModel:
 
 
 def load_models(plan: Plan, world: World, groups: Groups, wait: Wait) -> dict[ModelName, LoadedModel]:
-    """Load every model that is placed on this rank; those that the plan starts in host memory are offloaded."""
+    """Load every model that is placed on this rank."""
     placed = plan.placement.on_rank(world.rank)
-    models = {model.name: load_model_on_rank(plan, model, world, groups, wait) for model in placed}
-    for name in plan.offloaded.get(world.rank, ()):
-        models[name].engine.offload()
-    return models
+    return {model.name: load_model_on_rank(plan, model, world, groups, wait) for model in placed}
 
 
 def load_model_on_rank(plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait) -> LoadedModel:

@@ -7,10 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Run the specs of the file that is the first argument."""
+    """Run the orders of the file that is the first argument; the second one is the file of a request to stop."""
     from flexrlhf.execution.worker import main as run
 
-    run(sys.argv[1])
+    run(*sys.argv[1:])
 
 
 if __name__ == "__main__":

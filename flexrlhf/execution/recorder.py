@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,24 +23,32 @@ from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, st
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
-from flexrlhf.timeline import Span, Timeline, load_spans, write_trace
+from flexrlhf.timeline import Span, Timeline, dump_spans, load_spans, write_trace
+
+TIMELINE = "timeline"
+"""Folder with the spans up to each checkpoint, a file a rank."""
+
+
+Report = dict[str, Any]
+"""``statistics`` of an operator, and ``labels``: words for the row of metrics."""
 
 
 class Recorder:
     """Publisher of this rank's statistics; on rank 0 it also collects and writes those of all ranks."""
 
-    def __init__(self, plan: Plan, world: World, directory: Path) -> None:
+    def __init__(self, plan: Plan, world: World, directory: Path, first_step: int = 0) -> None:
         self._plan = plan
         self._world = world
         self._store = dist.PrefixStore(f"record/{plan.spec.name}", world.store)
         self._directory = directory
-        self._next_step = 0
+        self.next_step = first_step
+        """The first step whose row of metrics is not written."""
         self._last_time = time.time()
         chosen = [each for each in plan.schedule.instructions if isinstance(each, Save) and each.best is not None]
         self._num_readers = sum(len(save.ranks) for save in chosen)
-        self._best: dict[str, float] = {}
-        if world.rank == 0:
-            (directory / "metrics.jsonl").write_text("")
+        self.best: dict[str, float] = {}
+        """Best metric of the evaluations so far, by model."""
+        self._in_flight: dict[int, dict[str, Report]] = defaultdict(dict)
 
     def report(
         self,
@@ -79,6 +89,36 @@ class Recorder:
         self._store.set(key, report)
         if inner is not None and self._num_readers:
             self._store.set(f"best/{key}", report)
+        if inner is None and self._plan.schedule.lag:
+            self._keep(step, position, statistics, labels)
+
+    def _keep(self, step: int, position: int, statistics: Mapping[str, Triple], labels: Mapping[str, str]) -> None:
+        """Keep a report of a step that is in flight when a checkpoint is written, summed over chunks."""
+        run = self._plan.schedule.instructions[position % len(self._plan.schedule.instructions)]
+        assert isinstance(run, Run), "only runs report outside evaluations"
+        report = self._in_flight[step].setdefault(run.operator.name, {"statistics": {}, "labels": {}})
+        add(report["statistics"], statistics)
+        report["labels"] |= labels
+
+    def reports_from(self, step: int) -> dict[int, dict[str, Report]]:
+        """Return what this rank has published for ``step`` and later ones, by operator; earlier ones are forgotten."""
+        for old in [each for each in self._in_flight if each < step]:
+            del self._in_flight[old]
+        return dict(self._in_flight)
+
+    def restore(self, reports: Mapping[str, Mapping[str, Report]], best: Mapping[str, float]) -> None:
+        """Publish reports of steps in flight again, and set the best metrics.
+
+        An operator's report is that of its first chunk; further chunks report nothing.
+        """
+        self.best |= best
+        for step, operators in reports.items():
+            pending = dict(operators)
+            for index, run in enumerate(self._plan.schedule.instructions):
+                if isinstance(run, Run) and run.lag < self._plan.schedule.lag:
+                    report = pending.pop(run.operator.name, {"statistics": {}, "labels": {}})
+                    if self._world.rank == run.ranks[0]:
+                        self.publish(int(step), index, report["statistics"], report["labels"])
 
     def improved(self, save: Save, step: int) -> float | None:
         """Return the metric of ``save`` in the evaluation of ``step`` if it is better than all before; else None.
@@ -87,9 +127,9 @@ class Recorder:
         """
         assert save.best is not None
         value = self._read_evaluation(step).get(save.best)
-        if value is None or not is_better(save.best, value, self._best.get(save.model)):
+        if value is None or not is_better(save.best, value, self.best.get(save.model)):
             return None
-        self._best[save.model] = value
+        self.best[save.model] = value
         return value
 
     def _read_evaluation(self, step: int) -> dict[str, float]:
@@ -125,22 +165,31 @@ class Recorder:
 
     def collect(self) -> None:
         """Write the metrics of all steps that have been published in full, without waiting."""
-        while self._next_step < self._plan.spec.steps and self._store.check(list(self._reports(self._next_step))):
+        while self.next_step < self._plan.spec.steps and self._store.check(list(self._reports(self.next_step))):
+            self._write_step()
+
+    def append_spans(self, next_step: int, spans: Sequence[Span]) -> None:
+        """Append the spans until the checkpoint before ``next_step`` to this rank's file."""
+        folder = self._directory / TIMELINE
+        folder.mkdir(exist_ok=True)
+        with (folder / f"rank-{self._world.rank:05d}.jsonl").open("a") as file:
+            file.write(json.dumps({"next_step": next_step, "spans": dump_spans(spans)}) + "\n")
+
+    def write_until(self, step: int) -> None:
+        """Wait for the metrics of all steps before ``step``, and write those that are not written."""
+        while self.next_step < step:
+            self._wait(self._reports(self.next_step), f"the metrics of step {self.next_step}")
             self._write_step()
 
     def finish(self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int) -> None:
-        """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the rest.
+        """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the timeline.
 
         ``usage``: bytes by placed model. ``peak``: the most that the rank's process used.
         """
-        self._store.set(f"timeline/{self._world.rank}", timeline.dump())
+        self._store.set(f"timeline/{self._world.rank}", dump_spans(timeline.take()))
         self._store.set(f"memory/{self._world.rank}", json.dumps({"models": usage, "peak": peak}))
-        if self._world.rank != 0:
-            return
-        while self._next_step < self._plan.spec.steps:
-            self._wait(self._reports(self._next_step), f"the metrics of step {self._next_step}")
-            self._write_step()
-        self._write_timeline()
+        if self._world.rank == 0:
+            self._write_timeline()
 
     def _wait(self, keys: dict[str, str], what: str) -> None:
         self._world.wait_for(self._store, keys, what, self._plan.spec.timeout_seconds)
@@ -148,21 +197,21 @@ class Recorder:
     def _write_step(self) -> None:
         total: dict[str, Triple] = {}
         labels: dict[str, str] = {}
-        for key in self._reports(self._next_step):
+        for key in self._reports(self.next_step):
             report = json.loads(self._store.get(key))
             add(total, report["statistics"])
             labels |= report["labels"]
             self._store.delete_key(key)
         now = time.time()
-        row = {"step": self._next_step, "seconds": now - self._last_time, **evaluate(total)}
+        row = {"step": self.next_step, "seconds": now - self._last_time, **evaluate(total)}
         with (self._directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, **labels}) + "\n")
         spec = self._plan.spec
-        print(progress_line(spec.name, self._next_step, spec.steps, row, row["seconds"]), flush=True)
-        self._next_step, self._last_time = self._next_step + 1, now
+        print(progress_line(spec.name, self.next_step, spec.steps, row, row["seconds"]), flush=True)
+        self.next_step, self._last_time = self.next_step + 1, now
 
     def _write_timeline(self) -> None:
-        spans: list[Span] = []
+        spans = list(_saved_spans(self._directory / TIMELINE))
         usage, peaks = {}, {}
         for rank in range(self._plan.placement.num_ranks):
             self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}, "the end of the run")
@@ -175,7 +224,15 @@ class Recorder:
             "held_bytes": usage,
             "peak_bytes": peaks,
         }
-        write_trace(self._directory / "timeline.json", spans, facts)
+        first = max((span.step for span in spans), default=0) - self._plan.spec.timeline_steps
+        write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)
+
+
+def _saved_spans(folder: Path) -> Iterator[Span]:
+    """Yield the spans that ``append_spans`` has written, by this process and those that the run goes on from."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield from load_spans(json.loads(line)["spans"])
 
 
 def _publisher(run: Run) -> str:

@@ -1,24 +1,122 @@
-"""The directory of a run, ``runs/<name>/``: resolved YAML, plan, metrics, samples, timeline and models."""
+"""The directory of a run, ``runs/<name>/``: resolved YAML, plan, status, metrics, samples, timeline and models."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import socket
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
+from flexrlhf.checkpoints.manifest import FOLDER
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
 
+STATUS = "status.json"
+LOCK = ".lock"
+ABANDONED = ".abandoned"
+"""Ends the name of a checkpoint that is newer than the one that a run went on from, or damaged."""
 
-def prepare_directory(plan: Plan, plan_text: str) -> None:
-    """Make the run's directory with config and plan. An existing one is renamed to ``<name>.1``, ``<name>.2`` …"""
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How far a run has come.
+
+    state:      ``running`` also where it ended without a word; ``stopped`` by a signal, with a checkpoint
+    next_step:  the first step that is not trained on
+    steps:      steps of the whole run
+    """
+
+    state: Literal["running", "stopped", "finished"]
+    next_step: int
+    steps: int
+
+
+def write_status(directory: Path, status: RunStatus) -> None:
+    """Write ``status.json``, never in part."""
+    fresh = directory / f"{STATUS}.writing"
+    fresh.write_text(json.dumps(asdict(status)) + "\n")
+    fresh.replace(directory / STATUS)
+
+
+def read_status(directory: Path) -> RunStatus | None:
+    """Return the status of the run in ``directory``; None where there is none."""
+    path = directory / STATUS
+    if not path.is_file():
+        return None
+    try:
+        return RunStatus(**json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: damaged; remove it") from None
+
+
+def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
+    """Make the run's directory with config and plan. Returns its lock, which is released when that is closed.
+
+    An existing one is renamed to ``<name>.1``, ``<name>.2`` …, unless the run ``continues`` there. Raises UserError for
+    a directory that a running process uses, or that cannot be written.
+    """
     directory = plan.spec.directory
-    if directory.exists():
-        directory.rename(_free_name(directory))
-    directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(dump_spec(plan.spec))
-    (directory / "plan.txt").write_text(plan_text + "\n")
+    try:
+        if directory.exists():
+            lock_directory(directory).close()
+            if not continues:
+                directory.rename(_free_name(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = lock_directory(directory)
+        (directory / "config.yaml").write_text(dump_spec(plan.spec))
+        (directory / "plan.txt").write_text(plan_text + "\n")
+        if not continues:
+            write_status(directory, RunStatus("running", 0, plan.spec.steps))
+    except OSError as error:
+        reason = f"{directory} cannot be written ({error.strerror})"
+        raise UserError(f"runs: {reason}; set runs: to another directory") from None
+    return lock
+
+
+def lock_directory(directory: Path) -> IO[str]:
+    """Lock the directory of a run for this process. Raises UserError where another process has locked it."""
+    file = (directory / LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise UserError(f"{directory}: {owner} is using it; wait for its end, or give this run another name") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def set_aside_checkpoints(directory: Path, from_step: int) -> None:
+    """Rename checkpoints of ``from_step`` and later, which the run that goes on before them will write anew."""
+    for path in sorted((directory / FOLDER).glob("step-*")):
+        number = path.name.removeprefix("step-")
+        if path.name.endswith(".writing") or (number.isdigit() and int(number) >= from_step):
+            path.rename(_free_name(path.with_name(path.name.removesuffix(".writing") + ABANDONED)))
+
+
+def trim_lines(path: Path, key: str, limit: int) -> None:
+    """Keep the rows of a jsonl file with a ``key`` below ``limit``; a row that was cut in writing is dropped."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines(keepends=True) if _number(line, key) < limit]
+    fresh = path.with_name(path.name + ".writing")
+    fresh.write_text("".join(kept))
+    fresh.replace(path)
+
+
+def _number(line: str, key: str) -> float:
+    try:
+        return float(json.loads(line)[key])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -32,6 +130,8 @@ def read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _free_name(directory: Path) -> Path:
-    names = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
+def _free_name(path: Path) -> Path:
+    if not path.exists() and path.name.endswith(ABANDONED):
+        return path
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
     return next(name for name in names if not name.exists())

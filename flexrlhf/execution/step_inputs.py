@@ -63,12 +63,12 @@ def rows_with_inputs(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 class StepRows:
-    """Row stores of the steps under way."""
+    """Row stores of the steps under way, on ``device``."""
 
     def __init__(self, plan: Plan, inputs: StepInputs, device: torch.device) -> None:
         self._plan = plan
         self._inputs = inputs
-        self._device = device
+        self.device = device
         self._stores: dict[int, RowStore] = {}
 
     def at(self, step: int) -> RowStore:
@@ -76,7 +76,7 @@ class StepRows:
         if step not in self._stores:
             for old in [s for s in self._stores if s < step - self._plan.schedule.lag]:
                 self._stores.pop(old).finish()
-            store = self._stores[step] = RowStore(self._plan.lengths, self._device)
+            store = self._stores[step] = RowStore(self._plan.lengths, self.device)
             self._inputs.put(step, store)
         return self._stores[step]
 

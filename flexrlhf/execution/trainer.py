@@ -7,10 +7,10 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.world import RankProgress, World
+from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_columns
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.evaluator import Evaluator
@@ -20,22 +20,38 @@ from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.model_saver import ModelSaver
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorder import Recorder
+from flexrlhf.execution.restoration import restore
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.sampling_settings import step_sampling
+from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
+from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.weight_syncs import WeightSyncs
 from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
-from flexrlhf.strategies.schedule import walk
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.schedule import rounds, walk_round
 from flexrlhf.timeline import Span, Timeline
 
 
 class Trainer:
     """One rank of a run: its loaded models, the rows of its steps, and whatever executes its instructions."""
 
-    def __init__(self, plan: Plan, world: World, data: RunData, directory: Path, meter: MemoryMeter) -> None:
-        """Load the models of this rank. ``meter``: counts its memory from here on."""
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        data: RunData,
+        meter: MemoryMeter,
+        stops: StopRequests,
+        start: StartingPoint | None = None,
+    ) -> None:
+        """Load the models of this rank.
+
+        meter:  counts its memory from here on.
+        stops:  requests to end the run before its last step.
+        start:  checkpoint that it goes on from; None: it begins with its first step.
+        """
         self.plan = plan
         self._world = world
         self._meter = meter
@@ -51,23 +67,56 @@ class Trainer:
         self._inputs = StepInputs(plan, data, world.rank, world.device)
         self._rows = StepRows(plan, self._inputs, world.device)
         self._mover = ColumnMover(world.rank, RowPacking(plan.batch, plan.lengths, world.device), wait)
-        self._recorder = Recorder(plan, world, directory)
-        self._context = RankContext(plan, data, directory, world, self._groups, wait, self._models)
+        self._first_step = 0 if start is None else start.next_step
+        self._recorder = Recorder(plan, world, plan.spec.directory, self._first_step)
+        self._context = RankContext(plan, data, plan.spec.directory, world, self._groups, wait, self._models)
         self._syncs = WeightSyncs(self._context)
         self._evaluator = Evaluator(self._context, self._operators, self._recorder)
         self._saver = ModelSaver(self._context, self._recorder)
         self.timeline = Timeline(world.rank, plan.spec.timeline_steps)
+        self._stops = stops
+        state = RunState(self._context, self._rows, self._controllers, self._recorder, self.timeline)
+        self._checkpointer = Checkpointer(state)
+        if start is not None:
+            restore(state, self._syncs, start)
+        for name in plan.offloaded.get(world.rank, ()):
+            self._models[name].engine.offload()
 
-    def run(self) -> None:
-        """Execute the schedule to its end; all of the loop."""
-        for position, step, instruction in walk(self.plan.schedule, self._world.rank, self.plan.spec.steps):
-            self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
-            # an engine's library waits by itself, so a failed wait is named for the whole instruction
-            with self._span(instruction, step) as span, self._progress.deadline(instruction.ranks):
-                self._execute(instruction, step, position, span)
-            if self._world.rank == 0:
-                self._recorder.collect()
-        self._finish()
+    def run(self) -> int:
+        """Execute the schedule to its end, or until a request to stop; all of the loop.
+
+        Returns the first step that is not trained on.
+        """
+        plan, next_step = self.plan, self.plan.spec.steps
+        for turn in rounds(plan.schedule, plan.spec.steps, self._first_step):
+            for position, step, instruction in walk_round(plan.schedule, self._world.rank, plan.spec.steps, turn):
+                self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
+                # an engine's library waits by itself, so a failed wait is named for the whole instruction
+                with self._span(instruction, step) as span, self._progress.deadline(instruction.ranks):
+                    self._execute(instruction, step, position, span)
+                self._record()
+            if self._is_last(turn):
+                next_step = min(next_step, max(0, turn + 1 - plan.schedule.lag))
+                break
+        self._finish(next_step)
+        return next_step
+
+    def _record(self) -> None:
+        """Write what has been published of metrics and checkpoints, without waiting."""
+        if self._world.rank == 0:
+            self._recorder.collect()
+        self._checkpointer.poll()
+
+    def _is_last(self, turn: int) -> bool:
+        """Return whether the run ends after this round of the list, by a request to stop."""
+        spec = self.plan.spec
+        if not spec.checkpoint.on_signal:
+            return False
+        moment = f"{spec.name}/{turn}"
+        if self._models:
+            return self._stops.decide(moment)
+        # a rank without models would decide all rounds before the others begin
+        return self._stops.follow(moment, spec.timeout_seconds * len(self.plan.schedule.instructions))
 
     def close(self) -> None:
         """Free the models, what scores, and the process groups."""
@@ -94,6 +143,8 @@ class Trainer:
                 self._evaluator.evaluate(instruction, step, position)
             case Save():
                 self._saver.save(instruction, step)
+            case Checkpoint():
+                self._checkpointer.write(step + 1)
             case Offload():
                 self._models[instruction.model].engine.offload()
             case Reload():
@@ -130,8 +181,16 @@ class Trainer:
         assert group is not None, "a move joins at least two ranks"
         return self._mover.start(move, self._rows.at(step), group)
 
-    def _finish(self) -> None:
-        """Await everything that is under way, and publish the timeline and memory usage."""
+    def _finish(self, next_step: int) -> None:
+        """Await everything that is under way, and publish the timeline and memory usage.
+
+        A run that ends before its last step writes a checkpoint, unless it has just written that one.
+        """
+        if 0 < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
+            self._checkpointer.write(next_step)
+        if self._world.rank == 0:
+            self._recorder.write_until(next_step)
+        self._checkpointer.finish()
         self._rows.finish()
         self._mover.close()
         self._syncs.close()

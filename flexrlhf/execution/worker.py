@@ -8,55 +8,88 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.memory_meter import MemoryMeter
+from flexrlhf.execution.run_directory import RunStatus, read_status, write_status
+from flexrlhf.execution.run_order import RunOrder, load_orders
+from flexrlhf.execution.starting_point import choose_start
+from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.trainer import Trainer
 from flexrlhf.plan.inputs import load_run_data
 from flexrlhf.plan.pipeline import make_plan
 
 
-def work(specs: Sequence[Spec]) -> None:
-    """Execute the runs of ``specs`` in order on this rank; all runs of a command share the job's ranks."""
+def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
+    """Execute runs in order on this rank; all runs of a command share the job's ranks.
+
+    Returns whether all have finished; else a request has stopped them.
+
+    ``stop_file``: exists once the launcher has received a signal to save and end; None: signals come to this process.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
-        meter = MemoryMeter(world.device)
-        for spec in specs:
+    with open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world:
+        meter, stops = MemoryMeter(world.device), StopRequests(world.store, stop_file)
+        if stop_file is None:
+            stops.install_handlers()
+        for order in orders:
             # between runs most objects are those of libraries: a run's collections of garbage need not search them
             gc.collect()
             gc.freeze()
-            _run(spec, world, meter)
+            next_step = order.spec.steps if _is_done(order.spec) else _run(order, world, meter, stops)
             # the next run may read what a rank of this one has just written
-            world.meet(f"the end of {spec.name}", spec.timeout_seconds)
+            world.meet(f"the end of {order.spec.name}", order.spec.timeout_seconds)
+            if next_step < order.spec.steps:
+                return False
+    return True
 
 
-def _run(spec: Spec, world: World, meter: MemoryMeter) -> None:
-    """Plan and execute one run; afterwards nothing refers to its trainer."""
-    plan = make_plan(spec)
-    trainer = Trainer(plan, world, load_run_data(plan), spec.directory, meter)
-    trainer.run()
+def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests) -> int:
+    """Plan and execute one run; afterwards nothing refers to its trainer. Returns the step that it has come to."""
+    if is_restarted():
+        order = replace(order, candidates=(*checkpoints_of(order.spec.directory), *order.candidates))
+    plan = make_plan(order.spec)
+    data = load_run_data(plan)
+    start = choose_start(plan, world, data, order.candidates)
+    trainer = Trainer(plan, world, data, meter, stops, start)
+    next_step = trainer.run()
     trainer.close()
+    if world.rank == 0:
+        is_finished = next_step == plan.spec.steps
+        status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps)
+        write_status(plan.spec.directory, status)
+    return next_step
+
+
+def is_restarted() -> bool:
+    """Return whether the elastic agent has started this rank again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _is_done(spec: Spec) -> bool:
+    """Return whether an attempt before this one has finished the run."""
+    status = read_status(spec.directory) if is_restarted() else None
+    return status is not None and status.state == "finished"
 
 
 @record
-def main(specs_file: str) -> None:
-    """Execute the runs of a file of specs; ``launch`` reports an error by its first line."""
+def main(orders_file: str, stop_file: str) -> None:
+    """Execute the runs of a file of orders; ``launch`` reports an error by its first line."""
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = _print_traceback
@@ -64,7 +97,9 @@ def main(specs_file: str) -> None:
     atexit.register(gc.unfreeze)
     # FSDP2 and DeepSpeed use names of torch that it has renamed: nothing that a user could correct
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    work([parse_spec(read_yaml(text)) for text in json.loads(Path(specs_file).read_text())])
+    # schedulers signal every process; the launcher makes one request of it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    work(load_orders(Path(orders_file).read_text()), Path(stop_file))
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

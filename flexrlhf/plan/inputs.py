@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +74,15 @@ def load_run_data(plan: Plan) -> RunData:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     examples, evaluation, texts = (loaded.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
     return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad)
+
+
+def data_digest(data: RunData) -> str:
+    """Return a digest of the training examples: two data files or tokenizers have different ones."""
+    digest = hashlib.sha256()
+    for example in (*data.examples, *data.texts):
+        for tokens in (example.prompt, *example.responses):
+            digest.update(array("q", (len(tokens), *tokens)).tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,20 @@ class Save(_Periodic):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint(_Periodic):
+    """Copy of all that the next step depends on, by each rank for itself; files are written meanwhile.
+
+    models:  trained models, and copies whose weights differ from theirs at the end of a step.
+    """
+
+    models: tuple[ModelName, ...]
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.models)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Residence(_Periodic):
     """Transfer of a model between device and host memory, on each of ``ranks`` by itself.
 

@@ -17,10 +17,11 @@ from itertools import groupby
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
 from flexrlhf.strategies.evaluation_batches import evaluation_batch
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Run, Save, Sync
 from flexrlhf.weights.reshard import gathering_sets, pair_ranks
 
 
@@ -36,17 +37,26 @@ class Schedule:
         return tuple(instruction for instruction in self.instructions if rank in instruction.ranks)
 
 
-def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, Instruction]]:
-    """Yield the instructions of ``rank`` in a run: (position, step of the batch, instruction), in order.
+def rounds(schedule: Schedule, steps: int, first_step: int = 0) -> range:
+    """Return the rounds of the list in a run that goes on with ``first_step``; a lagging batch takes one more."""
+    return range(first_step + schedule.lag if first_step else 0, steps + schedule.lag)
+
+
+def walk_round(schedule: Schedule, rank: int, steps: int, turn: int) -> Iterator[tuple[int, int, Instruction]]:
+    """Yield the instructions of ``rank`` in one round: (position, step of the batch, instruction), in order.
 
     ``position`` counts along the list that all ranks walk, so that ranks can be compared.
     """
     length = len(schedule.instructions)
-    mine = [(i, x) for i, x in enumerate(schedule.instructions) if rank in x.ranks]
-    for step in range(steps + schedule.lag):
-        for index, instruction in mine:
-            if instruction.due(step - instruction.lag, steps):
-                yield step * length + index, step - instruction.lag, instruction
+    for index, instruction in enumerate(schedule.instructions):
+        if rank in instruction.ranks and instruction.due(turn - instruction.lag, steps):
+            yield turn * length + index, turn - instruction.lag, instruction
+
+
+def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, Instruction]]:
+    """Yield the instructions of ``rank`` in a whole run, as ``walk_round`` does."""
+    for turn in rounds(schedule, steps):
+        yield from walk_round(schedule, rank, steps, turn)
 
 
 def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
@@ -256,7 +266,25 @@ def with_syncs(
             last.append(sync)
         else:
             out.insert(len(out) if lag else trains[-1] + 1, sync)
-    return out + end + last
+    return out + end + last + checkpoints(placement, spec, lag)
+
+
+def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
+    """Return the Checkpoint that ends a step, if the run writes some."""
+    if spec.checkpoint.every is None:
+        return []
+    names = checkpointed_models(placement, spec)
+    ranks = tuple(sorted({rank for name in names for rank in placement[name].ranks}))
+    return [Checkpoint(ranks=ranks, lag=lag, every=spec.checkpoint.every, at_end=True, models=names)]
+
+
+def checkpointed_models(placement: Placement, spec: Spec) -> tuple[ModelName, ...]:
+    """Return the models whose tensors a checkpoint contains.
+
+    A copy that is synced after every step has the weights of its trained copy then, which a Sync restores.
+    """
+    lags = spec.schedule.lag > 0 or spec.sync.every > 1
+    return tuple(model.name for model in placement.models if model.trained or (lags and model.follows))
 
 
 def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, lag: int) -> list[Instruction]:

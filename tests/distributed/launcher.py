@@ -23,6 +23,7 @@ from torch import Tensor
 from flexrlhf.errors import RankFailure
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -111,7 +112,7 @@ class Launches:
         self._outcomes[kind] = outcomes
         plans = [outcome.plan for outcome in outcomes.values()]
         for plan in plans:
-            prepare_directory(plan, format_plan(plan))
+            prepare_directory(plan, format_plan(plan), continues=False).close()
         # its events would bury the one line that says which rank failed
         logging.getLogger("torchelastic-events-null").disabled = True
         for start in range(0, len(plans), RUNS_PER_LAUNCH):
@@ -120,7 +121,7 @@ class Launches:
     def _run(self, plans: list[Plan]) -> None:
         with patch.dict(os.environ, OMP_NUM_THREADS="1"):
             try:
-                launch([plan.spec for plan in plans], plans[0], Hosts())
+                launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts())
             except RankFailure as error:
                 self._failures.update({plan.spec.name: str(error) for plan in plans})
 

@@ -16,6 +16,7 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.trainer import Trainer
 from flexrlhf.plan.inputs import load_run_data
 from flexrlhf.plan.pipeline import make_plan
@@ -25,8 +26,8 @@ from flexrlhf.plan.plan_text import format_plan
 def run(spec: Spec, world: World, name: str, amount: float) -> None:
     """As flexrlhf/execution/worker.py does it, but for the weight."""
     plan = make_plan(spec)
-    prepare_directory(plan, format_plan(plan))
-    trainer = Trainer(plan, world, load_run_data(plan), spec.directory, MemoryMeter(world.device))
+    prepare_directory(plan, format_plan(plan), continues=False).close()
+    trainer = Trainer(plan, world, load_run_data(plan), MemoryMeter(world.device), StopRequests(world.store))
     weight = trainer._models["actor"].engine.weights()[name]
     with torch.no_grad():
         weight.view(-1)[0] += amount

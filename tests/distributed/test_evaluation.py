@@ -21,6 +21,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory, read_lines
+from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 
@@ -107,9 +108,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     specs = {name: spec_of(assets, name, changes) for name, changes in RUNS.items()}
     plans = [make_plan(spec) for spec in specs.values()]
     for plan in plans:
-        prepare_directory(plan, "")
+        prepare_directory(plan, "", continues=False).close()
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):
-        launch(list(specs.values()), plans[0], Hosts())
+        launch([RunOrder(spec) for spec in specs.values()], plans[0], Hosts())
     return {name: Run(spec) for name, spec in specs.items()}
 
 

@@ -13,6 +13,7 @@ from launcher import Launches, Outcome
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.execution.launch import launch
 from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
@@ -40,10 +41,10 @@ def outcome_of(launches: Launches, engine: str, zero: int) -> Outcome:
     """Two updates on two fresh processes: what an earlier run left in an allocator would count."""
     if (engine, zero) not in _OUTCOMES:
         plan = make_plan(parse_spec(raw_spec(launches.assets.directory, engine, zero)))
-        prepare_directory(plan, format_plan(plan))
+        prepare_directory(plan, format_plan(plan), continues=False).close()
         # so that freed memory leaves the resident set, as it leaves a GPU's count
         with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
-            launch([plan.spec], plan, Hosts())
+            launch([RunOrder(plan.spec)], plan, Hosts())
         _OUTCOMES[engine, zero] = Outcome(Case("memory", engine, 2), plan)
     return _OUTCOMES[engine, zero]
 

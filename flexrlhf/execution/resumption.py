@@ -1,0 +1,103 @@
+"""Which checkpoint a run goes on from, before its ranks start: what ``--resume`` means for each run of a command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, read_manifest
+from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import UserError, shown
+from flexrlhf.execution.run_directory import read_status
+from flexrlhf.plan.plan import Plan
+
+AUTO = "auto"
+FREE = ("eval.",)
+"""Settings that only evaluations depend on may change from one checkpoint to the next."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run of a command begins.
+
+    plan:        of the run.
+    candidates:  checkpoints, the first one that is undamaged is taken; none: it begins with its first step.
+    finished:    whether all of it is done, so that it is skipped.
+    continues:   whether it goes on in its directory, next to what is there.
+    """
+
+    plan: Plan
+    candidates: tuple[Path, ...] = ()
+    finished: bool = False
+    continues: bool = False
+
+
+def resume_runs(plans: tuple[Plan, ...], resume: str | None) -> list[Resumption]:
+    """Return how each run begins. ``resume``: ``auto``, a run's or a checkpoint's directory, or None: anew.
+
+    Raises UserError for a checkpoint whose numbers another setting would change.
+    """
+    if resume is None:
+        return [Resumption(plan) for plan in plans]
+    if resume == AUTO:
+        return [_automatic(plan) for plan in plans]
+    return [*(_automatic(plan) for plan in plans[:-1]), _from_path(plans[-1], Path(resume))]
+
+
+def _automatic(plan: Plan) -> Resumption:
+    """Return how a run begins by what is in its directory."""
+    directory = plan.spec.directory
+    status, found = read_status(directory), checkpoints_of(directory)
+    if status is not None and status.state == "finished" and status.steps >= plan.spec.steps:
+        _check_settings(plan, parse_spec(read_yaml((directory / "config.yaml").read_text())), directory)
+        return Resumption(plan, finished=True, continues=True)
+    if not found:
+        return Resumption(plan)
+    return _checked(plan, found, continues=True)
+
+
+def _from_path(plan: Plan, path: Path) -> Resumption:
+    """Return how a run goes on from a checkpoint, or from the newest one of a run."""
+    found = [path] if (path / MANIFEST).is_file() else checkpoints_of(path)
+    if not found:
+        raise UserError(f"--resume {path}: no checkpoint in it; give a run's directory or checkpoints/step-<number>")
+    return _checked(plan, found, path.resolve().is_relative_to(plan.spec.directory.resolve()))
+
+
+def _checked(plan: Plan, found: list[Path], continues: bool) -> Resumption:
+    manifest = _first_readable(found)
+    if manifest is not None:
+        _check_settings(plan, parse_spec(read_yaml(manifest.spec)), found[0])
+        _check_steps(plan, manifest.progress.next_step, found[0])
+    return Resumption(plan, tuple(found), continues=continues)
+
+
+def _first_readable(found: list[Path]) -> Manifest | None:
+    """Return the newest manifest that is not damaged; the ranks report damaged ones."""
+    for path in found:
+        try:
+            return read_manifest(path)
+        except UserError:
+            continue
+    return None
+
+
+def _check_steps(plan: Plan, next_step: int, where: Path) -> None:
+    if next_step > plan.spec.steps:
+        raise UserError(
+            f"--resume {where}: it comes after {next_step} steps, and this run has {plan.spec.steps}; "
+            f"use steps: {next_step} or more"
+        )
+
+
+def _check_settings(plan: Plan, before: Spec, where: Path) -> None:
+    changed = [each for each in differing_settings(before, plan.spec) if not each.key.startswith(FREE)]
+    if changed:
+        each, more = changed[0], f" ({len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
+        raise UserError(
+            f"--resume {where}: {each.key} was {shown(each.first)} and is {shown(each.second)} now, which would change "
+            f"the numbers of the run{more}; use {shown(each.first)}, or start a new run under another name"
+        )
