@@ -21,7 +21,7 @@ FREE = ("eval.",)
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a run of a command begins.
+    """Beginning of a run of a command.
 
     plan:        of the run.
     candidates:  checkpoints, the first one that is undamaged is taken; none: it begins with its first step.

@@ -24,7 +24,7 @@ ABANDONED = ".abandoned"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run has come.
+    """Progress of a run, in its directory.
 
     state:      ``running`` also where it ended without a word; ``stopped`` by a signal, with a checkpoint
     next_step:  the first step that is not trained on

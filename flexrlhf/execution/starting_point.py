@@ -19,7 +19,7 @@ from flexrlhf.plan.plan import Plan
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run goes on.
+    """Checkpoint that a run goes on from.
 
     checkpoint:  its directory.
     manifest:    its numbers.

@@ -15,7 +15,7 @@ from typing import Literal
 from flexrlhf.config.spec import CallKind, SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.states import State, item_bytes, model_state
-from flexrlhf.memory.transfers import WeightSync, saved_bytes, saving_parts, sync_parts
+from flexrlhf.memory.transfers import WeightSync, copied_bytes, saved_bytes, saving_parts, sync_parts
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
@@ -44,8 +44,15 @@ class Saving:
     ranks: tuple[int, ...]
 
 
-Work = Compute | WeightSync | Saving
-PhaseKind = CallKind | Literal["update", "sync", "save"]
+@dataclass(frozen=True)
+class Copying:
+    """A Checkpoint: this rank copies to host memory what it writes of ``models``."""
+
+    models: tuple[ModelName, ...]
+
+
+Work = Compute | WeightSync | Saving | Copying
+PhaseKind = CallKind | Literal["update", "sync", "save", "checkpoint"]
 NamedBytes = Mapping[str, int | None]
 """Bytes by name; None where they are known only once the model is loaded."""
 
@@ -82,7 +89,7 @@ class Phase:
 
     @property
     def label(self) -> str:
-        words = {"sync": "to", "save": "of"}
+        words = {"sync": "to", "save": "of", "checkpoint": "of"}
         return f"{self.kind} {words.get(self.kind, 'on')} {self.model}"
 
 
@@ -164,6 +171,8 @@ class Sizing:
                 return (Phase("sync", destination.name, parts),)
             case Saving():
                 return (self._save(work, self.placement[work.model], rank),)
+            case Copying():
+                return (self._copy(work, rank),)
 
     def loading_bytes(self, rank: int) -> int:
         """Return the host memory while models are loaded, one by one: each whole and in float32, before it is
@@ -216,6 +225,14 @@ class Sizing:
         host = saved_bytes(model, shape) if rank == work.ranks[0] else 0
         return Phase("save", work.model, saving_parts(model, shape, work.ranks, self.sync), host=host)
 
+    def _copy(self, work: Copying, rank: int) -> Phase:
+        sizes = []
+        for model in (self.placement[name] for name in work.models):
+            shape = self.shapes.get(model.role)
+            if shape is not None and rank in model.ranks:
+                sizes.append(copied_bytes(model, shape, rank))
+        return Phase("checkpoint", ", ".join(work.models), {}, host=sum(sizes))
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -264,9 +281,13 @@ def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[
     """Return the memory plan of ``rank``. ``work``: in order, each with the models that are offloaded during it."""
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
     largest: dict[tuple[str, str], Phase] = {}
-    for item, offloaded in dict.fromkeys(work):
+    works = dict.fromkeys(work)
+    # a copy for a checkpoint exists until its files are written, whatever runs meanwhile
+    copied = sum(sizing.phases(item, rank)[0].host for item, _ in works if isinstance(item, Copying))
+    for item, offloaded in works:
         for bare in sizing.phases(item, rank):
-            phase = _with_states(bare, states, offloaded)
+            lasting = 0 if isinstance(item, Copying) else copied
+            phase = _with_states(replace(bare, host=bare.host + lasting), states, offloaded)
             known = largest.setdefault((phase.kind, phase.model), phase)
             if phase.total > known.total:
                 largest[phase.kind, phase.model] = phase

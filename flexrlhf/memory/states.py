@@ -117,18 +117,18 @@ def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
 
 def bytes_per_parameter(model: PlacedModel) -> PerParameter:
     """Return the bytes per trained parameter: weights, float32 gradients, moments and master weights."""
-    item, moments = item_bytes(model), _moment_bytes(model.settings.optimizer)
+    item, moments = item_bytes(model), 4 * num_moments(model.settings.optimizer)
     if model.engine != "deepspeed" and model.split != "whole":
         return PerParameter(4, 4, moments)  # the float32 shards of FSDP2 are their own master weights
     has_master = item < 4 or (model.engine == "deepspeed" and model.settings.zero >= 1)
     return PerParameter(item, 4, moments + 4 * has_master)
 
 
-def _moment_bytes(optimizer: OptimizerSpec) -> int:
-    """Return the bytes of float32 moments per parameter: two of AdamW, a momentum of SGD, or none."""
+def num_moments(optimizer: OptimizerSpec) -> int:
+    """Return the float32 moments of each parameter: two of AdamW, a momentum of SGD, or none."""
     if optimizer.name == "sgd":
-        return 4 if optimizer.momentum else 0
-    return 8
+        return 1 if optimizer.momentum else 0
+    return 2
 
 
 def _frozen_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:

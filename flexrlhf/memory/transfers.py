@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexrlhf.config.spec import SyncSpec
-from flexrlhf.memory.states import item_bytes
+from flexrlhf.memory.states import item_bytes, num_moments
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import gathered_names, is_merged
+from flexrlhf.weights.pieces import written_names
 from flexrlhf.weights.reshard import (
     Parts,
     WeightTransfer,
@@ -77,6 +78,22 @@ def saving_parts(
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """Return the host memory of all trained weights, whole."""
     return _saved_item(model) * count_elements(shape.trained)
+
+
+def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
+    """Return the host memory of what ``rank`` copies of ``model`` for a checkpoint.
+
+    That is float32 weights and moments of a trained model, of a copy that follows it the weights alone. Ranks that
+    store the same take turns.
+    """
+    parts = trained_parts(model, shape, rank)
+    if not model.trained:
+        return item_bytes(model) * part_elements(parts, sorted(written_names(model, shape, rank)))
+    settings = model.settings
+    item = 4 * (1 + num_moments(settings.optimizer))
+    if model.engine == "deepspeed" and settings.zero in (1, 2):
+        return item * -(-part_elements(parts, list(parts)) // model.layout.dp)
+    return item * part_elements(parts, sorted(written_names(model, shape, rank)))
 
 
 def _saved_item(model: PlacedModel) -> int:

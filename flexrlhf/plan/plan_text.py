@@ -10,7 +10,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.memory_text import planned_memory
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
 from flexrlhf.text import bytes_text, rank_marks, ranks_text
@@ -164,7 +164,7 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
             notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
         case Run() if instruction.operator.every > 1:
             notes = [_turns(instruction.operator, plan.spec.steps)]
-        case Eval() | Save():
+        case Eval() | Save() | Checkpoint():
             notes = ["after the last step" if instruction.every >= plan.spec.steps else _period(instruction.every)]
     chunk = instruction.chunk
     if chunk is not None:

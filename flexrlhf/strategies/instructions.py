@@ -162,6 +162,8 @@ class Save(_Periodic):
 class Checkpoint(_Periodic):
     """Copy of all that the next step depends on, by each rank for itself; files are written meanwhile.
 
+    It names all ranks: each reports its files, also if there are none.
+
     models:  trained models, and copies whose weights differ from theirs at the end of a step.
     """
 

@@ -273,8 +273,7 @@ def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]
     """Return the Checkpoint that ends a step, if the run writes some."""
     if spec.checkpoint.every is None:
         return []
-    names = checkpointed_models(placement, spec)
-    ranks = tuple(sorted({rank for name in names for rank in placement[name].ranks}))
+    names, ranks = checkpointed_models(placement, spec), tuple(range(placement.num_ranks))
     return [Checkpoint(ranks=ranks, lag=lag, every=spec.checkpoint.every, at_end=True, models=names)]
 
 

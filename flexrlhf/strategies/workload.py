@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from flexrlhf.memory.budget import Compute, Saving, Work
+from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfers import WeightSync
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Offload, Reload, Run, Save, Sync
 
 
 def workload(
@@ -47,6 +47,8 @@ def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, 
             return (WeightSync(instruction.source, instruction.destination, instruction.transfers),)
         case Save():
             return (Saving(instruction.model, instruction.ranks),)
+        case Checkpoint():
+            return (Copying(instruction.models),)
     return ()
 
 

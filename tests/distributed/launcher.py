@@ -77,6 +77,16 @@ class Outcome:
         return torch.stack([values[row] for row in range(count)])
 
 
+def run_orders(orders: list[RunOrder]) -> None:
+    """Launch the ranks of runs with as many of them, which go on from their checkpoints."""
+    plans = [make_plan(order.spec) for order in orders]
+    for plan, order in zip(plans, orders, strict=True):
+        prepare_directory(plan, format_plan(plan), continues=bool(order.candidates)).close()
+    logging.getLogger("torchelastic-events-null").disabled = True
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        launch(orders, plans[0], Hosts())
+
+
 RUNS_PER_LAUNCH = 60
 """Sharded models leave threads behind until their process ends (docs/limits.md)."""
 

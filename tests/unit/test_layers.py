@@ -55,11 +55,12 @@ LAYERS = (
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors", torch=True),
+    Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),
     Layer("engines", "engines comm.reduce memory weights placement operators config errors", torch=True),
     Layer("objectives", "objectives engines.base operators config metrics errors", torch=True),
     Layer(
         "execution",
-        f"execution objectives engines comm plan strategies memory timeline {PLANNING}",
+        f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
     Layer("profiling", f"profiling guideline.costs execution engines comm plan strategies {PLANNING}", torch=True),
@@ -82,11 +83,15 @@ RULES = (
     Layer("engines.torch", "engines comm.reduce weights placement operators config", torch=True),
     # run again by the processes that a rank starts, so without torch
     Layer("execution.rank", lazily="execution.worker"),
-    Layer("execution.run_directory", "plan config"),
+    Layer("checkpoints.manifest", "errors"),
+    Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
+    Layer("execution.run_order", "config"),
+    Layer("execution.resumption", "execution.run_directory checkpoints.manifest plan config errors"),
     # a config is checked before torch is loaded
     Layer(
         "execution.job execution.execution_engine",
-        f"execution.job execution.run_directory {PURE_ENGINES} plan {PLANNING}",
+        "execution.job execution.run_directory execution.run_order execution.resumption "
+        f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
     ),
     Layer("profiling.profiled_models profiling.table", f"profiling guideline.costs plan {PLANNING}"),

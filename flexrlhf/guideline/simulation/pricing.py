@@ -6,7 +6,7 @@ slowest of the classes, each with its own rows. Replicas of equal share differ b
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -21,7 +21,7 @@ from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import SequenceLengths
 from flexrlhf.memory.states import elements_on_rank, item_bytes
-from flexrlhf.memory.transfers import saved_bytes
+from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.cluster import Cluster
@@ -30,7 +30,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.relation import relation_of
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.weights.lora import gathered_names, is_merged, shape_of
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Sizes, count_elements
 
@@ -161,6 +161,8 @@ class Pricer:
             case Save():
                 model = self.plan.placement[instruction.model]
                 return self.costs.save(saved_bytes(model, self.shape(model)))
+            case Checkpoint():
+                return self._copy(instruction)
             case Eval():
                 return self._eval(instruction)
         raise AssertionError(f"{instruction} has no price")
@@ -273,6 +275,17 @@ class Pricer:
         state = self.plan.state(self.plan.placement[instruction.model], instruction.ranks[0])
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
         return self.costs.switch(0 if state is None else state.offloaded, slowest)
+
+    def _copy(self, instruction: Checkpoint) -> Cost:
+        """Return the seconds of the first rank of a model that copies most to host memory; files are written
+        meanwhile."""
+        models = [self.plan.placement[name] for name in instruction.models]
+        sizes: dict[int, int] = defaultdict(int)
+        for model in models:
+            for rank in {each.ranks[0] for each in models} & set(model.ranks):
+                sizes[rank] += copied_bytes(model, self.shape(model), rank)
+        slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
+        return self.costs.switch(max(sizes.values()), slowest)
 
     def _eval(self, instruction: Eval) -> Cost:
         """Return the seconds of one batch, one operator after the other; the number of evaluation prompts is not known

@@ -21,7 +21,7 @@ from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResu
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.timeline import Span, write_trace
 
 
@@ -176,7 +176,7 @@ def _steady(pricer: Pricer, priced: Sequence[PricedInstruction], blocks: Sequenc
 def is_rare(instruction: Instruction) -> bool:
     """Whether it is no part of a usual step: evaluating and saving models, and the gate between engines."""
     match instruction:
-        case Save() | Eval():
+        case Save() | Eval() | Checkpoint():
             return True
         case Run():
             return is_rare_operator(instruction.operator)

@@ -1,0 +1,175 @@
+"""A run that goes on from a checkpoint equals one that was never interrupted, whatever wrote the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Assets, Case
+from comparison import deviations
+from launcher import Launches, Outcome, run_orders
+
+from flexrlhf.checkpoints.manifest import checkpoint_directory
+from flexrlhf.config.spec import CheckpointSpec, RolloutSpec
+from flexrlhf.execution.rows_in_flight import steps_in_flight
+from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.strategies.instructions import Run
+
+pytestmark = pytest.mark.timeout(3600)
+NEXT_STEP = 2
+"""Steps before the interruption."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run is interrupted under ``first`` and goes on under ``second``, which have the same setting.
+
+    With a rollout engine transformers generates until the interruption.
+    """
+
+    first: Case
+    second: Case
+
+    @property
+    def name(self) -> str:
+        return f"{self.first.name}-then-{self.second.name}"
+
+
+def same(*arguments: object, **further: object) -> Pair:
+    case = Case(*arguments, **further)  # type: ignore[arg-type]
+    return Pair(case, case)
+
+
+ALIKE = [
+    same("two", "co-located", 2),
+    same("two", "lag", 2),
+    same("corrected", "lag-every-3", 2),
+    same("reinforce", "co-located", 2),
+    same("running", "six", 2),
+    same("safe", "halves", 2),
+    same("scheduled", "co-located", 2, "torch-3"),
+    same("adapters", "co-located", 2, "deepspeed-1"),
+]
+"""The same placement: equal to the last bit."""
+CHANGED = [
+    Pair(Case("one-trunk", "co-located", 2), Case("one-trunk", "six", 2)),
+    Pair(Case("grpo", "co-located", 2), Case("grpo", "halves", 4)),
+    Pair(Case("rloo", "six", 2), Case("rloo", "co-located", 2)),
+    Pair(Case("raft", "co-located", 4), Case("raft", "six", 2)),
+    Pair(Case("gspo", "halves", 2), Case("gspo", "co-located", 2, "torch-3")),
+    Pair(Case("reinforce", "six-chunks", 2), Case("reinforce", "co-located", 4, "deepspeed-2")),
+    Pair(Case("remax", "six", 2), Case("remax", "co-located", 2, "deepspeed-0")),
+    Pair(Case("safe", "co-located", 2, "deepspeed-3"), Case("safe", "six", 4)),
+    Pair(Case("dpo", "co-located", 2), Case("dpo", "halves", 4)),
+    Pair(Case("sft", "all", 2, "deepspeed-1"), Case("sft", "all", 4, "torch-2")),
+    Pair(Case("reward", "all", 4, "torch-3"), Case("reward", "half", 2)),
+    Pair(Case("scheduled", "co-located", 4, "mixed"), Case("scheduled", "co-located", 4, "tp")),
+    Pair(Case("scheduled", "co-located", 2, "deepspeed-2"), Case("scheduled", "six", 4, "crossed")),
+    Pair(Case("adapters", "co-located", 2, "deepspeed-3"), Case("adapters", "halves", 4)),
+    Pair(Case("corrected", "lag", 2), Case("corrected", "lag", 4, "torch-3")),
+    Pair(Case("corrected", "lag-every-3", 4), Case("corrected", "lag-every-3", 2)),
+    same("four", "tight", 2),
+    same("four", "co-located", 2, rollout="vllm"),
+    same("grpo-shared", "six", 2, rollout="vllm"),
+]
+"""Another placement, number of ranks, engine, ZeRO stage or rollout: equal within the tolerances of the design."""
+
+DEFAULT = [
+    *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "scheduled")),
+    *(pair for pair in CHANGED if pair.first.setting in ("gspo", "reinforce", "sft")),
+]
+
+
+class Resumptions:
+    """Outcomes of pairs, and of the runs that were not interrupted."""
+
+    def __init__(self, assets: Assets, pairs: list[Pair]) -> None:
+        self._assets = assets
+        self._pairs = pairs
+        self._whole: dict[Case, Outcome] = {}
+        self._resumed: dict[Pair, Outcome] = {}
+
+    def whole(self, case: Case) -> Outcome:
+        if case not in self._whole:
+            firsts = list(dict.fromkeys(pair.first for pair in self._pairs))
+            alike = [each for each in firsts if each.ranks == case.ranks]
+            self._whole |= {each: self._outcome(each, f"{each.name}-whole", RolloutSpec()) for each in alike}
+            run_orders([RunOrder(self._whole[each].plan.spec) for each in alike])
+        return self._whole[case]
+
+    def resumed(self, pair: Pair) -> Outcome:
+        if pair not in self._resumed:
+            kind = _kind(pair.second)
+            alike = [each for each in self._pairs if _kind(each.second) == kind]
+            orders = []
+            for each in alike:
+                outcome = self._outcome(each.second, each.name)
+                self._resumed[each] = outcome
+                orders.append(RunOrder(outcome.plan.spec, (self._copied(self.whole(each.first), outcome),)))
+            run_orders(orders)
+        return self._resumed[pair]
+
+    def _outcome(self, case: Case, name: str, rollout: RolloutSpec | None = None) -> Outcome:
+        spec = self._assets.spec(case)
+        further = {
+            "name": name,
+            "checkpoint": CheckpointSpec(every=1, keep_last=9),
+            "steps": max(spec.steps, 4),
+            "rollout": rollout or spec.rollout,
+        }
+        return Outcome(case, make_plan(spec.model_copy(update=further)))
+
+    def _copied(self, whole: Outcome, resumed: Outcome) -> Path:
+        """Copy what the interrupted run would have left; the checkpoints of later steps are there, too."""
+        shutil.copytree(whole.directory, resumed.directory)
+        in_flight = steps_in_flight(whole.plan, NEXT_STEP)
+        runs = [each for each in whole.plan.schedule.instructions if isinstance(each, Run)]
+        generated = {run.operator.name for run in runs if run.lag < whole.plan.schedule.lag}
+        for step in range(NEXT_STEP, whole.plan.spec.steps):
+            for file in (resumed.directory / "columns").glob(f"*step{step}-*"):
+                if step not in in_flight or file.name.split("-")[1] not in generated:
+                    file.unlink()
+        for role in whole.plan.graph.trained:
+            shutil.rmtree(resumed.directory / role)
+        return checkpoint_directory(resumed.directory, NEXT_STEP)
+
+
+def _kind(case: Case) -> tuple[int, bool]:
+    return case.ranks, case.has_rollout_engine
+
+
+@pytest.fixture(scope="module")
+def resumptions(launches: Launches, request: pytest.FixtureRequest) -> Resumptions:
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    selected = [value for item in items for value in item.callspec.params.values() if isinstance(value, Pair)]
+    return Resumptions(launches.assets, list(dict.fromkeys(selected)))
+
+
+def cases(*pairs: Pair) -> list[object]:
+    return [pytest.param(p, id=p.name, marks=() if p in DEFAULT else pytest.mark.full) for p in pairs]
+
+
+@pytest.mark.parametrize("pair", cases(*ALIKE))
+def test_the_same_placement_goes_on_to_the_last_bit(resumptions: Resumptions, pair: Pair) -> None:
+    whole, resumed = resumptions.whole(pair.first), resumptions.resumed(pair)
+    assert [_without_times(row) for row in resumed.metrics] == [_without_times(row) for row in whole.metrics]
+    for role in whole.plan.graph.trained:
+        expected, found = whole.weights(role), resumed.weights(role)
+        assert expected.keys() == found.keys() and all(torch.equal(expected[n], found[n]) for n in expected), role
+    for step in range(whole.plan.spec.steps):
+        expected, found = whole.columns(step), resumed.columns(step)
+        assert all(torch.equal(expected[n], found[n]) for n in expected), step
+
+
+@pytest.mark.parametrize("pair", cases(*ALIKE, *CHANGED))
+def test_a_resumed_run_equals_the_reference(resumptions: Resumptions, pair: Pair) -> None:
+    first = next((d for d in deviations(resumptions.resumed(pair)) if not d.size <= d.limit), None)
+    assert first is None, f"{pair.name}: {first}"
+
+
+def _without_times(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name != "seconds"}
