@@ -6,6 +6,7 @@ import typer
 
 from flexrlhf.cli.advise import advise
 from flexrlhf.cli.errors import with_exit_codes
+from flexrlhf.cli.export import export
 from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
 from flexrlhf.cli.run import run
@@ -14,5 +15,5 @@ from flexrlhf.cli.simulate import simulate
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="RLHF by placement ratios."
 )
-for command in (plan, simulate, advise, profile, run):
+for command in (plan, simulate, advise, profile, run, export):
     app.command()(with_exit_codes(command))

@@ -75,7 +75,7 @@ class WeightGather:
         if self.merge is None:
             return self.gathered(weights, names, dtype)
         tensors = self.gathered(weights, gathered_names(names), torch.float32)
-        return {name: _merged(self.merge, *(tensors[part] for part in merged_from(name))).to(dtype) for name in names}
+        return {name: merged(self.merge, *(tensors[part] for part in merged_from(name))).to(dtype) for name in names}
 
     def gathered(self, weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors ``names`` of the model itself, whole, on every rank of the group. A collective."""
@@ -100,6 +100,6 @@ class WeightGather:
         return out
 
 
-def _merged(lora: LoraSpec, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """W + alpha / rank * B A (Hu et al. 2022, sec. 4.1)."""
+def merged(lora: LoraSpec, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return W + alpha / rank * B A (Hu et al. 2022, sec. 4.1)."""
     return base + lora.alpha / lora.rank * (b @ a)

@@ -1,0 +1,29 @@
+"""``flexrlhf export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexrlhf.config.spec import Dtype
+
+Run = Annotated[Path, typer.Argument(help="directory of a run, such as runs/NAME, or of one of its checkpoints")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="directory to write; must not exist")]
+Model = Annotated[str | None, typer.Option("--model", help="trained model; default: the actor, or the only one")]
+MergeAdapters = Annotated[
+    bool, typer.Option("--merge-adapters", help="add adapters to the base weights; otherwise they are written alone")
+]
+Type = Annotated[Dtype, typer.Option("--dtype", help="type of the weights")]
+
+
+def export(
+    run: Run, output: Output, model: Model = None, merge_adapters: MergeAdapters = False, dtype: Type = "float32"
+) -> None:
+    """Write a model of the newest checkpoint as a Hugging Face directory."""
+    from flexrlhf.execution.export import export, find_trained_model
+
+    found = find_trained_model(run, model)
+    export(found, output, merge_adapters, dtype)
+    typer.echo(f"{found.role} of {found.origin} written to {output}")

@@ -1,0 +1,186 @@
+"""Export of a trained model: a directory that transformers loads, or its adapters as peft's, from a run's files.
+
+Tensors are read and written one shard after another, so that no more than a shard is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
+from flexrlhf.checkpoints.piece_files import PieceReader
+from flexrlhf.comm.weights import merged
+from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.engines.base import WEIGHTS
+from flexrlhf.engines.models import DTYPES
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.execution.checkpoint import TOKENIZER_FILES, save_adapters
+from flexrlhf.execution.model_pieces import piece_key
+from flexrlhf.weights.lora import merged_from
+
+SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model in a checkpoint.
+
+    role:       its name.
+    settings:   of the model.
+    config:     its Hugging Face config as text.
+    tokenizer:  directory with the run's tokenizer; None where that is gone.
+    reader:     its tensors.
+    origin:     the checkpoint.
+    """
+
+    role: str
+    settings: ModelSpec
+    config: str
+    tokenizer: str | None
+    reader: PieceReader
+    origin: Path
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trained parameters."""
+        prefix = piece_key(WEIGHTS, "")
+        return sorted(key.removeprefix(prefix) for key in self.reader.pieces if key.startswith(prefix))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a trained parameter, whole and in float32."""
+        return self.reader.tensor(piece_key(WEIGHTS, name))
+
+
+def find_trained_model(run: Path, role: str | None) -> TrainedModel:
+    """Return a trained model of the newest undamaged checkpoint in ``run``, a run's or a checkpoint's directory.
+
+    ``role``: None: the actor, or the only one. Raises UserError where there is none.
+    """
+    found = [run] if (run / MANIFEST).is_file() else checkpoints_of(run)
+    if not found:
+        raise UserError(
+            f"{run}: no checkpoint in it; models that the run has saved are already directories of transformers "
+            f"({', '.join(_saved_models(run)) or 'none here'})"
+        )
+    checkpoint, manifest = _newest_undamaged(found)
+    roles = sorted(manifest.progress.numbers)
+    chosen = role or roles[0]
+    if chosen not in roles:
+        raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
+    spec = parse_spec(read_yaml(manifest.spec))
+    settings = spec.models.of(chosen)
+    assert settings is not None, "the spec of a checkpoint is resolved"
+    paths = [spec.data.tokenizer, *(model.path for _, model in spec.models if model is not None)]
+    tokenizer = next((path for path in paths if path is not None and (Path(path) / TOKENIZER_FILES[0]).is_file()), None)
+    config = (checkpoint / f"{chosen}.config.json").read_text()
+    return TrainedModel(chosen, settings, config, tokenizer, PieceReader(checkpoint, chosen), checkpoint)
+
+
+def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: Dtype) -> None:
+    """Write ``model`` into the directory ``output``, which must not exist or be empty.
+
+    Adapters are written as such, or with ``merge_adapters`` added to their base weights. Raises UserError.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output}: exists; give a directory that does not")
+    lora = model.settings.lora
+    if lora is not None and not merge_adapters:
+        tensors = {name: model.tensor(name).to(DTYPES[dtype]) for name in model.names}
+        save_adapters(output, tensors, model.settings, model.tokenizer)
+        return
+    config = AutoConfig.for_model(**json.loads(model.config))
+    with _base_tensors(model.settings) as base:
+        read = _reader(model, lora, base)
+        names = model.names if lora is None else sorted({*base.names, *_heads(model)})
+        _write_model(output, names, lambda name: read(name).to(DTYPES[dtype]).contiguous())
+    config.dtype = dtype
+    config.save_pretrained(output)
+    for name in TOKENIZER_FILES:
+        if model.tokenizer is not None and (Path(model.tokenizer) / name).is_file():
+            shutil.copy(Path(model.tokenizer) / name, output / name)
+
+
+def _saved_models(run: Path) -> list[str]:
+    return [str(path.parent) for path in sorted(run.glob("*/config.json"))] if run.is_dir() else []
+
+
+def _newest_undamaged(found: list[Path]) -> tuple[Path, Manifest]:
+    problems = []
+    for path in found:
+        try:
+            manifest = read_manifest(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        wrong = [text for name, entry in manifest.files.items() if (text := damage(path, name, entry)) is not None]
+        if not wrong:
+            return path, manifest
+        problems.append(f"checkpoint {path}: {wrong[0]}")
+    raise UserError(problems[0])
+
+
+def _heads(model: TrainedModel) -> list[str]:
+    """Return trained parameters that are no adapters."""
+    return [name for name in model.names if ".lora_" not in name]
+
+
+@dataclass(frozen=True)
+class _BaseTensors:
+    """Tensors of the model that adapters change, by name; none where there are no adapters."""
+
+    names: tuple[str, ...]
+    read: Callable[[str], Tensor]
+
+
+@contextmanager
+def _base_tensors(settings: ModelSpec) -> Iterator[_BaseTensors]:
+    """Open the files of the base model."""
+    if settings.lora is None:
+        yield _BaseTensors((), lambda _: torch.empty(0))
+        return
+    if settings.path is None:
+        raise UserError("--merge-adapters: the base model has no path, it was made of random weights")
+    files = [safe_open(path, framework="pt") for path in sorted(Path(settings.path).glob("*.safetensors"))]
+    owners = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    yield _BaseTensors(tuple(owners), lambda name: owners[name].get_tensor(name).float())
+
+
+def _reader(model: TrainedModel, lora: LoraSpec | None, base: _BaseTensors) -> Callable[[str], Tensor]:
+    """Return a function from the name of a weight to its tensor, with adapters merged."""
+    trained = set(model.names)
+
+    def read(name: str) -> Tensor:
+        if name in trained:
+            return model.tensor(name)
+        plain = base.read(name)
+        _, a, b = merged_from(name)
+        return merged(lora, plain, model.tensor(a), model.tensor(b)) if lora is not None and a in trained else plain
+
+    return read
+
+
+def _write_model(output: Path, names: list[str], read: Callable[[str], Tensor]) -> None:
+    """Write safetensors files of at most ``SHARD_SIZE``, with an index where there are several."""
+    output.mkdir(parents=True, exist_ok=True)
+    shapes = {name: torch.empty_like(read(name), device="meta") for name in names}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_SIZE)
+    for file, members in split.filename_to_tensors.items():
+        save_file({name: read(name) for name in members}, output / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index: Mapping[str, Any] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
