@@ -1,0 +1,286 @@
+"""Checkpoints without ranks: pieces under any two layouts, damage, what a run goes on from, locks, requests to stop."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_runs import plan_of
+from test_shards import LAYOUTS, drawn_shape, placed
+
+from flexrlhf.checkpoints.manifest import (
+    Manifest,
+    Progress,
+    checkpoint_directory,
+    checkpoints_of,
+    damage,
+    read_manifest,
+    write_durably,
+    write_manifest,
+)
+from flexrlhf.checkpoints.piece_files import Piece, PieceReader, piece_file, write_pieces
+from flexrlhf.comm.weights import cut
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import UserError
+from flexrlhf.execution.checkpointer import merged_progress
+from flexrlhf.execution.resumption import resume_runs
+from flexrlhf.execution.run_directory import (
+    RunStatus,
+    prepare_directory,
+    set_aside_checkpoints,
+    trim_lines,
+    write_status,
+)
+from flexrlhf.execution.stop_requests import StopRequests
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Checkpoint
+from flexrlhf.strategies.schedule import rounds, walk_round
+from flexrlhf.weights.pieces import dump_part, flat_part, load_part, written_names
+from flexrlhf.weights.reshard import trained_parts
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pieces_of_any_layout_are_read_by_any_other(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    (engine, zero, tp), dp = draw.choice(LAYOUTS), draw.randint(1, 4)
+    shape = drawn_shape(draw, tp)
+    writer = placed(engine, zero, tp, dp)
+    tensors = {name: torch.randn(size) for name, size in shape.parameters}
+    for rank in writer.ranks:
+        parts, mine = trained_parts(writer, shape, rank), written_names(writer, shape, rank)
+        pieces = {f"weights/{n}": Piece(cut(tensors[n], parts[n]), parts[n]) for n in mine if parts[n].num_elements}
+        if pieces:
+            write_pieces(tmp_path / piece_file("actor", rank), pieces)
+    for engine, zero, other_tp in LAYOUTS:
+        if other_tp not in (1, tp):
+            continue  # the sizes are multiples of tp alone
+        reader = placed(engine, zero, other_tp, draw.randint(1, 5))
+        for rank in reader.ranks:
+            for name, part in trained_parts(reader, shape, rank).items():
+                found = PieceReader(tmp_path, "actor").read(f"weights/{name}", part)
+                assert torch.equal(found, cut(tensors[name], part)), (name, part)
+
+
+def test_each_number_is_written_once_and_the_work_is_shared() -> None:
+    model, shape = placed("torch", 0, 2, 3), drawn_shape(random.Random(1), 2)
+    by_rank = [written_names(model, shape, rank) for rank in model.ranks]
+    written = sum(
+        trained_parts(model, shape, rank)[name].num_elements
+        for rank, names in zip(model.ranks, by_rank, strict=True)
+        for name in names
+    )
+    assert written == shape.num_parameters
+    assert sum(1 for names in by_rank if names) > 2
+
+
+def test_ranges_of_stage_1_are_read_as_whole_tensors(tmp_path: Path) -> None:
+    tensor, parts = torch.randn(5, 3), [flat_part((5, 3), range(0, 4)), flat_part((5, 3), range(4, 15))]
+    for rank, part in enumerate(parts):
+        write_pieces(tmp_path / piece_file("actor", rank), {"exp_avg/w": Piece(cut(tensor, part), part)})
+    reader = PieceReader(tmp_path, "actor")
+    assert torch.equal(reader.tensor("exp_avg/w"), tensor)
+    middle = flat_part((5, 3), range(3, 6))
+    assert torch.equal(reader.read("exp_avg/w", middle), tensor.view(-1)[3:6])
+    with pytest.raises(UserError, match=r"actor needs exp_avg/v of shape \[5, 3\], found nothing"):
+        reader.read("exp_avg/v", middle)
+    (tmp_path / piece_file("actor", 1)).unlink()
+    with pytest.raises(UserError, match="exp_avg/w of actor is there in part only"):
+        PieceReader(tmp_path, "actor").tensor("exp_avg/w")
+
+
+def test_a_part_is_read_back_from_its_text() -> None:
+    for part in (flat_part((4, 2), range(1, 7)), replace(flat_part((4,), range(4)), flat=None)):
+        assert load_part(dump_part(part)) == part
+
+
+def written_checkpoint(plan: Plan, next_step: int) -> Path:
+    """A checkpoint with a file of numbers, in the directory of the run."""
+    directory = checkpoint_directory(plan.spec.directory, next_step)
+    directory.mkdir(parents=True)
+    entry = write_durably(directory / "actor-00000.safetensors", bytes(range(200)))
+    progress = Progress(next_step, {"actor": {"updates": 4.0}}, {"actor": next_step}, {}, {}, {})
+    files = {"actor-00000.safetensors": entry}
+    write_manifest(directory, Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress))
+    return directory
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    monkeypatch.chdir(tmp_path)
+    return plan_of([1, 1, 1, 1], 2, "checkpoint.every=1", "steps=9")
+
+
+def test_a_manifest_is_read_back_and_any_changed_byte_is_noticed(plan: Plan) -> None:
+    directory = written_checkpoint(plan, 2)
+    manifest = read_manifest(directory)
+    assert manifest.progress.next_step == 2 and manifest.progress.numbers == {"actor": {"updates": 4.0}}
+    name, entry = next(iter(manifest.files.items()))
+    assert damage(directory, name, entry) is None
+    original = (directory / name).read_bytes()
+    for position in (0, 77, 199):
+        changed = bytearray(original)
+        changed[position] ^= 1
+        (directory / name).write_bytes(bytes(changed))
+        assert damage(directory, name, entry) == f"{name} has another checksum than when it was written"
+    (directory / name).write_bytes(original[:-1])
+    assert damage(directory, name, entry) == f"{name} has 199 of 200 bytes"
+    (directory / name).unlink()
+    assert damage(directory, name, entry) == f"{name} is missing"
+    text = (directory / "manifest.json").read_text()
+    (directory / "manifest.json").write_text(text.replace('"updates": 4.0', '"updates": 5.0'))
+    with pytest.raises(UserError, match="another checksum"):
+        read_manifest(directory)
+    (directory / "manifest.json").write_text(text[:50])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_manifest(directory)
+
+
+def test_only_whole_checkpoints_are_found_and_the_newest_is_first(plan: Plan) -> None:
+    older, newer = written_checkpoint(plan, 9), written_checkpoint(plan, 10)
+    (newer.parent / "step-000011.writing").mkdir()
+    (newer.parent / "step-000012").mkdir()
+    assert checkpoints_of(plan.spec.directory) == [newer, older]
+    assert checkpoints_of(Path("nowhere")) == []
+
+
+def test_what_each_run_goes_on_from(plan: Plan) -> None:
+    assert resume_runs((plan,), None)[0].candidates == ()
+    fresh = resume_runs((plan,), "auto")[0]
+    assert not fresh.continues and not fresh.finished
+    older, newer = written_checkpoint(plan, 3), written_checkpoint(plan, 4)
+    automatic = resume_runs((plan,), "auto")[0]
+    assert automatic.candidates == (newer, older) and automatic.continues
+    assert resume_runs((plan,), str(older))[0].candidates == (older,)
+    (plan.spec.directory / "config.yaml").write_text(dump_spec(plan.spec))
+    write_status(plan.spec.directory, RunStatus("finished", 9, 9))
+    assert resume_runs((plan,), "auto")[0].finished
+    longer = plan_of([1, 1, 1, 1], 2, "checkpoint.every=1", "steps=12")
+    assert resume_runs((longer,), "auto")[0].candidates == (newer, older)
+    branch = plan_of([1, 1, 1, 1], 2, "name=branch", "steps=9")
+    assert not resume_runs((branch,), str(newer))[0].continues
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("seed=5", "seed was 0 and is 5 now"),
+        ("algorithm.gamma=0.5", "algorithm.gamma was 1.0 and is 0.5 now"),
+        ("models.actor.optimizer.learning_rate=0.1", "models.actor.optimizer.learning_rate was"),
+        ("schedule.lag=1", "schedule.lag was 0 and is 1 now"),
+        ("steps=3", "it comes after 4 steps, and this run has 3; use steps: 4 or more"),
+    ],
+)
+def test_a_change_of_numbers_is_refused_by_name(plan: Plan, override: str, sentence: str) -> None:
+    written_checkpoint(plan, 4)
+    placement = [0.5] * 6 if "lag" in override else [1, 1, 1, 1]
+    with pytest.raises(UserError, match=sentence):
+        resume_runs((plan_of(placement, 2, "steps=9", override),), "auto")
+
+
+@pytest.mark.parametrize("override", ["models.actor.zero=3", "cluster.devices=4", "checkpoint.every=3", "steps=20"])
+def test_a_change_of_placement_is_free(plan: Plan, override: str) -> None:
+    found = written_checkpoint(plan, 4)
+    changed = plan_of([1, 1, 0.5, 0.5], 2, "steps=9", override)
+    assert resume_runs((changed,), "auto")[0].candidates == (found,)
+
+
+def test_a_directory_without_a_checkpoint_is_refused(plan: Plan) -> None:
+    with pytest.raises(UserError, match="--resume nowhere: no checkpoint in it"):
+        resume_runs((plan,), "nowhere")
+
+
+def test_a_running_directory_is_refused_and_a_left_one_moved_away(plan: Plan) -> None:
+    directory = plan.spec.directory
+    lock = prepare_directory(plan, "", continues=False)
+    (directory / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=rf"{directory}: process \d+ on .* is using it"):
+        prepare_directory(plan, "", continues=True)
+    lock.close()
+    prepare_directory(plan, "", continues=True).close()
+    assert (directory / "metrics.jsonl").exists()
+    prepare_directory(plan, "", continues=False).close()
+    assert not (directory / "metrics.jsonl").exists() and directory.with_name("test.1").is_dir()
+
+
+def test_a_directory_that_cannot_be_made_is_one_sentence(plan: Plan) -> None:
+    Path("runs").write_text("a file")
+    with pytest.raises(UserError, match=r"runs: runs/test cannot be written \(Not a directory\)"):
+        prepare_directory(plan, "", continues=False)
+
+
+def test_rows_of_later_steps_and_a_cut_row_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "kl": 0.1}) + "\n" for step in range(5)) + '{"step": 1, "k')
+    trim_lines(path, "step", 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_checkpoints_after_the_one_gone_on_from_are_set_aside(plan: Plan) -> None:
+    for step in (2, 3, 4):
+        written_checkpoint(plan, step)
+    folder = plan.spec.directory / "checkpoints"
+    (folder / "step-000005.writing").mkdir()
+    set_aside_checkpoints(plan.spec.directory, 4)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step-000002", "step-000003", "step-000004.abandoned", "step-000005.abandoned"]
+
+
+def test_numbers_of_all_ranks_are_united() -> None:
+    first = Progress(2, {"actor": {"updates": 4.0}}, {"actor": 2}, {}, {}, {"2": {"generate": {"statistics": {}}}})
+    second = Progress(2, {}, {"actor.shadow": 1}, {"advantages": {"kl_coefficient": 0.1}}, {"actor": 0.5}, {"2": {}})
+    total = merged_progress([first, second])
+    assert total.versions == {"actor": 2, "actor.shadow": 1} and total.best == {"actor": 0.5}
+    assert total.reports == {"2": {"generate": {"statistics": {}}}} and total.controllers == second.controllers
+
+
+def test_all_ranks_stop_after_the_same_round_whenever_the_request_comes(tmp_path: Path) -> None:
+    """Eight ranks walk at their own pace; a file appears meanwhile. Every round is decided once, for all of them."""
+    store, file, stopped = dist.HashStore(), tmp_path / "stop", dict[int, int]()
+
+    def walk(rank: int) -> None:
+        draw, stops = random.Random(rank), StopRequests(store, file)
+        for turn in range(2000):
+            if turn == 20 + draw.randint(0, 30):
+                file.touch()
+            if stops.decide(f"run/{turn}"):
+                stopped[rank] = turn
+                return
+
+    threads = [threading.Thread(target=walk, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stopped) == 8 and len(set(stopped.values())) == 1
+    assert StopRequests(store).follow(f"run/{stopped[0]}", 5)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_interrupted_walk_is_a_whole_one(lag: int) -> None:
+    plan = plan_of([0.5] * 6, 2, f"schedule.lag={lag}", "steps=7", "checkpoint.every=2")
+    schedule = plan.schedule
+    whole = [each for turn in rounds(schedule, 7) for each in walk_round(schedule, 0, 7, turn)]
+    for next_step in range(1, 7):
+        first = [each for turn in range(next_step + lag) for each in walk_round(schedule, 0, 7, turn)]
+        second = [each for turn in rounds(schedule, 7, next_step) for each in walk_round(schedule, 0, 7, turn)]
+        assert first + second == whole
+    due = [step + 1 for _, step, each in whole if isinstance(each, Checkpoint)]
+    assert due == [2, 4, 6, 7]
+
+
+def test_a_plan_shows_the_checkpoint_and_its_host_memory() -> None:
+    plain, saving = plan_of([1, 1, 1, 1], 2), plan_of([1, 1, 1, 1], 2, "checkpoint.every=2")
+    assert not any(isinstance(each, Checkpoint) for each in plain.schedule.instructions)
+    assert saving.schedule.instructions[-1].label == "actor, critic"
+    copied = [
+        next(phase.host for phase in saving.memory(rank).phases if phase.kind == "checkpoint") for rank in range(2)
+    ]
+    numbers = sum(shape.num_parameters for role, shape in saving.shapes.items() if role in ("actor", "critic"))
+    assert sum(copied) == 12 * numbers  # float32 weights and two moments
+    assert saving.memory(0).process_bytes == plain.memory(0).process_bytes + copied[0]
