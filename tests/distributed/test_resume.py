@@ -11,8 +11,13 @@ import torch
 from cases import Assets, Case
 from comparison import deviations
 from launcher import Launches, Outcome, run_orders
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from flexrlhf.checkpoints.manifest import checkpoint_directory
+from flexrlhf.cli import app
 from flexrlhf.config.spec import CheckpointSpec, RolloutSpec
 from flexrlhf.execution.rows_in_flight import steps_in_flight
 from flexrlhf.execution.run_order import RunOrder
@@ -95,7 +100,7 @@ class Resumptions:
 
     def whole(self, case: Case) -> Outcome:
         if case not in self._whole:
-            firsts = list(dict.fromkeys(pair.first for pair in self._pairs))
+            firsts = list(dict.fromkeys([*(pair.first for pair in self._pairs), case]))
             alike = [each for each in firsts if each.ranks == case.ranks]
             self._whole |= {each: self._outcome(each, f"{each.name}-whole", RolloutSpec()) for each in alike}
             run_orders([RunOrder(self._whole[each].plan.spec) for each in alike])
@@ -173,3 +178,31 @@ def test_a_resumed_run_equals_the_reference(resumptions: Resumptions, pair: Pair
 
 def _without_times(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name != "seconds"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(Case("two", "co-located", 2), id="whole")])
+def test_an_export_is_the_model_that_the_run_saved(resumptions: Resumptions, case: Case, tmp_path: Path) -> None:
+    whole = resumptions.whole(case)
+    for role in whole.plan.graph.trained:
+        exported = CliRunner().invoke(
+            app, ["export", str(whole.directory), "-o", str(tmp_path / role), "--model", role]
+        )
+        assert exported.exit_code == 0, exported.output
+        expected, found = whole.weights(role), load_file(tmp_path / role / "model.safetensors")
+        assert expected.keys() == found.keys() and all(torch.equal(expected[n], found[n]) for n in expected), role
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    assert torch.equal(actor.state_dict()["lm_head.weight"], whole.weights("actor")["lm_head.weight"])
+
+
+@pytest.mark.full
+def test_an_export_merges_adapters(resumptions: Resumptions, tmp_path: Path) -> None:
+    """peft reads the adapters that are exported alone, and merges them to the same weights."""
+    whole = resumptions.whole(Case("adapters", "co-located", 2, "deepspeed-1"))
+    for name, option in (("adapters", []), ("merged", ["--merge-adapters"])):
+        exported = CliRunner().invoke(app, ["export", str(whole.directory), "-o", str(tmp_path / name), *option])
+        assert exported.exit_code == 0, exported.output
+    base = AutoModelForCausalLM.from_pretrained(whole.plan.model("actor").path)
+    by_peft = PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for (name, expected), found in zip(by_peft.state_dict().items(), ours.state_dict().values(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)

@@ -42,6 +42,7 @@ REALLY_RUN = {
     "run": "tests/distributed/test_quickstart.py",
     "profile": "tests/distributed/test_profile.py",
     "torchrun": "tests/distributed/test_nodes.py",
+    "export": "tests/distributed/test_resume.py",
     "python": "tests/distributed/test_python_script.py",
 }
 """Commands that start ranks, and the test that starts them."""
@@ -173,6 +174,8 @@ def check(command: str) -> str:
             invoke("profile", *arguments, "--help")  # which refuses unknown options
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
+        case ["flexrlhf", "export", *arguments]:
+            return invoke("export", *arguments, "--help")  # the reader's run has no checkpoint
         case ["flexrlhf", "advise", *arguments]:
             return invoke("advise", *arguments, "--seconds", "2")
         case ["flexrlhf", *arguments]:
