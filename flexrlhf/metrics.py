@@ -38,6 +38,10 @@ class Metric:
     less_is_better: bool = False
 
 
+SKIPPED = (
+    "share of optimizer steps left out: float16 overflowed, or with guards.non_finite: skip any that is not finite"
+)
+
 METRICS = (
     Metric("reward_mean", "reward", "score before any shaping, mean over responses", progress=True),
     Metric("reward_std", "reward", "standard deviation of the score over the responses of the step", "std"),
@@ -113,14 +117,10 @@ METRICS = (
     Metric("critic_learning_rate", "train_critic/learning_rate", "learning rate, mean over optimizer steps"),
     Metric("cost_critic_learning_rate", "train_cost_critic/learning_rate", "learning rate, mean over optimizer steps"),
     Metric("reward_learning_rate", "train_reward/learning_rate", "learning rate, mean over optimizer steps"),
-    Metric("actor_skipped", "train_actor/skipped", "share of optimizer steps skipped because float16 overflowed"),
-    Metric("critic_skipped", "train_critic/skipped", "share of optimizer steps skipped because float16 overflowed"),
-    Metric(
-        "cost_critic_skipped",
-        "train_cost_critic/skipped",
-        "share of optimizer steps skipped because float16 overflowed",
-    ),
-    Metric("reward_skipped", "train_reward/skipped", "share of optimizer steps skipped because float16 overflowed"),
+    Metric("actor_skipped", "train_actor/skipped", SKIPPED, is_problem=True),
+    Metric("critic_skipped", "train_critic/skipped", SKIPPED, is_problem=True),
+    Metric("cost_critic_skipped", "train_cost_critic/skipped", SKIPPED, is_problem=True),
+    Metric("reward_skipped", "train_reward/skipped", SKIPPED, is_problem=True),
     Metric("importance_weight", "importance_weight", "min(pi_old / pi_rollout, cap), mean over tokens or responses"),
     Metric("importance_clipped", "importance_clipped", "share of importance weights above the cap"),
     Metric(

@@ -14,8 +14,8 @@ class GuardsSpec(StrictModel):
 
     non_finite: Literal["stop", "skip"] = Field(
         "stop",
-        description="a loss, a gradient, log-probs or values that are NaN or infinite: stop: the run ends and names the "
-        "first response; skip: the optimizer step of that mini-batch is left out, on all ranks, and counted",
+        description="NaN or infinite losses, gradients, log-probs and values: stop: the run ends and names the first "
+        "response; skip: the optimizer step of the mini-batch is left out, on all ranks, and counted",
     )
     max_failed_steps: int | None = Field(
         3, ge=1, description="the run ends after so many steps in a row in which no response has a score; null: never"
