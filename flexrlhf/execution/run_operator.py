@@ -18,6 +18,7 @@ from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.execution.external_scores import ExternalScorers
 from flexrlhf.execution.finite_guard import FiniteGuard
 from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.sampled_check import SampledCheck
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES, settings_of
 from flexrlhf.objectives.parity import naming_tokens
@@ -89,6 +90,7 @@ class OperatorContext:
     scorers:   functions, services and rules that score responses.
     decode:    tokens to text, special tokens included.
     guard:     what follows from numbers that are not finite.
+    check:     comparison of the first step's log-probs; None: there is none.
     """
 
     spec: Spec
@@ -97,6 +99,7 @@ class OperatorContext:
     scorers: ExternalScorers
     decode: Callable[..., str]
     guard: FiniteGuard
+    check: SampledCheck | None = None
 
 
 def run_operator(
@@ -114,6 +117,8 @@ def run_operator(
     )
     written = {name: columns[name.removesuffix(run.operator.suffix)] for name in run.operator.writes}
     _check_finite(run, written, batch.rows, context)
+    if context.check is not None and context.sampling.step == 0:
+        context.check.after(run.operator, run.model, store, batch, columns)
     for name, values in written.items():
         store.put(name, run.rows, values)
     return statistics
@@ -184,6 +189,8 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
     loss = LOSSES[operator.function](algorithm)
     extra_loss = LOSSES[operator.extra_loss](algorithm) if operator.extra_loss else None
+    if context.check is not None and context.sampling.step == 0:
+        context.check.before_training(run.model, run.batch(store, run.rows, device))
     statistics: Moments = {}
     for epoch in range(algorithm.epochs):
         for mini_batch in run.mini_batches:

@@ -23,6 +23,7 @@ from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.restoration import restore
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
+from flexrlhf.execution.sampled_check import make_sampled_check
 from flexrlhf.execution.sampling_settings import step_sampling
 from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
@@ -63,8 +64,8 @@ class Trainer:
         self._models = load_models(plan, world, self._groups, wait)
         meter.reset_peak()
         sampling = step_sampling(plan, data, partial(decode, skip_special_tokens=True))
-        guard = make_finite_guard(plan.spec, world)
-        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode, guard)
+        guards = make_finite_guard(plan.spec, world), make_sampled_check(plan, decode)
+        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode, *guards)
         self._controllers = make_controller_states(plan)
         self._inputs = StepInputs(plan, data, world.rank, world.device)
         self._rows = StepRows(plan, self._inputs, world.device)

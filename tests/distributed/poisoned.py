@@ -73,6 +73,17 @@ def ppo(directory: Path, name: str, ranks: int, policy: str) -> Raw:
     return raw | {"steps": len(STEPS)}
 
 
+def recurrent(directory: Path, name: str, ranks: int, policy: str, **further: Any) -> Raw:
+    """Two steps of an architecture that transformers decodes without its state."""
+    raw = unscored(directory, name, ranks)
+    init = {"model_type": "mamba", "state_size": 4, "num_hidden_layers": 1, "initializer_range": 0.4}
+    raw["models"]["actor"]["init"] = {**init, **{k: v for k, v in SHAPE.items() if k not in init}}
+    raw["reward"] = {"rule": "length", "target_tokens": 2}
+    raw["guards"]["sampled_logprobs"] = policy
+    algorithm = raw["algorithm"] | further.pop("algorithm", {})
+    return raw | {"algorithm": algorithm, "steps": 2, **further}
+
+
 def unscored(directory: Path, name: str, ranks: int) -> Raw:
     """A run of many steps whose reward fails for every response."""
     raw = _run(directory, name, "clean", ranks, "stop")

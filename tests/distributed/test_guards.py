@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from commands import start
-from poisoned import BAD_MINI_BATCH, BAD_ROW, BAD_STEP, ppo, supervised, unscored, write_assets
+from poisoned import BAD_MINI_BATCH, BAD_ROW, BAD_STEP, ppo, recurrent, supervised, unscored, write_assets
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -85,13 +85,16 @@ def pairs(assets: Path, computes: dict[str, Raw]) -> list[Raw]:
 def two_ranks(assets: Path) -> Printed:
     """The last run ends the command."""
     last = supervised(assets, "stopped", "poisoned", 2, "stop")
-    return command(assets, [*pairs(assets, COMPUTES), ppo(assets, "ppo", 2, "skip"), last])
+    # the trained copy computes the log-probs, the other one samples
+    apart = {"algorithm": {"importance": {}}, "placement": {"actor.shadow": 0.5, "actor": 0.5}}
+    copies = recurrent(assets, "copies", 2, "warn", **apart)
+    return command(assets, [*pairs(assets, COMPUTES), ppo(assets, "ppo", 2, "skip"), copies, last])
 
 
 @pytest.fixture(scope="module")
 def one_rank(assets: Path) -> Printed:
     skipping = supervised(assets, "replicas-poisoned", "poisoned", 1, "skip")
-    return command(assets, [skipping, ppo(assets, "values", 1, "stop")])
+    return command(assets, [skipping, recurrent(assets, "recurrent", 1, "warn"), ppo(assets, "values", 1, "stop")])
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,15 @@ def test_values_that_are_not_finite_end_a_run(one_rank: Printed) -> None:
     last = one_rank.out.strip().splitlines()[-1]
     assert one_rank.status == 1 and "step 0, values on critic: NaN or infinity in values of row " in last, one_rank.out
     assert last.endswith("guards.non_finite: skip would go on without the optimizer steps that it spoils"), last
+
+
+def test_an_architecture_that_is_decoded_wrongly_is_named(one_rank: Printed, two_ranks: Printed) -> None:
+    """And no other: the PPO and the supervised runs of these commands have no such line. Each run says it once."""
+    for left, name in ((one_rank, "recurrent"), (two_ranks, "copies")):
+        said = [line for line in left.out.splitlines() if "computes other log-probs of whole texts" in line]
+        assert len(said) == 1 and said[0].startswith("flexrlhf: step 0: actor (mamba)"), left.out
+        assert "limit 0.001" in said[0] and "worst tokens: '" in said[0]
+        assert len(left.metrics(name)) == 2
 
 
 def test_a_run_whose_responses_never_have_a_score_ends(assets: Path) -> None:
