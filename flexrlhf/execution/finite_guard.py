@@ -41,7 +41,7 @@ class RareWarnings:
 
 @dataclass(frozen=True)
 class FiniteGuard:
-    """What follows from numbers that are not finite.
+    """Rule of what follows from numbers that are not finite.
 
     policy: stop the run, or skip the optimizer steps that they spoil.
     store:  where ranks publish what they found.
