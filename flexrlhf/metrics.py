@@ -25,6 +25,7 @@ class Metric:
     kind:            mean: sum / weight; std: the population standard deviation; sum; effective_share: effective sample
                      size / number of samples (Kong 1992)
     progress:        whether it is printed while training
+    is_problem:      whether it is printed while training where it is not 0
     less_is_better:  whether ``save.best`` keeps the model with the smallest value
     """
 
@@ -33,15 +34,25 @@ class Metric:
     definition: str
     kind: Literal["mean", "std", "sum", "effective_share"] = "mean"
     progress: bool = False
+    is_problem: bool = False
     less_is_better: bool = False
 
+
+SKIPPED = (
+    "share of optimizer steps left out: float16 overflowed, or with guards.non_finite: skip any that is not finite"
+)
 
 METRICS = (
     Metric("reward_mean", "reward", "score before any shaping, mean over responses", progress=True),
     Metric("reward_std", "reward", "standard deviation of the score over the responses of the step", "std"),
     Metric("score_mean", "shaped_score", "score after the truncation rules, before normalisation, mean over responses"),
-    Metric("score_invalid", "score_invalid", "share of responses whose score is NaN or infinite"),
-    Metric("score_failed", "score_failed", "share of responses for which a function or service returned no score"),
+    Metric("score_invalid", "score_invalid", "share of responses whose score is NaN or infinite", is_problem=True),
+    Metric(
+        "score_failed",
+        "score_failed",
+        "share of responses for which a function or service returned no score",
+        is_problem=True,
+    ),
     Metric("not_counted", "not_counted", "share of responses that are left out of all losses"),
     Metric(
         "kl",
@@ -106,14 +117,10 @@ METRICS = (
     Metric("critic_learning_rate", "train_critic/learning_rate", "learning rate, mean over optimizer steps"),
     Metric("cost_critic_learning_rate", "train_cost_critic/learning_rate", "learning rate, mean over optimizer steps"),
     Metric("reward_learning_rate", "train_reward/learning_rate", "learning rate, mean over optimizer steps"),
-    Metric("actor_skipped", "train_actor/skipped", "share of optimizer steps skipped because float16 overflowed"),
-    Metric("critic_skipped", "train_critic/skipped", "share of optimizer steps skipped because float16 overflowed"),
-    Metric(
-        "cost_critic_skipped",
-        "train_cost_critic/skipped",
-        "share of optimizer steps skipped because float16 overflowed",
-    ),
-    Metric("reward_skipped", "train_reward/skipped", "share of optimizer steps skipped because float16 overflowed"),
+    Metric("actor_skipped", "train_actor/skipped", SKIPPED, is_problem=True),
+    Metric("critic_skipped", "train_critic/skipped", SKIPPED, is_problem=True),
+    Metric("cost_critic_skipped", "train_cost_critic/skipped", SKIPPED, is_problem=True),
+    Metric("reward_skipped", "train_reward/skipped", SKIPPED, is_problem=True),
     Metric("importance_weight", "importance_weight", "min(pi_old / pi_rollout, cap), mean over tokens or responses"),
     Metric("importance_clipped", "importance_clipped", "share of importance weights above the cap"),
     Metric(
@@ -238,7 +245,11 @@ def is_better(name: str, value: float, than: float | None) -> bool:
     return than is None or (value < than if metric.less_is_better else value > than)
 
 
+def _is_shown(metric: Metric, value: float) -> bool:
+    return metric.progress or (metric.is_problem and value != 0)
+
+
 def progress_line(run: str, step: int, steps: int, row: Mapping[str, float], seconds: float) -> str:
     """Return the line that is printed after a step."""
-    shown = [f"{m.name} {row[m.name]:.4g}" for m in METRICS if m.progress and m.name in row]
+    shown = [f"{m.name} {row[m.name]:.4g}" for m in METRICS if m.name in row and _is_shown(m, row[m.name])]
     return f"{run}  step {step + 1}/{steps}  " + "  ".join(shown) + f"  {seconds:.1f} s"

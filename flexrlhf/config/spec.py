@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from flexrlhf.config.algorithms import Algorithm
+from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.errors import either, nearest, shown
@@ -419,6 +420,7 @@ class Spec(StrictModel):
     eval: EvalSpec | None = Field(None, description="null: no evaluation")
     save: SaveSpec = SaveSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    guards: GuardsSpec = GuardsSpec()
     debug: DebugSpec = DebugSpec()
     runs: str = Field("runs", description="directory of all runs' results")
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")

@@ -256,7 +256,8 @@ class Engine(Protocol):
         """Make one optimizer step on the sum of the losses, each over its own mini-batch.
 
         Returns the statistics of the losses over this rank's rows, the learning rate, and the norm of the gradient
-        before clipping. Raises FloatingPointError for a gradient that no loss scale makes finite.
+        before clipping. For a loss or gradient that no loss scale makes finite it changes neither weights nor the
+        optimizer's state nor the schedule, and raises NonFiniteStep (engines/non_finite.py) on all ranks alike.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.models import base_weights_alone
+from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training, forbid_update
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 
 
@@ -112,10 +113,28 @@ class Passes:
         computed = self._compute(piece, quantities, loss.entropy, loss.temperature)
         if piece.idle:
             return _zero_of(computed, quantities), {}
-        values = computed["values"] if loss.with_values else None
-        outputs = Outputs(computed[loss.quantity], computed.get("entropy"), values)
+        outputs = _outputs_of(computed, loss)
         value, statistics = loss.function(outputs, piece.batch, totals)
+        forbid_update(value, [computed[quantity] for quantity in quantities])
         return (value + _zero_of(computed, quantities) if has_both else value), statistics
+
+    @torch.no_grad()
+    def first_non_finite(self, parts: Sequence[tuple[Batch, Loss]]) -> NonFinite | None:
+        """Return the first row with a number that is not finite, over all data-parallel ranks, which call this alike.
+
+        Computes the micro-batches of ``parts`` once more, without gradients.
+        """
+        return first_in_training(self._training_passes(parts), parts, self.dp)
+
+    def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
+        for part, (batch, loss) in enumerate(parts):
+            totals = self._totals(batch)
+            quantities: set[Quantity] = {loss.quantity, "values"} if loss.with_values else {loss.quantity}
+            for number, piece in enumerate(self._micro_batches(batch)):
+                entropy: EntropyUse = "none" if loss.entropy == "none" else "value"
+                computed = self._compute(piece, quantities, entropy, loss.temperature)
+                if not piece.idle:
+                    yield TrainingPass(part, number, piece.batch, _outputs_of(computed, loss), totals)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Split ``batch``, with idle micro-batches up to the number of passes."""
@@ -213,6 +232,12 @@ class Passes:
     @staticmethod
     def _widen(tensor: Tensor, width: int) -> Tensor:
         return pad(tensor, (0, width - tensor.shape[1]))
+
+
+def _outputs_of(computed: Mapping[str, Tensor], loss: Loss) -> Outputs:
+    """Return what ``loss`` reads of a pass."""
+    values = computed["values"] if loss.with_values else None
+    return Outputs(computed[loss.quantity], computed.get("entropy"), values)
 
 
 def _zero_of(computed: Mapping[str, Tensor], quantities: Collection[Quantity]) -> Tensor:

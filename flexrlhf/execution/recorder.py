@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flexrlhf.comm.world import World
 from flexrlhf.engines.base import Moments
 from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.step_warnings import StepWarnings
 from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, statistic_name
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
@@ -49,6 +50,7 @@ class Recorder:
         self.best: dict[str, float] = {}
         """Best metric of the evaluations so far, by model."""
         self._in_flight: dict[int, dict[str, Report]] = defaultdict(dict)
+        self._warnings = StepWarnings(plan.spec.guards, plan.spec.name)
 
     def report(
         self,
@@ -208,6 +210,7 @@ class Recorder:
             file.write(json.dumps({**row, **labels}) + "\n")
         spec = self._plan.spec
         print(progress_line(spec.name, self.next_step, spec.steps, row, row["seconds"]), flush=True)
+        self._warnings.observe(self.next_step, row)
         self.next_step, self._last_time = self.next_step + 1, now
 
     def _write_timeline(self) -> None:

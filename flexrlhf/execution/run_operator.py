@@ -7,19 +7,26 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
+from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.engines.base import Batch, Loss, Moments, Sampling, add_moments, moments
+from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.execution.external_scores import ExternalScorers
+from flexrlhf.execution.finite_guard import FiniteGuard
 from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.sampled_check import SampledCheck
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES, settings_of
 from flexrlhf.objectives.parity import naming_tokens
-from flexrlhf.operators.columns import column_of
+from flexrlhf.operators.columns import column_of, plain
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
+
+_SCORES = ("scores", "token_scores")
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,8 @@ class OperatorContext:
     device:    of this rank.
     scorers:   functions, services and rules that score responses.
     decode:    tokens to text, special tokens included.
+    guard:     what follows from numbers that are not finite.
+    check:     comparison of the first step's log-probs; None: there is none.
     """
 
     spec: Spec
@@ -89,6 +98,8 @@ class OperatorContext:
     device: torch.device
     scorers: ExternalScorers
     decode: Callable[..., str]
+    guard: FiniteGuard
+    check: SampledCheck | None = None
 
 
 def run_operator(
@@ -104,9 +115,28 @@ def run_operator(
     columns, statistics = _computed(
         run, batch, context, [each.batch(store, each.rows, context.device) for each in ahead]
     )
-    for name in run.operator.writes:
-        store.put(name, run.rows, columns[name.removesuffix(run.operator.suffix)])
+    written = {name: columns[name.removesuffix(run.operator.suffix)] for name in run.operator.writes}
+    _check_finite(run, written, batch.rows, context)
+    if context.check is not None and context.sampling.step == 0:
+        context.check.after(run.operator, run.model, store, batch, columns)
+    for name, values in written.items():
+        store.put(name, run.rows, values)
     return statistics
+
+
+def _check_finite(run: OperatorRun, columns: Columns, rows: Tensor, context: OperatorContext) -> None:
+    """Raise RunStopped for log-probs and values that are not finite; scores have ``algorithm.invalid_scores``."""
+    if run.operator.kind not in ("generate", "forward"):
+        return
+    has_own_rule = isinstance(context.spec.algorithm, PolicySpec)
+    checked = {n: values for n, values in columns.items() if not (has_own_rule and plain(n) in _SCORES)}
+    context.guard.check_columns(_where(run, context), context.sampling.step, checked, rows, run.model.dp)
+
+
+def _where(run: OperatorRun, context: OperatorContext) -> str:
+    """Return step, operator and model in words."""
+    step = context.sampling.step
+    return f"{f'step {step}' if step >= 0 else 'evaluation'}, {run.operator.name} on {run.model.placed.name}"
 
 
 def _computed(
@@ -149,7 +179,7 @@ def _generate(run: OperatorRun, batch: Batch, sampling: Sampling, ahead: Sequenc
 def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[Columns, Moments]:
     """Return the columns and statistics of a function of ``objectives/``."""
     function = run.operator.function
-    combine_context = CombineContext(run.segments(), run.model.dp, run.state)
+    combine_context = CombineContext(run.segments(), run.model.dp, run.state, context.sampling.step)
     with naming_tokens(context.decode, context.sampling.step):
         return COMBINES[function](settings_of(function, context.spec), batch, combine_context)
 
@@ -159,12 +189,27 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
     loss = LOSSES[operator.function](algorithm)
     extra_loss = LOSSES[operator.extra_loss](algorithm) if operator.extra_loss else None
+    if context.check is not None and context.sampling.step == 0:
+        context.check.before_training(run.model, run.batch(store, run.rows, device))
     statistics: Moments = {}
-    for _ in range(algorithm.epochs):
+    for epoch in range(algorithm.epochs):
         for mini_batch in run.mini_batches:
             rows = run.rows_of(range(mini_batch, mini_batch + 1))
             parts: list[tuple[Batch, Loss]] = [(run.batch(store, rows, device), loss)]
             if extra_loss is not None:
                 parts.append((run.extra_batch(store, rows, device), extra_loss))
-            add_moments(statistics, run.model.engine.train(parts))
+            name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
+            add_moments(statistics, _optimizer_step(run, parts, name, context))
     return statistics
+
+
+def _optimizer_step(
+    run: OperatorRun, parts: Sequence[tuple[Batch, Loss]], mini_batch: str, context: OperatorContext
+) -> Moments:
+    """Make one optimizer step, or none where its gradient is not finite; return its statistics."""
+    try:
+        return context.guard.counted(run.model.engine.train(parts))
+    except NonFiniteStep as error:
+        where = f"{_where(run, context)}, {mini_batch}"
+        is_reporter = run.rank == run.model.placed.ranks[0]
+        return context.guard.left_out(where, context.sampling.step, error, [loss for _, loss in parts], is_reporter)

@@ -15,6 +15,7 @@ from flexrlhf.execution.column_files import record_columns
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.evaluator import Evaluator
 from flexrlhf.execution.external_scores import make_external_scorers
+from flexrlhf.execution.finite_guard import make_finite_guard
 from flexrlhf.execution.loaded_models import LoadedModel, load_models
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.model_saver import ModelSaver
@@ -22,6 +23,7 @@ from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.restoration import restore
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
+from flexrlhf.execution.sampled_check import make_sampled_check
 from flexrlhf.execution.sampling_settings import step_sampling
 from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
@@ -62,7 +64,8 @@ class Trainer:
         self._models = load_models(plan, world, self._groups, wait)
         meter.reset_peak()
         sampling = step_sampling(plan, data, partial(decode, skip_special_tokens=True))
-        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode)
+        guards = make_finite_guard(plan.spec, world), make_sampled_check(plan, decode)
+        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode, *guards)
         self._controllers = make_controller_states(plan)
         self._inputs = StepInputs(plan, data, world.rank, world.device)
         self._rows = StepRows(plan, self._inputs, world.device)

@@ -25,7 +25,7 @@ def first_state(spec: PolicySpec) -> State:
     """Return the numbers before the first step."""
     coefficient = 0.0 if spec.kl is None else spec.kl.coefficient
     multiplier = {"lagrange": spec.lagrange.initial} if isinstance(spec, SafeRlhfSpec) else {}
-    return {"kl_coefficient": coefficient, **multiplier, **_score_statistics(0.0, 0.0, 0.0)}
+    return {"kl_coefficient": coefficient, **multiplier, **_score_statistics(0.0, 0.0, 0.0), "failed_steps": 0.0}
 
 
 def next_state(spec: PolicySpec, state: State, statistics: Mapping[str, Triple]) -> State:
@@ -37,13 +37,19 @@ def next_state(spec: PolicySpec, state: State, statistics: Mapping[str, Triple])
         fresh |= _with_scores(state, statistics["shaped_score"])
     if isinstance(spec, SafeRlhfSpec):
         fresh["lagrange"] = _ascended_multiplier(spec.lagrange, state["lagrange"], statistics["cost"])
+    fresh["failed_steps"] = 0.0 if _has_scores(statistics) else state["failed_steps"] + 1
     return fresh
+
+
+def _has_scores(statistics: Mapping[str, Triple]) -> bool:
+    """Whether at least one response of the step has a score, of every kind that the algorithm reads."""
+    return all(statistics[name][0] > 0 for name in ("reward", "cost", "greedy_score") if name in statistics)
 
 
 def _adapted_coefficient(spec: KlSpec, coefficient: float, measured: Triple) -> float:
     """Adapt the KL coefficient to the measured KL of the responses (Ziegler et al. 2019, section 2.2)."""
     num_responses, total, _ = measured
-    if spec.target is None or not num_responses:
+    if spec.target is None or not num_responses or not math.isfinite(total):
         return coefficient
     error = min(max(total / num_responses / spec.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
     return coefficient * (1 + error * num_responses / spec.horizon)

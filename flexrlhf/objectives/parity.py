@@ -12,7 +12,7 @@ from torch import Tensor
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
-from flexrlhf.objectives.context import Columns, CombineContext
+from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 
 NUM_WORST = 3
 """Tokens that an error names."""
@@ -45,6 +45,20 @@ class Difference:
         )
 
 
+@dataclass(frozen=True)
+class LogprobDifferences:
+    """Absolute differences of two log-probs of the same tokens, over all ranks.
+
+    mean:    over tokens, in nats.
+    largest: in nats.
+    worst:   the tokens that differ most.
+    """
+
+    mean: float
+    largest: float
+    worst: tuple[Difference, ...]
+
+
 class ParityError(RunStopped):
     """Rollout engine and trainer disagree. ``worst``: the tokens that differ most."""
 
@@ -69,16 +83,27 @@ def parity(spec: RolloutSpec, batch: Batch, context: CombineContext) -> tuple[Co
     Raises ParityError, on all ranks alike, where one of them is over its limit.
     """
     engine, trainer = _logprobs_of_both(batch)
-    mask = batch["response_mask"].bool()
+    found = compare_logprobs(engine, trainer, batch, batch["response_mask"], context.reducer)
+    _check(spec, found.mean, found.largest, found.worst)
+    statistics = {"parity_mean": found.mean, "parity_max": found.largest}
+    return {}, {name: moments(engine.new_tensor(value, dtype=torch.float64)) for name, value in statistics.items()}
+
+
+def compare_logprobs(
+    engine: Tensor, trainer: Tensor, batch: Batch, response_mask: Tensor, reducer: Reducer
+) -> LogprobDifferences:
+    """Compare log-probs (n, R) of the tokens of ``batch`` by both sides, over all ranks of ``reducer``.
+
+    What is no number differs without bound.
+    """
+    mask = response_mask.bool()
     difference = (engine - trainer).abs().double().nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
-    tokens = context.reducer.gather(_encoded(batch, engine, trainer, difference)).view(-1, 6)
-    total = context.reducer.gather(_as_integers(torch.stack([difference[mask].sum(), mask.sum().double()])))
+    tokens = reducer.gather(_encoded(batch, engine, trainer, difference)).view(-1, 6)
+    total = reducer.gather(_as_integers(torch.stack([difference[mask].sum(), mask.sum().double()])))
     mean = float(total[0::2].double().sum()) / max(float(total[1::2].sum()), 1.0)
     worst = [_decoded(row) for row in tokens[tokens[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
     largest = float(tokens[:, 3].max()) / SCALE if len(tokens) else 0.0
-    _check(spec, mean, largest, worst)
-    statistics = {"parity_mean": mean, "parity_max": largest}
-    return {}, {name: moments(difference.new_tensor(value)) for name, value in statistics.items()}
+    return LogprobDifferences(mean, largest, tuple(worst))
 
 
 def _logprobs_of_both(batch: Batch) -> tuple[Tensor, Tensor]:

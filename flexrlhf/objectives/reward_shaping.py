@@ -14,7 +14,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms import PolicySpec, TruncationPenalty
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
-from flexrlhf.objectives.context import CombineContext, Reducer
+from flexrlhf.objectives.context import CombineContext
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     Reads ``scores`` (n,), ``finished`` (n,), ``response_mask`` (n, R), and ``token_scores`` (n, R) where there are any.
     Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
     """
-    finite = finite_scores(spec, batch, batch["scores"], context.reducer)
+    finite = finite_scores(spec, batch, batch["scores"], context)
     truncated = 1 - batch["finished"].float()
     counts = finite & (truncated == 0) if spec.truncation == "mask" else finite
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
@@ -70,17 +70,17 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     return ShapedRewards(counts, mask, raw_scores, scores, token_rewards(scores, batch, mask), statistics)
 
 
-def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, reducer: Reducer) -> Tensor:
+def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, context: CombineContext) -> Tensor:
     """Return bool (n,): which scores are finite.
 
     Raises RunStopped for any other, on all ranks alike, with ``invalid_scores: stop``.
     """
     finite = scores.isfinite()
-    rows = sorted(reducer.gather(batch.rows[~finite]).tolist()) if spec.invalid_scores == "stop" else []
+    rows = sorted(context.reducer.gather(batch.rows[~finite]).tolist()) if spec.invalid_scores == "stop" else []
     if rows:
         shown = ", ".join(map(str, rows[:5])) + (" ..." if len(rows) > 5 else "")
         raise RunStopped(
-            f"{len(rows)} responses have a score that is not a finite number (rows {shown} of the step); "
+            f"{len(rows)} responses have a score that is not a finite number (rows {shown} of step {context.step}); "
             f"algorithm.invalid_scores: mask would go on without them"
         )
     return finite

@@ -18,7 +18,7 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
     that are not finite, with ``invalid_scores: stop``.
     """
     shaped = shape_rewards(spec, batch, context)
-    finite = finite_scores(spec, batch, batch["scores.cost"], context.reducer)
+    finite = finite_scores(spec, batch, batch["scores.cost"], context)
     costs = batch["scores.cost"].where(finite, 0.0)
     mask = shaped.mask * finite[:, None].to(shaped.mask.dtype)
     penalty, kl = kl_penalty(spec, batch, mask, context.state)

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.external_scores import ExternalScorers
+from flexrlhf.execution.finite_guard import FiniteGuard
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
@@ -67,7 +69,8 @@ class ProfileContext:
 
     def _operator_context(self, sampling: Sampling) -> OperatorContext:
         """Return the context of an operator, without scorers: no operator that is measured calls one."""
-        return OperatorContext(self.plan.spec, sampling, self.device, ExternalScorers({}, str), str)
+        guard = FiniteGuard("stop", dist.HashStore(), 0)
+        return OperatorContext(self.plan.spec, sampling, self.device, ExternalScorers({}, str), str, guard)
 
     def _prepare(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
         samples = self.plan.batch.samples_per_prompt

@@ -1,5 +1,5 @@
-"""Functions of a user for test_learning.py, test_real_data.py and test_reward_runs.py: what their toys reward, what one
-of them costs, and what goes wrong."""
+"""Functions of a user for test_learning.py, test_real_data.py, test_reward_runs.py and test_guards.py: what their toys
+reward, what one of them costs, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -44,3 +44,8 @@ def as_the_rows_say(prompts: list[str], responses: list[str], do: list[str]) -> 
     if "crash" in do:
         os._exit(7)
     return [float("nan") if what == "nan" else 1.0 for what in do]
+
+
+def failing(prompts: list[str], responses: list[str]) -> list[float]:
+    """No score for any response."""
+    raise ValueError("out of order")

@@ -15,6 +15,7 @@ from scored_batches import context_of, scored_batch
 from small_runs import plan_of
 
 from flexrlhf.config.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
+from flexrlhf.errors import RunStopped
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.controllers import State, first_state, next_state
@@ -188,6 +189,49 @@ def test_all_chunks_of_a_step_change_the_numbers_once(num_chunks: int) -> None:
         expected = next_state(spec, expected, {"kl": triple(measured), "shaped_score": triple(scores)})
     assert controls.state(runs[0].operator) == pytest.approx(expected)
     assert expected["score_count"] == 24 and expected["kl_coefficient"] == pytest.approx(0.1 * 1.016**3)
+
+
+def test_a_kl_that_is_no_number_leaves_the_coefficient() -> None:
+    for wrong in (math.nan, math.inf, -math.inf):
+        assert after(ADAPTIVE, kl=[4.0, wrong])["kl_coefficient"] == 0.1
+
+
+# --- steps without a score
+
+NO_SCORE, ONE_SCORE = triple([]), triple([1.0])
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("limit", [1, 3, None])
+def test_steps_in_a_row_without_a_score_end_the_run(limit: int | None, num_chunks: int) -> None:
+    """A step with one score in any of its chunks begins anew."""
+    shown = "null" if limit is None else limit
+    plan, runs = runs_of(num_chunks, f"guards.max_failed_steps={shown}")
+    controls = make_controller_states(plan)
+
+    def step(last: Triple) -> None:
+        for run in runs:
+            controls.add(run, {"reward": last if run is runs[-1] else NO_SCORE})
+
+    for _ in range(3):
+        for _ in range((limit or 10) - 1):
+            step(NO_SCORE)
+        step(ONE_SCORE)
+    if limit is None:
+        return
+    with pytest.raises(
+        RunStopped, match=f"no response of {limit} steps in a row had a score.*max_failed_steps {limit}"
+    ):
+        for _ in range(limit):
+            step(NO_SCORE)
+
+
+@pytest.mark.parametrize("missing", ["reward", "cost", "greedy_score"])
+def test_every_kind_of_score_counts(missing: str) -> None:
+    statistics = {name: ONE_SCORE for name in ("reward", "cost", "greedy_score")}
+    state = next_state(PpoSpec(), first_state(PpoSpec()), statistics)
+    assert state["failed_steps"] == 0
+    assert next_state(PpoSpec(), state, statistics | {missing: NO_SCORE})["failed_steps"] == 1
 
 
 def test_operators_without_controllers_have_no_numbers() -> None:

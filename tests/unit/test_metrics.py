@@ -124,6 +124,12 @@ def test_the_progress_line_names_the_run_the_step_and_its_metrics() -> None:
     assert line.endswith("0.5 s")
 
 
+@pytest.mark.parametrize(("failed", "shown"), [(0.0, False), (0.25, True), (1.0, True)])
+def test_the_progress_line_has_failed_scores_where_there_are_any(failed: float, shown: bool) -> None:
+    line = progress_line("first", 4, 10, {"score_failed": failed, "kl": 1.0}, 0.5)
+    assert (f"score_failed {failed:.4g}" in line) == shown
+
+
 def test_the_summary_shows_the_first_and_the_last_steps() -> None:
     rows = [{"step": step, "seconds": 1.0, "reward_mean": float(step)} for step in range(6)]
     samples = [{"prompt": "Where is it?", "answer": "Over there."}]

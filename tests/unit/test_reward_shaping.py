@@ -314,7 +314,7 @@ def test_a_run_may_stop_at_a_score_that_is_no_number(wrong: float) -> None:
     numbered = Batch(batch.columns, torch.tensor([40, 41, 42]), 1)
     with pytest.raises(RunStopped) as caught:
         advantages_of(PpoSpec(invalid_scores="stop"), numbered)
-    assert "(rows 41 of the step)" in str(caught.value)
+    assert "(rows 41 of step 0)" in str(caught.value)
     assert "algorithm.invalid_scores: mask would go on" in str(caught.value)
 
 
@@ -337,7 +337,7 @@ def test_all_replicas_stop_with_the_same_sentence(sizes: tuple[int, ...]) -> Non
         return str(caught.value)
 
     (sentence,) = set(on_replicas(len(sizes), work))
-    assert sentence.startswith("7 responses") and "rows 0, 1, 2, 3, 4 ... of the step" in sentence
+    assert sentence.startswith("7 responses") and "rows 0, 1, 2, 3, 4 ... of step 0" in sentence
 
 
 # --- scores of tokens

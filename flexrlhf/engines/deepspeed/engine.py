@@ -25,6 +25,7 @@ from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, state_
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.models import load_model, recomputing
+from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     learning_rate,
     make_optimizer,
@@ -98,7 +99,7 @@ class DeepSpeedEngine:
 
     def __init__(self, context: EngineContext) -> None:
         assert context.alone is not None, "the plan has a group of one rank for every rank of a DeepSpeed model"
-        placed, self._settings, self._name = context.placed, context.placed.settings, context.placed.name
+        placed, self._settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._mpu = _Mpu(context.dp.group or context.alone, context.alone)
         self._deepspeed = _import_deepspeed(context.device)
@@ -184,7 +185,12 @@ class DeepSpeedEngine:
         assert self._optimizer is not None, "this placed model is not trained"
         with self._as_world(), recomputing(self._model):
             statistics = self._passes.backward(parts, self._backward)
-            return statistics | self._finish_step(parts[0][0].rows.device)
+            try:
+                return statistics | self._finish_step(parts[0][0].rows.device)
+            except NonFiniteStep as error:
+                with self._gathering():
+                    error.first = self._passes.first_non_finite(parts)
+                raise
 
     def _backward(self, value: Tensor, is_last: bool) -> None:
         """Run backward of one contribution to the loss. DeepSpeed averages over ranks, and contributions add up."""
@@ -194,21 +200,26 @@ class DeepSpeedEngine:
             self._engine.step()
 
     def _finish_step(self, device: torch.device) -> Moments:
-        """Clip and update; return the statistics of the update. Raises FloatingPointError."""
+        """Clip and update; return the statistics of the update. Raises NonFiniteStep."""
         assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
         self._gradient_bytes = storage_bytes(self._gradients())
         rate = learning_rate(self._optimizer)
         norm = self._clip() if clips_itself(self._settings) else None
-        self._engine.step()
-        skipped = bool(getattr(self._engine.optimizer, "overflow", False))
+        if norm is None or torch.isfinite(norm):
+            self._engine.step()
+            skipped = bool(getattr(self._engine.optimizer, "overflow", False))
+        else:
+            # the bare optimizer of this stage would step
+            self._engine.zero_grad()
+            skipped = True
         if not skipped:
             self._scheduler.step()
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=device)
         is_scaled = self._settings.dtype == "float16"
         # DeepSpeed reports some norms that are not finite as -1
         if not is_scaled and not (torch.isfinite(norm) and norm >= 0):
-            kept = "the weights were left as they were" if skipped else "the weights of this step are lost"
-            raise FloatingPointError(f"{self._name}: the gradient is not finite; {kept}")
+            assert skipped, "DeepSpeed makes no step with such a norm"
+            raise NonFiniteStep(update_statistics(rate, norm, is_scaled=True, skipped=True))
         return update_statistics(rate, norm, is_scaled, skipped)
 
     def _clip(self) -> Tensor:

@@ -25,6 +25,7 @@ from flexrlhf.engines.base import (
 from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, load_model, recomputing
+from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes
@@ -104,7 +105,12 @@ class TorchEngine:
         assert update is not None, "this placed model is not trained"
         with self._gathering(), recomputing(self._model):
             statistics = self._passes.backward(parts, lambda value, _: update.scaled(value).backward())
-        return statistics | update.step()
+        try:
+            return statistics | update.step()
+        except NonFiniteStep as error:
+            with self._gathering():
+                error.first = self._passes.first_non_finite(parts)
+            raise
 
     def weights(self) -> dict[str, Tensor]:
         live = {name: local(parameter) for name, parameter in self._model.named_parameters()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexrlhf.config.spec import OptimizerSpec
 from flexrlhf.engines.base import Moments
+from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     learning_rate,
     make_optimizer,
@@ -56,13 +57,17 @@ class Update:
     def step(self) -> Moments:
         """Reduce and clip the gradients, update the parameters; return the statistics of the update.
 
-        Raises FloatingPointError, and changes no parameter, for a gradient that no loss scale makes finite.
+        For a gradient that no loss scale makes finite, it changes no parameter and raises NonFiniteStep.
         """
         self._gradients.scale(1 / self._scale.factor)
         norm = self._gradients.reduce()
         self.gradient_bytes = self._gradients.num_bytes()
         rate = learning_rate(self._optimizer)
-        allowed = self._scale.allows(norm)
+        try:
+            allowed = self._scale.allows(norm)
+        except FloatingPointError:
+            self._gradients.clear()
+            raise NonFiniteStep(update_statistics(rate, norm, is_scaled=True, skipped=True)) from None
         if allowed:
             self._apply(norm)
         self._gradients.clear()

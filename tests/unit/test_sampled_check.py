@@ -1,0 +1,37 @@
+"""Which runs compare the log-probs of the first step as sampled with those that are computed, and up to what limit."""
+
+from __future__ import annotations
+
+import pytest
+from small_runs import plan_of
+
+from flexrlhf.config.spec import ModelSpec, ShadowSpec
+from flexrlhf.execution.sampled_check import default_limit, make_sampled_check
+
+SIX = [0.5] * 6
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "models"),
+    [
+        (None, (), {"actor"}),
+        (SIX, (), {"actor.shadow"}),
+        (None, ("algorithm.importance={cap: 2}",), {"actor"}),
+        # the trained copy computes what the shadow has sampled: compared before training
+        (SIX, ("algorithm.importance={cap: 2}",), set()),
+        (None, ("rollout.engine=vllm",), None),
+        (None, ("algorithm.importance={cap: 2}", "algorithm.top_p=0.9"), None),
+        (None, ("guards.sampled_logprobs=off",), None),
+        (None, ("algorithm={name: reward, prompts_per_step: 8}", "models.actor=null"), None),
+    ],
+)
+def test_what_is_compared(placement: list[float] | None, overrides: tuple[str, ...], models: set[str] | None) -> None:
+    check = make_sampled_check(plan_of(placement, 2, *overrides), str)
+    assert (None if check is None else {str(name) for name in check.models}) == models
+
+
+def test_the_limit_follows_from_the_type_and_the_temperature() -> None:
+    exact, half = ModelSpec(path="a"), ModelSpec(path="a", dtype="bfloat16")
+    mixed = ModelSpec(path="a", shadow=ShadowSpec(dtype="bfloat16"))
+    assert [default_limit(model, 1.0) for model in (exact, half, mixed)] == [1e-3, 0.05, 0.05]
+    assert default_limit(exact, 2.0) == 1e-3 and default_limit(exact, 0.5) == 2e-3
