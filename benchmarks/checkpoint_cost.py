@@ -3,8 +3,8 @@
     flexrlhf run                                # once: trains what PPO starts from
     python benchmarks/checkpoint_cost.py        # in the same directory; about three minutes
 
-Both are run several times, in turns. ``blocked`` is the time that a rank spends copying its pieces, from the timeline; the
-rest of the cost is writing, which shares the cores with the next step.
+Both are run several times, in turns. ``blocked`` is the time that a rank spends copying its pieces, by the timeline.
+The rest of the cost is writing, which shares the cores with the next step.
 """
 
 from __future__ import annotations

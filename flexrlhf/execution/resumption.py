@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, before its ranks start: what ``--resume`` means for each run of a command."""
+"""Beginning of each run of a command, as ``--resume`` requires, before ranks start."""
 
 from __future__ import annotations
 
