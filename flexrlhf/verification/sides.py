@@ -1,0 +1,55 @@
+"""The two sides of a verification: short runs of specs that numbers must not depend on the differences of. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.config.spec import DebugSpec, SaveSpec, Spec
+from flexrlhf.errors import UserError
+from flexrlhf.plan.plan import Plan
+
+
+def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
+    """Return ``spec`` for ``steps`` steps with columns recorded below ``directory``, and its weights saved at the end.
+
+    Warm-ups and steps without training of the actor are shortened to what so few steps leave room for.
+    """
+    changes: dict[str, Any] = {
+        "name": name,
+        "runs": str(directory),
+        "steps": steps,
+        "save": SaveSpec(),
+        "debug": DebugSpec(record_columns=True),
+        "eval": spec.eval and spec.eval.model_copy(update={"every": None}),
+    }
+    algorithm = spec.algorithm
+    frozen = min(getattr(algorithm, "freeze_actor_steps", 0), steps - 1)
+    if frozen != getattr(algorithm, "freeze_actor_steps", 0):
+        changes["algorithm"] = algorithm.model_copy(update={"freeze_actor_steps": frozen})
+    updates = (steps - frozen) * algorithm.num_mini_batches * algorithm.epochs
+    short = {role: _with_warmup(model, updates - 1) for role, model in spec.models if model is not None}
+    return spec.model_copy(update={**changes, "models": spec.models.model_copy(update=short)})
+
+
+def _with_warmup(model: Any, most: int) -> Any:
+    steps = min(model.optimizer.warmup_steps, most)
+    return model.model_copy(update={"optimizer": model.optimizer.model_copy(update={"warmup_steps": steps})})
+
+
+def check_comparable(first: Plan, second: Plan, option: str) -> None:
+    """Raise UserError where a setting that numbers depend on differs. ``option``: of the command line, for it."""
+    differing = differing_settings(first.spec, second.spec)
+    if differing:
+        further = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise UserError(f"{option}: {differing[0]}{further}, and numbers depend on it; give both sides the same value")
+
+
+def placement_text(plan: Plan) -> str:
+    """Return strategy and ranks in words: ``interleaving on 2 devices (actor 0-1, ref 0, ...)``."""
+    from flexrlhf.text import span_of
+
+    where = ", ".join(f"{model.name} {span_of(model.ranks)}" for model in plan.placement.models)
+    count = plan.placement.num_ranks
+    return f"{plan.strategy} on {count} device{'s' * (count > 1)}: {where}"
