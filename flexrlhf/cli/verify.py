@@ -66,10 +66,11 @@ def verify(
 ) -> None:
     """Run a few steps under two placements and compare all their numbers. Exit code 0: the same; 1: they part."""
     first = _load(config, placement_ratio, devices, set_)
-    sides = list(_repeated(first)) if determinism else []
-    others: list[str | None] = [*(against or ([None] if against_set else []))]
-    for other in others:
-        sides.append(_other_side(config, other, placement_ratio, devices, (*(set_ or ()), *(against_set or ()))))
+    sides = [Side("--determinism", "repeated", first, is_repeated=True)] if determinism else []
+    settings = (*(set_ or ()), *(against_set or ()))
+    if against_set and not against:
+        sides.append(Side("--against-set", "against", _load(config, placement_ratio, devices, settings)))
+    sides += [_other_side(config, other, devices, settings) for other in against or ()]
     if not sides:
         raise UserError(
             "verify: nothing to compare with; give --against [1,1,0.5,0.5], --against-set KEY=VALUE or --determinism"
@@ -95,20 +96,8 @@ def _load(
     return load_specs([path], placement_ratio, devices, overrides)[0]
 
 
-def _repeated(first: Spec) -> Iterator[Side]:
-    yield Side("--determinism", "repeated", first, is_repeated=True)
-
-
-def _other_side(
-    config: Path | None,
-    other: str | None,
-    placement_ratio: str | None,
-    devices: int | None,
-    settings: Sequence[str],
-) -> Side:
-    """Return the side of one ``--against``; None: the config itself, with other settings."""
-    if other is None:
-        return Side("--against-set", "against", _load(config, placement_ratio, devices, settings))
+def _other_side(config: Path | None, other: str, devices: int | None, settings: Sequence[str]) -> Side:
+    """Return the side of one ``--against``: a vector for the config itself, or another config."""
     option = f"--against {other}"
     if other.lstrip().startswith("["):
         return Side(option, "against", _load(config, other, devices, settings))

@@ -67,15 +67,14 @@ def verify_side(first: RecordedRun, plan: Plan, is_repeated: bool, write: Print)
 
 
 def first_tie(runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> Tie | None:
-    """Return the tie at which the two runs part first; None where they sample the same tokens or part otherwise."""
+    """Return the tie at which the tokens of two runs part first; None where they do not, or part otherwise."""
     spec = runs[0].plan.spec
     for step in range(spec.steps):
         one, other = (run.columns(step) for run in runs)
         if "tokens" not in one or "tokens" not in other:
             continue
-        tie = find_tie(one, other, spec.seed, step, spec.data.max_prompt_tokens, limits.tie)
-        if tie is not None:
-            return tie
+        if any((one["tokens"].values[row] != values).any() for row, values in other["tokens"].values.items()):
+            return find_tie(one, other, spec.seed, step, spec.data.max_prompt_tokens, limits.tie)
     return None
 
 

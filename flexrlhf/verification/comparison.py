@@ -93,7 +93,7 @@ def _column(
     differences = (one.double() - other.double()).abs()
     differs = _differs(one, other)
     # infinite where one number alone is finite, 0 where both are the same and not finite
-    differences = torch.where(differs, differences.nan_to_num(nan=math.inf), 0.0)
+    differences = torch.where(differs, differences.nan_to_num(nan=math.inf, posinf=math.inf), 0.0)
     absolute = float(differences.max())
     scale = _magnitude(one)
     if is_exact(name):

@@ -8,7 +8,7 @@ from flexrlhf.metrics import METRICS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
 from flexrlhf.text import ranks_text, table
-from flexrlhf.verification.deviation import ColumnEntry, Deviation, Tie
+from flexrlhf.verification.deviation import ColumnEntry, Deviation, Tie, first_beyond
 from flexrlhf.verification.recorded_run import RecordedRun
 from flexrlhf.verification.tolerances import Limits, is_exact
 
@@ -93,7 +93,7 @@ def format_tie(tie: Tie, runs: tuple[RecordedRun, RecordedRun]) -> str:
 
 def format_verdict(deviations: Sequence[Deviation], runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> list[str]:
     """Return the verdict: one sentence, and where the runs part what each of them did there."""
-    first = next((each for each in deviations if each.is_beyond), None)
+    first = first_beyond(deviations)
     if first is None:
         return [f"same numbers: {runs[1].name} is {runs[0].name} within the limits of {limits.reason}"]
     where = "after the last step" if first.step is None else f"at step {first.step}"

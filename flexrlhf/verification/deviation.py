@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +58,16 @@ class Deviation:
     def is_beyond(self) -> bool:
         """Whether the two runs part here; NaN is beyond every limit."""
         return not self.size <= self.limit
+
+
+def first_beyond(deviations: Sequence[Deviation]) -> Deviation | None:
+    """Return the first deviation beyond its limit; of metrics that are reported at once the one furthest beyond."""
+    first = next((each for each in deviations if each.is_beyond), None)
+    if first is None or first.kind != "metric":
+        return first
+    at_once = [each for each in deviations if (each.step, each.source) == (first.step, first.source)]
+    beyond = [each for each in at_once if each.kind == "metric" and each.is_beyond]
+    return max(beyond, key=lambda each: each.size / (each.limit or math.ulp(0.0)))
 
 
 @dataclass(frozen=True)
