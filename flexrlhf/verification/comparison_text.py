@@ -18,29 +18,30 @@ MARK = "*"
 
 def format_table(deviations: Sequence[Deviation], limits: Limits, steps: int) -> list[str]:
     """Return one line for each column and metric with a difference for each step, then moves and weights."""
-    head = ("column", "written by", "absolute", "limit", *(f"step {step}" for step in range(steps)))
-    sides = "<<" + ">" * (steps + 2)
+    metrics = [each for each in deviations if each.kind == "metric"]
+    differing = {each.name for each in metrics if each.size != 0}
+    num_equal = len({each.name for each in metrics} - differing)
     columns = _lines([each for each in deviations if each.kind == "column"], steps)
-    all_metrics = [each for each in deviations if each.kind == "metric"]
-    differing = {each.name for each in all_metrics if each.size != 0}
-    metrics = _lines([each for each in all_metrics if each.name in differing], steps)
-    num_equal = len({each.name for each in all_metrics} - differing)
-    named = ("metric", "", "absolute", "limit", *head[4:])
-    weights = [_weight_line(each) for each in deviations if each.kind == "weights"]
-    rows = [head, *columns, named, *metrics]
-    lines = table(rows, sides)
-    # a line between the two tables, which share their widths
-    lines.insert(len(columns) + 1, "")
-    beyond = any(each.is_beyond for each in deviations)
+    notes = [
+        *([f"{num_equal} metrics are the same to the last bit"] if num_equal else []),
+        *_move_lines(deviations),
+        *(_weight_line(each) for each in deviations if each.kind == "weights"),
+        *([f"{MARK} beyond the limit"] if any(each.is_beyond for each in deviations) else []),
+    ]
     return [
         f"largest differences, relative ({limits.reason}: at most {limits.numbers:g}); whole numbers: how many differ",
-        *(f"  {line}".rstrip() for line in lines),
-        "",
-        f"  {num_equal} more metrics are the same to the last bit",
-        *(f"  {line}" for line in _move_lines(deviations)),
-        *(f"  {line}" for line in weights),
-        *([f"  {MARK} beyond the limit"] if beyond else []),
+        *_aligned(columns, _lines([each for each in metrics if each.name in differing], steps), steps),
+        *(f"  {note}" for note in notes),
     ]
+
+
+def _aligned(columns: Sequence[tuple[str, ...]], metrics: Sequence[tuple[str, ...]], steps: int) -> list[str]:
+    """Return the two tables, which share their widths, each with an empty line behind it."""
+    numbers = ("absolute", "limit", *(f"step {step}" for step in range(steps)))
+    rows = [("column", "written by", *numbers), *columns, *([("metric", "", *numbers), *metrics] if metrics else [])]
+    lines = [f"  {line}" for line in table(rows, "<<" + ">" * len(numbers))]
+    first, second = lines[: len(columns) + 1], lines[len(columns) + 1 :]
+    return [*first, "", *second, *([""] if second else [])]
 
 
 def _lines(deviations: Iterable[Deviation], steps: int) -> list[tuple[str, ...]]:
@@ -95,7 +96,7 @@ def format_verdict(deviations: Sequence[Deviation], runs: tuple[RecordedRun, Rec
     """Return the verdict: one sentence, and where the runs part what each of them did there."""
     first = first_beyond(deviations)
     if first is None:
-        return [f"same numbers: {runs[1].name} is {runs[0].name} within the limits of {limits.reason}"]
+        return [f"same numbers: {runs[1].name} is within the limits of {runs[0].name} ({limits.reason})"]
     where = "after the last step" if first.step is None else f"at step {first.step}"
     if first.kind == "move":
         return _move_verdict(first, runs, where)

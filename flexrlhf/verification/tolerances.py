@@ -21,21 +21,23 @@ class Limits:
     reason:   what they are chosen for
     numbers:  of columns and metrics
     weights:  norm of the difference over the norm, over a model
+    shares:   of ``THRESHOLDS``, absolute: rounding may move a number across a threshold
     tie:      two perturbed logits nearer than this (nats) are a tie, which rounding decides
     """
 
     reason: str
     numbers: float
     weights: float
+    shares: float
     tie: float
 
 
-FLOAT32 = Limits("float32", numbers=1e-5, weights=1e-5, tie=1e-4)
-DEEPSPEED = Limits("float32 with DeepSpeed", numbers=5e-5, weights=5e-5, tie=1e-4)
-FLOAT16 = Limits("float16", numbers=2e-2, weights=2e-3, tie=0.1)
-BFLOAT16 = Limits("bfloat16", numbers=5e-2, weights=1e-2, tie=0.5)
+FLOAT32 = Limits("float32", numbers=1e-5, weights=1e-5, shares=1e-3, tie=1e-4)
+DEEPSPEED = Limits("float32 with DeepSpeed", numbers=5e-5, weights=5e-5, shares=1e-3, tie=1e-4)
+FLOAT16 = Limits("float16", numbers=2e-2, weights=2e-3, shares=0.1, tie=0.1)
+BFLOAT16 = Limits("bfloat16", numbers=5e-2, weights=1e-2, shares=0.1, tie=0.5)
 """16 bits: three to five times what forced tokens of small models showed (tests/distributed/test_precision.py)."""
-BITWISE = Limits("bitwise", numbers=0.0, weights=0.0, tie=0.0)
+BITWISE = Limits("bitwise", numbers=0.0, weights=0.0, shares=0.0, tie=0.0)
 """The same run twice on CPUs, which add numbers up in one order."""
 
 COUNTED = frozenset(
@@ -54,9 +56,7 @@ THRESHOLDS = frozenset(
         *("pair_accuracy", "group_alike", "eval_accuracy", "eval_pass_at_1", "eval_pass_at_k"),
     }
 )
-"""Metrics that count numbers on one side of a threshold, which rounding may decide: absolute, not relative."""
-ONE_COUNT = 1e-3
-"""Limit of ``THRESHOLDS``: one of a thousand counts may be decided otherwise."""
+"""Metrics that count numbers on one side of a threshold."""
 IN_NATS = frozenset(
     {"kl", "kl_token", "update_kl", "preference_margin", "eval_preference_margin", "effective_sample_size"}
 )
@@ -90,4 +90,4 @@ def limit_of_metric(name: str, limits: Limits) -> float:
     """Return the limit of a metric, relative to its scale."""
     if name in COUNTED:
         return min(COUNTS, limits.numbers)
-    return min(ONE_COUNT, limits.numbers * 100) if name in THRESHOLDS else limits.numbers
+    return limits.shares if name in THRESHOLDS else limits.numbers

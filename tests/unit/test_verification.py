@@ -17,6 +17,7 @@ from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.execution.recorded_columns import RecordedColumn
 from flexrlhf.metrics import METRICS
 from flexrlhf.verification.comparison import _column as compare_column
+from flexrlhf.verification.comparison_text import format_table
 from flexrlhf.verification.deviation import Deviation, first_beyond
 from flexrlhf.verification.sides import short_spec
 from flexrlhf.verification.ties import find_tie
@@ -147,7 +148,7 @@ def test_limits_are_those_of_the_coarsest_model(overrides: tuple[str, ...], limi
 
 def test_limits_rise_with_the_rounding() -> None:
     ordered = (BITWISE, FLOAT32, DEEPSPEED, FLOAT16, BFLOAT16)
-    for field in ("numbers", "weights", "tie"):
+    for field in ("numbers", "weights", "shares", "tie"):
         sizes = [getattr(limits, field) for limits in ordered]
         assert sizes == sorted(sizes)
 
@@ -227,3 +228,34 @@ def test_the_quick_start_has_random_weights_before_it_is_trained(
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["verify", "--against-set", "seed=9"])
     assert result.exit_code == 2 and "seed is 0 and 9" in result.stderr
+
+
+# --- text
+
+
+def test_the_table_has_a_line_for_each_column_and_differing_metric() -> None:
+    found = [
+        Deviation(0, "column", "tokens", "generate", 0.0, 0.0, 0.0),
+        Deviation(0, "column", "values", "values", 2e-7, 1e-7, 1e-5),
+        Deviation(0, "move", "values", "advantages", 0.0, 0.0, 0.0, run="against"),
+        Deviation(0, "metric", "kl", "advantages", 0.0, 0.0, 1e-5),
+        Deviation(0, "metric", "policy_loss", "train_actor", 0.5, 0.25, 1e-5),
+        Deviation(1, "column", "tokens", "generate", 3.0, 3.0, 0.0),
+        Deviation(None, "weights", "actor", "", 0.1, 2e-6, 1e-5),
+    ]
+    assert "\n".join(format_table(found, FLOAT32, 2)) == "\n".join(
+        [
+            "largest differences, relative (float32: at most 1e-05); whole numbers: how many differ",
+            "  column       written by  absolute  limit    step 0  step 1",
+            "  tokens       generate     3.0e+00      0         0      3*",
+            "  values       values       2.0e-07  1e-05   1.0e-07",
+            "",
+            "  metric                   absolute  limit    step 0  step 1",
+            "  policy_loss               5.0e-01  1e-05  2.5e-01*",
+            "",
+            "  1 metrics are the same to the last bit",
+            "  1 columns arrived by moves as they were written",
+            "  weights of actor after the last step: norm of the difference / norm 2.0e-06, limit 1e-05",
+            "  * beyond the limit",
+        ]
+    )
