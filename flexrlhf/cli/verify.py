@@ -65,12 +65,13 @@ def verify(
     force: Force = False,
 ) -> None:
     """Run a few steps under two placements and compare all their numbers. Exit code 0: the same; 1: they part."""
-    first = _load(config, placement_ratio, devices, set_)
+    common = (*([f"cluster.devices={devices}"] if devices is not None else []), *(set_ or ()))
+    first = _load(config, placement_ratio, common)
     sides = [Side("--determinism", "repeated", first, is_repeated=True)] if determinism else []
-    settings = (*(set_ or ()), *(against_set or ()))
+    settings = (*common, *(against_set or ()))
     if against_set and not against:
-        sides.append(Side("--against-set", "against", _load(config, placement_ratio, devices, settings)))
-    sides += [_other_side(config, other, devices, settings) for other in against or ()]
+        sides.append(Side("--against-set", "against", _load(config, placement_ratio, settings)))
+    sides += [_other_side(config, other, settings) for other in against or ()]
     if not sides:
         raise UserError(
             "verify: nothing to compare with; give --against [1,1,0.5,0.5], --against-set KEY=VALUE or --determinism"
@@ -78,7 +79,7 @@ def verify(
     if keep is not None:
         check_output_directory(keep, "--keep")
     if config is None:
-        prepare_corpus()
+        _prepare_quickstart()
     with _directory(keep) as directory:
         is_same = _verify(_plans(first, sides, directory, steps, force), sides)
     if keep is not None:
@@ -87,23 +88,27 @@ def verify(
         raise typer.Exit(1)
 
 
-def _load(
-    config: Path | None, placement_ratio: str | None, devices: int | None, settings: Sequence[str] | None
-) -> Spec:
+def _prepare_quickstart() -> None:
+    prepare_corpus()
+    if random_weights():
+        typer.echo("the quick start's models are not trained yet (flexrlhf run): random weights take their place\n")
+
+
+def _load(config: Path | None, placement_ratio: str | None, settings: Sequence[str]) -> Spec:
     """Load one side; the quick start's PPO has random weights where the models before it are not trained yet."""
     path = config or config_paths()[-1]
-    overrides = (*(random_weights() if config is None else ()), *(settings or ()))
-    return load_specs([path], placement_ratio, devices, overrides)[0]
+    overrides = (*(random_weights() if config is None else ()), *settings)
+    return load_specs([path], placement_ratio, None, overrides)[0]
 
 
-def _other_side(config: Path | None, other: str, devices: int | None, settings: Sequence[str]) -> Side:
+def _other_side(config: Path | None, other: str, settings: Sequence[str]) -> Side:
     """Return the side of one ``--against``: a vector for the config itself, or another config."""
     option = f"--against {other}"
     if other.lstrip().startswith("["):
-        return Side(option, "against", _load(config, other, devices, settings))
+        return Side(option, "against", _load(config, other, settings))
     if not Path(other).exists():
         raise UserError(f"{option}: neither a vector such as [1,1,0.5,0.5] nor a YAML file")
-    return Side(option, "against", _load(Path(other), None, devices, settings))
+    return Side(option, "against", _load(Path(other), None, settings))
 
 
 @contextmanager
@@ -134,10 +139,10 @@ def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, forc
 def _verify(plans: Sequence[Plan], sides: Sequence[Side]) -> bool:
     """Run and compare all sides; return whether all have the numbers of the first."""
     from flexrlhf.verification.command import run_side, verify_side
-    from flexrlhf.verification.sides import placement_text
+    from flexrlhf.verification.sides import side_text
 
     for plan in plans:
-        typer.echo(f"{plan.spec.name}: {placement_text(plan)}")
+        typer.echo(side_text(plan, plans[0]))
     first = run_side(plans[0])
     verdicts = [
         verify_side(first, plan, side.is_repeated, typer.echo) for side, plan in zip(sides, plans[1:], strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexrlhf.errors import UserError
+from flexrlhf.errors import RankFailure, UserError
 from flexrlhf.execution.job import prepare_job
 from flexrlhf.execution.run_directory import read_facts
 from flexrlhf.placement.hosts import Hosts, under_torchrun
@@ -45,7 +45,10 @@ def run_side(plan: Plan) -> RecordedRun:
     """Run one side on this machine. Raises UserError, RankFailure or Interrupted."""
     if under_torchrun():
         raise UserError("verify starts the ranks of both sides itself; call it without torchrun")
-    prepare_job([plan], Hosts()).start()
+    try:
+        prepare_job([plan], Hosts()).start()
+    except RankFailure as error:
+        raise RankFailure(f"{plan.spec.name}: {error}") from None
     return RecordedRun(plan)
 
 

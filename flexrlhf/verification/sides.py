@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.config.number_settings import differences, differing_settings
 from flexrlhf.config.spec import DebugSpec, SaveSpec, Spec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
+from flexrlhf.text import span_of
+
+NOT_SHOWN = {"name", "placement", "runs"}
+"""Settings that sides differ in by their nature, or whose consequence is shown."""
 
 
 def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
@@ -46,10 +50,14 @@ def check_comparable(first: Plan, second: Plan, option: str) -> None:
         raise UserError(f"{option}: {differing[0]}{further}, and numbers depend on it; give both sides the same value")
 
 
-def placement_text(plan: Plan) -> str:
-    """Return strategy and ranks in words: ``interleaving on 2 devices (actor 0-1, ref 0, ...)``."""
-    from flexrlhf.text import span_of
+def side_text(plan: Plan, first: Plan) -> str:
+    """Return a side in words: strategy, ranks, and the settings in which it differs from the first side."""
+    raw, of_first = (each.spec.model_dump(mode="json", exclude=NOT_SHOWN) for each in (plan, first))
+    differing = [f"{each.key}: {shown(each.second)}" for each in differences(of_first, raw)]
+    return "; ".join([f"{plan.spec.name}: {_placement_text(plan)}", *differing])
 
+
+def _placement_text(plan: Plan) -> str:
     where = ", ".join(f"{model.name} {span_of(model.ranks)}" for model in plan.placement.models)
     count = plan.placement.num_ranks
     return f"{plan.strategy} on {count} device{'s' * (count > 1)}: {where}"

@@ -19,7 +19,7 @@ from flexrlhf.metrics import METRICS
 from flexrlhf.verification.comparison import _column as compare_column
 from flexrlhf.verification.comparison_text import format_table
 from flexrlhf.verification.deviation import Deviation, first_beyond
-from flexrlhf.verification.sides import short_spec
+from flexrlhf.verification.sides import short_spec, side_text
 from flexrlhf.verification.ties import find_tie
 from flexrlhf.verification.tolerances import (
     BFLOAT16,
@@ -258,4 +258,13 @@ def test_the_table_has_a_line_for_each_column_and_differing_metric() -> None:
             "  weights of actor after the last step: norm of the difference / norm 2.0e-06, limit 1e-05",
             "  * beyond the limit",
         ]
+    )
+
+
+def test_a_side_is_shown_with_the_settings_that_differ() -> None:
+    first = plan_of([1, 1, 1, 1], 2)
+    other = plan_of([1, 1, 0.5, 0.5], 4, "models.actor.zero=3", "name=other")
+    assert side_text(other, first) == (
+        "other: interleaving on 4 devices: actor 0-3, critic 0-3, ref 0-1, reward 2-3; "
+        "models.actor.zero: 3; cluster.devices: 4"
     )
