@@ -58,8 +58,9 @@ class RecordedRun:
         return reporters
 
     @cached_property
-    def _statistics(self) -> list[dict[str, Any]]:
-        return read_lines(self.directory / DIRECTORY / STATISTICS)
+    def _statistics(self) -> dict[int, dict[str, Any]]:
+        """Statistics by step; a run that went on from a checkpoint may have repeated some."""
+        return {row["step"]: row for row in read_lines(self.directory / DIRECTORY / STATISTICS)}
 
     def weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained weights of ``role`` after the last step, by name, one tensor in memory at a time."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.number_settings import differences, differing_settings
-from flexrlhf.config.spec import DebugSpec, SaveSpec, Spec
+from flexrlhf.config.spec import CheckpointSpec, DebugSpec, SaveSpec, Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import span_of
@@ -25,6 +25,7 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
         "runs": str(directory),
         "steps": steps,
         "save": SaveSpec(),
+        "checkpoint": CheckpointSpec(on_signal=False),
         "debug": DebugSpec(record_columns=True),
         "eval": spec.eval and spec.eval.model_copy(update={"every": None}),
     }

@@ -1,6 +1,6 @@
 """Ranks of several runs, of which some have a bug that is planted here: those whose name is that of one of ``BUGS``.
 
-``python -m planted SPECS``: as flexrlhf/execution/rank.py, but for the bugs.
+``python -m planted ORDERS STOP``: as flexrlhf/execution/rank.py, but for the bugs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flexrlhf.comm.move import RowPacking
 from flexrlhf.engines.base import Totals
 from flexrlhf.engines.passes import Passes
 from flexrlhf.execution import run_operator, worker
+from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.execution.weight_syncs import WeightSyncs
 from flexrlhf.objectives import advantages
 
@@ -100,17 +101,17 @@ BUGS: dict[str, Callable[[], Planted]] = {
 }
 
 
-def main(specs_file: str) -> None:
-    """Run the specs of a file, each with the bug of its name."""
+def main(orders_file: str, stop_file: str) -> None:
+    """Execute the orders of a file, each with the bug of its name."""
     run = worker._run
 
-    def with_bug(spec: Any, world: Any, meter: Any) -> None:
-        with BUGS.get(spec.name, nullcontext)():
-            run(spec, world, meter)
+    def with_bug(order: RunOrder, *arguments: Any) -> int:
+        with BUGS.get(order.spec.name, nullcontext)():
+            return run(order, *arguments)
 
     with patch.object(worker, "_run", with_bug):
-        worker.main(specs_file)
+        worker.main(orders_file, stop_file)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from flexrlhf.config.spec import DebugSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.execution.launch import start_ranks
 from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.run_order import RunOrder, dump_orders
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -81,13 +81,13 @@ def named(spec: Spec, name: str, replay: str | None = None) -> Spec:
 def run(plans: Sequence[Plan], directory: Path) -> None:
     """As ``launch`` does it, with the ranks of ``planted``."""
     for plan in plans:
-        prepare_directory(plan, format_plan(plan))
-    file = directory / "specs.json"
-    file.write_text(json.dumps([dump_spec(plan.spec) for plan in plans]))
+        prepare_directory(plan, format_plan(plan), continues=False).close()
+    file = directory / "orders.json"
+    file.write_text(dump_orders([RunOrder(plan.spec) for plan in plans]))
     logging.getLogger("torchelastic-events-null").disabled = True
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
-        start_ranks(["planted", str(file)], plans[0], Hosts())
+        start_ranks(["planted", str(file), str(directory / "stop")], plans[0], Hosts())
 
 
 @pytest.mark.parametrize("name", ["halves", "six"])
