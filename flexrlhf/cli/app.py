@@ -11,9 +11,10 @@ from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
 from flexrlhf.cli.run import run
 from flexrlhf.cli.simulate import simulate
+from flexrlhf.cli.verify import verify
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="RLHF by placement ratios."
 )
-for command in (plan, simulate, advise, profile, run, export):
+for command in (plan, simulate, advise, profile, run, export, verify):
     app.command()(with_exit_codes(command))

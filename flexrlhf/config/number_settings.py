@@ -53,7 +53,7 @@ def differing_settings(first: Spec, second: Spec) -> tuple[SettingDifference, ..
     if one["algorithm"]["name"] != other["algorithm"]["name"]:
         # their other settings are not comparable
         one["algorithm"], other["algorithm"] = ({"name": each["algorithm"]["name"]} for each in (one, other))
-    return tuple(_differences("", one, other))
+    return tuple(differences(one, other))
 
 
 def number_settings(spec: Spec) -> dict[str, Any]:
@@ -90,15 +90,15 @@ def _without(source: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
     return {key: value for key, value in source.items() if key not in keys}
 
 
-def _differences(key: str, first: Any, second: Any) -> Iterator[SettingDifference]:
-    """Yield the deepest settings that differ; a mapping that only one side has is one setting."""
+def differences(first: Any, second: Any, key: str = "") -> Iterator[SettingDifference]:
+    """Yield the deepest settings of two nested mappings that differ; a mapping that only one has is one setting."""
     pairs = _pairs(first, second)
     if pairs is None:
         if not _is_same(key, first, second):
             yield SettingDifference(key, first, second)
         return
     for name, (one, other) in pairs.items():
-        yield from _differences(f"{key}.{name}" if key else name, one, other)
+        yield from differences(one, other, f"{key}.{name}" if key else name)
 
 
 def _pairs(first: Any, second: Any) -> dict[str, tuple[Any, Any]] | None:

@@ -17,10 +17,24 @@ def check_output(path: Path, option: str, such_as: str, makes_directories: bool 
     """
     if path.is_dir():
         raise UserError(f"{option} {path}: a directory; give a file, such as {path / such_as}")
-    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    nearest = _nearest(path)
     if not path.exists() and not nearest.is_dir():
         raise UserError(f"{option} {path}: {nearest} is a file, not a directory")
     if not makes_directories and not path.parent.is_dir():
         raise UserError(f"{option} {path}: cannot be written (No such file or directory: {path.parent})")
     if not os.access(nearest, os.W_OK):
         raise UserError(f"{option} {path}: no permission to write {'in ' * nearest.is_dir()}{nearest}")
+
+
+def check_output_directory(path: Path, option: str) -> None:
+    """Raise UserError where a directory could not be made at ``path``, or nothing could be written in it."""
+    nearest = _nearest(path)
+    if not nearest.is_dir():
+        raise UserError(f"{option} {path}: {nearest} is a file, not a directory")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"{option} {path}: no permission to write in {nearest}")
+
+
+def _nearest(path: Path) -> Path:
+    """Return ``path``, or the nearest directory above it that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())

@@ -396,6 +396,9 @@ class DebugSpec(StrictModel):
     """Settings for tests, and to find where two runs differ."""
 
     record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
+    replay: str | None = Field(
+        None, description="runs/NAME of a run with recorded columns, whose responses replace the sampled ones"
+    )
     run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
 
 

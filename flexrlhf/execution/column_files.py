@@ -1,18 +1,27 @@
-"""Files with the columns that operators have written (``debug.record_columns``)."""
+"""Files with the columns that operators have written, and as they arrived by moves (``debug.record_columns``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.execution.rank_context import RankContext
-from flexrlhf.strategies.instructions import Run
+from flexrlhf.metrics import Triple
+from flexrlhf.strategies.instructions import Move, Run
 
+DIRECTORY = "columns"
+"""Directory of these files in that of the run."""
 EVALUATION_PREFIX = "held-out-"
 """Begins the names of files with rows of the evaluation set."""
+ARRIVAL_PREFIX = "arrived-"
+"""Begins the names of files with columns that an operator read after a move."""
+STATISTICS = "statistics.jsonl"
+"""File with the statistics of each step, from which its metrics are computed."""
 
 
 def record_columns(
@@ -26,8 +35,44 @@ def record_columns(
         return
     if context.models[run.model].placed.layout.tp_index(context.rank):
         return
-    directory = context.directory / "columns"
+    _write(context, run, step, rows, store, run.operator.writes, prefix)
+
+
+def record_arrivals(context: RankContext, run: Run, step: int, rows: Sequence[int], store: RowStore) -> None:
+    """Write the columns that ``run`` reads and that moves bring to this rank, if ``debug.record_columns`` is set."""
+    if context.plan.spec.debug.record_columns:
+        moved = {
+            transfer.column
+            for move in context.plan.schedule.instructions
+            if isinstance(move, Move)
+            for transfer in move.transfers
+            if transfer.destination == context.rank
+        }
+        arrived = [name for name in run.operator.reads if name in moved]
+        if arrived and rows:
+            _write(context, run, step, rows, store, arrived, ARRIVAL_PREFIX)
+
+
+def _write(
+    context: RankContext,
+    run: Run,
+    step: int,
+    rows: Sequence[int],
+    store: RowStore,
+    names: Sequence[str],
+    prefix: str,
+) -> None:
+    directory = context.directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    columns = {name: store.get(name, rows).cpu().contiguous() for name in run.operator.writes}
+    columns = {name: store.get(name, rows).cpu().contiguous() for name in names}
     file = f"{prefix}step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{context.rank}.safetensors"
     save_file({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)
+
+
+def record_statistics(
+    directory: Path, step: int, statistics: Mapping[str, Triple], reporters: Mapping[str, str]
+) -> None:
+    """Append the statistics of a step. ``reporters``: instruction that reported each, in words."""
+    (directory / DIRECTORY).mkdir(parents=True, exist_ok=True)
+    with (directory / DIRECTORY / STATISTICS).open("a") as file:
+        file.write(json.dumps({"step": step, "statistics": statistics, "reporters": reporters}) + "\n")

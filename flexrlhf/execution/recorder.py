@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.engines.base import Moments
+from flexrlhf.execution.column_files import record_statistics
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.step_warnings import StepWarnings
 from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, statistic_name
@@ -199,16 +200,20 @@ class Recorder:
     def _write_step(self) -> None:
         total: dict[str, Triple] = {}
         labels: dict[str, str] = {}
-        for key in self._reports(self.next_step):
+        reporters: dict[str, str] = {}
+        for key, reporter in self._reports(self.next_step).items():
             report = json.loads(self._store.get(key))
             add(total, report["statistics"])
             labels |= report["labels"]
+            reporters |= dict.fromkeys(report["statistics"], reporter)
             self._store.delete_key(key)
         now = time.time()
         row = {"step": self.next_step, "seconds": now - self._last_time, **evaluate(total)}
         with (self._directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, **labels}) + "\n")
         spec = self._plan.spec
+        if spec.debug.record_columns:
+            record_statistics(self._directory, self.next_step, total, reporters)
         print(progress_line(spec.name, self.next_step, spec.steps, row, row["seconds"]), flush=True)
         self._warnings.observe(self.next_step, row)
         self.next_step, self._last_time = self.next_step + 1, now

@@ -11,7 +11,7 @@ from functools import partial
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.world import RankProgress, World
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
-from flexrlhf.execution.column_files import record_columns
+from flexrlhf.execution.column_files import record_arrivals, record_columns
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.evaluator import Evaluator
 from flexrlhf.execution.external_scores import make_external_scorers
@@ -20,6 +20,7 @@ from flexrlhf.execution.loaded_models import LoadedModel, load_models
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.model_saver import ModelSaver
 from flexrlhf.execution.rank_context import RankContext
+from flexrlhf.execution.recorded_columns import replay_responses
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.restoration import restore
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
@@ -159,6 +160,7 @@ class Trainer:
         self._count_frozen(model, step)
         work = OperatorRun(run.operator, model, self.plan.batch, run.mini_batches, self._world.rank)
         store.arrive(run.operator.reads, work.rows)
+        record_arrivals(self._context, run, step, work.rows, store)
         span.begin()
         time.sleep(self.plan.spec.debug.run_delay_seconds)
         examples = self._inputs.examples(step) if run.operator.kind == "score" else ()
@@ -166,6 +168,8 @@ class Trainer:
         ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
         context = replace(self._operators, sampling=replace(self._operators.sampling, step=step))
         moments = run_operator(work, store, context, ahead)
+        if run.operator.kind == "generate" and self.plan.spec.debug.replay is not None:
+            replay_responses(self.plan.spec.debug.replay, run.operator, step, work.rows, store)
         if run.operator.kind == "train":
             model.version = step + 1
         statistics = self._recorder.report(step, position, model, run.operator.name, moments, _labels(run, model))

@@ -18,9 +18,11 @@ from reference_terms import Metric
 from torch import Tensor
 
 from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, SampledSpec
+from flexrlhf.config.number_settings import OF_MODELS, OF_RUN
 from flexrlhf.config.spec import Spec
+from flexrlhf.verification.tolerances import FLOAT32
 
-RELATIVE = 1e-5
+RELATIVE = FLOAT32.numbers
 EXACT = ("tokens", "response_mask", "finished", "policy_version", "loss_mask")
 """Columns of whole numbers; of several alike without what stands behind their dots."""
 NOT_REFERENCED = ("attention_mask", "trainer_logprobs")
@@ -60,18 +62,15 @@ class Deviation:
         return f"{when}, {self.quantity} is {self.size:.1e} off, allowed {self.limit:.0e}"
 
 
-OF_RUN = {"algorithm", "data", "reward", "cost", "eval", "steps", "seed"}
-OF_MODELS = {"path", "share", "lora", "optimizer"}
-"""What numbers depend on."""
 _REFERENCES: dict[str, Result] = {}
 
 
 def reference_of(spec: Spec) -> Result:
     """One reference for all runs that must have its numbers: placement, chunks and engines are left out of the key."""
     models = {
-        role: model.model_dump(mode="json", include=OF_MODELS) for role, model in spec.models if model is not None
+        role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
-    run = spec.model_dump(mode="json", include=OF_RUN)
+    run = spec.model_dump(mode="json", include={*OF_RUN, "steps"})
     # values of a shared trunk are those of the copy that computes them
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) else None
     key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of])

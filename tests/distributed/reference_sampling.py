@@ -15,8 +15,9 @@ from torch import Tensor
 from flexrlhf.config.algorithms import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.verification.tolerances import FLOAT32
 
-TIE = 1e-4
+TIE = FLOAT32.tie
 """Two perturbed logits nearer than this are a tie: rounding may decide either way."""
 EVAL_STEP = -1
 """The step whose noise evaluations sample with."""

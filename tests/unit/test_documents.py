@@ -41,6 +41,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 REALLY_RUN = {
     "run": "tests/distributed/test_quickstart.py",
     "profile": "tests/distributed/test_profile.py",
+    "verify": "tests/distributed/test_verify.py",
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
     "python": "tests/distributed/test_python_script.py",
@@ -176,6 +177,10 @@ def check(command: str) -> str:
             return invoke("plan", *configs)
         case ["flexrlhf", "export", *arguments]:
             return invoke("export", *arguments, "--help")  # the reader's run has no checkpoint
+        case ["flexrlhf", "verify", *arguments]:
+            invoke("verify", *arguments, "--help")
+            configs = [word for word in arguments if word.endswith(".yaml")]
+            return invoke("plan", *configs[:1])
         case ["flexrlhf", "advise", *arguments]:
             return invoke("advise", *arguments, "--seconds", "2")
         case ["flexrlhf", *arguments]:

@@ -51,7 +51,7 @@ LAYERS = (
     Layer(
         "cli",
         f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline profiling",
+        lazily="execution guideline profiling verification",
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors", torch=True),
@@ -64,6 +64,7 @@ LAYERS = (
         torch=True,
     ),
     Layer("profiling", f"profiling guideline.costs execution engines comm plan strategies {PLANNING}", torch=True),
+    Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
 )
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
 RULES = (
@@ -94,6 +95,8 @@ RULES = (
         f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
     ),
+    # what may differ, and how far, is data
+    Layer("verification.sides verification.tolerances verification.deviation", f"plan {PLANNING}"),
     Layer("profiling.profiled_models profiling.table", f"profiling guideline.costs plan {PLANNING}"),
 )
 

@@ -1,0 +1,150 @@
+"""``flexrlhf verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from flexrlhf.cli.options import Devices, Force, Overrides, PlacementRatio
+from flexrlhf.cli.planning import check_memory, plan_runs
+from flexrlhf.cli.specs import load_specs
+from flexrlhf.config.output_path import check_output_directory
+from flexrlhf.config.spec import Spec
+from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
+from flexrlhf.errors import UserError
+from flexrlhf.plan.plan import Plan
+
+Config = Annotated[Path | None, typer.Argument(help="YAML file; default: the quick start's PPO")]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RATIO|CONFIG", help="other side: a vector such as [1,1,0.5,0.5], or a YAML file; repeatable"),
+]
+AgainstSettings = Annotated[
+    list[str] | None,
+    typer.Option("--against-set", metavar="KEY=VALUE", help="override a setting of the other sides alone"),
+]
+Determinism = Annotated[
+    bool, typer.Option("--determinism", help="run the config itself twice: on CPUs the same to the last bit")
+]
+Steps = Annotated[int, typer.Option(min=1, help="steps of each side")]
+Keep = Annotated[Path | None, typer.Option(help="directory that the runs stay in; default: a temporary one")]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a verification.
+
+    option:       of the command line, for messages
+    name:         of its run
+    spec:         as the command line gives it
+    is_repeated:  whether it is the first side once more
+    """
+
+    option: str
+    name: str
+    spec: Spec
+    is_repeated: bool = False
+
+
+def verify(
+    config: Config = None,
+    against: Against = None,
+    against_set: AgainstSettings = None,
+    determinism: Determinism = False,
+    placement_ratio: PlacementRatio = None,
+    devices: Devices = None,
+    set_: Overrides = None,
+    steps: Steps = 3,
+    keep: Keep = None,
+    force: Force = False,
+) -> None:
+    """Run a few steps under two placements and compare all their numbers. Exit code 0: the same; 1: they part."""
+    common = (*([f"cluster.devices={devices}"] if devices is not None else []), *(set_ or ()))
+    first = _load(config, placement_ratio, common)
+    sides = [Side("--determinism", "repeated", first, is_repeated=True)] if determinism else []
+    settings = (*common, *(against_set or ()))
+    if against_set and not against:
+        sides.append(Side("--against-set", "against", _load(config, placement_ratio, settings)))
+    sides += [_other_side(config, other, settings) for other in against or ()]
+    if not sides:
+        raise UserError(
+            "verify: nothing to compare with; give --against [1,1,0.5,0.5], --against-set KEY=VALUE or --determinism"
+        )
+    if keep is not None:
+        check_output_directory(keep, "--keep")
+    if config is None:
+        _prepare_quickstart()
+    with _directory(keep) as directory:
+        is_same = _verify(_plans(first, sides, directory, steps, force), sides)
+    if keep is not None:
+        typer.echo(f"the runs are in {keep}")
+    if not is_same:
+        raise typer.Exit(1)
+
+
+def _prepare_quickstart() -> None:
+    prepare_corpus()
+    if random_weights():
+        typer.echo("the quick start's models are not trained yet (flexrlhf run): random weights take their place\n")
+
+
+def _load(config: Path | None, placement_ratio: str | None, settings: Sequence[str]) -> Spec:
+    """Load one side; the quick start's PPO has random weights where the models before it are not trained yet."""
+    path = config or config_paths()[-1]
+    overrides = (*(random_weights() if config is None else ()), *settings)
+    return load_specs([path], placement_ratio, None, overrides)[0]
+
+
+def _other_side(config: Path | None, other: str, settings: Sequence[str]) -> Side:
+    """Return the side of one ``--against``: a vector for the config itself, or another config."""
+    option = f"--against {other}"
+    if other.lstrip().startswith("["):
+        return Side(option, "against", _load(config, other, settings))
+    if not Path(other).exists():
+        raise UserError(f"{option}: neither a vector such as [1,1,0.5,0.5] nor a YAML file")
+    return Side(option, "against", _load(Path(other), None, settings))
+
+
+@contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """Yield the directory of the runs."""
+    if keep is not None:
+        yield keep
+        return
+    with TemporaryDirectory(prefix="flexrlhf-verify-") as directory:
+        yield Path(directory)
+
+
+def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, force: bool) -> list[Plan]:
+    """Return the plan of the first side and those of ``sides``. Raises UserError where their numbers must differ."""
+    from flexrlhf.verification.sides import check_comparable, short_spec
+
+    names = [side.name if len(sides) == 1 else f"{side.name}-{number}" for number, side in enumerate(sides, 1)]
+    specs = [short_spec(first, "as-given", directory, steps)]
+    specs += [short_spec(side.spec, name, directory, steps) for side, name in zip(sides, names, strict=True)]
+    # a plan each: the sides need not have equally many ranks
+    plans = [plan_runs([spec])[0] for spec in specs]
+    for side, plan in zip(sides, plans[1:], strict=True):
+        check_comparable(plans[0], plan, side.option)
+    check_memory(plans, force)
+    return plans
+
+
+def _verify(plans: Sequence[Plan], sides: Sequence[Side]) -> bool:
+    """Run and compare all sides; return whether all have the numbers of the first."""
+    from flexrlhf.verification.command import run_side, verify_side
+    from flexrlhf.verification.sides import side_text
+
+    for plan in plans:
+        typer.echo(side_text(plan, plans[0]))
+    first = run_side(plans[0])
+    verdicts = [
+        verify_side(first, plan, side.is_repeated, typer.echo) for side, plan in zip(sides, plans[1:], strict=True)
+    ]
+    return all(verdict.is_same for verdict in verdicts)

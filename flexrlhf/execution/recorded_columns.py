@@ -1,0 +1,98 @@
+"""Reading of the files of columns that a run has recorded, and replay of its responses (``debug.replay``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.errors import UserError
+from flexrlhf.execution.column_files import ARRIVAL_PREFIX, DIRECTORY
+from flexrlhf.operators.graph import Operator
+
+FILE_NAME = re.compile(r"step\d+-(?P<operator>.+)-chunk\d+-rank(?P<rank>\d+)\.safetensors")
+NOT_REPLAYED = ("policy_version",)
+"""Columns of a generate that say who generated, not what."""
+
+
+@dataclass
+class RecordedColumn:
+    """One column of one step.
+
+    operator:  that wrote it
+    values:    by row
+    ranks:     that wrote each row
+    repeated:  rows that were written more than once
+    """
+
+    operator: str
+    values: dict[int, Tensor] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+    repeated: set[int] = field(default_factory=set)
+
+    def of_rows(self, rows: Sequence[int]) -> Tensor:
+        """Return the values of ``rows`` (n, ...), in this order."""
+        return torch.stack([self.values[row] for row in rows])
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Rows of one column as an operator read them on one rank, after a move.
+
+    values:  (n, ...), in the order of ``rows``
+    """
+
+    operator: str
+    column: str
+    rank: int
+    rows: tuple[int, ...]
+    values: Tensor
+
+
+def read_columns(run: Path, step: int) -> dict[str, RecordedColumn]:
+    """Return the columns of ``step`` by name, from the files in the directory of a run."""
+    columns: dict[str, RecordedColumn] = {}
+    for operator, rank, file in _files(run, f"step{step}-*.safetensors"):
+        parts = load_file(file)
+        rows = parts.pop("rows").tolist()
+        for name, values in parts.items():
+            column = columns.setdefault(name, RecordedColumn(operator))
+            column.repeated |= column.values.keys() & set(rows)
+            column.values.update(zip(rows, values, strict=True))
+            column.ranks.update(dict.fromkeys(rows, rank))
+    return columns
+
+
+def read_arrivals(run: Path, step: int) -> Iterator[Arrival]:
+    """Yield what operators of ``step`` read after moves."""
+    for operator, rank, file in _files(run, f"{ARRIVAL_PREFIX}step{step}-*.safetensors"):
+        parts = load_file(file)
+        rows = tuple(parts.pop("rows").tolist())
+        for name, values in parts.items():
+            yield Arrival(operator, name, rank, rows, values)
+
+
+def _files(run: Path, pattern: str) -> Iterator[tuple[str, int, Path]]:
+    """Yield operator and rank of each file of columns, with the file."""
+    for file in sorted((run / DIRECTORY).glob(pattern)):
+        found = FILE_NAME.fullmatch(file.name.removeprefix(ARRIVAL_PREFIX))
+        assert found is not None, file
+        yield found["operator"], int(found["rank"]), file
+
+
+def replay_responses(run: str, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:
+    """Replace what a generate ``operator`` wrote for ``rows`` by what the run in the directory ``run`` recorded."""
+    recorded = read_columns(Path(run), step)
+    for name in operator.writes:
+        column = recorded.get(name)
+        if name in NOT_REPLAYED or not rows:
+            continue
+        if column is None or not set(rows) <= column.values.keys():
+            raise UserError(f"debug.replay {run}: has not recorded all rows of {name} of step {step}")
+        store.put(name, rows, column.of_rows(rows).to(store.get(name, rows).device))

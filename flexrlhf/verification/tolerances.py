@@ -1,0 +1,93 @@
+"""Limits of differences between two runs that differ in placement, engines or ranks alone. Pure data.
+
+A number is compared relative to what its rounding is relative to: an entry of a column to the column's largest
+magnitude, a metric to the root mean square of what it is a mean of, weights to their norm over the whole model (per
+tensor the optimizer would amplify rounding where a gradient is zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flexrlhf.operators.columns import column_of
+from flexrlhf.placement.placed import PlacedModel
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest relative differences.
+
+    reason:   what they are chosen for
+    numbers:  of columns and metrics
+    weights:  norm of the difference over the norm, over a model
+    shares:   of ``THRESHOLDS``, absolute: rounding may move a number across a threshold
+    tie:      two perturbed logits nearer than this (nats) are a tie, which rounding decides
+    """
+
+    reason: str
+    numbers: float
+    weights: float
+    shares: float
+    tie: float
+
+
+FLOAT32 = Limits("float32", numbers=1e-5, weights=1e-5, shares=1e-3, tie=1e-4)
+DEEPSPEED = Limits("float32 with DeepSpeed", numbers=5e-5, weights=5e-5, shares=1e-3, tie=1e-4)
+FLOAT16 = Limits("float16", numbers=2e-2, weights=2e-3, shares=0.1, tie=0.1)
+BFLOAT16 = Limits("bfloat16", numbers=5e-2, weights=1e-2, shares=0.1, tie=0.5)
+"""16 bits: three to five times what forced tokens of small models showed (tests/distributed/test_precision.py)."""
+BITWISE = Limits("bitwise", numbers=0.0, weights=0.0, shares=0.0, tie=0.0)
+"""The same run twice on CPUs, which add numbers up in one order."""
+
+COUNTED = frozenset(
+    {
+        *("response_length", "truncated", "score_invalid", "score_failed", "not_counted", "group_taken", "policy_lag"),
+        *("rollout_requests", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
+        "eval_score_failed",
+    }
+)
+"""Metrics that count whole things: the same in both runs."""
+COUNTS = 1e-12
+"""Limit of ``COUNTED``: of the division alone."""
+THRESHOLDS = frozenset(
+    {
+        *("ratio_clipped", "value_clipped", "cost_value_clipped", "reward_clipped", "importance_clipped"),
+        *("pair_accuracy", "group_alike", "eval_accuracy", "eval_pass_at_1", "eval_pass_at_k"),
+    }
+)
+"""Metrics that count numbers on one side of a threshold."""
+IN_NATS = frozenset(
+    {"kl", "kl_token", "update_kl", "preference_margin", "eval_preference_margin", "effective_sample_size"}
+)
+"""Metrics that are differences of log-probs: rounding is relative to these, so to at least 1 (``kl``: each token)."""
+NOT_COMPARED = frozenset({"step", "seconds", "rollout_engine", "parity_mean", "parity_max"})
+"""Entries of a row of metrics that two runs may differ in."""
+
+
+def limits_for(models: Iterable[PlacedModel]) -> Limits:
+    """Return the limits for two runs that together have ``models``: those of the coarsest type or engine."""
+    placed = list(models)
+    types = {kind for model in placed for kind in _types(model)}
+    if "bfloat16" in types:
+        return BFLOAT16
+    if "float16" in types:
+        return FLOAT16
+    return DEEPSPEED if any(model.engine == "deepspeed" for model in placed) else FLOAT32
+
+
+def _types(model: PlacedModel) -> set[str]:
+    of_rollout = model.rollout.dtype if model.rollout is not None else None
+    return {of_rollout or model.settings.dtype}
+
+
+def is_exact(column: str) -> bool:
+    """Whether a column has whole numbers, of which none may differ."""
+    return column_of(column).dtype != "float32"
+
+
+def limit_of_metric(name: str, limits: Limits) -> float:
+    """Return the limit of a metric, relative to its scale."""
+    if name in COUNTED:
+        return min(COUNTS, limits.numbers)
+    return limits.shares if name in THRESHOLDS else limits.numbers

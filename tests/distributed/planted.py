@@ -1,0 +1,117 @@
+"""Ranks of several runs, of which some have a bug that is planted here: those whose name is that of one of ``BUGS``.
+
+``python -m planted ORDERS STOP``: as flexrlhf/execution/rank.py, but for the bugs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from flexrlhf.comm.move import RowPacking
+from flexrlhf.engines.base import Totals
+from flexrlhf.engines.passes import Passes
+from flexrlhf.execution import run_operator, worker
+from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.execution.weight_syncs import WeightSyncs
+from flexrlhf.objectives import advantages
+
+Planted = AbstractContextManager[Any]
+
+
+def whitening_per_rank() -> Planted:
+    """Advantages are whitened with the mean and deviation of the rank's own rows."""
+
+    class Alone:
+        def sum(self, sums: torch.Tensor) -> torch.Tensor:
+            return sums
+
+    whiten = advantages.whiten
+    return patch.object(advantages, "whiten", lambda values, mask, segments, _: whiten(values, mask, segments, Alone()))
+
+
+def denominator_per_rank() -> Planted:
+    """Losses are divided by the tokens of the rank's own rows."""
+
+    def totals(_: Passes, batch: Any) -> Totals:
+        mask = batch.mask.double()
+        return Totals(float(mask.sum()), float((mask.sum(1) > 0).sum()), len(batch) / batch.samples_per_prompt)
+
+    return patch.object(Passes, "_totals", totals)
+
+
+def sync_skipped() -> Planted:
+    """The actor's weights do not reach its shadow after step 0, though their version does."""
+    run = WeightSyncs.run
+
+    def skipping(syncs: WeightSyncs, sync: Any, step: int) -> int:
+        if step > 0 or sync.source != "actor":
+            return run(syncs, sync, step)
+        copy = syncs._models.get(sync.destination)
+        if copy is not None:
+            copy.version = step + 1
+        return 0
+
+    return patch.object(WeightSyncs, "run", skipping)
+
+
+def rows_swapped() -> Planted:
+    """The first two scores of a move arrive in each other's place."""
+    unpack = RowPacking.unpack
+
+    def swapping(packing: RowPacking, buffer: Any, transfers: Any, rows: Any) -> None:
+        swapped = [
+            replace(each, prompts=(each.prompts[1], each.prompts[0], *each.prompts[2:]))
+            if each.column == "scores" and len(each.prompts) > 1
+            else each
+            for each in transfers
+        ]
+        unpack(packing, buffer, swapped, rows)
+
+    return patch.object(RowPacking, "unpack", swapping)
+
+
+def another_token() -> Planted:
+    """The second token of row 3 of step 1 is another than was sampled."""
+    generate = run_operator._generate
+
+    def changing(run: Any, batch: Any, sampling: Any, ahead: Any) -> Any:
+        columns, statistics = generate(run, batch, sampling, ahead)
+        for index in (batch.rows == 3).nonzero().flatten().tolist() if sampling.step == 1 else []:
+            place = columns["tokens"].shape[1] - columns["response_mask"].shape[1] + 1
+            columns["tokens"][index, place] = 5 if columns["tokens"][index, place] != 5 else 6
+        return columns, statistics
+
+    return patch.object(run_operator, "_generate", changing)
+
+
+BUGS: dict[str, Callable[[], Planted]] = {
+    "whitening-per-rank": whitening_per_rank,
+    "denominator-per-rank": denominator_per_rank,
+    "sync-skipped": sync_skipped,
+    "rows-swapped": rows_swapped,
+    "another-token": another_token,
+    "another-token-replayed": another_token,
+}
+
+
+def main(orders_file: str, stop_file: str) -> None:
+    """Execute the orders of a file, each with the bug of its name."""
+    run = worker._run
+
+    def with_bug(order: RunOrder, *arguments: Any) -> int:
+        with BUGS.get(order.spec.name, nullcontext)():
+            return run(order, *arguments)
+
+    with patch.object(worker, "_run", with_bug):
+        worker.main(orders_file, stop_file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
