@@ -20,6 +20,8 @@ from flexrlhf.errors import UserError, nearest
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in memory, whatever the dtype of the file."""
+MAX_LAYERS = 10_000
+"""Most layers whose parameters are listed; published models have at most some hundreds."""
 SCALAR_HEAD = "score.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 
@@ -102,8 +104,10 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"models.{role}.path {path}: its config.json is not JSON ({error})") from None
+    except OSError as error:
+        raise UserError(f"models.{role}.path {path}: its config.json cannot be read ({error.strerror})") from None
     if not isinstance(config, dict):
         raise UserError(f"models.{role}.path {path}: its config.json contains {type(config).__name__}, not a mapping")
     return config
@@ -193,6 +197,8 @@ def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     sizes = _sizes(config)
     if sizes is None:
         raise ValueError(f"{', '.join(_DEFAULTS)} must be whole numbers")
+    if sizes.layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers {sizes.layers}: use at most {MAX_LAYERS}")
     kind, hidden, ffn, heads, head_dim = sizes.family, sizes.hidden, sizes.ffn, sizes.heads, sizes.head_dim
     vocabulary, kv_heads = sizes.vocabulary, sizes.kv_heads
     attention_bias = kind in ("llama", "qwen3") and config.get("attention_bias")
