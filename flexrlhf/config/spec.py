@@ -85,6 +85,13 @@ class ModelSpec(StrictModel):
 
     path: str | None = Field(None, description="Hugging Face model directory; null: see ModelsSpec")
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
+    new_head: bool = Field(
+        False,
+        description="files of scores may lack the scalar head, which is then random; trained ones may anyway",
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code that the model's directory contains, as transformers does"
+    )
     share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
     engine: str = Field("torch", description="torch or deepspeed")
     zero: Zero = Field(

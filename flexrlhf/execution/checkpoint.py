@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.weights.lora import ADAPTER
-from flexrlhf.weights.shapes import SCALAR_HEAD
+from flexrlhf.weights.model_files import SCALAR_HEAD
 
 TOKENIZER_FILES = (
     "tokenizer.json",
