@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ def save_model(
     """Write config, weights and the tokenizer's files. ``best``: contents of ``best.json``, for a best model."""
     with _replacing(directory, tokenizer, best) as fresh:
         config.save_pretrained(fresh)
-        save_file(dict(weights), fresh / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(weights, fresh / "model.safetensors")
 
 
 def save_adapters(
@@ -72,7 +73,15 @@ def save_adapters(
     tensors = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
     with _replacing(directory, tokenizer, best) as fresh:
         config.save_pretrained(fresh)
-        save_file(tensors, fresh / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, fresh / "adapter_model.safetensors")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file with the permissions of any new file: safetensors itself lets nobody else read it."""
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 @contextmanager

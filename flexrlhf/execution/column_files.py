@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from safetensors.torch import save_file
 
 from flexrlhf.comm.rows import RowStore
+from flexrlhf.execution.checkpoint import save_tensors
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.strategies.instructions import Run
 
@@ -30,4 +30,4 @@ def record_columns(
     directory.mkdir(parents=True, exist_ok=True)
     columns = {name: store.get(name, rows).cpu().contiguous() for name in run.operator.writes}
     file = f"{prefix}step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{context.rank}.safetensors"
-    save_file({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)
+    save_tensors({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)
