@@ -20,11 +20,10 @@ albert bert bert-generation big_bird camembert canine convbert data2vec-text deb
 esm eurobert flaubert fnet funnel ibert longformer luke megatron-bert mobilebert modernbert mpnet mra nystromformer
 rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso
 """
-# a state that is neither keys nor values, in some layers or in all
-_RECURRENT = """
-bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5
-qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2
-"""
+# their state is not in the cache that decoding keeps; hybrids such as jamba and bamba store theirs there
+_RECURRENT = "falcon_mamba mamba mamba2 minimax recurrent_gemma rwkv xlstm"
+# padding changes what they compute
+_UNMASKED = "rwkv"
 
 
 def check_family(role: str, config: dict[str, Any], head: Head, generates: bool) -> None:
@@ -35,8 +34,10 @@ def check_family(role: str, config: dict[str, Any], head: Head, generates: bool)
     if kind in _ENCODERS.split() and not config.get("is_decoder"):
         purpose = "of scores at every token" if head == "scalar" else "that writes from left to right"
         raise UserError(f"models.{role}: {kind} reads in both directions; use a model {purpose}, such as llama")
+    if kind in _UNMASKED.split():
+        raise UserError(f"models.{role}: {kind} reads padding as text; use a model with attention, such as llama")
     if kind in _RECURRENT.split() and generates:
         raise UserError(
             f"models.{role}: {kind} has a recurrent state, which decoding here does not keep, so it would sample from "
-            f"another distribution than it is trained on; use a model with attention alone, such as llama"
+            f"another distribution than it is trained on; use a model with attention, such as llama"
         )

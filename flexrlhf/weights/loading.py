@@ -41,10 +41,23 @@ def load_config(role: str, model: ModelSpec) -> Any:
     raw, key = read_config(role, model), model_key(role, model)
     if not _is_native(raw["model_type"]):
         _check_code(role, model, raw)
-    with one_sentence_errors(key):
+    with one_sentence_errors(key), _quiet():
         if model.path is None:
             return AutoConfig.for_model(**(model.init or {}))
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what transformers logs of a config's further settings, which no run uses."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def model_key(role: str, model: ModelSpec) -> str:

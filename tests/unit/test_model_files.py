@@ -223,8 +223,9 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("reward", "bert reads in both directions; use a model of scores at every token", {"model_type": "bert"}),
     *[
         ("actor", f"{kind} has a recurrent state", {"model_type": kind})
-        for kind in ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2")
+        for kind in ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "minimax", "xlstm")
     ],
+    ("reward", "rwkv reads padding as text", {"model_type": "rwkv"}),
     ("actor", "its weights are quantised (gptq)", TINY | {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
 ]
 
