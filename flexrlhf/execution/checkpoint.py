@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.weights.lora import ADAPTER
 from flexrlhf.weights.model_files import SCALAR_HEAD
@@ -74,14 +73,6 @@ def save_adapters(
     with _replacing(directory, tokenizer, best) as fresh:
         config.save_pretrained(fresh)
         save_tensors(tensors, fresh / "adapter_model.safetensors")
-
-
-def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file with the permissions of any new file: safetensors itself lets nobody else read it."""
-    file.touch()
-    mode = stat.S_IMODE(file.stat().st_mode)
-    save_file(dict(tensors), file, metadata={"format": "pt"})
-    file.chmod(mode)
 
 
 @contextmanager

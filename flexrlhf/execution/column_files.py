@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.execution.checkpoint import save_tensors
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.strategies.instructions import Run
 

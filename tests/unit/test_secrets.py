@@ -13,11 +13,11 @@ import torch
 from reward_server import RewardServer
 from small_runs import PPO
 
+from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
-from flexrlhf.execution.checkpoint import save_tensors
 from flexrlhf.rewards.base import Sample
 from flexrlhf.rewards.checks import check_sources
 from flexrlhf.rewards.limits import Deadline
