@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flexrlhf.checkpoints.manifest import FileEntry, checksum
+from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.comm.weights import cut, fill
 from flexrlhf.errors import UserError
 from flexrlhf.weights.pieces import covers, dump_part, load_part, may_overlap
@@ -46,7 +46,7 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> FileEntry:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> FileEntry:
     """Write a safetensors file, on disk when this returns."""
-    save_file(dict(tensors), path, metadata)
+    save_tensors(tensors, path, metadata or {})
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -60,7 +60,7 @@ def advise(
 ) -> None:
     """Recommend a placement, with its predicted time, the reasons and the alternatives. Starts nothing."""
     from flexrlhf.guideline.advice.advice_text import format_advice
-    from flexrlhf.guideline.advice.advise import advise, write_advised
+    from flexrlhf.guideline.advice.advise import advise, is_advised, write_advised
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
@@ -82,7 +82,7 @@ def advise(
         lora=lora,
     )
     if output is not None:
-        check_output(output, "--output", "advised.yaml")
+        check_output(output, "--output", "advised.yaml", is_advised, (config, cluster, profile))
     spec = options.spec(config, tuple(set_ or ()))
     source = costs_for(spec, profile)
     advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)

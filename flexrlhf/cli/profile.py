@@ -36,5 +36,5 @@ def profile(
         prepare_corpus()
         # PPO alone: it has the models of the stages before it
         measured_plans = plans[-1:]
-    measurements = profile(measured_plans, plans, seconds, output)
+    measurements = profile(measured_plans, plans, seconds, output, configs or ())
     typer.echo(f"\n{format_measurements(measurements)}\n\nwritten to {output}")

@@ -40,11 +40,11 @@ def simulate(
     """Predict the time of a step, what it consists of, and which devices idle. Starts nothing."""
     from flexrlhf.guideline.simulation.compare import compare, read_run
     from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
-    from flexrlhf.guideline.simulation.simulate import simulate, write_timeline
+    from flexrlhf.guideline.simulation.simulate import is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 
     if output is not None:
-        check_output(output, "--output", "trace.json")
+        check_output(output, "--output", "trace.json", is_simulated, (*(configs or ()), profile, against))
     measured = read_run(against) if against is not None else None
     plans = plan_runs(load_specs(configs, placement_ratio, devices, set_))
     if len(plans) > 1 and (against or output):

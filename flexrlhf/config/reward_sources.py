@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from flexrlhf.config.secrets import check_header, check_url, without_secrets
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
@@ -59,15 +60,25 @@ class ServiceSource(_CalledSource):
     retries: int = Field(3, ge=0, description="further requests after a failed one, with growing pauses between")
     concurrency: int = Field(4, ge=1, description="requests of one rank at a time")
     label: str = Field("label", description="column of the data's rows that is sent as labels; absent: null")
-    headers: dict[str, str] = Field(default_factory=dict, description="further headers of each request")
+    headers: dict[str, str] = Field(
+        default_factory=dict,
+        description="further headers of each request; ${NAME} is an environment variable's value, here and in url",
+    )
 
     @model_validator(mode="after")
     def _urls_are_http(self) -> Self:
         for url in self.url:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"url must start with http:// or https://, found {shown(url)}")
+                raise ValueError(f"url must start with http:// or https://, found {shown(without_secrets(url))}")
+            check_url(url)
         if not self.url:
             raise ValueError("url must name at least one service")
+        return self
+
+    @model_validator(mode="after")
+    def _secrets_are_variables(self) -> Self:
+        for name, value in self.headers.items():
+            check_header(name, value)
         return self
 
 

@@ -5,6 +5,7 @@ All classes are frozen and refuse unknown keys with the nearest valid one. ``spe
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -84,6 +85,13 @@ class ModelSpec(StrictModel):
 
     path: str | None = Field(None, description="Hugging Face model directory; null: see ModelsSpec")
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
+    new_head: bool = Field(
+        False,
+        description="files of scores may lack the scalar head, which is then random; trained ones may anyway",
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code that the model's directory contains, as transformers does"
+    )
     share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
     engine: str = Field("torch", description="torch or deepspeed")
     zero: Zero = Field(
@@ -155,6 +163,16 @@ class ModelsSpec(StrictModel):
     reward: ModelSpec | None = None
     cost: ModelSpec | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_words(cls, value: Any) -> Any:
+        """Refuse names with other characters: a dot separates a role from its shadow, and names become directories."""
+        for key in value if isinstance(value, dict) else ():
+            if str(key).startswith(FURTHER_MODELS) and not re.fullmatch(r"[A-Za-z0-9_-]+", str(key)):
+                word = re.sub(r"[^A-Za-z0-9_-]+", "_", str(key))
+                raise ValueError(f"{shown(key)}: a model's name has letters, digits, _ and - alone; use {word}")
+        return value
+
     @classmethod
     def _is_known(cls, key: str) -> bool:
         return super()._is_known(key) or key.startswith(FURTHER_MODELS)
@@ -188,6 +206,11 @@ class ClusterSpec(StrictModel):
     nodes: tuple[NodeSpec, ...] = Field((), description="machines in the order of their ranks; []: one machine")
     memory_gb: float | None = Field(None, gt=0, description="GB of one device, where its node has no memory_gb")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where each rank has a GPU, else cpu")
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices: given, else those of the nodes, else 1."""
+        return self.devices or sum(node.count * node.devices for node in self.nodes) or 1
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -402,6 +425,14 @@ class DebugSpec(StrictModel):
     run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
 
 
+MAX_PLANNED = 4096
+"""Most devices times chunks of a plan: planning takes a millisecond for each."""
+MAX_CHUNKS = 128
+"""Most chunks: planning compares each with every other."""
+MAX_ROWS = 1_000_000
+"""Most rows of a step: a plan lists which row goes where."""
+
+
 class Spec(StrictModel):
     """One run."""
 
@@ -446,6 +477,26 @@ class Spec(StrictModel):
             use = either(n for n in range(1, mini_batches + 1) if mini_batches % n == 0)
             raise ValueError(
                 f"schedule.num_chunks {chunks} does not divide algorithm.num_mini_batches {mini_batches}: use {use}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_planned(self) -> Self:
+        """Refuse sizes whose planning would take minutes or the machine's memory."""
+        devices, chunks = self.cluster.num_devices, self.schedule.num_chunks
+        if devices > MAX_PLANNED:
+            raise ValueError(f"cluster: {devices} devices are more than a plan takes: use at most {MAX_PLANNED}")
+        most = min(MAX_CHUNKS, MAX_PLANNED // devices)
+        if chunks > most:
+            raise ValueError(
+                f"schedule.num_chunks {chunks} on {devices} devices are more than a plan takes: use at most {most}"
+            )
+        samples = getattr(self.algorithm, "samples_per_prompt", 1)
+        rows = getattr(self.algorithm, "num_prompts", self.algorithm.prompts_per_step) * samples
+        if rows > MAX_ROWS:
+            raise ValueError(
+                f"algorithm: {self.algorithm.prompts_per_step} prompts_per_step are {rows} rows a step, more than a "
+                f"plan takes: use at most {MAX_ROWS}"
             )
         return self
 

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.reward_sources import KINDS
+from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import PlacementMap, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml
@@ -143,7 +144,7 @@ def _first_problem(error: ValidationError) -> str:
     if kind == "union_tag_not_found":
         return f"{where}.name: missing; known: {', '.join(ALGORITHMS)}"
     shows_value = kind not in {"value_error", "missing"}
-    message = _plain(problem) + (f", found {shown(problem['input'])}" if shows_value else "")
+    message = _plain(problem) + (f", found {shown(without_secrets(problem['input']))}" if shows_value else "")
     return f"{where}: {message}" if where else message
 
 

@@ -56,7 +56,13 @@ for _kind in (_Loader, _Dumper):
 
 def read_yaml(text: str) -> Any:
     """Return the data of one document. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)  # noqa: S506 (derives from SafeLoader)
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (derives from SafeLoader)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # PyYAML's own constructors: a number of more digits than Python reads, a tag that does not fit its text
+        raise yaml.YAMLError(str(error).partition(";")[0]) from None
 
 
 def write_yaml(data: Any) -> str:

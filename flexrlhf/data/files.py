@@ -30,6 +30,11 @@ def read_rows(path: Path | str) -> list[Row]:
     return rows
 
 
+def json_limit(error: ValueError | RecursionError) -> str:
+    """Return why a text that may be valid JSON or YAML is not read: nested too deeply, or a number too long."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+
+
 def json_type(value: object) -> str:
     """Name of a JSON value's type with its article, such as ``a list``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
@@ -69,3 +74,5 @@ def _parse_json(path: Path, text: str, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise UserError(f"{path}, line {line}: not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}, line {first_line}: cannot be read as JSON ({json_limit(error)})") from None

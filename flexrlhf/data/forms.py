@@ -153,6 +153,8 @@ def _column(row: Row, name: str) -> str:
     value = row[name]
     if not isinstance(value, str):
         raise UserError(f"{name!r} must be a string, found {json_type(value)}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise UserError(f"{name!r} contains half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -19,9 +19,12 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
+from flexrlhf.config.spec import Head, LoraSpec
 from flexrlhf.engines.value_head import add_value_head
+from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
+from flexrlhf.weights.model_files import SCALAR_HEAD, lacking, no_scalar_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CLASSES: dict[Head, Any] = {
@@ -42,7 +45,7 @@ def load_model(placed: PlacedModel, seed: int) -> PreTrainedModel:
     head = placed.head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _load(placed.settings, head)
+        model = _load(placed)
         if placed.settings.lora is not None:
             _add_adapters(model, placed.settings.lora)
         if head == "both":
@@ -64,15 +67,53 @@ def load_model(placed: PlacedModel, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def _load(settings: ModelSpec, head: Head) -> PreTrainedModel:
-    """Load a model from its path, or make one from its config with random weights; float32."""
-    extra = {"num_labels": 1} if head == "scalar" else {}
-    if settings.path is not None:
-        model: PreTrainedModel = _CLASSES[head].from_pretrained(settings.path, dtype=torch.float32, **extra)
-        return model
-    config = AutoConfig.for_model(**{**(settings.init or {}), **extra})
-    fresh: PreTrainedModel = _CLASSES[head].from_config(config, dtype=torch.float32)
-    return fresh
+def _load(placed: PlacedModel) -> PreTrainedModel:
+    """Load a model from its path, or make one from its config with random weights; float32.
+
+    Raises UserError for what transformers refuses, and for files that lack weights.
+    """
+    settings, kind = placed.settings, _CLASSES[placed.head]
+    extra = {"num_labels": 1} if placed.head == "scalar" else {}
+    options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
+    key = model_key(placed.role, settings)
+    with one_sentence_errors(key):
+        # raises UserError for a family that only the launching script has registered
+        load_config(placed.role, settings)
+        if settings.path is None:
+            config = AutoConfig.for_model(**{**(settings.init or {}), **extra})
+            fresh: PreTrainedModel = kind.from_config(config, **options)
+            return fresh
+        model, info = kind.from_pretrained(
+            settings.path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            **options,
+            **extra,
+        )
+    may_lack_head = placed.trained or placed.follows or settings.new_head
+    _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head else set())
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_loaded(key: str, info: Mapping[str, Any], optional: Collection[str]) -> None:
+    """Raise UserError where ``info`` of transformers has weights that files lacked, or had in another shape.
+
+    Planning refuses these where it can compute a model's parameters; here are the other architectures.
+    """
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched:
+        name, in_files, by_config = mismatched[0]
+        raise UserError(
+            f"{key}: {name} is {list(in_files)} in its files and {list(by_config)} by its config.json; correct one or "
+            f"the other"
+        )
+    missing = sorted(set(info["missing_keys"]) - set(optional))
+    if missing == [SCALAR_HEAD]:
+        raise UserError(no_scalar_head(key))
+    if missing:
+        raise UserError(lacking(key, missing))
 
 
 def _scores_everywhere(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from flexrlhf.weights.shapes import SCALAR_HEAD
+from flexrlhf.weights.model_files import SCALAR_HEAD, weight_files
 
 
 @dataclass
@@ -43,7 +43,7 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
 
 def saved_value_head(directory: str) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
-    for file in sorted(Path(directory).glob("*.safetensors")):
+    for file in weight_files("model", Path(directory)):
         with safe_open(file, "pt") as tensors:
             if SCALAR_HEAD in tensors.keys():  # noqa: SIM118 - not a mapping, it has only keys()
                 weight: Tensor = tensors.get_tensor(SCALAR_HEAD)

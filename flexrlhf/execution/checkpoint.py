@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.weights.lora import ADAPTER
-from flexrlhf.weights.shapes import SCALAR_HEAD
+from flexrlhf.weights.model_files import SCALAR_HEAD
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,7 +40,7 @@ def save_model(
     """Write config, weights and the tokenizer's files. ``best``: contents of ``best.json``, for a best model."""
     with _replacing(directory, tokenizer, best) as fresh:
         config.save_pretrained(fresh)
-        save_file(dict(weights), fresh / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(weights, fresh / "model.safetensors")
 
 
 def save_adapters(
@@ -72,7 +72,7 @@ def save_adapters(
     tensors = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
     with _replacing(directory, tokenizer, best) as fresh:
         config.save_pretrained(fresh)
-        save_file(tensors, fresh / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, fresh / "adapter_model.safetensors")
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.metrics import Triple
@@ -66,7 +66,7 @@ def _write(
     directory.mkdir(parents=True, exist_ok=True)
     columns = {name: store.get(name, rows).cpu().contiguous() for name in names}
     file = f"{prefix}step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{context.rank}.safetensors"
-    save_file({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)
+    save_tensors({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)
 
 
 def record_statistics(

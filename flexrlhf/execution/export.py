@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
 from flexrlhf.checkpoints.piece_files import PieceReader
+from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.comm.weights import merged
 from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec
 from flexrlhf.config.spec_file import parse_spec
@@ -32,6 +32,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.execution.checkpoint import TOKENIZER_FILES, save_adapters
 from flexrlhf.execution.model_pieces import piece_key
 from flexrlhf.weights.lora import merged_from
+from flexrlhf.weights.model_files import weight_files
 
 SHARD_SIZE = "5GB"
 
@@ -155,7 +156,7 @@ def _base_tensors(settings: ModelSpec) -> Iterator[_BaseTensors]:
         return
     if settings.path is None:
         raise UserError("--merge-adapters: the base model has no path, it was made of random weights")
-    files = [safe_open(path, framework="pt") for path in sorted(Path(settings.path).glob("*.safetensors"))]
+    files = [safe_open(path, framework="pt") for path in weight_files("the base model", Path(settings.path))]
     owners = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     yield _BaseTensors(tuple(owners), lambda name: owners[name].get_tensor(name).float())
 
@@ -180,7 +181,7 @@ def _write_model(output: Path, names: list[str], read: Callable[[str], Tensor]) 
     shapes = {name: torch.empty_like(read(name), device="meta") for name in names}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_SIZE)
     for file, members in split.filename_to_tensors.items():
-        save_file({name: read(name) for name in members}, output / file, metadata={"format": "pt"})
+        save_tensors({name: read(name) for name in members}, output / file)
     if split.is_sharded:
         index: Mapping[str, Any] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from flexrlhf.config.spec import ClusterSpec
-from flexrlhf.errors import UserError
+from flexrlhf.config.spec import ClusterSpec, NodeSpec
+from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+
+ANY_CLASS = "any"
+"""Class of devices of which nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,16 @@ class Cluster:
 
 
 def make_cluster(spec: ClusterSpec) -> Cluster:
-    """Return the devices of ``spec``, numbered node by node. A cluster given as one number is one node."""
+    """Return the devices of ``spec``, numbered node by node. A cluster given as one number is one node.
+
+    Raises UserError for a device class without figures, where these are needed.
+    """
     if not spec.nodes:
-        return Cluster(tuple(Device(rank, 0, "any", spec.memory_gb) for rank in range(spec.devices or 1)))
+        return Cluster(tuple(Device(rank, 0, ANY_CLASS, spec.memory_gb) for rank in range(spec.devices or 1)))
     devices: list[Device] = []
     node = 0
     for group in spec.nodes:
+        _check_class(group, spec)
         for _ in range(group.count):
             memory = group.memory_gb or spec.memory_gb
             devices += [
@@ -106,3 +113,21 @@ def make_cluster(spec: ClusterSpec) -> Cluster:
             ]
             node += 1
     return Cluster(tuple(devices))
+
+
+def _check_class(node: NodeSpec, spec: ClusterSpec) -> None:
+    """Raise UserError for a class that is nearly a known one, and for one whose devices have no known memory.
+
+    A label of one's own needs ``memory_gb``, since nothing would check the memory else; on CPUs it needs none.
+    """
+    name = node.device_class
+    if name in DEVICE_CLASSES or name == ANY_CLASS:
+        return
+    meant = [known for known in DEVICE_CLASSES if known.lower().startswith(name.lower())]
+    if meant:
+        raise UserError(f"cluster.nodes: class {name!r} has no figures; use {either(meant)}")
+    if (node.memory_gb or spec.memory_gb) is None and spec.device != "cpu":
+        raise UserError(
+            f"cluster.nodes: class {name!r} has no figures{nearest(name, DEVICE_CLASSES)}; give memory_gb, by which a "
+            f"plan is checked, or one of {', '.join(DEVICE_CLASSES)}"
+        )

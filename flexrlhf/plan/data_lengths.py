@@ -8,7 +8,7 @@ from typing import Any
 from flexrlhf.data.examples import Example, load_examples
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import detect_form, text_of
-from flexrlhf.plan.inputs import data_sources, load_tokenizer, tokenizer_path
+from flexrlhf.plan.inputs import data_sources, load_tokenizer, tokenizer_path, trusts_tokenizer
 from flexrlhf.plan.plan import Plan
 
 MAX_ROWS = 2000
@@ -46,7 +46,7 @@ def _examples(plan: Plan, path: str, with_responses: bool) -> list[Example]:
         path,
         form=data.form,
         needs="responses" if with_responses else "prompts",
-        tokenizer=load_tokenizer(directory),
+        tokenizer=load_tokenizer(directory, trusts_tokenizer(plan)),
         max_prompt_tokens=data.max_prompt_tokens,
         max_response_tokens=data.max_response_tokens,
         long_prompts="drop",

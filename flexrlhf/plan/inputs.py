@@ -15,11 +15,12 @@ from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import Needs
 from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
+from flexrlhf.plan.architectures import check_architecture
+from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.weights.model_files import INDEX, SINGLE, weight_files
 from flexrlhf.weights.shapes import read_config
-
-WEIGHT_FILES = "*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RunData:
     tokenizer:      its directory
     eos_token_ids:  end tokens
     pad_token_id:   padding token; the end token where the tokenizer has none
+    is_trusted:     whether code in the tokenizer's directory may run
     """
 
     examples: list[Example]
@@ -40,6 +42,7 @@ class RunData:
     tokenizer: str
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
+    is_trusted: bool = False
 
 
 def tokenizer_path(plan: Plan) -> str:
@@ -52,28 +55,35 @@ def tokenizer_path(plan: Plan) -> str:
     return paths[0]
 
 
-def load_tokenizer(path: str) -> Any:
-    """Return the Hugging Face tokenizer in a directory."""
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """Return the Hugging Face tokenizer in a directory; code in it runs only with ``trust_remote_code``."""
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
         raise UserError(f"data.tokenizer {path}: no such directory")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"data.tokenizer {path}: no tokenizer in it ({str(error).splitlines()[0]})") from None
+
+
+def trusts_tokenizer(plan: Plan) -> bool:
+    """Whether code in the tokenizer's directory may run: whether it is a model's directory whose code is trusted."""
+    path = Path(tokenizer_path(plan)).resolve()
+    models = [model for role in plan.graph.roles if (model := plan.model(role)).trust_remote_code]
+    return any(model.path is not None and Path(model.path).resolve() == path for model in models)
 
 
 def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
     path = tokenizer_path(plan)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trusts_tokenizer(plan))
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
     loaded = {source.key: _examples(plan, source, tokenizer) for source in data_sources(plan)}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     examples, evaluation, texts = (loaded.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
-    return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad)
+    return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad, trusts_tokenizer(plan))
 
 
 def data_digest(data: RunData) -> str:
@@ -130,11 +140,29 @@ def check_runs(plans: Sequence[Plan]) -> None:
         _check_columns(plan)
         if Path(tokenizer_path(plan)).resolve() in pending:
             continue
-        load_run_data(plan)
-        num_tokens = len(load_tokenizer(tokenizer_path(plan)))
-        for role in plan.graph.roles:
+        tokens = _tokens(plan, load_run_data(plan))
+        for role in origins_first(plan.graph):
             if plan.model(role).path is None or Path(plan.model(role).path or "").resolve() not in pending:
-                _check_model(plan, role, num_tokens)
+                _check_model(plan, role, tokens)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens that a run's models have to embed.
+
+    number:   of the tokenizer.
+    largest:  largest one in the data, or of those for end and padding.
+    """
+
+    number: int
+    largest: int
+
+
+def _tokens(plan: Plan, data: RunData) -> _Tokens:
+    rows = [*data.examples, *data.evaluation, *data.texts]
+    largest = max((max(ids) for row in rows for ids in (row.prompt, *row.responses) if ids), default=0)
+    number = len(load_tokenizer(data.tokenizer, data.is_trusted))
+    return _Tokens(number, max(largest, data.pad_token_id, *data.eos_token_ids))
 
 
 def _check_columns(plan: Plan) -> None:
@@ -165,15 +193,20 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
                 )
 
 
-def _check_model(plan: Plan, role: str, num_tokens: int) -> None:
+def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
     """Check for weights, an embedding of every token and enough positions: on a rank the error would be obscure."""
     model = plan.model(role)
-    if model.path is not None and not any(Path(model.path).glob(WEIGHT_FILES)):
-        raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {WEIGHT_FILES})")
-    config = read_config(role, model)
-    size = config.get("vocab_size")
-    if size is not None and size < num_tokens:
-        raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of the tokenizer")
+    if model.path is not None and not weight_files(f"models.{role}.path", Path(model.path)):
+        raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {SINGLE} or {INDEX})")
+    loaded = check_architecture(role, model, plan.graph.heads[role], role in plan.graph.trained or model.new_head)
+    size, config = getattr(loaded.get_text_config(), "vocab_size", None), read_config(role, model)
+    if size is not None and size < tokens.number:
+        raise UserError(f"models.{role}: vocab_size {size} is smaller than the {tokens.number} tokens of the tokenizer")
+    if size is not None and size <= tokens.largest:
+        raise UserError(
+            f"models.{role}: vocab_size {size} has no token {tokens.largest}, which the tokenizer "
+            f"{tokenizer_path(plan)} gives; use the model's own tokenizer"
+        )
     width, limit = plan.lengths.prompt + plan.lengths.response, config.get("max_position_embeddings")
     if limit is not None and width > limit:
         raise UserError(

@@ -10,8 +10,12 @@ from flexrlhf.config.spec import ModelSpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.sources import SECTIONS
+from flexrlhf.weights.families import check_family
 from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import ModelShape, model_shape
+from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
+
+_ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
+"""Role → the one whose weights it starts from where it has none: a critic from what scores, where that is a model."""
 
 
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
@@ -25,10 +29,8 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     if surplus:
         raise UserError(f"models.{surplus[0]}: {_why_none(spec, surplus[0], graph)}")
     filled = dict(spec.models)
-    # a critic starts from what scores, where that is a model
-    origins = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
-    for role in [role for role in origins if role in graph.roles]:
-        origin = origins[role] if origins[role] in graph.roles else "actor"
+    for role in [role for role in _ORIGINS if role in graph.roles]:
+        origin = _ORIGINS[role] if _ORIGINS[role] in graph.roles else "actor"
         filled[role] = _weights_of(filled[role] or ModelSpec(), filled[origin])
     for role in graph.roles:
         if filled.get(role) is None:
@@ -78,7 +80,8 @@ def _shares(spec: Spec, role: str, graph: Graph) -> bool:
 def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:
     if origin is None or model.path is not None or model.init is not None:
         return model
-    return model.model_copy(update={"path": origin.path, "init": origin.init})
+    trusted = model.trust_remote_code or origin.trust_remote_code
+    return model.model_copy(update={"path": origin.path, "init": origin.init, "trust_remote_code": trusted})
 
 
 def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) -> dict[str, ModelShape]:
@@ -87,10 +90,10 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
     ``pending``: models that an earlier run will write, by directory.
     """
     shapes = {}
-    for role in graph.roles:
+    for role in origins_first(graph):
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
-        lora = model.lora
+        lora, new_head = model.lora, role in graph.trained or model.new_head
         while model.path is not None and Path(model.path).resolve() in pending:
             earlier = pending[Path(model.path).resolve()]
             if earlier.lora is not None:
@@ -98,8 +101,15 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
                     f"models.{role}.path {model.path}: an earlier run writes adapters there, not a whole model; "
                     f"remove that run's lora or give another path"
                 )
-            model = earlier
-        shape = model_shape(role, model, graph.heads[role])
+            # the files that the earlier run starts from may lack a head that it trains and writes
+            model, new_head = earlier, True
+        check_family(role, read_config(role, model), graph.heads[role], generates=role == graph.generated)
+        shape = model_shape(role, model, graph.heads[role], new_head)
         if shape is not None:
             shapes[role] = shape if lora is None else with_adapters(role, shape, lora)
-    return shapes
+    return {role: shapes[role] for role in graph.roles if role in shapes}
+
+
+def origins_first(graph: Graph) -> list[str]:
+    """Return the roles in the order of checks: what others start from first, so that messages name what is written."""
+    return sorted(graph.roles, key=lambda role: role in _ORIGINS)

@@ -23,7 +23,7 @@ def format_plan(plan: Plan) -> str:
         f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices, {spec.steps} steps"
     )
     sections = [
-        [head],
+        [head, *_without_cluster(plan)],
         _titled("batch", _batch(plan)),
         _titled("placement", _placement(plan)),
         _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
@@ -32,6 +32,14 @@ def format_plan(plan: Plan) -> str:
         _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
     ]
     return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _without_cluster(plan: Plan) -> list[str]:
+    """Return a line for a run whose number of devices nobody has set."""
+    cluster = plan.spec.cluster
+    if cluster.devices is not None or cluster.nodes:
+        return []
+    return ["no cluster is given, so one device is planned: set cluster.devices, or use --devices"]
 
 
 def _titled(title: str, lines: Iterable[str]) -> list[str]:

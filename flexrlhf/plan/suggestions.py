@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
@@ -25,6 +26,9 @@ from flexrlhf.weights.shapes import ModelShape
 
 WORTH = 0.01
 """Share of the peak that a suggestion must free."""
+
+REPLANNED_RANKS = 4096
+"""Most ranks times changes that are tried: each change is planned on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,12 @@ def memory_suggestions(plan: Plan, rank: int) -> list[MemorySuggestion]:
     """Return the changes that reduce the peak of ``rank``, largest first: every setting at the value that frees most.
 
     Each is tried on every model alone, and on all that can have it together: where several models need nearly as much,
-    a change of one only makes the next one the peak.
+    a change of one only makes the next one the peak. On many ranks only the first changes are tried.
     """
-    tried = _tried(plan, rank, [(change,) for change in _candidates(plan, rank)])
+    most = max(1, REPLANNED_RANKS // plan.placement.num_ranks)
+    tried = _tried(plan, rank, [(change,) for change in islice(_candidates(plan, rank), most)])
     alone = {changes[0]: freed for changes, freed in tried}
-    for changes, freed in _tried(plan, rank, _together(alone)):
+    for changes, freed in _tried(plan, rank, _together(alone)[: max(0, most - len(tried))]):
         if freed > (1 + WORTH) * max(alone[change] for change in changes):
             tried.append((changes, freed))
     best: dict[str, MemorySuggestion] = {}

@@ -12,22 +12,25 @@ from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.engines.capabilities import check_device, check_packages
 from flexrlhf.execution import launch
-from flexrlhf.guideline.costs.measurements import Measurements, read_measurements, write_measurements
+from flexrlhf.guideline.costs.measurements import Measurements, are_measurements, read_measurements, write_measurements
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.profiling.profiled_models import length_sample, profiled_models, profiling_spec
 
 
-def profile(plans: Sequence[Plan], command_plans: Sequence[Plan], seconds: float, path: Path) -> Measurements:
+def profile(
+    plans: Sequence[Plan], command_plans: Sequence[Plan], seconds: float, path: Path, inputs: Sequence[Path] = ()
+) -> Measurements:
     """Measure the models of ``plans`` with as many ranks as the cluster's first node has devices, and write ``path``.
 
     command_plans:  plans of the same command that write models which ``plans`` start from
     seconds:        time for which the calls of each model are repeated
+    inputs:         files that the command reads; ``path`` is none of them
 
     Raises UserError, RankFailure or Interrupted; no process is left.
     """
-    check_output(path, "-o", "profile.json", makes_directories=True)
+    check_output(path, "-o", "profile.json", are_measurements, inputs, makes_directories=True)
     ranks = len(plans[0].cluster.ranks_on_node(0))
     device = launch.choose_device(plans[0].spec.cluster.device, ranks)
     measured_plans = [make_plan(profiling_spec(plan, command_plans, ranks, device)) for plan in plans]

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
+from flexrlhf.config.secrets import expanded, expanded_url
 from flexrlhf.errors import UserError, nearest, shown
 
 FORM = "path/to/file.py:name or module:name"
@@ -94,7 +95,7 @@ def _check_service(source: ServiceSource, section: str) -> None:
 
     for url in source.url:
         try:
-            host = httpx.URL(url).host
+            host = httpx.URL(expanded_url(url, f"{section}.url")).host
         except httpx.InvalidURL:
             host = ""
         if not host:
@@ -102,7 +103,8 @@ def _check_service(source: ServiceSource, section: str) -> None:
                 f"{section}.url: expected an address such as http://localhost:8000/score, found {shown(url)}"
             )
     for header, value in source.headers.items():
-        if not (header + value).isascii() or "\n" in header + value:
+        sent = header + expanded(value, f"{section}.headers.{header}")
+        if not sent.isascii() or "\n" in sent:
             raise UserError(f"{section}.headers.{header}: a header is one line of ASCII, found {shown(value)}")
 
 

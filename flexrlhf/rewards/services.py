@@ -29,13 +29,14 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from flexrlhf.config.reward_sources import ServiceSource
+from flexrlhf.config.secrets import expanded, expanded_url, masked
 from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
 from flexrlhf.rewards.limits import CircuitBreaker, Deadline
 from flexrlhf.rewards.replies import BadReply, read_reply
@@ -74,6 +75,10 @@ class HttpService:
 
     def __init__(self, source: ServiceSource, warn: WarnOnce, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
         self._source, self._warn, self._first_pause = source, warn, first_pause
+        # raises UserError for an environment variable that this rank lacks
+        self._headers()
+        for url in source.url:
+            expanded_url(url, "url")
         # counts on from step to step, so that steps of one batch use all URLs, too
         self._turns = itertools.count()
 
@@ -93,7 +98,7 @@ class HttpService:
     async def _replies(self, batches: Sequence[ScoreBatch], deadline: Deadline) -> list[Reply]:
         concurrency = asyncio.Semaphore(self._source.concurrency)
         limits = httpx.Limits(max_connections=self._source.concurrency)
-        async with httpx.AsyncClient(headers=self._source.headers, timeout=None, limits=limits) as client:
+        async with httpx.AsyncClient(headers=self._headers(), timeout=None, limits=limits) as client:
             step = _StepRequests(client, concurrency, deadline, CircuitBreaker(deadline))
             return await asyncio.gather(*(self._reply(step, batch, next(self._turns)) for batch in batches))
 
@@ -126,7 +131,9 @@ class HttpService:
         url = self._source.url[(turn + len(failures)) % len(self._source.url)]
         try:
             async with asyncio.timeout(self._source.timeout_seconds):
-                response = await client.post(url, content=content, headers={"Content-Type": "application/json"})
+                response = await client.post(
+                    expanded_url(url, "url"), content=content, headers={"Content-Type": "application/json"}
+                )
             return read_reply(_scores(response), batch.num_tokens, self._source.level)
         except (httpx.HTTPError, OSError, BadReply) as error:
             failures.append(self._failure(url, error))
@@ -148,7 +155,16 @@ class HttpService:
             reraise=True,
         )
 
+    def _headers(self) -> dict[str, str]:
+        """Return the further headers, with the values of environment variables."""
+        return {name: expanded(value, f"headers.{name}") for name, value in self._source.headers.items()}
+
     def _failure(self, url: str, error: Exception) -> ScoreFailure:
+        """Return why a request failed, without the values of environment variables."""
+        failure = self._described(url, error)
+        return replace(failure, text=masked(failure.text, [*self._source.url, *self._source.headers.values()]))
+
+    def _described(self, url: str, error: Exception) -> ScoreFailure:
         if isinstance(error, TimeoutError):
             return ScoreFailure("timeout", f"{url}: no reply within {self._source.timeout_seconds:g} s")
         if isinstance(error, BadReply):

@@ -12,7 +12,8 @@ from functools import lru_cache
 from flexrlhf.config.spec import LoraSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import SCALAR_HEAD, ModelShape
+from flexrlhf.weights.model_files import SCALAR_HEAD
+from flexrlhf.weights.shapes import ModelShape
 
 ADAPTER = "default"
 """The name that peft gives an adapter by itself."""

@@ -1,14 +1,13 @@
 """Parameter shapes of a model before it is loaded, from which bytes are planned.
 
-They are read from the header of the safetensors files where the directory has them (any architecture), else computed
-from ``config.json`` or ``init`` for the Llama-like families. Names are those of transformers.
+They are computed from ``config.json`` or ``init`` for the Llama-like families, with which safetensors files have to
+agree, else read from the header of these files. Names are those of transformers.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +15,13 @@ from typing import Any
 
 from flexrlhf.config.spec import Dtype, Head, ModelSpec
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, check_scalar_head, check_stored, stored_tensors
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in memory, whatever the dtype of the file."""
-SCALAR_HEAD = "score.weight"
+MAX_LAYERS = 10_000
+"""Most layers whose parameters are listed; published models have at most some hundreds."""
 LANGUAGE_HEAD = "lm_head.weight"
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
@@ -73,10 +74,18 @@ def count_elements(parameters: Parameters) -> int:
 
 
 def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
-    """Return the Hugging Face config of a role. Raises UserError where there is none, or for a mixture of experts."""
+    """Return the Hugging Face config of a role. Raises UserError where there is none, and for a mixture of
+    experts or quantised weights.
+    """
     config = model.init if model.init is not None else _config_file(role, model.path)
     if not config.get("model_type"):
         raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(LLAMA_LIKE)}")
+    quantised = config.get("quantization_config") or config.get("compression_config")
+    if quantised:
+        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
+        raise UserError(
+            f"models.{role}: its weights are quantised ({method}), which is not supported; give them in 16 or 32 bits"
+        )
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
     if experts or "moe" in str(config.get("model_type", "")) or config.get("model_type") == "mixtral":
         raise UserError(
@@ -102,31 +111,59 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"models.{role}.path {path}: its config.json is not JSON ({error})") from None
+    except OSError as error:
+        raise UserError(f"models.{role}.path {path}: its config.json cannot be read ({error.strerror})") from None
     if not isinstance(config, dict):
         raise UserError(f"models.{role}.path {path}: its config.json contains {type(config).__name__}, not a mapping")
     return config
 
 
-def model_shape(role: str, model: ModelSpec, head: Head = "causal") -> ModelShape | None:
+def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bool = True) -> ModelShape | None:
     """Return the shape of ``role``; None for an architecture whose parameters are known only when it is loaded.
 
-    Raises UserError for a config that is missing or does not fit the head.
+    ``new_head``: whether files may lack a scalar head, which is then random. Raises UserError for a config that is
+    missing or does not fit the head, and for files that do not fit the config.
     """
     config = read_config(role, model)
-    shapes = _from_files(Path(model.path)) if model.path is not None else {}
-    if not shapes:
-        if config.get("model_type") not in LLAMA_LIKE:
-            return None
-        try:
-            shapes = llama_like_shapes(config)
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise UserError(f"models.{role}: the config is not one of {config['model_type']} ({error})") from None
-    if head != "scalar" and SCALAR_HEAD in shapes and LANGUAGE_HEAD not in shapes and not _is_tied(config):
+    stored = stored_tensors(f"models.{role}.path", Path(model.path)) if model.path is not None else {}
+    computed = _computed_shapes(role, config)
+    if not stored and computed is None:
+        return None
+    if head != "scalar" and SCALAR_HEAD in stored and LANGUAGE_HEAD not in stored and not _is_tied(config):
         raise UserError(f"models.{role}.path {model.path}: a reward model without a language head; use a causal model")
+    if stored:
+        _check_files(f"models.{role}.path {model.path}", stored, computed, head, config, new_head)
+    shapes = {name: tensor.shape for name, tensor in stored.items()} if computed is None else computed
     parameters = tuple(sorted(_with_head(shapes, head, config).items()))
     return ModelShape(parameters, sizes=_sizes(config))
+
+
+def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes that follow from the config alone; None for a family without such a rule."""
+    if config.get("model_type") not in LLAMA_LIKE:
+        return None
+    try:
+        return llama_like_shapes(config)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"models.{role}: the config is not one of {config['model_type']} ({error})") from None
+
+
+def _check_files(
+    key: str,
+    stored: dict[str, StoredTensor],
+    computed: dict[str, tuple[int, ...]] | None,
+    head: Head,
+    config: dict[str, Any],
+    new_head: bool,
+) -> None:
+    """Raise UserError for files that lack what the config and the head need, or have it in another shape or type."""
+    optional = {SCALAR_HEAD} if new_head else set()
+    if computed is not None:
+        check_stored(key, stored, _with_head(computed, head, config), optional)
+    elif head != "causal":
+        check_scalar_head(key, stored.get(SCALAR_HEAD), new_head)
 
 
 def _is_tied(config: dict[str, Any]) -> bool:
@@ -145,21 +182,6 @@ def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str,
     else:
         shapes[SCALAR_HEAD] = (1, config.get("hidden_size") or config.get("n_embd") or _DEFAULTS["hidden_size"])
     return shapes
-
-
-def _from_files(directory: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        shapes |= {name: tuple(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__"}
-    return shapes
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Return the JSON header of a safetensors file: 8 bytes little-endian length, then the text."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: dict[str, Any] = json.loads(stream.read(length))
-    return header
 
 
 _DEFAULTS = {
@@ -193,6 +215,8 @@ def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     sizes = _sizes(config)
     if sizes is None:
         raise ValueError(f"{', '.join(_DEFAULTS)} must be whole numbers")
+    if sizes.layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers {sizes.layers}: use at most {MAX_LAYERS}")
     kind, hidden, ffn, heads, head_dim = sizes.family, sizes.hidden, sizes.ffn, sizes.heads, sizes.head_dim
     vocabulary, kv_heads = sizes.vocabulary, sizes.kv_heads
     attention_bias = kind in ("llama", "qwen3") and config.get("attention_bias")

@@ -134,7 +134,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pat
     out, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 2 and "-o .: a directory; give a file" in out and "measuring" not in out, out
     with pytest.raises(UserError, match="is a file, not a directory"):
-        check_output(tmp_path / "file" / "costs.json", "-o", "profile.json", makes_directories=True)
+        check_output(tmp_path / "file" / "costs.json", "-o", "profile.json", str.isspace, makes_directories=True)
 
 
 def test_an_interrupt_leaves_no_file_and_no_process(tmp_path: Path) -> None:

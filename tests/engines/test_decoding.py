@@ -171,7 +171,15 @@ def test_the_noise_and_every_setting_matter(model: PreTrainedModel, prompts: Bat
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("mistral", {"sliding_window": 4}), ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2}), ("qwen3", {})],
+    [
+        ("mistral", {"sliding_window": 4}),
+        ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2}),
+        ("qwen3", {}),
+        # with a recurrent state in some layers
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4}),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4}),
+    ],
 )
 def test_other_kinds_of_caches(prompts: Batch, kind: str, changes: dict[str, object]) -> None:
     model = model_of(kind, **changes)

@@ -23,8 +23,9 @@ from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.weights.lora import gathered_names, shape_of, with_adapters
+from flexrlhf.weights.model_files import SCALAR_HEAD
 from flexrlhf.weights.reshard import WeightTransfer, gather_bytes, sync_bytes, trained_parts
-from flexrlhf.weights.shapes import SCALAR_HEAD, ModelShape, Sizes, model_shape
+from flexrlhf.weights.shapes import ModelShape, Sizes, model_shape
 from flexrlhf.weights.shards import parts_on
 
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
@@ -227,6 +228,6 @@ def test_a_reward_model_is_no_trunk(tmp_path: Any) -> None:
     from safetensors.torch import save_file
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
-    save_file({"model.norm.weight": torch.zeros(8), "score.weight": torch.zeros(1, 8)}, tmp_path / "a.safetensors")
+    save_file({"model.norm.weight": torch.zeros(8), "score.weight": torch.zeros(1, 8)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="a reward model without a language head"):
         model_shape("actor", ModelSpec(path=str(tmp_path)), "both")

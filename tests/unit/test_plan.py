@@ -239,8 +239,11 @@ def write_model(directory: Path, config: dict[str, Any], shapes: dict[str, tuple
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     names = sorted(shapes)
-    for number, part in enumerate((names[::2], names[1::2])):
-        save_file({name: torch.zeros(shapes[name]) for name in part}, directory / f"model-{number}.safetensors")
+    files = {"model-0.safetensors": names[::2], "model-1.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: torch.zeros(shapes[name]) for name in part}, directory / file)
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return ModelSpec(path=str(directory))
 
 

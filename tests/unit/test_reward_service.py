@@ -50,10 +50,13 @@ def entries(behaviour: Behaviour, count: int = 2, **settings: Any) -> tuple[list
 # --- what is sent and taken
 
 
-def test_the_request_has_the_form_of_openrlhf() -> None:
+def test_the_request_has_the_form_of_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "x")
     http = [Sample("1+1=", "2", 2, {"label": "two", "other": 1}), Sample("ä\ud800", "3", 2, {})]
     with RewardServer() as server:
-        assert service(server.url, headers={"Authorization": "Bearer x"}).score(http, Deadline.after(60)) == [5, 3]
+        assert service(server.url, headers={"Authorization": "Bearer ${REWARD_TOKEN}"}).score(
+            http, Deadline.after(60)
+        ) == [5, 3]
         (request,) = server.requests
     assert request.body == {"query": ["1+1=2", "ä\ud8003"], "prompts": ["1+1=", "ä\ud800"], "labels": ["two", None]}
     assert request.headers["Content-Type"] == "application/json"

@@ -462,8 +462,10 @@ def test_length() -> None:
 
 
 @pytest.mark.parametrize("name", ["lengths", "by_columns"])
-def test_sources_that_can_be_called_pass(name: str) -> None:
-    service = ServiceSource(url=("http://localhost:1/a", "https://[::1]"), headers={"Authorization": "Bearer x"})
+def test_sources_that_can_be_called_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "x")
+    headers = {"Authorization": "Bearer ${REWARD_TOKEN}"}
+    service = ServiceSource(url=("http://localhost:1/a", "https://[::1]"), headers=headers)
     check_sources([function(name), service, RuleSource(rule="format", pattern="a(b)*")])
 
 

@@ -63,7 +63,7 @@ class VllmEngine:
                 environment |= starting.enter_context(child_environment(context.timeout_seconds))
             self._isolation = ProcessIsolation(environment, self._groups, context.device)
             directory = starting.enter_context(_model_directory(context))
-            self.config = AutoConfig.from_pretrained(directory)
+            self.config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             starting.enter_context(self._isolation.active())
             self._engine = self._start(directory)
             self._child = (

@@ -334,11 +334,20 @@ def _fullest(plan: Plan) -> tuple[float, float]:
     return float(peak), share
 
 
+_SIMULATED = "a step as simulated"
+
+
+def is_advised(text: str) -> bool:
+    """Whether a text begins as those of ``write_advised``."""
+    first = text.partition("\n")[0]
+    return first.startswith("# ") and _SIMULATED in first
+
+
 def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
     """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError where it cannot be written."""
     seconds, candidate = chosen.seconds, chosen.candidate
     head = [
-        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s a step as simulated, {bytes_text(int(chosen.peak))}",
+        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {_SIMULATED}, {bytes_text(int(chosen.peak))}",
         "# models have sizes only (init): give the paths of their weights instead, and of the data",
     ]
     models = candidate.spec.models

@@ -146,6 +146,15 @@ def read_measurements(path: Path | str) -> Measurements:
         raise UserError(f"{path}: {place}: {first['msg'].lower()}; run flexrlhf profile again") from None
 
 
+def are_measurements(text: str) -> bool:
+    """Whether a text is one of ``write_measurements``, of any version."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(raw, dict) and {"version", "machine", "memory_bytes_s"} <= set(raw)
+
+
 def write_measurements(path: Path, measured: Measurements) -> None:
     """Write the file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

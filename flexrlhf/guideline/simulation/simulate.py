@@ -7,6 +7,7 @@ while its rank does something else, and that vLLM samples rows of a later chunk 
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -156,6 +157,16 @@ def simulate(plan: Plan, costs: CostModel, lengths: TextLengths | None = None) -
     blocks = blocks_of(plan.schedule.instructions, plan.placement.num_ranks)
     timed = tuple(timed_instructions(pricer, priced, blocks))
     return Simulation(plan, lengths, priced, blocks, timed, _steady(pricer, priced, blocks))
+
+
+def is_simulated(text: str) -> bool:
+    """Whether a text is a trace of ``write_timeline``, not one of a run."""
+    try:
+        trace = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    facts = trace.get("otherData") if isinstance(trace, dict) else None
+    return isinstance(facts, dict) and facts.get("simulated") is True
 
 
 def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:

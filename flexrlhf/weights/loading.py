@@ -1,0 +1,106 @@
+"""Loading of configs by transformers before any weights are, with its errors as one sentence.
+
+Its libraries are loaded in functions, so that planning starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flexrlhf.config.spec import ModelSpec
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.weights.shapes import read_config
+
+
+@contextmanager
+def one_sentence_errors(key: str) -> Iterator[None]:
+    """Turn what transformers raises for a config or files that it refuses into a UserError about ``key``."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
+        raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
+    except (RuntimeError, StrictDataclassError, SafetensorError) as error:
+        raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
+
+
+def load_config(role: str, model: ModelSpec) -> Any:
+    """Return the config of a role as an object of transformers.
+
+    Raises UserError for a family that transformers lacks, for code in the model's directory that is not trusted, and
+    for a config that transformers refuses.
+    """
+    from transformers import AutoConfig
+
+    raw, key = read_config(role, model), model_key(role, model)
+    if not _is_native(raw["model_type"]):
+        _check_code(role, model, raw)
+    with one_sentence_errors(key), _quiet():
+        if model.path is None:
+            return AutoConfig.for_model(**(model.init or {}))
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what transformers logs of a config's further settings, which no run uses."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def model_key(role: str, model: ModelSpec) -> str:
+    """Return how messages name the model of a role: by its path where it has one."""
+    return f"models.{role}" + (f".path {model.path}" if model.path is not None else "")
+
+
+def is_native(role: str, model: ModelSpec) -> bool:
+    """Whether the family of a role's model is one of transformers, so that no code of its directory is needed."""
+    return _is_native(read_config(role, model)["model_type"])
+
+
+def _is_native(model_type: str) -> bool:
+    """Whether transformers itself has a family; one that a script registers is not in the ranks."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _check_code(role: str, model: ModelSpec, config: dict[str, Any]) -> None:
+    """Raise UserError for a family that transformers lacks, unless its directory has code, which is trusted."""
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    key, kind, code = model_key(role, model), config["model_type"], config.get("auto_map")
+    if code and model.trust_remote_code:
+        return
+    if code:
+        raise UserError(
+            f"{key}: needs Python code from its own directory ({_named(code)}), which is run only with "
+            f"models.{role}.trust_remote_code: true"
+        )
+    raise UserError(
+        f"{key}: transformers {__version__} has no model_type {kind!r}{nearest(str(kind), CONFIG_MAPPING_NAMES)}; "
+        f"ranks are processes of their own, so what a script registers is not in them"
+    )
+
+
+def _named(code: Any) -> str:
+    """Return the modules and classes of ``auto_map``."""
+    names = code.values() if isinstance(code, dict) else [code]
+    return ", ".join(sorted({str(name) for name in names}))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()):.300}" or type(error).__name__

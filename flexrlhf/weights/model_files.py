@@ -1,0 +1,228 @@
+"""Weight files of a model directory, read by their headers alone: name, shape and type of every tensor.
+
+They are the files that transformers loads: ``model.safetensors``, else those that an index names. A file that cannot be
+read, is cut or is no safetensors file raises UserError, before a rank starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SCALAR_HEAD = "score.weight"
+FLOATS = ("F32", "F16", "BF16", "F64")
+"""Types of weights that are loaded; others are of quantised models or masks."""
+_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64} | {
+    "F16": 16,
+    "BF16": 16,
+    "F32": 32,
+    "F64": 64,
+}
+_LONGEST_HEADER = 100_000_000
+"""Most bytes of a header that safetensors itself reads."""
+_POINTER = b"version https://git-lfs"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    shape:  its sizes.
+    dtype:  its type, as safetensors names it.
+    """
+
+    shape: Shape
+    dtype: str
+
+
+def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model directory by name; none where it has no weights. ``key``: for the message."""
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(key, directory):
+        stored |= _read_header(f"{key} {directory}", file)
+    return stored
+
+
+def weight_files(key: str, directory: Path) -> tuple[Path, ...]:
+    """Return the safetensors files that transformers loads from a directory; none where it has no weights.
+
+    Raises UserError for an index that is no index or names missing files, and for files that no index names.
+    """
+    where = f"{key} {directory}"
+    if _exists(directory / SINGLE):
+        return (directory / SINGLE,)
+    if _exists(directory / INDEX):
+        files = tuple(directory / name for name in _indexed(where, directory / INDEX))
+        missing = [file.name for file in files if not _exists(file)]
+        if missing:
+            raise UserError(f"{where}: {INDEX} names {_some(missing)}, which is not there; copy the whole directory")
+        return files
+    others = sorted(file.name for file in directory.glob("*.safetensors"))
+    if others:
+        raise UserError(f"{where}: has {_some(others)}, but neither {SINGLE} nor {INDEX}, one of which is loaded")
+    return ()
+
+
+def _exists(file: Path) -> bool:
+    """Whether there is such an entry, a dangling link too: reading that is an error."""
+    return file.exists() or file.is_symlink()
+
+
+def _indexed(where: str, index: Path) -> list[str]:
+    try:
+        content = json.loads(index.read_bytes())
+    except OSError as error:
+        raise UserError(f"{where}: {index.name} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        content = None
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{where}: {index.name} is no index of weights (JSON with a weight_map); copy it again")
+    return sorted(set(names.values()))
+
+
+def _read_header(where: str, file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one file: 8 bytes little-endian length, JSON of that length, then the numbers."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(len(_POINTER))
+            _check_start(f"{where}: {file.name}", start, size)
+            (length,) = struct.unpack("<Q", start[:8])
+            if length > min(size - 8, _LONGEST_HEADER):
+                raise UserError(
+                    f"{where}: {file.name} is cut or no safetensors file: {size} bytes, and its header should have "
+                    f"{length}; copy it again"
+                )
+            stream.seek(8)
+            text = stream.read(length)
+    except OSError as error:
+        raise UserError(f"{where}: {file.name} cannot be read ({error.strerror})") from None
+    return _tensors(f"{where}: {file.name}", text, size - 8 - length)
+
+
+def _check_start(where: str, start: bytes, size: int) -> None:
+    if start == _POINTER:
+        raise UserError(f"{where} is a git-LFS pointer, not the weights; run git lfs pull in that directory")
+    if size < 8:
+        raise UserError(f"{where} {'is empty' if not size else f'is cut: {size} bytes'}; copy it again")
+
+
+def _tensors(where: str, text: bytes, num_bytes: int) -> dict[str, StoredTensor]:
+    """Return the tensors of a header, of which the file has ``num_bytes`` bytes."""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"} if _is_map(header) else None
+    if entries is None or not all(map(_is_entry, entries.values())):
+        raise UserError(f"{where} has a broken header, so it is no safetensors file; copy it again")
+    needed = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if needed != num_bytes:
+        found = "is cut" if num_bytes < needed else "has bytes after its last tensor"
+        raise UserError(f"{where} {found}: {num_bytes} bytes of weights, and its header names {needed}; copy it again")
+    return {name: StoredTensor(tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a header's entry has a type, a shape and as many bytes as both need."""
+    if not _is_map(entry) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        return False
+    bits = _BITS.get(entry["dtype"])
+    return bits is None or math.prod(shape) * bits == 8 * (offsets[1] - offsets[0])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(size, int) and 0 <= size < 2**63 for size in value)
+
+
+def check_stored(
+    key: str,
+    stored: Mapping[str, StoredTensor],
+    expected: Mapping[str, Shape],
+    optional: Collection[str] = (),
+    by: str = "its config.json",
+) -> None:
+    """Raise UserError where files lack parameters that a model has, or have them in another shape or type.
+
+    expected:  shapes by name, under transformers' names.
+    optional:  names that files may lack: they are then initialised at random.
+    by:        what gives the shapes, for the message.
+    """
+    found = named_as(stored, expected)
+    missing = sorted(set(expected) - set(found) - set(optional))
+    if SCALAR_HEAD in expected:
+        check_scalar_head(key, found.get(SCALAR_HEAD), SCALAR_HEAD not in missing or len(missing) > 1)
+    if missing:
+        raise UserError(lacking(key, missing))
+    for name in sorted(set(expected) & set(found)):
+        shape = found[name].shape
+        if shape != tuple(expected[name]):
+            raise UserError(
+                f"{key}: {name} is {list(shape)} in its files and {list(expected[name])} by {by}; "
+                f"correct one or the other"
+            )
+        if found[name].dtype not in FLOATS:
+            raise UserError(
+                f"{key}: {name} is of type {found[name].dtype} in its files; save the model as {', '.join(FLOATS[:3])}"
+            )
+
+
+def check_scalar_head(key: str, head: StoredTensor | None, may_lack: bool) -> None:
+    """Raise UserError for a scalar head of several numbers, and where there is none unless the model ``may_lack`` it.
+
+    ``key``: ``models.ROLE.path DIRECTORY``.
+    """
+    if head is None and not may_lack:
+        raise UserError(no_scalar_head(key))
+    if head is not None and head.shape[:1] != (1,):
+        raise UserError(
+            f"{key}: its head has {head.shape[0] if head.shape else 0} labels (shape {list(head.shape)}); a model of "
+            f"scores has one"
+        )
+
+
+def no_scalar_head(key: str) -> str:
+    """Return the sentence for a model without a scalar head where scores are needed."""
+    section = key.partition(" ")[0].removesuffix(".path")
+    return (
+        f"{key}: has no scalar head ({SCALAR_HEAD}), so its scores would be random; give a reward model, or "
+        f"{section}.new_head: true"
+    )
+
+
+def lacking(key: str, missing: list[str]) -> str:
+    """Return the sentence for files without the weights ``missing``."""
+    return f"{key}: its files lack {_some(missing)}, which would be random; copy or save the model again"
+
+
+def named_as(stored: Mapping[str, StoredTensor], expected: Collection[str]) -> dict[str, StoredTensor]:
+    """Return ``stored`` under the names of the model: a base model is saved without the prefix of its heads' model."""
+    names = set(expected)
+    lacking = {name.partition(".")[0] for name in names - set(stored)} - {name.partition(".")[0] for name in stored}
+    renamed = {f"{prefix}.{name}": name for prefix in lacking for name in stored if f"{prefix}.{name}" in names}
+    return {**stored, **{name: stored[old] for name, old in renamed.items()}}
+
+
+def _some(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,108 @@
+"""Sizes that no plan could take, and texts that readers choke on: each is one sentence, at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_runs import TINY, plan_of, spec_of
+
+from flexrlhf.config.spec import MAX_CHUNKS, MAX_PLANNED, MAX_ROWS, ModelSpec
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.data.examples import read_texts
+from flexrlhf.data.files import read_rows
+from flexrlhf.errors import UserError
+from flexrlhf.plan import suggestions
+from flexrlhf.plan.suggestions import memory_suggestions
+from flexrlhf.weights.shapes import MAX_LAYERS, model_shape
+
+DIGITS = "9" * 5000
+DEEP = "[" * 100_000
+
+SIZES = [
+    (("cluster.devices=100000",), f"cluster: 100000 devices are more than a plan takes: use at most {MAX_PLANNED}"),
+    (("cluster={nodes: [{count: 1000000000, devices: 8}]}",), "cluster: 8000000000 devices"),
+    (("algorithm.prompts_per_step=1e9",), f"1000000000 rows a step, more than a plan takes: use at most {MAX_ROWS}"),
+    (("algorithm.prompts_per_step=1000", "algorithm.samples_per_prompt=1001"), "1001000 rows a step"),
+    (("algorithm.rollouts_per_step=1000000",), "8000000 rows a step"),
+    (
+        ("algorithm={name: ppo, prompts_per_step: 1000, num_mini_batches: 1000}", "schedule.num_chunks=1000"),
+        f"schedule.num_chunks 1000 on 2 devices are more than a plan takes: use at most {MAX_CHUNKS}",
+    ),
+    (
+        (
+            "algorithm={name: ppo, prompts_per_step: 1000, num_mini_batches: 1000}",
+            "schedule.num_chunks=100",
+            "cluster.devices=256",
+        ),
+        "schedule.num_chunks 100 on 256 devices are more than a plan takes: use at most 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), SIZES, ids=str)
+def test_a_size_beyond_planning_is_refused_with_the_limit(overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        spec_of(None, 2, *overrides)
+    assert sentence in str(error.value)
+
+
+def test_the_largest_sizes_are_valid() -> None:
+    spec = spec_of(None, MAX_PLANNED, f"algorithm.prompts_per_step={MAX_ROWS}")
+    assert (spec.cluster.num_devices, spec.algorithm.prompts_per_step) == (MAX_PLANNED, MAX_ROWS)
+
+
+def test_layers_beyond_any_model_are_refused() -> None:
+    with pytest.raises(UserError, match=f"num_hidden_layers 1000000000: use at most {MAX_LAYERS}"):
+        model_shape("actor", ModelSpec(init=TINY | {"num_hidden_layers": 10**9}))
+
+
+def test_on_many_ranks_fewer_changes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(None, 4, "cluster.memory_gb=0.00001")
+    every = memory_suggestions(plan, 0)
+    monkeypatch.setattr(suggestions, "REPLANNED_RANKS", 4 * 5)
+    assert 0 < len(memory_suggestions(plan, 0)) < len(every)
+
+
+# --- texts
+
+YAMLS = {
+    f"name: a\nsteps: {DIGITS}\n": "Exceeds the limit (4300 digits)",
+    f"name: {DEEP}": "nested too deeply",
+    "name: a\nsteps: !!int text\n": "invalid literal for int()",
+    "name: a\nsteps: !!float text\n": "could not convert string to float",
+    "models: {reward_v1.5: {path: a}}": "models: 'reward_v1.5': a model's name has letters, digits, _ and - alone; "
+    "use reward_v1_5",
+    "models: {reward_a/b: {path: a}}": "use reward_a_b",
+}
+
+
+@pytest.mark.parametrize("text", YAMLS, ids=range(len(YAMLS)))
+def test_a_yaml_that_its_reader_chokes_on_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        load_spec(tmp_path / "a.yaml")
+    assert YAMLS[text] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+ROWS = {
+    f'{{"prompt": {DIGITS}}}': "line 1: cannot be read as JSON (Exceeds the limit (4300 digits)",
+    f'{{"prompt": {DEEP}': "line 1: cannot be read as JSON (nested too deeply)",
+    '{"prompt": "half \\ud800 of a pair"}': "row 1: 'prompt' contains half of a surrogate pair",
+    '{"instruction": "a", "output": "\\udfff"}': "row 1: 'output' contains half of a surrogate pair",
+}
+
+
+@pytest.mark.parametrize("text", ROWS, ids=range(len(ROWS)))
+def test_a_row_that_its_reader_chokes_on_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(UserError) as error:
+        read_texts(tmp_path / "a.jsonl", needs="responses" if "output" in text else "prompts")
+    assert ROWS[text] in str(error.value)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}')
+    assert read_rows(tmp_path / "a.jsonl") == [{"prompt": "😀"}]
+    assert read_texts(tmp_path / "a.jsonl", needs="prompts")[0].prompt == "😀"

@@ -1,0 +1,138 @@
+"""Secrets of reward services: only the names of environment variables are in a spec and in what is written from it."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from reward_server import RewardServer
+from small_runs import PPO
+
+from flexrlhf.checkpoints.tensor_files import save_tensors
+from flexrlhf.config.reward_sources import ServiceSource
+from flexrlhf.config.secrets import without_secrets
+from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.errors import UserError
+from flexrlhf.rewards.base import Sample
+from flexrlhf.rewards.checks import check_sources
+from flexrlhf.rewards.limits import Deadline
+from flexrlhf.rewards.services import HttpService
+from flexrlhf.rewards.warn_once import WarnOnce
+
+SECRET = "s3cr/t@x"
+SAMPLES = [Sample("a", "b", 1, {})]
+
+
+def refusal(**source: Any) -> str:
+    with pytest.raises(UserError) as error:
+        parse_spec(PPO | {"reward": source})
+    message = str(error.value)
+    assert SECRET not in message and "s3cr" not in message and "\n" not in message
+    return message
+
+
+LITERALS: list[dict[str, Any]] = [
+    {"url": "http://a", "headers": {"Authorization": f"Bearer {SECRET}"}},
+    {"url": "http://a", "headers": {"authorization": SECRET}},
+    {"url": "http://a", "headers": {"X-API-Key": SECRET}},
+    {"url": "http://a", "headers": {"Cookie": f"session={SECRET}"}},
+    {"url": "http://a", "headers": {"X-Mine": f"Bearer {SECRET}"}},
+    {"url": "http://user:s3cr@a/score"},
+    {"url": "http://s3cr@a/score"},
+    {"url": ["http://b", "http://a/score?api_key=s3cr"]},
+]
+
+
+@pytest.mark.parametrize("source", LITERALS, ids=str)
+def test_a_literal_secret_is_refused_with_the_form_that_works(source: dict[str, Any]) -> None:
+    message = refusal(**source)
+    assert "environment variable" in message and "${REWARD_" in message
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"url": "ftp://user:s3cr@a"},
+    {"url": "http://user:s3cr@a", "rule": "gsm8k", "headers": {"Authorization": SECRET}},
+    {"url": {"http://user:s3cr@a": 1}},
+    {"url": ["http://user:s3cr@a", 3]},
+    {"url": "http://a", "headers": [{"headers": SECRET}]},
+]
+
+
+@pytest.mark.parametrize("source", OTHERS, ids=str)
+def test_other_mistakes_show_no_secret_either(source: dict[str, Any]) -> None:
+    assert refusal(**source)
+
+
+def test_a_message_shows_a_setting_without_its_secrets() -> None:
+    found = without_secrets({"url": ["http://u:p@a/b"], "headers": {"A": "b"}, "weight": 1})
+    assert found == {"url": ["http://***@a/b"], "headers": "***", "weight": 1}
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("REWARD_TOKEN", SECRET)
+    return "${REWARD_TOKEN}"
+
+
+def test_what_is_written_has_the_names_and_loads_again(token: str) -> None:
+    source = {"url": f"http://user:{token}@a/score", "headers": {"Authorization": f"Bearer {token}", "X-Run": "seven"}}
+    spec = parse_spec(PPO | {"reward": source})
+    check_sources(spec.reward or ())
+    text = dump_spec(spec)
+    assert SECRET not in text and f"Bearer {token}" in text and "X-Run: seven" in text
+    assert SECRET not in repr(spec)
+    from flexrlhf.config.yaml_io import read_yaml
+
+    assert parse_spec(read_yaml(text)) == spec
+
+
+def test_the_service_receives_the_values(token: str) -> None:
+    with RewardServer() as server:
+        url = server.url.replace("http://", f"http://user:{token}@")
+        headers = {"X-Token": f"<{token}>"}
+        http = HttpService(ServiceSource(url=(url,), headers=headers), WarnOnce("reward.url"))
+        assert len(http.score(SAMPLES, Deadline.after(60))) == 1
+        (request,) = server.requests
+    assert request.headers["X-Token"] == f"<{SECRET}>"
+    expected = httpx.BasicAuth("user", SECRET)._auth_header
+    assert request.headers["Authorization"] == expected
+
+
+def test_failures_and_logs_have_no_values(
+    token: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    source = ServiceSource(url=(f"http://user:{token}@127.0.0.1:1/score",), retries=0)
+    assert HttpService(source, WarnOnce("reward.url")).score(SAMPLES, Deadline.after(60)) == [None]
+    error = capsys.readouterr().err
+    assert f"http://user:{token}@127.0.0.1:1/score: ConnectError" in error
+    assert "s3cr" not in error and "s3cr" not in caplog.text
+    http = HttpService(ServiceSource(url=("http://a",), headers={"X-Token": token}), WarnOnce("reward.url"))
+    failure = http._failure("http://a", httpx.ConnectError(f"refused {SECRET}"))
+    assert failure.text == f"http://a: ConnectError refused {token}"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"url": "http://${REWARD_TOKEN}/a"}, {"headers": {"A": "${REWARD_TOKEN}"}}], ids=str
+)
+def test_a_variable_that_is_not_set_is_named_before_a_rank_starts(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    source = ServiceSource(**{"url": "http://a"} | settings)
+    with pytest.raises(UserError, match="the environment has no REWARD_TOKEN; export it"):
+        check_sources([source])
+    with pytest.raises(UserError, match="the environment has no REWARD_TOKEN; export it"):
+        HttpService(source, WarnOnce("reward.url"))
+
+
+def test_saved_weights_have_the_permissions_of_any_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    save_tensors({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "a.safetensors")}
+    assert len(modes) == 1
