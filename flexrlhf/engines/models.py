@@ -23,6 +23,7 @@ from flexrlhf.config.spec import Head, LoraSpec
 from flexrlhf.engines.value_head import add_value_head
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.adapter_files import adapter_layers, base_model
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import SCALAR_HEAD, lacking, no_scalar_head
 
@@ -84,17 +85,28 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
             fresh: PreTrainedModel = kind.from_config(config, **options)
             return fresh
         model, info = kind.from_pretrained(
-            settings.path,
+            base_model(placed.role, settings).path,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             use_safetensors=True,
             **options,
             **extra,
         )
-    may_lack_head = placed.trained or placed.follows or settings.new_head
+    layers = adapter_layers(settings.path)
+    may_lack_head = placed.trained or placed.follows or settings.new_head or bool(layers)
     _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head else set())
     loaded: PreTrainedModel = model
+    for directory in layers:
+        loaded = _with_merged_adapters(loaded, directory)
     return loaded
+
+
+def _with_merged_adapters(model: PreTrainedModel, directory: str) -> PreTrainedModel:
+    """Return ``model`` with the adapters in ``directory`` added to its weights, in float32; a head is replaced."""
+    from peft import PeftModel
+
+    merged: PreTrainedModel = PeftModel.from_pretrained(model, directory).merge_and_unload()
+    return merged
 
 
 def _check_loaded(key: str, info: Mapping[str, Any], optional: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from flexrlhf.weights.adapter_files import SAVED_HEAD, WEIGHTS, has_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, weight_files
 
 
@@ -43,10 +44,14 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
 
 def saved_value_head(directory: str) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
-    for file in weight_files("model", Path(directory)):
+    if has_adapters(directory):
+        files, name = (Path(directory) / WEIGHTS,), SAVED_HEAD
+    else:
+        files, name = weight_files("model", Path(directory)), SCALAR_HEAD
+    for file in files:
         with safe_open(file, "pt") as tensors:
-            if SCALAR_HEAD in tensors.keys():  # noqa: SIM118 - not a mapping, it has only keys()
-                weight: Tensor = tensors.get_tensor(SCALAR_HEAD)
+            if name in tensors.keys():  # noqa: SIM118 - not a mapping, it has only keys()
+                weight: Tensor = tensors.get_tensor(name)
                 return weight
     return None
 

@@ -31,6 +31,7 @@ from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.execution.checkpoint import TOKENIZER_FILES, save_adapters
 from flexrlhf.execution.model_pieces import piece_key
+from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.model_files import weight_files
 
@@ -156,6 +157,11 @@ def _base_tensors(settings: ModelSpec) -> Iterator[_BaseTensors]:
         return
     if settings.path is None:
         raise UserError("--merge-adapters: the base model has no path, it was made of random weights")
+    if has_adapters(settings.path):
+        raise UserError(
+            f"--merge-adapters: the base model {settings.path} is itself adapters; export that run with "
+            f"--merge-adapters first, and load the adapters of this one on the result"
+        )
     files = [safe_open(path, framework="pt") for path in weight_files("the base model", Path(settings.path))]
     owners = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     yield _BaseTensors(tuple(owners), lambda name: owners[name].get_tensor(name).float())

@@ -134,7 +134,7 @@ def check_runs(plans: Sequence[Plan]) -> None:
         check_sources(plan.spec.reward or (), "reward")
         check_sources(plan.spec.cost or (), "cost")
         _check_sources(plan, plans, index)
-        pending = {path for earlier in plans[:index] for path in earlier.outputs.values()}
+        pending = {path for earlier in plans[:index] for path in earlier.outputs}
         for source in data_sources(plan):
             read_texts(source.path, form=source.form, needs=source.needs)
         _check_columns(plan)
@@ -181,7 +181,7 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
     models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
     others: dict[str, str | None] = {f"{source.key}.path": source.path for source in data_sources(plan)}
     others["data.tokenizer"] = plan.spec.data.tokenizer
-    pending = {path for earlier in plans[:index] for path in earlier.outputs.values()}
+    pending = {path for earlier in plans[:index] for path in earlier.outputs}
     for key, source in {**models, **others}.items():
         if source is None or Path(source).resolve() in pending:
             continue
@@ -196,8 +196,11 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
 def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
     """Check for weights, an embedding of every token and enough positions: on a rank the error would be obscure."""
     model = plan.model(role)
-    if model.path is not None and not weight_files(f"models.{role}.path", Path(model.path)):
-        raise UserError(f"models.{role}.path {model.path}: no weights in it (no file {SINGLE} or {INDEX})")
+    if has_adapters(model.path):
+        check_package("lora", f"models.{role}.path {model.path}: contains adapters, which")
+    whole = base_model(role, model).path
+    if whole is not None and not weight_files(f"models.{role}.path", Path(whole)):
+        raise UserError(f"models.{role}.path {whole}: no weights in it (no file {SINGLE} or {INDEX})")
     loaded = check_architecture(role, model, plan.graph.heads[role], role in plan.graph.trained or model.new_head)
     size, config = getattr(loaded.get_text_config(), "vocab_size", None), read_config(role, model)
     if size is not None and size < tokens.number:

@@ -95,14 +95,8 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
         assert model is not None, f"{role} is resolved"
         lora, new_head = model.lora, role in graph.trained or model.new_head
         while model.path is not None and Path(model.path).resolve() in pending:
-            earlier = pending[Path(model.path).resolve()]
-            if earlier.lora is not None:
-                raise UserError(
-                    f"models.{role}.path {model.path}: an earlier run writes adapters there, not a whole model; "
-                    f"remove that run's lora or give another path"
-                )
             # the files that the earlier run starts from may lack a head that it trains and writes
-            model, new_head = earlier, True
+            model, new_head = pending[Path(model.path).resolve()], True
         check_family(role, read_config(role, model), graph.heads[role], generates=role == graph.generated)
         shape = model_shape(role, model, graph.heads[role], new_head)
         if shape is not None:

@@ -108,7 +108,7 @@ def make_plans(specs: Sequence[Spec]) -> list[Plan]:
     plans: list[Plan] = []
     for spec in specs:
         made = make_plan(spec, pending)
-        pending |= {path: made.model(role) for role, path in made.outputs.items()}
+        pending |= {path: made.model(role) for path, role in made.outputs.items()}
         plans.append(made)
     sizes = {made.placement.num_ranks: made.spec.name for made in plans}
     if len(sizes) > 1:

@@ -73,9 +73,12 @@ class Plan:
         return getattr(self.spec.algorithm, "temperature", 1.0)
 
     @property
-    def outputs(self) -> dict[str, Path]:
-        """Absolute directory of the model that the run writes, by role."""
-        return {role: (self.spec.directory / role).resolve() for role in self.graph.trained}
+    def outputs(self) -> dict[Path, str]:
+        """Absolute directories of the models that the run writes, and the role of each."""
+        names = {role: role for role in self.graph.trained}
+        if self.spec.save.best is not None:
+            names |= {f"{role}-best": role for role in self.graph.trained}
+        return {(self.spec.directory / name).resolve(): role for name, role in names.items()}
 
     def num_updates(self, role: str) -> int:
         """Return the optimizer steps of a trained model in the whole run."""

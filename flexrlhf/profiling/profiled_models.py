@@ -76,7 +76,7 @@ def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -
 
 def _origin(model: ModelSpec, command_plans: Sequence[Plan]) -> ModelSpec:
     """Return the model that ``model`` starts from, through the runs of the command that write its weights."""
-    pending = {path: plan.model(role) for plan in command_plans for role, path in plan.outputs.items()}
+    pending = {path: plan.model(role) for plan in command_plans for path, role in plan.outputs.items()}
     while model.path is not None and Path(model.path).resolve() in pending:
         model = pending[Path(model.path).resolve()]
     return model

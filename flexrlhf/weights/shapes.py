@@ -15,6 +15,7 @@ from typing import Any
 
 from flexrlhf.config.spec import Dtype, Head, ModelSpec
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, check_scalar_head, check_stored, stored_tensors
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
@@ -103,10 +104,6 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
         siblings = [str(p) for p in directory.parent.iterdir()] if directory.parent.is_dir() else []
         raise UserError(f"models.{role}.path {path}: no such directory{nearest(path, siblings)}")
     file = directory / "config.json"
-    if (directory / "adapter_config.json").is_file():
-        raise UserError(
-            f"models.{role}.path {path}: contains adapters, not a whole model; merge them into their base model first"
-        )
     if not file.is_file():
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
     try:
@@ -126,6 +123,8 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
     ``new_head``: whether files may lack a scalar head, which is then random. Raises UserError for a config that is
     missing or does not fit the head, and for files that do not fit the config.
     """
+    new_head = new_head or has_adapters(model.path)
+    model = base_model(role, model)
     config = read_config(role, model)
     stored = stored_tensors(f"models.{role}.path", Path(model.path)) if model.path is not None else {}
     computed = _computed_shapes(role, config)

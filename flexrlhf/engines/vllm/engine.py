@@ -34,6 +34,7 @@ from flexrlhf.engines.vllm.requests import (
 from flexrlhf.engines.vllm.sleep import SleepMode
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
+from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.placement.placed import PlacedModel
 
 _ENVIRONMENT = {
@@ -258,7 +259,7 @@ def _model_directory(context: EngineContext) -> Iterator[str]:
     placed: PlacedModel = context.placed
     path = placed.settings.path
     # vLLM refuses files with a tensor that its model does not have
-    if path is not None and saved_value_head(path) is None:
+    if path is not None and not has_adapters(path) and saved_value_head(path) is None:
         yield path
         return
     with TemporaryDirectory() as directory:
