@@ -14,6 +14,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
 from flexrlhf.weights.shards import VOCABULARY_MULTIPLE
 
@@ -291,6 +292,8 @@ def check_packages(placement: Placement) -> None:
         packages = {f"engine {model.engine}": CAPABILITIES[model.engine].package}
         if model.settings.lora is not None:
             packages["lora"] = PEFT
+        if has_adapters(model.settings.path):
+            packages["the adapters in its path"] = PEFT
         for feature, package in packages.items():
             if package is not None and find_spec(package.module) is None:
                 section = f"models.{model.role}" if model.rollout is None else "rollout"

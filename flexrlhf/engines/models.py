@@ -106,7 +106,8 @@ def _with_merged_adapters(model: PreTrainedModel, directory: str) -> PreTrainedM
     from peft import PeftModel
 
     merged: PreTrainedModel = PeftModel.from_pretrained(model, directory).merge_and_unload()
-    return merged
+    # peft freezes the base weights of adapters that it loads
+    return merged.requires_grad_(True)
 
 
 def _check_loaded(key: str, info: Mapping[str, Any], optional: Collection[str]) -> None:

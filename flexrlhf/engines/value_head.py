@@ -44,10 +44,9 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
 
 def saved_value_head(directory: str) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
-    if has_adapters(directory):
-        files, name = (Path(directory) / WEIGHTS,), SAVED_HEAD
-    else:
-        files, name = weight_files("model", Path(directory)), SCALAR_HEAD
+    is_adapters = has_adapters(directory)
+    files = (Path(directory) / WEIGHTS,) if is_adapters else weight_files("model", Path(directory))
+    name = SAVED_HEAD if is_adapters else SCALAR_HEAD
     for file in files:
         with safe_open(file, "pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118 - not a mapping, it has only keys()

@@ -60,7 +60,7 @@ class Trainer:
         self._meter = meter
         self._progress = RankProgress(world, plan.spec.name)
         self._groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
-        wait, decode = self._progress.wait, load_tokenizer(data.tokenizer).decode
+        wait, decode = self._progress.wait, load_tokenizer(data.tokenizer, data.is_trusted).decode
         self._scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
         self._models = load_models(plan, world, self._groups, wait)
         meter.reset_peak()

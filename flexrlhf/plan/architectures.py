@@ -10,6 +10,7 @@ from typing import Any
 
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.errors import UserError
+from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import SCALAR_HEAD, check_stored, named_as, stored_tensors
 from flexrlhf.weights.shapes import LLAMA_LIKE, read_config
@@ -21,6 +22,7 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
     ``new_head``: whether files may lack a scalar head. Models with code of their own, which is trusted, are built by
     the ranks alone.
     """
+    model, new_head = base_model(role, model), new_head or has_adapters(model.path)
     config = load_config(role, model)
     if is_native(role, model) and read_config(role, model)["model_type"] not in LLAMA_LIKE:
         shapes = _shapes_without_weights(role, model, config, head)

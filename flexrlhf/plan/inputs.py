@@ -19,6 +19,7 @@ from flexrlhf.plan.architectures import check_architecture
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.model_files import INDEX, SINGLE, weight_files
 from flexrlhf.weights.shapes import read_config
 
@@ -196,8 +197,6 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
 def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
     """Check for weights, an embedding of every token and enough positions: on a rank the error would be obscure."""
     model = plan.model(role)
-    if has_adapters(model.path):
-        check_package("lora", f"models.{role}.path {model.path}: contains adapters, which")
     whole = base_model(role, model).path
     if whole is not None and not weight_files(f"models.{role}.path", Path(whole)):
         raise UserError(f"models.{role}.path {whole}: no weights in it (no file {SINGLE} or {INDEX})")

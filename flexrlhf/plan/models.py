@@ -97,7 +97,8 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
         while model.path is not None and Path(model.path).resolve() in pending:
             # the files that the earlier run starts from may lack a head that it trains and writes
             model, new_head = pending[Path(model.path).resolve()], True
-        check_family(role, read_config(role, model), graph.heads[role], generates=role == graph.generated)
+        is_sampled = role == graph.generated and spec.guards.sampled_logprobs == "stop"
+        check_family(role, read_config(role, model), graph.heads[role], is_sampled)
         shape = model_shape(role, model, graph.heads[role], new_head)
         if shape is not None:
             shapes[role] = shape if lora is None else with_adapters(role, shape, lora)

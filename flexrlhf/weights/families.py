@@ -26,8 +26,11 @@ _RECURRENT = "falcon_mamba mamba mamba2 minimax recurrent_gemma rwkv xlstm"
 _UNMASKED = "rwkv"
 
 
-def check_family(role: str, config: dict[str, Any], head: Head, generates: bool) -> None:
-    """Raise UserError for a family that cannot serve as ``role``. ``generates``: whether it is the policy."""
+def check_family(role: str, config: dict[str, Any], head: Head, is_sampled: bool) -> None:
+    """Raise UserError for a family that cannot serve as ``role``.
+
+    ``is_sampled``: whether it is a policy whose sampled log-probs have to be those that it is trained with.
+    """
     kind = str(config["model_type"])
     if kind in _ENCODER_DECODERS.split() or config.get("is_encoder_decoder"):
         raise UserError(f"models.{role}: {kind} is an encoder-decoder; use a decoder, such as llama")
@@ -36,8 +39,9 @@ def check_family(role: str, config: dict[str, Any], head: Head, generates: bool)
         raise UserError(f"models.{role}: {kind} reads in both directions; use a model {purpose}, such as llama")
     if kind in _UNMASKED.split():
         raise UserError(f"models.{role}: {kind} reads padding as text; use a model with attention, such as llama")
-    if kind in _RECURRENT.split() and generates:
+    if kind in _RECURRENT.split() and is_sampled:
         raise UserError(
             f"models.{role}: {kind} has a recurrent state, which decoding here does not keep, so it would sample from "
-            f"another distribution than it is trained on; use a model with attention, such as llama"
+            f"another distribution than it is trained on; use a model with attention, such as llama, or "
+            f"guards.sampled_logprobs: warn"
         )

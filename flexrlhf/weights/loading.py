@@ -11,6 +11,7 @@ from typing import Any
 
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.shapes import read_config
 
 
@@ -38,6 +39,7 @@ def load_config(role: str, model: ModelSpec) -> Any:
     """
     from transformers import AutoConfig
 
+    model = base_model(role, model)
     raw, key = read_config(role, model), model_key(role, model)
     if not _is_native(raw["model_type"]):
         _check_code(role, model, raw)

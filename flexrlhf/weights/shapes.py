@@ -78,7 +78,7 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a role. Raises UserError where there is none, and for a mixture of
     experts or quantised weights.
     """
-    config = model.init if model.init is not None else _config_file(role, model.path)
+    config = model.init if model.init is not None else _config_file(role, base_model(role, model).path)
     if not config.get("model_type"):
         raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(LLAMA_LIKE)}")
     quantised = config.get("quantization_config") or config.get("compression_config")

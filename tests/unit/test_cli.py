@@ -228,23 +228,26 @@ def test_a_vector_has_no_entry_for_a_shared_reference(
     assert "test: ppo, interleaving on 2 devices" in result.stdout
 
 
-def test_adapters_of_an_earlier_run_are_no_model(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_later_run_starts_from_adapters_and_from_the_best_model(invoke: Invoke, tmp_path: Path) -> None:
     write_run(
         tmp_path / "b.yaml", "other", models={"actor": {"path": "runs/test/actor"}, "reward": {"init": dict(TINY)}}
     )
-    message = refused(invoke("plan", "a.yaml", "b.yaml", "--set", "test:models.actor.lora={}"))
-    assert message == (
-        "models.actor.path runs/test/actor: an earlier run writes adapters there, not a whole model; "
-        "remove that run's lora or give another path"
-    )
+    result = invoke("plan", "a.yaml", "b.yaml", "--set", "test:models.actor.lora={}")
+    assert result.exit_code == 0, result.output
+    best = ("plan", "a.yaml", "b.yaml", "--set", "other:models.actor.path=runs/test/actor-best")
+    assert "runs/test/actor-best: no such directory" in refused(invoke(*best))
+    evaluated = ("--set", "test:eval.path=e.jsonl", "--set", "test:save.best=eval_reward_mean")
+    result = invoke(*best, *evaluated)
+    assert result.exit_code == 0, result.output
 
 
-def test_a_directory_of_adapters_is_no_model(invoke: Invoke, tmp_path: Path) -> None:
+def test_adapters_without_a_base_model_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     message = refused(invoke("plan", "a.yaml", "--set", "models.actor={path: adapters}"))
     assert message == (
-        "models.actor.path adapters: contains adapters, not a whole model; merge them into their base model first"
+        "models.actor.path adapters: contains adapters, and their base model None is no directory here; correct "
+        "base_model_name_or_path in adapter_config.json, or merge them with `flexrlhf export --merge-adapters`"
     )
 
 

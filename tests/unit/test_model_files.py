@@ -237,7 +237,8 @@ def test_a_family_that_cannot_serve_is_refused_by_name(role: str, words: str, co
     assert str(error.value).startswith(f"models.{role}: {words}")
 
 
-def test_a_recurrent_model_may_score() -> None:
+def test_a_recurrent_model_may_score_and_sample_where_its_difference_is_only_warned_of() -> None:
+    shapes("models.actor={init: {model_type: mamba}}", "guards.sampled_logprobs=warn")
     shapes("models.reward={init: {model_type: mamba}}", "models.critic={init: {model_type: mamba}}")
 
 

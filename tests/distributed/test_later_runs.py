@@ -1,0 +1,65 @@
+"""Runs of one command that start from what earlier ones wrote, and go on after a stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, make_assets
+from commands import start
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from flexrlhf.config.spec import CheckpointSpec, EvalSpec, SaveSpec, Spec
+from flexrlhf.config.spec_file import dump_spec
+
+
+def run(directory: Path, *arguments: str) -> str:
+    process = start(["run", "first.yaml", "second.yaml", *arguments], directory)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out[-3000:]
+    return out
+
+
+def steps(directory: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_runs(directory: Path, spec: Spec, evaluation: str) -> None:
+    """SFT of adapters, whose best ones the second run begins with, merged; it changes nothing."""
+    first = spec.model_copy(
+        update={
+            "name": "first",
+            "runs": "runs",
+            "eval": EvalSpec(path=evaluation, every=1),
+            "save": SaveSpec(best="eval_nll"),
+            "checkpoint": CheckpointSpec(every=1),
+        }
+    )
+    actor = spec.models.actor
+    assert actor is not None, "SFT has an actor"
+    still = actor.optimizer.model_copy(update={"learning_rate": 0.0, "schedule": "constant", "warmup_steps": 0})
+    merged = actor.model_copy(update={"path": "runs/first/actor-best", "lora": None, "optimizer": still})
+    models = spec.models.model_copy(update={"actor": merged})
+    second = first.model_copy(update={"name": "second", "models": models, "eval": None, "save": SaveSpec()})
+    (directory / "first.yaml").write_text(dump_spec(first))
+    (directory / "second.yaml").write_text(dump_spec(second))
+
+
+def test_a_later_run_starts_from_the_best_adapters_and_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    assets = make_assets(tmp_path_factory.mktemp("later"))
+    spec = assets.spec(Case("sft-adapters", "all", 2))
+    write_runs(tmp_path, spec, str(assets.directory / "sft-evaluation.jsonl"))
+    run(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(assets.model("actor"))
+    expected = PeftModel.from_pretrained(base, tmp_path / "runs/first/actor-best").merge_and_unload().state_dict()
+    found = load_file(tmp_path / "runs/second/actor/model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    out = run(tmp_path, "--resume", "auto", "--set", "second:steps=5")
+    assert "first: finished, skipped" in out and "second  step 3/" not in out and "second  step 5/5" in out
+    assert steps(tmp_path / "runs/first") == [0, 1, 2] and steps(tmp_path / "runs/second") == [0, 1, 2, 3, 4]
