@@ -173,11 +173,8 @@ def write_partial_timeline(directory: Path) -> None:
 
 def _all_spans(directory: Path) -> tuple[list[Flight], list[Span]]:
     """Return the logs of all ranks, and the spans that ended, of this attempt and those before."""
-    numbers = sorted(
-        int(path.stem.partition("-")[2])
-        for path in (directory / FLIGHT).glob("rank-*.jsonl")
-        if path.stem[5:].isdecimal()
-    )
+    names = [path.stem.partition("-")[2] for path in (directory / FLIGHT).glob("rank-*.jsonl")]
+    numbers = sorted(int(name) for name in names if name.isdecimal())
     flights = [read_flight(directory, rank) for rank in numbers]
     spans = [span for flight in flights for span in flight.spans if span.end]
     logged = {(span.rank, span.start) for span in spans}
