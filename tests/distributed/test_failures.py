@@ -81,14 +81,16 @@ def assert_recorded(directory: Path, way: str) -> None:
 
 
 def test_ranks_are_restarted_and_end_with_their_launcher(endless: Path, tmp_path: Path) -> None:
-    """Killed once: all ranks start again. Then the launcher is killed, which can end nothing any more."""
-    process = start(["run", str(endless), "--max-restarts", "1"], tmp_path)
-    read_until(process, "step 2/")
+    """Killed once: all ranks go on from the checkpoint. Then the launcher is killed, which can end nothing any more."""
+    process = start(["run", str(endless), "--max-restarts", "1", "--set", "checkpoint={every: 1}"], tmp_path)
+    read_until(process, "step 4/")
     first = children(process)
     os.kill(first[0], signal.SIGKILL)
     sentence = read_until(process, "restart 1 of 1").splitlines()[-1]
     assert sentence.startswith("flexrlhf: rank 0 (") and "killed by SIGKILL" in sentence
-    read_until(process, "step 2/")
+    next_step = int(read_until(process, "  step ").splitlines()[-1].partition("  step ")[2].partition("/")[0])
+    assert next_step > 1, "it began anew"
+    read_until(process, f"step {next_step + 1}/")
     second = children(process)
     assert len(second) == 2 and not set(first) & set(second)
     process.kill()

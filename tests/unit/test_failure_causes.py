@@ -21,7 +21,13 @@ from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, ser
 from flexrlhf.comm.world import World
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.failures import ENDED, Failure, FailureReporter, Kind, root_cause, write_error
-from flexrlhf.execution.flight_log import FlightLog, read_flight, running_directory, write_partial_timeline, write_record
+from flexrlhf.execution.flight_log import (
+    FlightLog,
+    read_flight,
+    running_directory,
+    write_partial_timeline,
+    write_record,
+)
 from flexrlhf.timeline import Span, read_trace
 
 MODELS = {0: "actor", 1: "reward", 2: "critic"}
