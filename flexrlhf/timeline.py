@@ -80,6 +80,13 @@ def load_spans(text: str) -> list[Span]:
     return [Span(**item) for item in json.loads(text)]
 
 
+def saved_spans(folder: Path) -> Iterator[Span]:
+    """Yield the spans that ``append_spans`` has written, by this process and those that the run goes on from."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield from load_spans(json.loads(line)["spans"])
+
+
 def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> None:
     """Write a Chrome trace; ``facts`` (weights of each rank, device classes) go to ``otherData``."""
     spans = sorted(spans, key=lambda span: (span.start, span.rank))

@@ -8,9 +8,15 @@ from typing import ParamSpec
 
 import typer
 
-from flexrlhf.errors import Interrupted, Preempted, RankFailure, UserError
+from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError
 
-EXIT_CODES: dict[type[Exception], int] = {UserError: 2, RankFailure: 1, Interrupted: 130, Preempted: 143}
+EXIT_CODES: dict[type[Exception], int] = {
+    UserError: 2,
+    RankFailure: 1,
+    RunStopped: 1,
+    Interrupted: 130,
+    Preempted: 143,
+}
 Options = ParamSpec("Options")
 
 

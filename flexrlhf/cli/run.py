@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.options import Configs, Devices, Force, Overrides, PlacementRatio
 from flexrlhf.cli.planning import check_memory, plan_runs
 from flexrlhf.cli.specs import load_specs
-from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, format_summary
@@ -29,6 +30,9 @@ Resume = Annotated[
 ]
 NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
 RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, help="restart all ranks from the newest checkpoint so often after one has failed")
+]
 
 
 def run(
@@ -40,11 +44,15 @@ def run(
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
     rdzv_endpoint: RdzvEndpoint = "",
+    max_restarts: MaxRestarts = 0,
     force: Force = False,
     resume: Resume = None,
 ) -> None:
     """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
+    check_restarts(max_restarts)
+    if (notice := rank_notice()) is not None:
+        print_error(notice)
     specs = load_specs(configs, placement_ratio, devices, set_, nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
@@ -53,7 +61,7 @@ def run(
     if dry_run:
         _check(plans, is_quickstart=not configs)
     else:
-        _run(plans, hosts, is_quickstart=not configs, resume=resume)
+        _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume)
 
 
 def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
@@ -64,14 +72,14 @@ def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
     typer.echo("\n\n".join(map(format_plan, plans)))
 
 
-def _run(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume: str | None) -> None:
+def _run(plans: Sequence[Plan], hosts: Hosts, max_restarts: int, is_quickstart: bool, resume: str | None) -> None:
     from flexrlhf.execution.job import prepare_job
 
     job = prepare_job(plans, hosts, is_quickstart, resume)
     if hosts.is_first:
         for plan in plans:
             typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, skipped") + "\n")
-    job.start()
+    job.start(max_restarts)
     if hosts.is_first:
         for plan in job.plans:
             _print_summary(plan)

@@ -1,4 +1,4 @@
-"""World of a job: rank, store, device, the process groups of a plan, and waits with a deadline.
+"""World of a job: rank, store, device, and the process groups of a plan.
 
 WORLD itself is sealed: its back end refuses every collective, because an instruction may communicate only among the
 ranks that it names, in a group of its own purpose (CONTRIBUTING: the three rules).
@@ -6,10 +6,11 @@ ranks that it names, in a group of its own purpose (CONTRIBUTING: the three rule
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,7 +18,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from flexrlhf.errors import RunStopped
+from flexrlhf.comm.deadlines import Cause, DeadlineError, deadline, listed
+from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
+from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
 
 
@@ -64,6 +67,7 @@ class World:
     store:       key-value store of the job, which is no collective.
     device:      of this rank.
     backend:     of process groups: gloo on CPU, nccl on GPUs.
+    host:        name of this machine.
     """
 
     rank: int
@@ -71,14 +75,13 @@ class World:
     store: dist.Store
     device: torch.device
     backend: str
+    host: str = ""
 
     def make_groups(self, groups: Iterable[Group], timeout_seconds: float) -> Groups:
         """Create all groups in plan order; NCCL groups are warmed up. Every rank calls this with the same list."""
         made: dict[Group, dist.ProcessGroup | None] = {}
         for group in groups:
-            with deadline(
-                f"rank {self.rank} at start-up, group {group.purpose}", lambda: "a rank that has not started"
-            ):
+            with self._connecting(group):
                 handle = dist.new_group(
                     list(group.ranks),
                     backend=self.backend,
@@ -99,11 +102,36 @@ class World:
 
     def wait_for(self, store: dist.Store, keys: Mapping[str, str], what: str, timeout_seconds: float) -> None:
         """Wait for keys of the store. ``keys``: key → who writes it, for the sentence when the deadline passes."""
-        with deadline(
-            f"rank {self.rank} at {what}",
-            lambda: ", ".join(dict.fromkeys(who for key, who in keys.items() if not store.check([key]))),
-        ):
+
+        def explain(cause: Cause) -> str:
+            if cause == "closed":
+                return "the connection to the job's store closed"
+            missing = [who for key, who in keys.items() if not store.check([key])]
+            arrived = [who for who in dict.fromkeys(keys.values()) if who not in missing]
+            return (
+                f"the deadline of {timeout_seconds:g} s passed, waiting for {listed(list(dict.fromkeys(missing)))}; "
+                f"arrived: {listed(arrived) or 'none of them'}"
+            )
+
+        with deadline(f"{self} at {what}", explain):
             store.wait(list(keys), timedelta(seconds=timeout_seconds))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host})" if self.host else f"rank {self.rank}"
+
+    @contextmanager
+    def _connecting(self, group: Group) -> Iterator[None]:
+        """Raise DeadlineError where the ranks of a group do not connect to each other."""
+        try:
+            yield
+        except RuntimeError as error:
+            # without the place in torch's sources
+            reason = re.sub(r"\[/[^]]*] ", "", str(error).strip().splitlines()[0]).partition(". This is")[0]
+            ranks = listed([str(rank) for rank in group.ranks])
+            raise DeadlineError(
+                f"{self} at start-up: ranks {ranks} of the group {group.purpose} do not reach each other ({reason}); "
+                f"if none has ended, set GLOO_SOCKET_IFNAME to the network interface of the job on every machine"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -132,81 +160,42 @@ class Groups:
 def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
     """Join the job that the environment describes. ``device``: cpu or cuda, the same on all ranks."""
     cuda = device == "cuda"
-    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-    store = dist.PrefixStore("flexrlhf", store)
+    rank, size, host = _number("RANK"), _number("WORLD_SIZE"), socket.gethostname()
+    store = _join(rank, size, host, timeout_seconds)
     dist.Backend.register_backend("sealed", _make_sealed, devices=["cpu", "cuda"])
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)
     try:
-        yield World(rank, size, store, place, "nccl" if cuda else "gloo")
+        yield World(rank, size, store, place, "nccl" if cuda else "gloo", host)
     finally:
         dist.destroy_process_group()
 
 
-class RankProgress:
-    """Position of each rank in the list that all ranks walk, in the job's store, and the waits of this rank."""
-
-    def __init__(self, world: World, run: str) -> None:
-        self._world = world
-        self._run = run
-        self._position = 0
-        self._what = ""
-
-    def report(self, position: int, what: str) -> None:
-        """Store that this rank has come to ``position``, which grows along the list; ``what`` it does there."""
-        self._position, self._what = position, what
-        self._world.store.set(self._key(self._world.rank), json.dumps([position, what]))
-
-    def wait(self, work: dist.Work, ranks: tuple[int, ...]) -> None:
-        """Wait for ``work`` with ``ranks``. Raises DeadlineError."""
-        with self.deadline(ranks):
-            work.wait()
-
-    def deadline(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Return a context that names a failed wait for ``ranks`` by what this rank does."""
-        return deadline(f"rank {self._world.rank} at {self._what}", lambda: self.missing(ranks))
-
-    def missing(self, ranks: Iterable[int]) -> str:
-        """Return which of ``ranks`` are behind this one, with what each reported last; if none is, which are level with
-        it, since one of those does not go on."""
-        seen = {rank: self._seen(rank) for rank in ranks if rank != self._world.rank}
-        behind = [f"rank {rank} (at: {what})" for rank, (at, what) in seen.items() if at < self._position]
-        inside = [f"rank {rank} (at: {what}, too)" for rank, (at, what) in seen.items() if at == self._position]
-        return ", ".join(behind or inside) or "nobody: all ranks have gone on, one failed inside"
-
-    def _key(self, rank: int) -> str:
-        return f"{self._run}/at/{rank}"
-
-    def _seen(self, rank: int) -> tuple[int, str]:
-        """Return the position and words that ``rank`` last reported."""
-        if not self._world.store.check([self._key(rank)]):
-            return -1, "not started"
-        at, what = json.loads(self._world.store.get(self._key(rank)))
-        return int(at), str(what)
+def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store:
+    """Return the job's store, once every rank has joined it; says every few seconds who is awaited."""
+    # one rank of each machine prints
+    prints = os.environ.get("LOCAL_RANK", "0") == "0"
+    endpoint = Endpoint("MASTER_ADDR and MASTER_PORT", os.environ["MASTER_ADDR"], _number("MASTER_PORT"))
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = (
+        serve_store(endpoint, True, timeout_seconds)
+        if is_server
+        else connect_store(endpoint, timeout_seconds, Notice(f"rank {rank} waits for the job's store", prints))
+    )
+    # a store may serve several attempts
+    attempt = dist.PrefixStore(f"flexrlhf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt.set(f"joined/{rank}", host)
+    keys = {f"joined/{each}": f"rank {each}" for each in range(size)}
+    notice = Notice(f"rank {rank} waits for the job's {size} ranks", prints)
+    await_keys(attempt, keys, timeout_seconds, notice)
+    return attempt
 
 
-class DeadlineError(RunStopped):
-    """Failure of a wait because ranks were missing."""
-
-
-@contextmanager
-def deadline(what: str, who_is_missing: Callable[[], str]) -> Iterator[None]:
-    """Raise DeadlineError for a failed wait: ``what`` was waited for, and which ranks have not arrived."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = _reason(str(error).lower())
-        if reason is None:
-            raise
-        raise DeadlineError(f"{what}: {reason}, waiting for {who_is_missing()}") from error
-
-
-def _reason(text: str) -> str | None:
-    """Return what torch's message means when a wait failed; None for any other error."""
-    if any(sign in text for sign in ("timed out", "timeout")):
-        return "the deadline passed"
-    if any(sign in text for sign in ("connection closed", "connection reset", "broken pipe")):
-        return "the connection closed"
-    return None
+def _number(name: str) -> int:
+    """Return a variable of the launcher as a number. Raises UserError unless it is one."""
+    value = os.environ.get(name)
+    if value is None or not value.isdecimal():
+        raise UserError(f"{name}: {'missing from' if value is None else repr(value) + ' in'} the environment of a rank")
+    return int(value)

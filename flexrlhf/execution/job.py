@@ -38,9 +38,10 @@ class Job:
         """Plans of the runs."""
         return tuple(run.plan for run in self.runs)
 
-    def start(self) -> None:
+    def start(self, max_restarts: int = 0) -> None:
         """Run on all ranks of this node, or, under torchrun, as one of them; returns when all runs have ended.
 
+        ``max_restarts``: how often the ranks are started again after one has failed; under torchrun it restarts them.
         Raises RankFailure when a rank fails, Interrupted on a signal and Preempted on a request to save and end; no
         process is left.
         """
@@ -48,12 +49,12 @@ class Job:
             return
         orders = [RunOrder(with_device(run.plan.spec, self.device), run.candidates) for run in self.runs]
         try:
-            self._start(orders)
+            self._start(orders, max_restarts)
         finally:
             for lock in self.locks:
                 lock.close()
 
-    def _start(self, orders: Sequence[RunOrder]) -> None:
+    def _start(self, orders: Sequence[RunOrder], max_restarts: int) -> None:
         if under_torchrun():
             from flexrlhf.execution.worker import work
 
@@ -62,7 +63,7 @@ class Job:
         else:
             from flexrlhf.execution.launch import launch
 
-            if launch(orders, self.plans[0], self.hosts):
+            if launch(orders, self.plans[0], self.hosts, max_restarts):
                 raise Preempted(stopped_sentence(self.plans))
 
 
@@ -84,6 +85,9 @@ def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False
 
     Raises UserError before any directory is made.
     """
+    from flexrlhf.execution.lifetime import quiet_torch
+
+    quiet_torch()
     from flexrlhf.execution.launch import choose_device
 
     runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]

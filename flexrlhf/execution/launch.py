@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from flexrlhf.errors import Interrupted, RankFailure, UserError
+from flexrlhf.comm.interfaces import interface_to
+from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
+from flexrlhf.execution.agent import RankAgent
+from flexrlhf.execution.failures import Failure, FailureReporter
+from flexrlhf.execution.lifetime import rank_environment
+from flexrlhf.execution.node_watch import NodeWatch
+from flexrlhf.execution.rank_watch import silence_limit
+from flexrlhf.execution.rendezvous import NodeRendezvous, endpoint_of
 from flexrlhf.execution.run_order import RunOrder, dump_orders
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
-POLL_SECONDS = 5
 STOPPED = "stopped; all ranks have ended"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals for which the elastic agent installs handlers of its own."""
-
-
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 SAVING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of schedulers before they end a job."""
 
@@ -48,17 +52,20 @@ def choose_device(setting: str, num_local: int) -> str:
     return setting if setting != "auto" else "cuda" if count >= num_local else "cpu"
 
 
-def launch(orders: Sequence[RunOrder], plan: Plan, hosts: Hosts) -> bool:
+def launch(orders: Sequence[RunOrder], plan: Plan, hosts: Hosts, max_restarts: int = 0) -> bool:
     """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
 
-    Returns whether a signal has made the ranks save and end.
+    ``max_restarts``: how often all ranks are started again after one has failed. Returns whether a signal has made the
+    ranks save and end.
     """
+    directories = [order.spec.directory for order in orders]
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
         file, stop = Path(directory) / "orders.json", Path(directory) / "stop"
         file.write_text(dump_orders(orders))
         saves = all(order.spec.checkpoint.on_signal for order in orders)
         with _saving_on_signals(stop, saves):
-            start_ranks(["flexrlhf.execution.rank", str(file), str(stop)], plan, hosts, SAVING if saves else ())
+            ranks = ["flexrlhf.execution.rank", str(file), str(stop)]
+            start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else ())
         return stop.exists()
 
 
@@ -82,25 +89,94 @@ def _saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start_ranks(module: Sequence[str], plan: Plan, hosts: Hosts, others_signals: Sequence[signal.Signals] = ()) -> None:
+def start_ranks(
+    module: Sequence[str],
+    plan: Plan,
+    hosts: Hosts,
+    directories: Sequence[Path] = (),
+    max_restarts: int = 0,
+    others_signals: Sequence[signal.Signals] = (),
+) -> None:
     """Run ``module``, with its arguments, on every rank of this node and wait. Raises as ``launch`` does.
 
-    ``others_signals``: those that the caller handles, all others end the ranks.
+    directories:     of the runs, in order; that of the run that fails gets the records of its ranks.
+    max_restarts:    how often all ranks are started again after one has failed.
+    others_signals:  those that the caller handles; all others end the ranks.
     """
-    ending = [number.name for number in HANDLED if number not in others_signals]
-    config = replace(_config(hosts.num_local_ranks(plan.cluster), hosts), signals_to_handle=",".join(ending))
     _silence_agent()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+    reporter = FailureReporter(plan, directories, hosts.local_ranks(plan.cluster))
+    with TemporaryDirectory(prefix="flexrlhf-") as log_directory:
+        agent = RankAgent(
+            _worker_spec(module, plan, hosts, max_restarts),
+            log_directory,
+            lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), _silence(plan)),
+            reporter.report,
+        )
+        ending = [number.name for number in HANDLED if number not in others_signals]
+        with rank_environment(_network(hosts), {SIGNALS_VARIABLE: ",".join(ending)}):
+            _run_agent(agent, hosts, reporter)
+
+
+def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> None:
+    """Run the ranks to their end. Raises as ``launch`` does."""
     try:
         with _signal_handlers_restored():
-            elastic_launch(config, sys.executable)("-m", *module)
-    except ChildFailedError as error:
-        rank, failure = _cause(error)
-        if failure.exitcode == -signal.SIGINT:
-            raise Interrupted(STOPPED) from None
-        raise RankFailure(_sentence(rank, failure, plan)) from None
+            result = agent.run()
     except (SignalException, KeyboardInterrupt):
+        agent.close(Failure("user", f"node {hosts.node_rank} (host {gethostname()}) was stopped", time.time()))
+        reporter.report({})
         raise Interrupted(STOPPED) from None
+    except RunStopped as error:
+        raise RankFailure(str(error)) from None
+    agent.close()
+    if result.is_failed():
+        _raise(agent.cause, result, reporter)
+
+
+def _raise(cause: Failure | None, result: RunResult, reporter: FailureReporter) -> None:
+    """Raise the end of a job, with what this machine did when another one failed, and where its records are."""
+    if any(failure.exitcode == -signal.SIGINT for failure in result.failures.values()):
+        raise Interrupted(STOPPED)
+    assert cause is not None, "an attempt that failed has a cause"
+    place = reporter.place() if cause.kind == "node" else ""
+    record = f"record: {reporter.record}" if reporter.record is not None else ""
+    raise RankFailure("; ".join(filter(None, (cause.sentence, place, record))))
+
+
+def _worker_spec(module: Sequence[str], plan: Plan, hosts: Hosts, max_restarts: int) -> WorkerSpec:
+    return WorkerSpec(
+        role="rank",
+        local_world_size=hosts.num_local_ranks(plan.cluster),
+        entrypoint=sys.executable,
+        args=("-m", *module),
+        rdzv_handler=NodeRendezvous(hosts),
+        max_restarts=max_restarts,
+        monitor_interval=0.2,
+    )
+
+
+def _silence(plan: Plan) -> float:
+    return silence_limit(plan.spec.timeout_seconds)
+
+
+def _node_names(store: dist.Store, plan: Plan, hosts: Hosts) -> list[str]:
+    """Return names of all nodes: number, host and ranks."""
+    names = []
+    for node in range(hosts.nnodes):
+        ranks = ", ".join(map(str, plan.cluster.ranks_on_node(node))) if hosts.nnodes > 1 else ""
+        names.append(f"node {node} (host {store.get(f'node/{node}').decode()}; ranks {ranks})")
+    return names
+
+
+def _network(hosts: Hosts) -> dict[str, str]:
+    """Return variables that choose the interfaces of the ranks: of one machine, the loopback alone.
+
+    Of several, the one that reaches node 0; NCCL chooses by itself, since it also has other networks than IP's.
+    """
+    if hosts.nnodes == 1:
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    interface = interface_to(endpoint_of(hosts).address)
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
 
 
 @contextmanager
@@ -116,54 +192,8 @@ def _signal_handlers_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed by itself, not one that waited for it in vain or that the agent ended afterwards."""
-    first = error.get_first_failure()
-    # the agent notices a killed rank at its next poll, a neighbour at once; its own SIGKILL comes half a minute later
-    latest = first[1].timestamp + POLL_SECONDS
-    killed = [
-        (rank, failure)
-        for rank, failure in error.failures.items()
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= latest
-    ]
-    return killed[0] if killed else first
-
-
 def _silence_agent() -> None:
     """Silence the agent's log: three paragraphs for each rank, which repeat the closing sentence."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _config(num_local: int, hosts: Hosts) -> LaunchConfig:
-    several = hosts.nnodes > 1
-    return LaunchConfig(
-        min_nodes=hosts.nnodes,
-        max_nodes=hosts.nnodes,
-        nproc_per_node=num_local,
-        run_id="flexrlhf" if several else f"flexrlhf-{os.getpid()}",
-        role="rank",
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=hosts.rdzv_endpoint or "localhost:0",
-        rdzv_configs={"rank": hosts.node_rank, "timeout": 900} if several else {"is_host": True},
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method="spawn",
-        local_addr=None if several else "localhost",
-    )
-
-
-def _sentence(rank: int, failure: ProcessFailure, plan: Plan) -> str:
-    models = ", ".join(model.name for model in plan.placement.on_rank(rank)) or "no model"
-    message: Any = failure.message
-    if isinstance(message, dict):
-        message = message.get("message", "")
-    # a rank that a signal killed has left no message of its own
-    reason = str(message).strip().splitlines()[0] if failure.error_file_data and failure.exitcode > 0 else ""
-    detail = f": {reason}" if reason else ""
-    return f"rank {rank} ({models}) ended the run, {_exit(failure)}{detail}"
-
-
-def _exit(failure: ProcessFailure) -> str:
-    return f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"

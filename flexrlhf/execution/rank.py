@@ -8,6 +8,10 @@ import sys
 
 def main() -> None:
     """Run the orders of the file that is the first argument; the second one is the file of a request to stop."""
+    from flexrlhf.execution.lifetime import end_with_launcher
+
+    # torch takes seconds to load, in which the launcher may die
+    end_with_launcher()
     from flexrlhf.execution.worker import main as run
 
     run(*sys.argv[1:])

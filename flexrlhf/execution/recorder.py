@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, st
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
-from flexrlhf.timeline import Span, Timeline, dump_spans, load_spans, write_trace
+from flexrlhf.timeline import Span, Timeline, dump_spans, load_spans, saved_spans, write_trace
 
 TIMELINE = "timeline"
 """Folder with the spans up to each checkpoint, a file a rank."""
@@ -219,7 +219,7 @@ class Recorder:
         self.next_step, self._last_time = self.next_step + 1, now
 
     def _write_timeline(self) -> None:
-        spans = list(_saved_spans(self._directory / TIMELINE))
+        spans = list(saved_spans(self._directory / TIMELINE))
         usage, peaks = {}, {}
         for rank in range(self._plan.placement.num_ranks):
             self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}, "the end of the run")
@@ -234,13 +234,6 @@ class Recorder:
         }
         first = max((span.step for span in spans), default=0) - self._plan.spec.timeline_steps
         write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)
-
-
-def _saved_spans(folder: Path) -> Iterator[Span]:
-    """Yield the spans that ``append_spans`` has written, by this process and those that the run goes on from."""
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            yield from load_spans(json.loads(line)["spans"])
 
 
 def _publisher(run: Run) -> str:

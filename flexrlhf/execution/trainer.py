@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
-from flexrlhf.comm.world import RankProgress, World
+from flexrlhf.comm.world import World
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_arrivals, record_columns
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.evaluator import Evaluator
 from flexrlhf.execution.external_scores import make_external_scorers
 from flexrlhf.execution.finite_guard import make_finite_guard
+from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.loaded_models import LoadedModel, load_models
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.model_saver import ModelSaver
@@ -34,7 +34,7 @@ from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import rounds, walk_round
-from flexrlhf.timeline import Span, Timeline
+from flexrlhf.timeline import Span
 
 
 class Trainer:
@@ -47,18 +47,20 @@ class Trainer:
         data: RunData,
         meter: MemoryMeter,
         stops: StopRequests,
+        flight: FlightRecord,
         start: StartingPoint | None = None,
     ) -> None:
         """Load the models of this rank.
 
-        meter:  counts its memory from here on.
-        stops:  requests to end the run before its last step.
-        start:  checkpoint that it goes on from; None: it begins with its first step.
+        meter:   counts its memory from here on.
+        stops:   requests to end the run before its last step.
+        flight:  record of its instructions.
+        start:   checkpoint that it goes on from; None: it begins with its first step.
         """
         self.plan = plan
         self._world = world
         self._meter = meter
-        self._progress = RankProgress(world, plan.spec.name)
+        self._flight, self._progress = flight, flight.progress
         self._groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
         wait, decode = self._progress.wait, load_tokenizer(data.tokenizer, data.is_trusted).decode
         self._scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
@@ -77,9 +79,8 @@ class Trainer:
         self._syncs = WeightSyncs(self._context)
         self._evaluator = Evaluator(self._context, self._operators, self._recorder)
         self._saver = ModelSaver(self._context, self._recorder)
-        self.timeline = Timeline(world.rank, plan.spec.timeline_steps)
         self._stops = stops
-        state = RunState(self._context, self._rows, self._controllers, self._recorder, self.timeline)
+        state = RunState(self._context, self._rows, self._controllers, self._recorder, flight.timeline)
         self._checkpointer = Checkpointer(state)
         if start is not None:
             restore(state, self._syncs, start)
@@ -96,9 +97,10 @@ class Trainer:
             for position, step, instruction in walk_round(plan.schedule, self._world.rank, plan.spec.steps, turn):
                 self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
                 # an engine's library waits by itself, so a failed wait is named for the whole instruction
-                with self._span(instruction, step) as span, self._progress.deadline(instruction.ranks):
-                    self._execute(instruction, step, position, span)
-                self._record()
+                with self._progress.deadline(instruction.ranks):
+                    with self._flight.instruction(instruction, step) as span:
+                        self._execute(instruction, step, position, span)
+                    self._record()
             if self._is_last(turn):
                 next_step = min(next_step, max(0, turn + 1 - plan.schedule.lag))
                 break
@@ -117,10 +119,11 @@ class Trainer:
         if not spec.checkpoint.on_signal:
             return False
         moment = f"{spec.name}/{turn}"
-        if self._models:
-            return self._stops.decide(moment)
-        # a rank without models would decide all rounds before the others begin
-        return self._stops.follow(moment, spec.timeout_seconds * len(self.plan.schedule.instructions))
+        with self._progress.deadline(tuple(range(self._world.size))):
+            if self._models:
+                return self._stops.decide(moment)
+            # a rank without models would decide all rounds before the others begin
+            return self._stops.follow(moment, spec.timeout_seconds * len(self.plan.schedule.instructions))
 
     def close(self) -> None:
         """Free the models, what scores, and the process groups."""
@@ -131,9 +134,6 @@ class Trainer:
         # models keep groups in cycles of hooks and closures
         gc.collect()
         self._groups.close()
-
-    def _span(self, instruction: Instruction, step: int) -> AbstractContextManager[Span]:
-        return self.timeline.span(instruction.kind, instruction.label, step, instruction.chunk)
 
     def _execute(self, instruction: Instruction, step: int, position: int, span: Span) -> None:
         match instruction:
@@ -202,7 +202,7 @@ class Trainer:
         self._mover.close()
         self._syncs.close()
         usage = {name: asdict(model.engine.memory_usage()) for name, model in self._models.items()}
-        self._recorder.finish(self.timeline, usage, self._meter.peak())
+        self._recorder.finish(self._flight.timeline, usage, self._meter.peak())
 
 
 def _labels(run: Run, model: LoadedModel) -> dict[str, str]:

@@ -7,6 +7,7 @@ function of the spec.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import signal
@@ -18,13 +19,15 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.execution.failures import ErrorReport
+from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.memory_meter import MemoryMeter
+from flexrlhf.execution.rank_watch import RankWatch
 from flexrlhf.execution.run_directory import RunStatus, read_status, write_status
 from flexrlhf.execution.run_order import RunOrder, load_orders
 from flexrlhf.execution.starting_point import choose_start
@@ -43,7 +46,11 @@ def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    with open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world:
+    timeout_seconds = max(order.spec.timeout_seconds for order in orders)
+    with (
+        open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world,
+        RankWatch(world, timeout_seconds) as watch,
+    ):
         meter, stops = MemoryMeter(world.device), StopRequests(world.store, stop_file)
         if stop_file is None:
             stops.install_handlers()
@@ -51,7 +58,7 @@ def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
             # between runs most objects are those of libraries: a run's collections of garbage need not search them
             gc.collect()
             gc.freeze()
-            next_step = order.spec.steps if _is_done(order.spec) else _run(order, world, meter, stops)
+            next_step = order.spec.steps if _is_done(order.spec) else _run(order, world, meter, stops, watch)
             # the next run may read what a rank of this one has just written
             world.meet(f"the end of {order.spec.name}", order.spec.timeout_seconds)
             if next_step < order.spec.steps:
@@ -59,16 +66,18 @@ def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
     return True
 
 
-def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests) -> int:
+def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests, watch: RankWatch) -> int:
     """Plan and execute one run; afterwards nothing refers to its trainer. Returns the step that it has come to."""
     if is_restarted():
         order = replace(order, candidates=(*checkpoints_of(order.spec.directory), *order.candidates))
     plan = make_plan(order.spec)
-    data = load_run_data(plan)
-    start = choose_start(plan, world, data, order.candidates)
-    trainer = Trainer(plan, world, data, meter, stops, start)
-    next_step = trainer.run()
-    trainer.close()
+    flight = FlightRecord(plan, world, plan.spec.directory)
+    with watch.over(flight):
+        data = load_run_data(plan)
+        start = choose_start(plan, world, data, order.candidates)
+        trainer = Trainer(plan, world, data, meter, stops, flight, start)
+        next_step = trainer.run()
+        trainer.close()
     if world.rank == 0:
         is_finished = next_step == plan.spec.steps
         status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps)
@@ -87,7 +96,6 @@ def _is_done(spec: Spec) -> bool:
     return status is not None and status.state == "finished"
 
 
-@record
 def main(orders_file: str, stop_file: str) -> None:
     """Execute the runs of a file of orders; ``launch`` reports an error by its first line."""
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
@@ -99,7 +107,9 @@ def main(orders_file: str, stop_file: str) -> None:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # schedulers signal every process; the launcher makes one request of it
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    work(load_orders(Path(orders_file).read_text()), Path(stop_file))
+    faulthandler.enable(all_threads=True)
+    with ErrorReport():
+        work(load_orders(Path(orders_file).read_text()), Path(stop_file))
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -11,6 +11,9 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
 
+MOST_PORT = 65535
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
 
 @dataclass(frozen=True)
 class Hosts:
@@ -39,6 +42,9 @@ class Hosts:
             raise UserError("--rdzv-endpoint: missing; several nodes need HOST:PORT of node 0")
         if not re.fullmatch(r"[^:\s]+:\d+", endpoint):
             raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as {endpoint.split(':')[0]}:29500")
+        host, _, port = endpoint.rpartition(":")
+        if len(port) > 5 or not 1 <= int(port) <= MOST_PORT:
+            raise UserError(f"--rdzv-endpoint {endpoint}: no port, use 1 to {MOST_PORT}, such as {host}:29500")
 
     def check_cluster(self, cluster: Cluster) -> None:
         """Raise UserError unless several nodes are as many as the cluster has."""
@@ -46,8 +52,17 @@ class Hosts:
             raise UserError(f"--nnodes {self.nnodes}: cluster.nodes has {cluster.num_nodes}; both must be the same")
 
     def num_local_ranks(self, cluster: Cluster) -> int:
-        """Number of ranks to start on this node: those of its devices, or of the whole cluster with one node."""
-        return len(cluster.devices) if self.nnodes == 1 else len(cluster.ranks_on_node(self.node_rank))
+        """Number of ranks to start on this node."""
+        return len(self.local_ranks(cluster))
+
+    def local_ranks(self, cluster: Cluster) -> tuple[int, ...]:
+        """Return the ranks to start on this node: those of its devices, or of the whole cluster with one node."""
+        return cluster.ranks_on_node(self.node_rank) if self.nnodes > 1 else tuple(range(len(cluster.devices)))
+
+    @property
+    def is_first_node(self) -> bool:
+        """Whether this is node 0, which serves the job's store."""
+        return self.node_rank == 0
 
     @property
     def is_first(self) -> bool:
@@ -57,18 +72,39 @@ class Hosts:
 
 def under_torchrun() -> bool:
     """Return whether a launcher started this process as one of several ranks."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+    return "TORCHELASTIC_RUN_ID" in os.environ or set(_RANK_VARIABLES) <= set(os.environ)
+
+
+def rank_notice() -> str | None:
+    """Return a sentence about variables that make this process a rank although torchrun did not start it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or not under_torchrun():
+        return None
+    found = ", ".join(f"{name}={os.environ[name]}" for name in _RANK_VARIABLES)
+    return (
+        f"{found} in the environment: this process is rank {os.environ['RANK']} of a job of "
+        f"{os.environ['WORLD_SIZE']} ranks that another launcher started, and waits for the others; "
+        f"if it is not, run `unset {' '.join(_RANK_VARIABLES)}` first"
+    )
 
 
 def num_torchrun_ranks(num_planned: int) -> int:
     """Number of ranks that torchrun started on this node. Raises UserError unless all nodes have ``num_planned``."""
-    size = int(os.environ["WORLD_SIZE"])
+    value = os.environ.get("WORLD_SIZE", "")
+    if not value.isdecimal():
+        raise UserError(f"WORLD_SIZE: {value!r} in the environment of a rank; torchrun sets the number of ranks")
+    size = int(value)
     if size != num_planned:
         raise UserError(
             f"cluster: {num_planned} devices planned, but torchrun started {size} ranks; "
             f"use --devices {size} or --nproc-per-node {num_planned}"
         )
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def check_restarts(max_restarts: int) -> None:
+    """Raise UserError for restarts under torchrun, which starts the ranks and so restarts them."""
+    if max_restarts and under_torchrun():
+        raise UserError(f"--max-restarts {max_restarts}: torchrun started this rank, so use its own --max-restarts")
 
 
 def check_single_planner(specs: Iterable[Spec], hosts: Hosts) -> None:

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.world import Groups, RankProgress, World, open_world
+from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.execution.lifetime import end_with_launcher
 from flexrlhf.execution.loaded_models import LoadedModel, load_model_on_rank
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.placement.groups import Group
@@ -86,7 +88,7 @@ class PlanProfiler:
         ranks = tuple(range(world.size))
         own = [Group("profile", ranks), Group("move", ranks), Group("sync", ranks)] if len(ranks) > 1 else []
         self._groups: Groups = world.make_groups([*own, *plan.groups], plan.spec.timeout_seconds)
-        self._progress = RankProgress(world, f"profile/{plan.spec.name}")
+        self._progress = RankProgress(world, f"profile/{plan.spec.name}", {}, plan.spec.timeout_seconds)
         self._position = 0
         all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._progress.wait)
         oversubscribed = world.device.type == "cpu" and world.size > len(os.sched_getaffinity(0))
@@ -220,4 +222,5 @@ def main(request_file: str, path: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_launcher()
     main(sys.argv[1], sys.argv[2])

@@ -52,14 +52,15 @@ def begin(parent: int) -> None:
     Elsewhere than on Linux: end within WATCH_SECONDS of the process, unless a function has the interpreter's lock.
     """
     os.setsid()
-    if not _is_killed_with_parent():
+    if not is_killed_with_parent():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     # it may have died before
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _is_killed_with_parent() -> bool:
+def is_killed_with_parent() -> bool:
+    """Have the kernel kill this process when the thread that started it ends; return whether it does that."""
     if sys.platform != "linux":
         return False
     arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]

@@ -14,6 +14,7 @@ from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.run_directory import prepare_directory
 from flexrlhf.execution.stop_requests import StopRequests
@@ -27,7 +28,8 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
     """As flexrlhf/execution/worker.py does it, but for the weight."""
     plan = make_plan(spec)
     prepare_directory(plan, format_plan(plan), continues=False).close()
-    trainer = Trainer(plan, world, load_run_data(plan), MemoryMeter(world.device), StopRequests(world.store))
+    flight = FlightRecord(plan, world, spec.directory)
+    trainer = Trainer(plan, world, load_run_data(plan), MemoryMeter(world.device), StopRequests(world.store), flight)
     weight = trainer._models["actor"].engine.weights()[name]
     with torch.no_grad():
         weight.view(-1)[0] += amount

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +15,10 @@ import pytest
 import yaml
 from cases import Case, make_assets
 from commands import children, children_of, is_alive, name_of, read_until, start
+from processes import descendants, listening_addresses
 
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.timeline import read_trace
 
 LAST_RANK = 1
 
@@ -35,6 +40,8 @@ def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_p
     read_until(process, "step 2/")
     ranks = children(process)
     assert len(ranks) == 2
+    # whoever reaches such a socket could end the run, or worse
+    assert listening_addresses(descendants(process.pid)) == {"127.0.0.1"}
     began = time.monotonic()
     if way == "interrupted":
         os.killpg(process.pid, signal.SIGINT)
@@ -46,13 +53,49 @@ def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_p
     assert not any(is_alive(pid) for pid in ranks), last
     if way == "interrupted":
         assert process.returncode == 130 and seconds < 10 and "all ranks have ended" in last
-    elif way == "killed":
-        assert process.returncode == 1 and seconds < 30
-        assert last.startswith("flexrlhf: rank 1 (") and "killed by SIGKILL" in last
+        return
+    assert process.returncode == 1 and seconds < 30
+    assert last.endswith("; record: runs/endless/failure")
+    if way == "killed":
+        assert last.startswith("flexrlhf: rank 1 (") and re.search(r" at step \d+, .*, killed by SIGKILL", last)
     else:
-        # the deadline is 5 s; a stopped process does not even take SIGTERM, so the agent kills it half a minute later
-        assert process.returncode == 1 and seconds < 60
-        assert "the deadline passed, waiting for rank 1 (at: step" in last
+        assert last.startswith("flexrlhf: rank 0 (") and " at step " in last
+        assert "the deadline of 5 s passed, waiting for rank 1 (" in last and "does not respond)" in last
+    assert_recorded(tmp_path / "runs" / "endless", way)
+
+
+def assert_recorded(directory: Path, way: str) -> None:
+    """Each rank has a record of its last instructions, and the timeline has what ran."""
+    records = [json.loads((directory / "failure" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    for rank, record in enumerate(records):
+        assert (record["rank"], record["run"], record["host"]) == (rank, "endless", socket.gethostname())
+        assert record["instructions"] and record["at"].startswith("step ")
+        assert record["instructions"][-1]["end"] == 0.0, "the instruction that it ended in"
+    assert any("in _execute" in line for line in records[0]["stack"]), "where the rank was"
+    if way == "killed":
+        assert records[1]["reason"].endswith("killed by SIGKILL") and not records[1]["stack"]
+    else:
+        assert "ended by" in records[1]["reason"]
+    spans = read_trace(directory / "timeline.json")
+    assert {span.rank for span in spans} == {0, 1} and {span.step for span in spans} >= {0, 1}
+
+
+def test_ranks_are_restarted_and_end_with_their_launcher(endless: Path, tmp_path: Path) -> None:
+    """Killed once: all ranks go on from the checkpoint. Then the launcher is killed, which can end nothing any more."""
+    process = start(["run", str(endless), "--max-restarts", "1", "--set", "checkpoint={every: 1}"], tmp_path)
+    read_until(process, "step 4/")
+    first = children(process)
+    os.kill(first[0], signal.SIGKILL)
+    sentence = read_until(process, "restart 1 of 1").splitlines()[-1]
+    assert sentence.startswith("flexrlhf: rank 0 (") and "killed by SIGKILL" in sentence
+    next_step = int(read_until(process, "  step ").splitlines()[-1].partition("  step ")[2].partition("/")[0])
+    assert next_step > 1, "it began anew"
+    read_until(process, f"step {next_step + 1}/")
+    second = children(process)
+    assert len(second) == 2 and not set(first) & set(second)
+    process.kill()
+    wait_for_the_end_of(second)
+    process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +104,7 @@ def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
     assets = make_assets(tmp_path_factory.mktemp("rollouts"))
     raw = yaml.safe_load(dump_spec(assets.spec(Case("four", "six-chunks", 2, rollout="vllm-child"))))
-    raw |= {"name": "decoding", "steps": 100_000, "timeout_seconds": 30, "runs": "runs"}
+    raw |= {"name": "decoding", "steps": 100_000, "timeout_seconds": 90, "runs": "runs"}
     path = tmp_path_factory.mktemp("config") / "decoding.yaml"
     path.write_text(yaml.safe_dump(raw))
     return path
@@ -77,6 +120,7 @@ def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, t
     first, last = children(process)
     (decoder,) = [pid for pid in children_of(last) if "EngineCore" in name_of(pid)]
     everyone = [first, last, *children_of(first), *children_of(last)]
+    assert listening_addresses(descendants(process.pid)) == {"127.0.0.1"}
     began = time.monotonic()
     os.kill(decoder if victim == "rollout process" else last, signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
@@ -84,7 +128,7 @@ def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, t
     sentence = out.strip().splitlines()[-1]
     if victim == "rollout process":
         assert sentence.startswith("flexrlhf: rank 1 (actor.rollout, "), out
-        assert sentence.endswith(f"actor.rollout: the vLLM process {decoder} ended (killed by SIGKILL)"), out
+        assert f"actor.rollout: the vLLM process {decoder} ended (killed by SIGKILL); record: " in sentence, out
     else:
         assert sentence.startswith("flexrlhf: rank 1 (actor.rollout, ") and "killed by SIGKILL" in sentence, out
     wait_for_the_end_of(everyone)
@@ -114,4 +158,6 @@ def test_a_rank_that_raises_ends_the_run_with_its_message(endless: Path, tmp_pat
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     last = out.strip().splitlines()[-1]
-    assert last.startswith("flexrlhf: rank ") and "ended the run, exit code 1" in last
+    assert last.startswith("flexrlhf: rank ") and "ended the run, exit code 1: SafetensorError: " in last
+    # a rank that fails while it loads has no step yet
+    assert " at step " not in last and last.endswith("; record: runs/endless/failure")

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from small_runs import plan_of
 
-from flexrlhf.comm.world import DeadlineError, World
+from flexrlhf.comm.deadlines import DeadlineError
+from flexrlhf.comm.world import World
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
@@ -67,6 +68,6 @@ def test_what_is_read_by_all_is_removed_and_not_before(recorder: Recorder) -> No
 
 
 def test_a_rank_that_never_evaluates_is_named(recorder: Recorder) -> None:
-    late = r"rank 0 at the evaluation of step 0: the deadline passed, .*rank 1 \(scores on reward\)"
+    late = r"rank 0 at the evaluation of step 0: the deadline of 1 s passed, .*rank 1 \(scores on reward\)"
     with pytest.raises(DeadlineError, match=late):
         recorder.improved(saves()[0], 0)

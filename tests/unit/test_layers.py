@@ -83,7 +83,9 @@ RULES = (
     # an engine imports no other engine
     Layer("engines.torch", "engines comm.reduce weights placement operators config", torch=True),
     # run again by the processes that a rank starts, so without torch
-    Layer("execution.rank", lazily="execution.worker"),
+    Layer("execution.rank", lazily="execution.worker execution.lifetime"),
+    Layer("execution.lifetime", "rewards.processes"),
+    Layer("execution.flight_log", "timeline"),
     Layer("checkpoints.manifest", "errors"),
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
     Layer("execution.run_order", "config"),

@@ -1,0 +1,169 @@
+"""Key-value store of a job: served on one address alone, connected to with a word on who is awaited.
+
+The store has no authentication, so a server listens where the job needs it and nowhere else. Nothing here unpickles
+what it reads.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch.distributed as dist
+
+from flexrlhf.comm.deadlines import listed
+from flexrlhf.errors import RunStopped, UserError
+
+NOTICE_SECONDS = 5.0
+"""Seconds of waiting after which a line names who is awaited, and between two such lines."""
+_ATTEMPT_SECONDS = 2.0
+"""Longest attempt to connect."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address of a job's store.
+
+    setting:  option or variables that named it, for errors.
+    host:     name or address of the host that serves it.
+    port:     0 for any free one, where it is served.
+    """
+
+    setting: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """Numeric address of the host; an IPv4 one where it has both. Raises UserError where it has none."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except socket.gaierror:
+            raise UserError(f"{self.setting} {self}: no address is found for {self.host}") from None
+        return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+@dataclass
+class Notice:
+    """Lines on stderr about what a start waits for, at most one in NOTICE_SECONDS.
+
+    what:    what is waited for.
+    prints:  whether this process prints them; of the ranks of a machine one does.
+    """
+
+    what: str
+    prints: bool = True
+    _began: float = field(default_factory=time.monotonic)
+    _last: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start of the wait."""
+        return time.monotonic() - self._began
+
+    def update(self, detail: str) -> None:
+        """Print ``what`` and ``detail`` if the last line is long enough ago."""
+        if self.prints and time.monotonic() - self._last >= NOTICE_SECONDS:
+            self._last = time.monotonic()
+            print(f"flexrlhf: {self.what}: {detail} ({self.seconds:.0f} s)", file=sys.stderr, flush=True)
+
+
+def serve_store(endpoint: Endpoint, several_hosts: bool, timeout_seconds: float) -> dist.TCPStore:
+    """Return a store that listens on the address of ``endpoint`` alone.
+
+    ``several_hosts``: the name of this machine may be another address elsewhere; one that resolves to the loopback
+    address here, or to none of this machine's, is served on all addresses. Raises UserError where it cannot listen.
+    """
+    address = endpoint.address
+    is_name = endpoint.host not in ("localhost", address)
+    everywhere = several_hosts and ((is_name and ip_address(address).is_loopback) or not _is_of_this_machine(address))
+    listener = _listen("" if everywhere else address, endpoint)
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def connect_store(endpoint: Endpoint, timeout_seconds: float, notice: Notice) -> dist.TCPStore:
+    """Return a client of the store at ``endpoint``. Raises RunStopped when none is reached in time."""
+    while (problem := _try_connect(endpoint)) is not None:
+        notice.update(problem)
+        if notice.seconds > timeout_seconds:
+            raise RunStopped(f"{notice.what}: {problem} for {timeout_seconds:g} s")
+        time.sleep(0.2)
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(endpoint.host, endpoint.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def second_connection(store: dist.Store) -> dist.Store:
+    """Return a client of the same store for another thread: a call that waits occupies its connection."""
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return clone
+
+
+def await_keys(store: dist.Store, keys: Mapping[str, str], timeout_seconds: float, notice: Notice) -> None:
+    """Wait until all ``keys`` are set, with a line every few seconds. ``keys``: key → who sets it.
+
+    Raises RunStopped with those who are missing and those who have arrived.
+    """
+    while not _all_set(store, list(keys)):
+        missing = [who for key, who in keys.items() if not store.check([key])]
+        if not missing:
+            return
+        arrived = [who for who in keys.values() if who not in missing]
+        detail = f"missing {listed(missing)}; arrived: {listed(arrived) or 'none'}"
+        notice.update(detail)
+        if notice.seconds > timeout_seconds:
+            raise RunStopped(f"{notice.what}: {detail}; gave up after {timeout_seconds:g} s")
+
+
+def _all_set(store: dist.Store, keys: list[str]) -> bool:
+    """Return whether all ``keys`` are set within a second."""
+    began = time.monotonic()
+    while not store.check(keys):
+        if time.monotonic() - began > 1:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _try_connect(endpoint: Endpoint) -> str | None:
+    """Return why no connection to ``endpoint`` can be made now; None where one can."""
+    try:
+        with socket.create_connection((endpoint.host, endpoint.port), timeout=_ATTEMPT_SECONDS):
+            return None
+    except socket.gaierror:
+        return f"no address is found for {endpoint.host}"
+    except TimeoutError:
+        return f"{endpoint} does not respond"
+    except OSError as error:
+        return f"{endpoint}: {(error.strerror or str(error)).lower()}"
+
+
+def _is_of_this_machine(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _listen(address: str, endpoint: Endpoint) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, endpoint.port), family=family, backlog=2048)
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise UserError(f"{endpoint.setting} {endpoint}: this machine cannot listen there ({reason})") from None

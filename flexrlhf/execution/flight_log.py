@@ -1,0 +1,186 @@
+"""Files of a run's instructions as they happen: what is known of a rank that was killed.
+
+``flight/rank-<n>.jsonl`` has a line for every begin and every end of an instruction, and stays only where a run fails.
+From it and from what ranks wrote at their end come ``failure/rank-<n>.json`` and ``timeline.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flexrlhf.timeline import Span, saved_spans, write_trace
+
+FLIGHT, FAILURE, TIMELINE = "flight", "failure", "timeline"
+MOST_INSTRUCTIONS = 50
+"""Instructions of a rank in the record of its end."""
+
+
+class FlightLog:
+    """Log of the instructions of one rank, of its last steps.
+
+    Written without buffers, so that it outlives a killed process. A file system that fails ends the log, not the run.
+    """
+
+    def __init__(self, directory: Path, header: Mapping[str, Any], keep_steps: int) -> None:
+        """Continue the log of ``directory``. ``header``: rank, host, run and models of this process."""
+        self._path = directory / FLIGHT / f"rank-{header['rank']}.jsonl"
+        self._header = header
+        self._keep_steps = keep_steps
+        self._first_step: int | None = None
+        self._file: BinaryIO | None = None
+        with suppress(OSError):
+            self._path.parent.mkdir(exist_ok=True)
+            self._open()
+
+    def begin(self, span: Span) -> None:
+        """Write that an instruction begins. After every ``keep_steps`` steps the older file is dropped."""
+        self._first_step = span.step if self._first_step is None else self._first_step
+        if span.step >= self._first_step + self._keep_steps:
+            self._first_step = span.step
+            self._turn()
+        self._write({"begin": asdict(span)})
+
+    def end(self, span: Span) -> None:
+        """Write that an instruction has ended."""
+        self._write({"end": asdict(span)})
+
+    def close(self) -> None:
+        """Remove the log of a run that ended well."""
+        self._stop()
+        with suppress(OSError):
+            for path in (self._path, _older(self._path)):
+                path.unlink(missing_ok=True)
+            # the last rank's
+            self._path.parent.rmdir()
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab", buffering=0)
+        self._write({"header": dict(self._header)})
+
+    def _turn(self) -> None:
+        if self._file is not None:
+            self._stop()
+            with suppress(OSError):
+                os.replace(self._path, _older(self._path))
+                self._open()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+        except OSError:
+            self._stop()
+
+    def _stop(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+
+class Flight:
+    """Content of a log.
+
+    header:   of the process that wrote it last
+    spans:    instructions that ended, then the one that had begun, with an ``end`` of 0
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.header: dict[str, Any] = {}
+        self.spans: list[Span] = []
+        self._current: Span | None = None
+        for file in (_older(path), path):
+            for line in file.read_bytes().splitlines() if file.exists() else ():
+                self._add(line)
+        if self._current is not None:
+            self.spans.append(self._current)
+
+    @property
+    def place(self) -> str:
+        """Last step and instruction, such as ``step 3, run scores on reward``; empty before its first instruction."""
+        return f"step {self.spans[-1].step}, {self.spans[-1].kind} {self.spans[-1].label}" if self.spans else ""
+
+    def _add(self, line: bytes) -> None:
+        # the last line of a full disk is cut
+        with suppress(json.JSONDecodeError, UnicodeDecodeError):
+            entry = json.loads(line)
+            if "header" in entry:
+                self.header, self._current = entry["header"], None
+            elif "begin" in entry:
+                self._current = Span(**entry["begin"])
+            else:
+                self.spans.append(Span(**entry["end"]))
+                self._current = None
+
+
+def read_flight(directory: Path, rank: int) -> Flight:
+    """Return the log of a rank of the run in ``directory``; an empty one without a file."""
+    return Flight(directory / FLIGHT / f"rank-{rank}.jsonl")
+
+
+def running_directory(directories: Iterable[Path]) -> Path | None:
+    """Return the directory of the run that has not ended well: the last one with logs, of those of one command."""
+    found = [directory for directory in directories if any((directory / FLIGHT).glob("rank-*.jsonl"))]
+    return found[-1] if found else None
+
+
+def write_record(directory: Path, rank: int, record: Mapping[str, Any]) -> None:
+    """Write ``failure/rank-<n>.json``, whole or not at all; nothing where the file system fails."""
+    path = directory / FAILURE / f"rank-{rank}.json"
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        temporary.replace(path)
+
+
+def complete_records(directory: Path, ranks: Mapping[int, str]) -> None:
+    """Write the records that ``ranks``, rank → how it ended, could not write themselves, and the timeline so far."""
+    for rank, reason in ranks.items():
+        flight = read_flight(directory, rank)
+        if flight.header and not _has_record(directory, rank, flight.header):
+            instructions = [asdict(span) for span in flight.spans[-MOST_INSTRUCTIONS:]]
+            record = {**flight.header, "reason": reason, "at": flight.place, "instructions": instructions}
+            write_record(directory, rank, {**record, "waiting": None, "stack": []})
+    write_partial_timeline(directory)
+
+
+def _has_record(directory: Path, rank: int, header: Mapping[str, Any]) -> bool:
+    """Return whether the process of ``header`` wrote its record."""
+    path = directory / FAILURE / f"rank-{rank}.json"
+    if not path.exists():
+        return False
+    record = json.loads(path.read_text())
+    return all(record.get(key) == value for key, value in header.items())
+
+
+def write_partial_timeline(directory: Path) -> None:
+    """Write ``timeline.json`` from the logs of all ranks, as a run that ends well does from their reports."""
+    temporary = directory / f".timeline.json.{os.getpid()}"
+    # a file that is cut off by a full disk is no reason to end without the cause
+    with suppress(OSError, json.JSONDecodeError):
+        flights, spans = _all_spans(directory)
+        write_trace(temporary, spans, {"failed": True, "ranks": [flight.header for flight in flights]})
+        temporary.replace(directory / "timeline.json")
+
+
+def _all_spans(directory: Path) -> tuple[list[Flight], list[Span]]:
+    """Return the logs of all ranks, and the spans that ended, of this attempt and those before."""
+    names = [path.stem.partition("-")[2] for path in (directory / FLIGHT).glob("rank-*.jsonl")]
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    flights = [read_flight(directory, rank) for rank in numbers]
+    spans = [span for flight in flights for span in flight.spans if span.end]
+    logged = {(span.rank, span.start) for span in spans}
+    saved = saved_spans(directory / TIMELINE)
+    return flights, spans + [span for span in saved if (span.rank, span.start) not in logged]
+
+
+def _older(path: Path) -> Path:
+    return path.with_suffix(".old.jsonl")

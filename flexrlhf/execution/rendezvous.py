@@ -1,0 +1,95 @@
+"""Rendezvous of the launchers of a job: a store on the first node, and a word on the nodes that are missing.
+
+The job's store listens on the loopback address with one node and on the address of ``--rdzv-endpoint`` with several.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
+from flexrlhf.errors import UserError
+from flexrlhf.placement.hosts import Hosts
+
+LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 900.0
+"""Longest wait for the launchers of all nodes."""
+
+
+class NodeRendezvous(RendezvousHandler):
+    """Meeting of the launchers of fixed nodes, once for every attempt to run the ranks."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._attempt = -1
+        self._endpoint = endpoint_of(hosts)
+        self.store: dist.TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """Return the name of this rendezvous."""
+        return "nodes"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks connect to the store of the launchers."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store of the next attempt once the launchers of all nodes have come to it.
+
+        Raises RunStopped when one is missing for JOIN_SECONDS, and UserError where the store cannot be served.
+        """
+        self._attempt += 1
+        hosts = self._hosts
+        if self.store is None:
+            self.store = self._open()
+        store = dist.PrefixStore(f"nodes/{self._attempt}", self.store)
+        self._join(store)
+        port = self.store.port if hosts.nnodes == 1 else self._endpoint.port
+        return RendezvousInfo(store, hosts.node_rank, hosts.nnodes, RendezvousStoreInfo(self._endpoint.host, port))
+
+    def _open(self) -> dist.TCPStore:
+        if self._hosts.is_first_node:
+            return serve_store(self._endpoint, self._hosts.nnodes > 1, JOIN_SECONDS)
+        notice = Notice(f"node {self._hosts.node_rank} waits for node 0 at {self._endpoint}")
+        return connect_store(self._endpoint, JOIN_SECONDS, notice)
+
+    def _join(self, store: dist.Store) -> None:
+        """Wait for the launchers of all nodes. Raises UserError where two have the same number."""
+        hosts, name = self._hosts, socket.gethostname()
+        if store.add(f"taken/{hosts.node_rank}", 1) > 1:
+            raise UserError(f"--node-rank {hosts.node_rank}: another machine has joined under this number")
+        store.set(f"node/{hosts.node_rank}", name)
+        keys = {f"node/{node}": f"node {node}" for node in range(hosts.nnodes)}
+        await_keys(store, keys, JOIN_SECONDS, Notice(f"node {hosts.node_rank} waits for the other nodes"))
+
+    def is_closed(self) -> bool:
+        """Return False: the nodes of a job are fixed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: the nodes of a job are fixed."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no node joins later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the job."""
+        return "flexrlhf"
+
+    def shutdown(self) -> bool:
+        """Drop the store; node 0's server ends with it."""
+        self.store = None
+        return True
+
+
+def endpoint_of(hosts: Hosts) -> Endpoint:
+    """Return where the store of a job is served: on the loopback address with one node."""
+    if hosts.nnodes == 1:
+        return Endpoint("loopback", LOOPBACK, 0)
+    host, _, port = hosts.rdzv_endpoint.rpartition(":")
+    return Endpoint("--rdzv-endpoint", host, int(port))

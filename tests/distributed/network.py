@@ -1,0 +1,88 @@
+"""Two hosts on this machine: network namespaces with a link between them, each with a host name of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands import PROGRAM
+
+NO_ONE = "02:00:00:00:00:99"
+"""Hardware address of no host: packets to it are lost without a word."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two hosts and the link between them.
+
+    hosts:      names of the hosts, their namespaces and their interfaces
+    addresses:  their IPv4 addresses
+    """
+
+    hosts: tuple[str, str]
+    addresses: tuple[str, str]
+
+    def start(self, number: int, arguments: list[str], directory: Path) -> subprocess.Popen[str]:
+        """``flexrlhf`` on host ``number``, with one thread per rank."""
+        command = f'hostname {self.hosts[number]}; exec "$@"'
+        namespace = ["ip", "netns", "exec", self.hosts[number], "unshare", "--uts", "sh", "-c", command, "sh"]
+        return subprocess.Popen(
+            [*namespace, sys.executable, *PROGRAM, *arguments],
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def lose_packets(self) -> None:
+        """Let every packet be lost, without an error on either side."""
+        for own, other in ((0, 1), (1, 0)):
+            neighbour = ["neigh", "replace", self.addresses[other], "lladdr", NO_ONE, "dev", self.hosts[own]]
+            _ip("-n", self.hosts[own], *neighbour, "nud", "permanent")
+
+    def set(self, state: str) -> None:
+        """Set the link ``up`` or ``down``."""
+        _ip("-n", self.hosts[0], "link", "set", self.hosts[0], state)
+
+
+def can_link() -> bool:
+    """Whether this user may make network namespaces."""
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return False
+    name = f"try{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    if made:
+        _ip("netns", "del", name)
+    return made
+
+
+@contextmanager
+def linked_hosts() -> Iterator[Link]:
+    """Two hosts, removed at the end."""
+    number = os.getpid() % 250
+    link = Link((f"a{os.getpid()}", f"b{os.getpid()}"), (f"10.77.{number}.1", f"10.77.{number}.2"))
+    first, second = link.hosts
+    try:
+        for host in link.hosts:
+            _ip("netns", "add", host)
+        _ip("link", "add", first, "netns", first, "type", "veth", "peer", "name", second, "netns", second)
+        for host, address in zip(link.hosts, link.addresses, strict=True):
+            _ip("-n", host, "addr", "add", f"{address}/24", "dev", host)
+            for interface in ("lo", host):
+                _ip("-n", host, "link", "set", interface, "up")
+        yield link
+    finally:
+        for host in link.hosts:
+            subprocess.run(["ip", "netns", "del", host], check=False)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)

@@ -1,0 +1,113 @@
+"""Launchers of a job: how they find each other, what they exchange, and what their environment may say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from threading import Thread
+
+import pytest
+import torch.distributed as dist
+
+from flexrlhf.comm.interfaces import interface_to
+from flexrlhf.comm.store import Endpoint, serve_store
+from flexrlhf.errors import UserError
+from flexrlhf.execution import node_watch
+from flexrlhf.execution.failures import Failure
+from flexrlhf.execution.node_watch import NodeWatch
+from flexrlhf.execution.rendezvous import NodeRendezvous
+from flexrlhf.placement.hosts import Hosts, check_restarts, rank_notice
+
+NAMES = ("node 0 (host a; ranks 0)", "node 1 (host b; ranks 1)")
+KILLED = Failure("killed", "rank 1 (host b) ended the run, killed by SIGKILL", 2.0)
+CLOSED = Failure("closed", "rank 0 (host a): the connection to rank 1 closed", 1.0)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "123456789"])
+def test_a_port_out_of_range_is_refused(port: str) -> None:
+    with pytest.raises(UserError, match=f"^--rdzv-endpoint a:{port}: no port, use 1 to 65535, such as a:29500$"):
+        Hosts(2, 0, f"a:{port}")
+
+
+def test_variables_of_a_rank_that_torchrun_did_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert rank_notice() is None
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    notice = rank_notice()
+    assert notice is not None and notice.startswith("RANK=1, WORLD_SIZE=4, MASTER_ADDR=a in the environment: ")
+    assert "`unset RANK WORLD_SIZE MASTER_ADDR`" in notice
+    with pytest.raises(UserError, match="--max-restarts 2: .* its own"):
+        check_restarts(2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert rank_notice() is None
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("::1") is None
+
+
+def test_two_machines_of_one_number_are_refused() -> None:
+    with pytest.raises(UserError, match="--node-rank 0: another machine has joined under this number"):
+        first = NodeRendezvous(Hosts())
+        second = NodeRendezvous(Hosts())
+        first.next_rendezvous()
+        second.store = first.store
+        second.next_rendezvous()
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], NodeWatch]]:
+    """Makes the watch of a node; a node counts as lost after a second."""
+    monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(node_watch, "GONE_SECONDS", 1.0)
+    monkeypatch.setattr(node_watch, "CLOSE_SECONDS", 0.5)
+    server = serve_store(Endpoint("loopback", "127.0.0.1", 0), False, 5)
+    store = dist.PrefixStore("nodes/0", server)
+    made: list[NodeWatch] = []
+
+    def make(node: int) -> NodeWatch:
+        made.append(NodeWatch(store, node, NAMES, 1.0))
+        return made[-1]
+
+    yield make
+    # together, as the processes of two machines
+    threads = [Thread(target=watch.close) for watch in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def problem_of(watch: NodeWatch) -> Failure:
+    deadline = time.monotonic() + 10
+    while (problem := watch.problem()) is None:
+        assert time.monotonic() < deadline, "no problem was seen"
+        time.sleep(0.01)
+    return problem
+
+
+def test_launchers_read_each_others_failures(watches: Callable[[int], NodeWatch]) -> None:
+    first, second = watches(0), watches(1)
+    time.sleep(0.3)
+    assert first.problem() is None and second.problem() is None
+    second.publish(KILLED)
+    assert problem_of(first) == KILLED
+    first.publish(CLOSED)
+    assert (first.settle(), second.settle()) == ([KILLED], [CLOSED])
+
+
+def test_a_launcher_that_writes_no_more_is_lost(watches: Callable[[int], NodeWatch]) -> None:
+    first, second = watches(0), watches(1)
+    time.sleep(0.2)
+    # as if its process had ended
+    second._posted.set()
+    assert problem_of(first).sentence == f"the launcher of {NAMES[1]} has given no sign of life for 1 s"
+    assert [each.kind for each in first.settle()] == ["node"]
+
+
+def test_one_node_watches_nothing() -> None:
+    watch = NodeWatch(serve_store(Endpoint("loopback", "127.0.0.1", 0), False, 5), 0, NAMES[:1], 1.0)
+    assert watch.problem() is None and watch.settle() == []
+    watch.close()
