@@ -28,6 +28,7 @@ from flexrlhf.execution.node_watch import NodeWatch
 from flexrlhf.execution.rank_watch import silence_limit
 from flexrlhf.execution.rendezvous import NodeRendezvous, endpoint_of
 from flexrlhf.execution.run_order import RunOrder, dump_orders
+from flexrlhf.execution.stop_requests import END_NOW
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
@@ -78,6 +79,7 @@ def _saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
 
     def request(number: int, _: FrameType | None) -> None:
         if number == signal.SIGTERM and stop.exists():
+            stop.write_text(END_NOW)
             raise SignalException("ended by a second SIGTERM", signal.SIGTERM)
         stop.touch()
 

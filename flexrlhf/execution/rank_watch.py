@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -29,12 +30,15 @@ from flexrlhf.execution.failures import sentence_of, write_error
 from flexrlhf.execution.flight_log import write_partial_timeline
 from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.lifetime import has_launcher
+from flexrlhf.execution.stop_requests import END_NOW
 
 CHECK_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 """Time after its deadline in which a wait has to fail by itself."""
 CLOSED_SECONDS = 3.0
 """Time that a rank has to end by itself once the job's store is closed."""
+REQUEST_SECONDS = 1.0
+"""Time after SIGTERM in which a launcher that got it, too, has made a request of it."""
 _SILENCE_SECONDS = (10.0, 60.0)
 
 
@@ -47,9 +51,14 @@ def silence_limit(timeout_seconds: float) -> float:
 class RankWatch:
     """Thread that ends this rank on SIGTERM, with a record of where it was, and when it waits for what cannot come."""
 
-    def __init__(self, world: World, timeout_seconds: float) -> None:
-        """Watch from ``__enter__`` on. ``timeout_seconds``: the longest wait of the runs."""
+    def __init__(self, world: World, timeout_seconds: float, stop_file: Path | None = None) -> None:
+        """Watch from ``__enter__`` on.
+
+        timeout_seconds:  the longest wait of the runs.
+        stop_file:        exists where SIGTERM is a request to save and end, which schedulers send to every process.
+        """
         self._world = world
+        self._stop_file = stop_file
         self._limit = silence_limit(timeout_seconds)
         self._store = second_connection(world.store)
         self._flight: FlightRecord | None = None
@@ -101,11 +110,20 @@ class RankWatch:
         """End the process on SIGTERM, or when the job's store is silent."""
         while not self._closed.is_set():
             ready, _, _ = select.select([self._read], [], [], CHECK_SECONDS)
-            if ready and signal.SIGTERM in os.read(self._read, 64):
+            if ready and signal.SIGTERM in os.read(self._read, 64) and not self._is_request():
                 self._record("ended by SIGTERM")
                 _die_of_sigterm()
             if time.monotonic() - self._contact > self._limit and not self._closed.is_set():
                 self._end(f"{self._here}: the job's store {self._silence}")
+
+    def _is_request(self) -> bool:
+        """Return whether the launcher has got the signal, too, so that the ranks save; else it is the end."""
+        deadline = time.monotonic() + REQUEST_SECONDS
+        while self._stop_file is not None and time.monotonic() < deadline:
+            if self._stop_file.exists():
+                return self._stop_file.read_text() != END_NOW
+            time.sleep(REQUEST_SECONDS / 20)
+        return False
 
     def _check_waits(self) -> None:
         """Check in turn that the store responds and no wait is too long. ``_watch`` notices where this blocks."""

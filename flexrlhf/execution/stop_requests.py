@@ -15,6 +15,8 @@ from types import FrameType
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+END_NOW = "now"
+"""Contents of the file of a request once a second signal has come: the ranks end without saving."""
 STOP, CONTINUE = "stop", "continue"
 
 

@@ -49,7 +49,7 @@ def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
     timeout_seconds = max(order.spec.timeout_seconds for order in orders)
     with (
         open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world,
-        RankWatch(world, timeout_seconds) as watch,
+        RankWatch(world, timeout_seconds, stop_file) as watch,
     ):
         meter, stops = MemoryMeter(world.device), StopRequests(world.store, stop_file)
         if stop_file is None:
