@@ -3,6 +3,7 @@ reported at once."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -10,7 +11,7 @@ from typing import IO
 from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import Preempted
 from flexrlhf.execution.resumption import Resumption, resume_runs
-from flexrlhf.execution.run_directory import prepare_directory, read_status
+from flexrlhf.execution.run_directory import prepare_directory, read_status, unfinished_run
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
 from flexrlhf.plan.inputs import check_runs
@@ -115,4 +116,8 @@ def _check_inputs(plans: Sequence[Plan], is_quickstart: bool) -> None:
 
 def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:
     """Make the directories; each one's lock is to be closed when the job ends."""
+    for run in runs:
+        directory = run.plan.spec.directory
+        if not run.continues and (sentence := unfinished_run(directory)) is not None:
+            print(f"flexrlhf: {sentence}", file=sys.stderr)
     return tuple(prepare_directory(run.plan, format_plan(run.plan), run.continues) for run in runs)

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from flexrlhf.checkpoints.manifest import FOLDER
+from flexrlhf.checkpoints.manifest import FOLDER, checkpoints_of
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
@@ -76,6 +76,16 @@ def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
         reason = f"{directory} cannot be written ({error.strerror})"
         raise UserError(f"runs: {reason}; set runs: to another directory") from None
     return lock
+
+
+def unfinished_run(directory: Path) -> str | None:
+    """Return a sentence about a run in ``directory`` that has not finished and is about to be moved away, else None."""
+    status = read_status(directory)
+    if status is None or status.state == "finished":
+        return None
+    found = checkpoints_of(directory)
+    hint = f"; --resume auto would go on from {found[0]}" if found else ""
+    return f"{directory}: an earlier run has not finished and is moved to {_free_name(directory)}{hint}"
 
 
 def lock_directory(directory: Path) -> IO[str]:
