@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -26,12 +27,21 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
     @wraps(command)
     def call(*args: Options.args, **kwargs: Options.kwargs) -> None:
         try:
+            _check_current_directory()
             command(*args, **kwargs)
         except tuple(EXIT_CODES) as error:
             print_error(str(error))
             raise typer.Exit(_exit_code(error)) from None
 
     return call
+
+
+def _check_current_directory() -> None:
+    """Raise UserError where the current directory has been deleted, against which paths are read."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current directory does not exist any more; change to another one") from None
 
 
 def print_error(sentence: str) -> None:

@@ -436,7 +436,7 @@ MAX_ROWS = 1_000_000
 class Spec(StrictModel):
     """One run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="results go to runs/<name>")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128, description="results go to runs/<name>")
     algorithm: Algorithm
     models: ModelsSpec
     data: DataSpec

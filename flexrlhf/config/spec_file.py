@@ -174,6 +174,8 @@ def _plain(problem: ErrorDetails) -> str:
         return _source_kinds(problem["input"])
     if kind == "too_short" and problem["loc"] in (("reward",), ("cost",)):
         return f"expected at least one source: {either(KINDS)}"
+    if kind == "string_too_long":
+        return f"expected at most {context['max_length']} characters"
     if kind == "string_pattern_mismatch":
         return f"expected a text that matches {context['pattern']}"
     if kind in {"tuple_type", "list_type"}:

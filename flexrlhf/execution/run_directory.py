@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import IO, Any, Literal
 
 from flexrlhf.checkpoints.manifest import FOLDER, checkpoints_of
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 
 STATUS = "status.json"
@@ -46,7 +48,8 @@ def write_status(directory: Path, status: RunStatus) -> None:
 def read_status(directory: Path) -> RunStatus | None:
     """Return the status of the run in ``directory``; None where there is none."""
     path = directory / STATUS
-    if not path.is_file():
+    if not os.path.isfile(path):
+        # of a name that is too long, too
         return None
     try:
         return RunStatus(**json.loads(path.read_text()))
@@ -102,6 +105,19 @@ def lock_directory(directory: Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+@contextmanager
+def naming_failed_files(directory: Path) -> Iterator[None]:
+    """Raise RunStopped, which names the file, where one below ``directory`` cannot be read or written inside."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error.filename, str) or not Path(error.filename).absolute().is_relative_to(
+            directory.absolute()
+        ):
+            raise
+        raise RunStopped(f"{error.filename}: cannot be read or written ({error.strerror})") from error
 
 
 def set_aside_checkpoints(directory: Path, from_step: int) -> None:
