@@ -128,7 +128,7 @@ class RankWatch:
     def _check_waits(self) -> None:
         """Check in turn that the store responds and no wait is too long. ``_watch`` notices where this blocks."""
         number = 0
-        while not self._closed.wait(CHECK_SECONDS):
+        while not self._closed.is_set():
             number += 1
             try:
                 beat = Beat(number, self._waiting is not None)
@@ -144,6 +144,7 @@ class RankWatch:
                 return
             if problem is not None:
                 self._end(problem)
+            self._closed.wait(CHECK_SECONDS)
 
     def _overlong_wait(self) -> str | None:
         """Return whom the main thread waits for long after its deadline; None if it does not."""
