@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -42,6 +42,7 @@ from flexrlhf.plan.inputs import data_digest
 from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.timeline import Timeline
 
+Value = TypeVar("Value")
 WRITING = ".writing"
 """Ends the name of a checkpoint that is not whole yet."""
 
@@ -202,24 +203,23 @@ class Checkpointer:
         return whole.with_name(whole.name + WRITING)
 
 
-def merged_progress(reports: list[Progress]) -> Progress:
+def merged_progress(reports: Sequence[Progress]) -> Progress:
     """Return the numbers of a run from those of its ranks, which agree where they overlap."""
-    total = Progress(reports[0].next_step, {}, {}, {}, {}, {})
-    steps: dict[str, dict[str, Any]] = {}
+    in_flight: dict[str, dict[str, Any]] = {}
     for report in reports:
         for step, operators in report.reports.items():
-            steps.setdefault(step, {}).update(operators)
+            in_flight.setdefault(step, {}).update(operators)
     return Progress(
-        next_step=total.next_step,
+        next_step=reports[0].next_step,
         numbers=_united(report.numbers for report in reports),
         versions=_united(report.versions for report in reports),
         controllers=_united(report.controllers for report in reports),
         best=_united(report.best for report in reports),
-        reports=steps,
+        reports=in_flight,
     )
 
 
-def _united(mappings: Any) -> dict[str, Any]:
+def _united(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     return {key: value for mapping in mappings for key, value in mapping.items()}
 
 

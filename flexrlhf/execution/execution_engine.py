@@ -49,6 +49,7 @@ class ExecutionEngine:
         devices: int | None = None,
         overrides: Sequence[str] = (),
         force: bool = False,
+        resume: str | Path | None = None,
     ) -> None:
         """Load and plan the run of a YAML file. Raises UserError; ``plan`` has the result.
 
@@ -57,18 +58,20 @@ class ExecutionEngine:
         devices:          number of ranks, instead of ``cluster.devices``
         overrides:        further settings, as of the option ``--set``
         force:            whether a plan may exceed the memory of its devices
+        resume:           ``auto``, or the directory of a run or a checkpoint: go on from there
         """
         paths = {"actor": actor_model_path, "critic": critic_model_path}
         settings = (*overrides, *_settings(paths, placement_ratio, devices))
         spec = load_spec(config_path, settings)
         check_single_planner([spec], Hosts())
+        self._resume = None if resume is None else str(resume)
         self.plan: Plan = make_plan(_with_chosen_placement(spec))
         if not force:
             check_fits(self.plan)
 
     def __call__(self) -> RunResult:
-        """Train, and return when all ranks have ended. Raises UserError, RankFailure or Interrupted."""
-        prepare_job([self.plan], Hosts()).start()
+        """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
+        prepare_job([self.plan], Hosts(), resume=self._resume).start()
         directory = self.plan.spec.directory
         return RunResult(directory, read_lines(directory / "metrics.jsonl"))
 
