@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from flexrlhf.cli.advise import advise
+from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import with_exit_codes
 from flexrlhf.cli.export import export
 from flexrlhf.cli.plan import plan
@@ -16,5 +17,5 @@ from flexrlhf.cli.verify import verify
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="RLHF by placement ratios."
 )
-for command in (plan, simulate, advise, profile, run, export, verify):
+for command in (plan, simulate, advise, profile, doctor, run, export, verify):
     app.command()(with_exit_codes(command))

@@ -17,3 +17,6 @@ Overrides = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="continue although the plan exceeds the memory of the devices")]
 Profile = Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")]
+Nnodes = Annotated[int, typer.Option(min=1, help="number of nodes")]
+NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
+RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.options import Configs, Devices, Force, Overrides, PlacementRatio
+from flexrlhf.cli.options import Configs, Devices, Force, Nnodes, NodeRank, Overrides, PlacementRatio, RdzvEndpoint
 from flexrlhf.cli.planning import check_memory, plan_runs
 from flexrlhf.cli.specs import load_specs
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
@@ -19,7 +19,6 @@ from flexrlhf.plan.plan_text import format_plan, format_summary
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check configs, models and data, print the plan, start nothing")
 ]
-Nnodes = Annotated[int, typer.Option(min=1, help="number of nodes")]
 Resume = Annotated[
     str | None,
     typer.Option(
@@ -28,11 +27,13 @@ Resume = Annotated[
         "or the directory of a run or a checkpoint",
     ),
 ]
-NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
-RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]
 MaxRestarts = Annotated[
     int, typer.Option(min=0, help="restart all ranks from the newest checkpoint so often after one has failed")
 ]
+
+Preflight = Annotated[bool, typer.Option("--preflight", help="first check what `flexrlhf doctor` does")]
+PREFLIGHT_SECONDS = 60.0
+"""Longest wait of a preflight for a rank."""
 
 
 def run(
@@ -47,6 +48,7 @@ def run(
     max_restarts: MaxRestarts = 0,
     force: Force = False,
     resume: Resume = None,
+    preflight: Preflight = False,
 ) -> None:
     """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
@@ -60,8 +62,10 @@ def run(
     hosts.check_cluster(plans[0].cluster)
     if dry_run:
         _check(plans, is_quickstart=not configs)
-    else:
-        _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume)
+        return
+    if preflight:
+        _preflight(plans, hosts, is_quickstart=not configs, resume=resume)
+    _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume)
 
 
 def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
@@ -70,6 +74,19 @@ def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
     if not is_quickstart:
         check_runs(plans)
     typer.echo("\n\n".join(map(format_plan, plans)))
+
+
+def _preflight(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume: str | None) -> None:
+    """Check everything before a rank trains. Raises RunStopped where a check fails."""
+    from flexrlhf.cli.doctor import run_preflight
+    from flexrlhf.data.quickstart import prepare_corpus
+    from flexrlhf.execution.rendezvous import JOIN_SECONDS
+
+    if is_quickstart:
+        prepare_corpus()
+    run_preflight(plans, hosts, resume, JOIN_SECONDS, PREFLIGHT_SECONDS)
+    if hosts.is_first_node:
+        typer.echo("")
 
 
 def _run(plans: Sequence[Plan], hosts: Hosts, max_restarts: int, is_quickstart: bool, resume: str | None) -> None:

@@ -25,6 +25,12 @@ def interface_to(address: str) -> str | None:
         return next((name for name in names if _address_of(probe, name) == own), None)
 
 
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of an interface; None where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return _address_of(probe, interface)
+
+
 def _address_of(probe: socket.socket, interface: str) -> str | None:
     try:
         found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))

@@ -10,6 +10,7 @@ from typing import IO
 
 from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import Preempted
+from flexrlhf.execution.free_space import check_free_space
 from flexrlhf.execution.resumption import Resumption, resume_runs
 from flexrlhf.execution.run_directory import prepare_directory, read_status, unfinished_run
 from flexrlhf.execution.run_order import RunOrder
@@ -79,7 +80,7 @@ def stopped_sentence(plans: Sequence[Plan]) -> str:
 
 
 def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False, resume: str | None = None) -> Job:
-    """Check devices, packages, models and data of all runs, then make their directories.
+    """Check devices, packages, models, data and free space of all runs, then make their directories.
 
     is_quickstart:  write the quick start's corpus first
     resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
@@ -102,6 +103,8 @@ def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False
         check_device(plan.placement, plan.shapes, device)
     if hosts.is_first or not is_rank:
         _check_inputs(plans, is_quickstart)
+    if hosts.is_first:
+        check_free_space(runs)
     locks = _make_directories(runs) if hosts.is_first else ()
     return Job(tuple(runs), hosts, device, locks)
 

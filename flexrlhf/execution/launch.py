@@ -98,18 +98,20 @@ def start_ranks(
     directories: Sequence[Path] = (),
     max_restarts: int = 0,
     others_signals: Sequence[signal.Signals] = (),
+    rendezvous: NodeRendezvous | None = None,
 ) -> None:
     """Run ``module``, with its arguments, on every rank of this node and wait. Raises as ``launch`` does.
 
     directories:     of the runs, in order; that of the run that fails gets the records of its ranks.
     max_restarts:    how often all ranks are started again after one has failed.
     others_signals:  those that the caller handles; all others end the ranks.
+    rendezvous:      of the launchers; None: one that waits as long as a run does.
     """
     _silence_agent()
     reporter = FailureReporter(plan, directories, hosts.local_ranks(plan.cluster))
     with TemporaryDirectory(prefix="flexrlhf-") as log_directory:
         agent = RankAgent(
-            _worker_spec(module, plan, hosts, max_restarts),
+            _worker_spec(module, plan, hosts, max_restarts, rendezvous or NodeRendezvous(hosts)),
             log_directory,
             lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), _silence(plan)),
             reporter.report,
@@ -145,13 +147,15 @@ def _raise(cause: Failure | None, result: RunResult, reporter: FailureReporter) 
     raise RankFailure("; ".join(filter(None, (cause.sentence, place, record))))
 
 
-def _worker_spec(module: Sequence[str], plan: Plan, hosts: Hosts, max_restarts: int) -> WorkerSpec:
+def _worker_spec(
+    module: Sequence[str], plan: Plan, hosts: Hosts, max_restarts: int, rendezvous: NodeRendezvous
+) -> WorkerSpec:
     return WorkerSpec(
         role="rank",
         local_world_size=hosts.num_local_ranks(plan.cluster),
         entrypoint=sys.executable,
         args=("-m", *module),
-        rdzv_handler=NodeRendezvous(hosts),
+        rdzv_handler=rendezvous,
         max_restarts=max_restarts,
         monitor_interval=0.2,
     )

@@ -6,6 +6,7 @@ The job's store listens on the loopback address with one node and on the address
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -22,8 +23,10 @@ JOIN_SECONDS = 900.0
 class NodeRendezvous(RendezvousHandler):
     """Meeting of the launchers of fixed nodes, once for every attempt to run the ranks."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Hosts, join_seconds: float = JOIN_SECONDS) -> None:
+        """Meet nobody yet. ``join_seconds``: longest wait for the launchers of all nodes."""
+        self._hosts, self._join_seconds = hosts, join_seconds
+        self._sign: socket.socket | None = None
         self._attempt = -1
         self._endpoint = endpoint_of(hosts)
         self.store: dist.TCPStore | None = None
@@ -40,7 +43,7 @@ class NodeRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store of the next attempt once the launchers of all nodes have come to it.
 
-        Raises RunStopped when one is missing for JOIN_SECONDS, and UserError where the store cannot be served.
+        Raises RunStopped when one is missing for too long, and UserError where the store cannot be served.
         """
         self._attempt += 1
         hosts = self._hosts
@@ -53,9 +56,19 @@ class NodeRendezvous(RendezvousHandler):
 
     def _open(self) -> dist.TCPStore:
         if self._hosts.is_first_node:
-            return serve_store(self._endpoint, self._hosts.nnodes > 1, JOIN_SECONDS)
+            return serve_store(self._endpoint, self._hosts.nnodes > 1, self._join_seconds)
         notice = Notice(f"node {self._hosts.node_rank} waits for node 0 at {self._endpoint}")
-        return connect_store(self._endpoint, JOIN_SECONDS, notice)
+        store = connect_store(self._endpoint, self._join_seconds, notice)
+        self._sign = socket.create_connection((self._endpoint.host, self._endpoint.port))
+        return store
+
+    def await_end(self, seconds: float) -> None:
+        """Wait until node 0 no longer serves the store, so that the next job of this command joins a new one."""
+        if self._sign is None:
+            return
+        with self._sign as sign, suppress(OSError):
+            sign.settimeout(seconds)
+            sign.recv(1)
 
     def _join(self, store: dist.Store) -> None:
         """Wait for the launchers of all nodes. Raises UserError where two have the same number."""
@@ -64,7 +77,7 @@ class NodeRendezvous(RendezvousHandler):
             raise UserError(f"--node-rank {hosts.node_rank}: another machine has joined under this number")
         store.set(f"node/{hosts.node_rank}", name)
         keys = {f"node/{node}": f"node {node}" for node in range(hosts.nnodes)}
-        await_keys(store, keys, JOIN_SECONDS, Notice(f"node {hosts.node_rank} waits for the other nodes"))
+        await_keys(store, keys, self._join_seconds, Notice(f"node {hosts.node_rank} waits for the other nodes"))
 
     def is_closed(self) -> bool:
         """Return False: the nodes of a job are fixed."""

@@ -90,10 +90,12 @@ RULES = (
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
     Layer("execution.run_order", "config"),
     Layer("execution.resumption", "execution.run_directory checkpoints.manifest plan config errors"),
+    Layer("execution.free_space", "execution.resumption checkpoints.manifest plan errors text"),
     # a config is checked before torch is loaded
     Layer(
         "execution.job execution.execution_engine",
         "execution.job execution.run_directory execution.run_order execution.resumption "
+        "execution.free_space "
         f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
     ),

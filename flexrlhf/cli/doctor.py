@@ -1,0 +1,65 @@
+"""``flexrlhf doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from flexrlhf.cli.options import Configs, Devices, Nnodes, NodeRank, Overrides, PlacementRatio, RdzvEndpoint
+from flexrlhf.cli.planning import plan_runs
+from flexrlhf.cli.specs import load_specs
+from flexrlhf.data.quickstart import prepare_corpus
+from flexrlhf.errors import RunStopped
+from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.plan.plan import Plan
+
+Timeout = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="longest wait for another machine, and for a rank")
+]
+
+
+def doctor(
+    configs: Configs = None,
+    placement_ratio: PlacementRatio = None,
+    devices: Devices = None,
+    set_: Overrides = None,
+    nnodes: Nnodes = 1,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: RdzvEndpoint = "",
+    timeout: Timeout = 60.0,
+) -> None:
+    """Check machines, software, connections and space before a run. Exit code 0, or 1 where a check fails."""
+    hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
+    specs = load_specs(configs, placement_ratio, devices, set_, nnodes)
+    check_single_planner(specs, hosts)
+    plans = plan_runs(specs)
+    hosts.check_cluster(plans[0].cluster)
+    if not configs:
+        prepare_corpus()
+    run_preflight(plans, hosts, None, timeout, timeout)
+
+
+def run_preflight(
+    plans: Sequence[Plan], hosts: Hosts, resume: str | None, join_seconds: float, rank_seconds: float
+) -> None:
+    """Check everything before ``plans`` run, and print a table on node 0; raises RunStopped where a check fails."""
+    from flexrlhf.execution.lifetime import quiet_torch
+
+    quiet_torch()
+    from flexrlhf.execution.resumption import resume_runs
+    from flexrlhf.preflight.checks import closing_line, failed, format_checks
+    from flexrlhf.preflight.command import Waits, preflight
+
+    runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
+    if not runs:
+        return
+    checks = preflight(runs, hosts, Waits(join_seconds, rank_seconds))
+    shown = checks if hosts.is_first_node else [check for check in checks if check.result == "FAILS"]
+    if shown:
+        typer.echo(format_checks(shown))
+    if failed(checks):
+        raise RunStopped(f"preflight: {closing_line(checks)}")
+    if hosts.is_first_node:
+        typer.echo(f"\n{closing_line(checks)}")

@@ -1,0 +1,78 @@
+"""Bytes that a run writes: its checkpoints and the models that it saves, before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexrlhf.memory.transfers import copied_bytes, saved_bytes
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.schedule import checkpointed_models
+from flexrlhf.text import bytes_text
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Most bytes of a run on disk at a time.
+
+    run:              its name
+    directory:        of its results
+    checkpoint:       bytes of one checkpoint
+    num_checkpoints:  those kept and the one that is written
+    models:           bytes of saved models, and of the copy that replaces one
+    on_signal:        whether only a signal writes a checkpoint
+    """
+
+    run: str
+    directory: Path
+    checkpoint: int
+    num_checkpoints: int
+    models: int
+    on_signal: bool = False
+
+    @property
+    def total(self) -> int:
+        """Bytes without what only a signal writes."""
+        return self.num_checkpoints * self.checkpoint + self.models
+
+    @property
+    def with_signal(self) -> int:
+        """Bytes with what a signal writes."""
+        return self.total + (self.checkpoint if self.on_signal else 0)
+
+    def __str__(self) -> str:
+        many = "checkpoint" if self.num_checkpoints == 1 else "checkpoints"
+        kept = f"{self.num_checkpoints} {many} of {bytes_text(self.checkpoint)} and " if self.num_checkpoints else ""
+        return f"{self.run} {bytes_text(self.total)} ({kept}{bytes_text(self.models)} of models)"
+
+
+def planned_disk(plan: Plan) -> DiskNeed:
+    """Return the bytes that the run of ``plan`` writes; a model of an architecture yet unknown counts nothing."""
+    settings = plan.spec.checkpoint
+    written = 0 if settings.every is None else -(-plan.spec.steps // settings.every)
+    return DiskNeed(
+        plan.spec.name,
+        plan.spec.directory,
+        _checkpoint_bytes(plan),
+        min(written, settings.keep_last + 1),
+        _model_bytes(plan),
+        on_signal=settings.on_signal and not written,
+    )
+
+
+def _checkpoint_bytes(plan: Plan) -> int:
+    models = [plan.placement[name] for name in checkpointed_models(plan.placement, plan.spec)]
+    return sum(
+        copied_bytes(model, plan.shapes[model.role], rank)
+        for model in models
+        if model.role in plan.shapes
+        for rank in model.ranks
+    )
+
+
+def _model_bytes(plan: Plan) -> int:
+    """Return the bytes of all saved models: a new copy exists before it replaces the one of an earlier step."""
+    sizes = [saved_bytes(plan.placement[role], plan.shapes[role]) for role in plan.graph.trained if role in plan.shapes]
+    has_best = plan.spec.save.best is not None
+    replaces = has_best or (plan.spec.save.every is not None and plan.spec.save.every < plan.spec.steps)
+    return sum(sizes) * (2 if has_best else 1) + (max(sizes, default=0) if replaces else 0)

@@ -1,0 +1,70 @@
+"""Start the ranks of a preflight on this machine, and judge what they and the other machines have collected."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from flexrlhf.errors import RankFailure, UserError
+from flexrlhf.execution import launch
+from flexrlhf.execution.rendezvous import NodeRendezvous
+from flexrlhf.execution.resumption import Resumption
+from flexrlhf.placement.hosts import Hosts, under_torchrun
+from flexrlhf.plan.plan import Plan
+from flexrlhf.preflight.checks import Check
+from flexrlhf.preflight.directories import probed_directories
+from flexrlhf.preflight.facts import JobFacts, SurveyRequest, load_job, write_request
+from flexrlhf.preflight.host import host_facts
+from flexrlhf.preflight.report import judge
+
+END_SECONDS = 30.0
+"""Longest wait for node 0 to end a preflight before its run begins."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Longest waits of a preflight, in seconds.
+
+    join:  for the launchers of the other machines
+    rank:  for a rank
+    """
+
+    join: float
+    rank: float
+
+
+def preflight(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> list[Check]:
+    """Measure this machine, with its ranks all machines, and return the checks; no process and no file is left.
+
+    Raises UserError under torchrun, and Interrupted on a signal.
+    """
+    if under_torchrun():
+        raise UserError("preflight: starts ranks by itself; under torchrun run `flexrlhf doctor` before, without it")
+    plans = [run.plan for run in runs]
+    with probed_directories(plans, hosts.is_first_node) as directories, TemporaryDirectory(prefix="flexrlhf-") as place:
+        host = host_facts(runs, hosts, directories)
+        request, result = Path(place) / "request.json", Path(place) / "facts.json"
+        write_request(request, SurveyRequest(host, hosts.nnodes, waits.rank))
+        failure = _survey(plans[0], hosts, waits, request, result)
+        job = load_job(result.read_bytes()) if result.exists() else JobFacts((host,))
+    return judge(plans, job, failure)
+
+
+def _survey(plan: Plan, hosts: Hosts, waits: Waits, request: Path, result: Path) -> str:
+    """Run the ranks of this machine; return the sentence with which they ended early, if they did."""
+    limited = replace(plan, spec=plan.spec.model_copy(update={"timeout_seconds": waits.rank}))
+    rendezvous = NodeRendezvous(hosts, waits.join)
+    try:
+        module = ["flexrlhf.preflight.rank", str(request), str(result)]
+        launch.start_ranks(module, limited, hosts, rendezvous=rendezvous)
+    except RankFailure as error:
+        return str(error)
+    finally:
+        rendezvous.shutdown()
+        # the store's server ends with the last reference to it
+        gc.collect()
+    rendezvous.await_end(END_SECONDS)
+    return ""

@@ -1,0 +1,89 @@
+"""Directories of runs: node 0 makes a probe directory in each, every rank reads and writes there, and none is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+
+from flexrlhf.plan.plan import Plan
+from flexrlhf.preflight.facts import DirectoryFacts
+
+PROBE_BYTES = 2**20
+"""Bytes that node 0 writes: a full disk takes empty files."""
+SEEN_SECONDS = 5.0
+"""Time in which a file must be seen on another machine; shared file systems cache directories."""
+_FIRST = "rank-0"
+
+
+@contextmanager
+def probed_directories(plans: Sequence[Plan], makes_probes: bool) -> Iterator[list[DirectoryFacts]]:
+    """Yield facts of the distinct ``runs`` of ``plans``, with a probe directory in each where ``makes_probes``.
+
+    At the end the probes and the directories made for them are removed.
+    """
+    paths = list(dict.fromkeys(plan.spec.runs for plan in plans))
+    made: list[Path] = []
+    try:
+        yield [_probed(path, made) if makes_probes else _facts(path) for path in paths]
+    finally:
+        for directory in reversed(made):
+            if directory.name.startswith(".preflight-"):
+                shutil.rmtree(directory, ignore_errors=True)
+            elif not any(directory.iterdir()):
+                directory.rmdir()
+
+
+def see_probe(facts: DirectoryFacts, rank: int, probe: str) -> str:
+    """Read rank 0's file in a probe and write one of this rank. Returns what fails; empty where all is well."""
+    directory = Path(facts.path) / probe
+    where = Path(facts.path).absolute()
+    if not _comes(directory / _FIRST):
+        return f"does not see in {where} what rank 0 wrote"
+    if rank == 0:
+        return ""
+    try:
+        (directory / f"rank-{rank}").write_text("here")
+    except OSError as error:
+        return f"cannot write in {where} ({error.strerror})"
+    return ""
+
+
+def sees_rank(facts: DirectoryFacts, rank: int, probe: str) -> bool:
+    """Return whether rank 0 sees the file of another rank."""
+    return _comes(Path(facts.path) / probe / f"rank-{rank}")
+
+
+def _comes(path: Path) -> bool:
+    """Return whether a file is seen within SEEN_SECONDS."""
+    limit = time.monotonic() + SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _facts(path: str, problem: str = "", probe: str = "") -> DirectoryFacts:
+    return DirectoryFacts(path, str(Path(path).absolute()), problem, probe)
+
+
+def _probed(path: str, made: list[Path]) -> DirectoryFacts:
+    """Write a file durably in a new probe directory. ``made``: gets every directory that is made."""
+    probe = f".preflight-{token_hex(6)}"
+    target = Path(path).absolute() / probe
+    try:
+        for directory in reversed([each for each in (target, *target.parents) if not each.exists()]):
+            directory.mkdir()
+            made.append(directory)
+        with (target / _FIRST).open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return _facts(path, error.strerror or str(error))
+    return _facts(path, probe=probe)

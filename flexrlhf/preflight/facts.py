@@ -1,0 +1,212 @@
+"""Facts that a preflight collects on every host and rank, as JSON between ranks and launchers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from flexrlhf.preflight.checks import Check
+
+UNLIMITED = 2**40
+"""Open files of a process without a limit."""
+
+
+@dataclass(frozen=True)
+class DirectoryFacts:
+    """A directory of runs, on one host.
+
+    path:     as the YAML has it
+    place:    absolute
+    problem:  why nothing can be written there; empty where it can
+    probe:    name of the probe directory that node 0 made in it; empty elsewhere
+    """
+
+    path: str
+    place: str
+    problem: str = ""
+    probe: str = ""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one machine has.
+
+    node, host:   its number and name
+    ranks:        that it starts
+    versions:     of Python, this package and its libraries
+    sources:      digest of each file of this package; empty where they are those of node 0
+    specs:        resolved YAML of each run; empty where they are those of node 0
+    libraries:    check of the libraries that its plans need
+    inputs:       why models or data cannot be read; empty where they can
+    device:       of its ranks: cpu or cuda
+    devices:      CUDA devices
+    problem:      why its ranks cannot have the device of the cluster; empty where they can
+    cores:        that its processes may use
+    memory:       bytes of host memory that are free
+    shared:       free bytes of /dev/shm; None where there is none
+    open_files:   limit of a process
+    disk:         check of the space for what the runs write
+    directories:  of the runs
+    """
+
+    node: int
+    host: str
+    ranks: tuple[int, ...]
+    versions: dict[str, str]
+    sources: dict[str, str]
+    specs: tuple[str, ...]
+    libraries: Check
+    inputs: str
+    device: str
+    devices: int
+    problem: str
+    cores: int
+    memory: int
+    shared: int | None
+    open_files: int
+    disk: Check
+    directories: tuple[DirectoryFacts, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the machine for messages."""
+        return f"node {self.node} (host {self.host})"
+
+    def without_equals(self, first: HostFacts) -> HostFacts:
+        """Return these facts without the files and settings that are those of the ``first`` host: they are long."""
+        sources = {} if self.sources == first.sources else self.sources
+        return replace(self, sources=sources, specs=() if self.specs == first.specs else self.specs)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank has.
+
+    rank, node:   its number, and that of its machine
+    device:       name of its CUDA device; empty on CPUs
+    total, free:  bytes of that device's memory
+    """
+
+    rank: int
+    node: int
+    device: str = ""
+    total: int = 0
+    free: int = 0
+
+
+@dataclass(frozen=True)
+class ClockFacts:
+    """Clock of a node against that of node 0, in seconds: difference, and how exactly it is measured."""
+
+    node: int
+    difference: float
+    uncertainty: float
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """Bandwidth between two nodes, or of two ranks of one.
+
+    ends:   the two nodes, the same twice for a link within one
+    ranks:  pairs of ranks that sent at the same time
+    gb_s:   of all pairs together, in the slower direction
+    """
+
+    ends: tuple[int, int]
+    ranks: int
+    gb_s: float
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Process groups that were made.
+
+    groups:      of the plans
+    seconds:     it took to make them and to sum over each
+    pairs:       of ranks that exchanged a message
+    open_files:  most of a rank while they existed
+    backend:     gloo or nccl
+    """
+
+    groups: int
+    seconds: float
+    pairs: int
+    open_files: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """All that a preflight has collected so far; None for what it has not come to.
+
+    unseen:       rank → directory that it does not share with rank 0
+    unreachable:  sentences about machines that do not reach each other
+    """
+
+    hosts: tuple[HostFacts, ...]
+    ranks: tuple[RankFacts, ...] = ()
+    clocks: tuple[ClockFacts, ...] | None = None
+    unseen: dict[int, str] | None = None
+    unreachable: tuple[str, ...] | None = None
+    groups: GroupFacts | None = None
+    links: tuple[LinkFacts, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SurveyRequest:
+    """Request of a launcher to its ranks.
+
+    host:     facts of the machine
+    nodes:    machines of the job
+    seconds:  longest wait for another rank
+    """
+
+    host: HostFacts
+    nodes: int
+    seconds: float
+
+
+_HOST, _RANK = TypeAdapter(HostFacts), TypeAdapter(RankFacts)
+_JOB, _REQUEST = TypeAdapter(JobFacts), TypeAdapter(SurveyRequest)
+
+
+def dump_host(facts: HostFacts) -> str:
+    """Return the facts of a host as JSON."""
+    return _HOST.dump_json(facts).decode()
+
+
+def load_host(text: str | bytes) -> HostFacts:
+    """Return the facts of a host from JSON."""
+    return _HOST.validate_json(text)
+
+
+def dump_rank(facts: RankFacts) -> str:
+    """Return the facts of a rank as JSON."""
+    return _RANK.dump_json(facts).decode()
+
+
+def load_rank(text: str | bytes) -> RankFacts:
+    """Return the facts of a rank from JSON."""
+    return _RANK.validate_json(text)
+
+
+def dump_job(facts: JobFacts) -> str:
+    """Return the facts of a job as JSON."""
+    return _JOB.dump_json(facts).decode()
+
+
+def load_job(text: str | bytes) -> JobFacts:
+    """Return the facts of a job from JSON."""
+    return _JOB.validate_json(text)
+
+
+def write_request(path: Path, request: SurveyRequest) -> None:
+    """Write a request for the ranks of this machine."""
+    path.write_bytes(_REQUEST.dump_json(request))
+
+
+def read_request(path: Path) -> SurveyRequest:
+    """Return the request of this machine's launcher."""
+    return _REQUEST.validate_json(path.read_bytes())

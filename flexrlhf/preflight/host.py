@@ -1,0 +1,114 @@
+"""Facts of this machine, measured by its launcher before ranks start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import flexrlhf
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.engines.capabilities import check_device
+from flexrlhf.errors import UserError
+from flexrlhf.execution.free_space import disk_demands
+from flexrlhf.execution.library_versions import library_versions
+from flexrlhf.execution.resumption import Resumption
+from flexrlhf.placement.hosts import Hosts, with_device
+from flexrlhf.plan.inputs import check_runs
+from flexrlhf.plan.plan import Plan
+from flexrlhf.preflight.facts import UNLIMITED, DirectoryFacts, HostFacts
+from flexrlhf.preflight.job_checks import check_disk
+from flexrlhf.preflight.libraries import check_libraries
+
+SHARED_MEMORY = Path("/dev/shm")
+_MEMORY = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Files with the limit of a container and what it uses, of both versions of control groups."""
+UNLIMITED_BYTES = 2**50
+"""Bytes from which a limit of memory is none."""
+
+
+def host_facts(runs: Sequence[Resumption], hosts: Hosts, directories: Sequence[DirectoryFacts]) -> HostFacts:
+    """Return the facts of this machine for ``runs``."""
+    plans = [run.plan for run in runs]
+    device, devices, problem = _device(plans[0], hosts)
+    return HostFacts(
+        node=hosts.node_rank,
+        host=socket.gethostname(),
+        ranks=hosts.local_ranks(plans[0].cluster),
+        versions=library_versions(),
+        sources=source_digests(Path(flexrlhf.__file__).parent),
+        specs=tuple(dump_spec(with_device(plan.spec, device)) for plan in plans),
+        libraries=check_libraries(plans),
+        inputs=_input_problem(plans, device),
+        device=device,
+        devices=devices,
+        problem=problem,
+        cores=len(os.sched_getaffinity(0)),
+        memory=available_memory(_MEMORY.read_text(), _CGROUP),
+        shared=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
+        open_files=_open_files(),
+        directories=tuple(directories),
+        disk=check_disk(disk_demands(runs)),
+    )
+
+
+def source_digests(package: Path) -> dict[str, str]:
+    """Return a digest of each source file, by its path in the package."""
+    files = sorted(package.rglob("*.py"))
+    return {str(file.relative_to(package)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
+
+
+def available_memory(meminfo: str, cgroup: Path) -> int:
+    """Return the bytes of host memory that are free, by the kernel and by the limit of this container."""
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+    free = 1024 * int(fields["MemAvailable"].split()[0])
+    for limit, usage in _LIMITS:
+        most, used = _number(cgroup / limit), _number(cgroup / usage)
+        if most is not None and used is not None and most < UNLIMITED_BYTES:
+            free = min(free, max(0, most - used))
+    return free
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file of the kernel; None where it has none, such as ``max``."""
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _device(plan: Plan, hosts: Hosts) -> tuple[str, int, str]:
+    """Return the device of the ranks of this machine, its number of CUDA devices, and why it cannot be that of the
+    cluster."""
+    import torch
+
+    from flexrlhf.execution.launch import choose_device
+
+    count = torch.cuda.device_count()
+    try:
+        return choose_device(plan.spec.cluster.device, hosts.num_local_ranks(plan.cluster)), count, ""
+    except UserError as error:
+        return "cpu", count, str(error)
+
+
+def _input_problem(plans: Sequence[Plan], device: str) -> str:
+    """Return why a model or the data of a run cannot be used on this machine; empty where all can."""
+    try:
+        for plan in plans:
+            check_device(plan.placement, plan.shapes, device)
+        check_runs(plans)
+    except UserError as error:
+        return str(error)
+    return ""

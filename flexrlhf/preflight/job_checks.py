@@ -1,0 +1,192 @@
+"""Checks of all machines together: the same software and settings, shared directories, clocks, connections, links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flexrlhf.config.number_settings import differences
+from flexrlhf.config.secrets import without_secrets
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import shown
+from flexrlhf.execution.free_space import DiskDemand
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.preflight.checks import Check, Result, united
+from flexrlhf.preflight.facts import HostFacts, JobFacts, LinkFacts
+from flexrlhf.text import bytes_text, ranks_text
+
+MOST_CLOCK_SECONDS = 1.0
+"""Difference of clocks from which causes of failures, compared by their times, are in doubt."""
+LEAST_LINK_SHARE = 0.5
+"""Share of a link's planned bandwidth that counts as it."""
+MOST_NAMED = 3
+_NOT_REACHED = "not reached"
+
+
+def check_versions(hosts: Sequence[HostFacts]) -> Check:
+    """Check that all hosts have the same Python, libraries and source files of this package as node 0."""
+    name, first = "same versions", hosts[0]
+    parts = [part for host in hosts[1:] if (part := _version_difference(first, host))]
+    if parts:
+        return Check(name, "FAILS", "; ".join(parts), "install the same versions on all machines")
+    found = ", ".join(f"{library} {first.versions.get(library, '?')}" for library in ("flexrlhf", "torch", "python"))
+    return Check(name, "ok", f"{found} on {_machines(hosts)}")
+
+
+def _version_difference(first: HostFacts, other: HostFacts) -> str:
+    """Return what differs between two hosts; empty where nothing does."""
+    pairs = list(_differing(first.versions, other.versions))
+    files = list(_differing(first.sources, other.sources or first.sources))
+    named = [
+        f"{name} is {here or 'missing'} on {first.name} and {there or 'missing'} on {other.name}"
+        for name, here, there in pairs[:MOST_NAMED]
+    ]
+    if files:
+        more = f" and {len(files) - 1} more files differ" if len(files) > 1 else " differs"
+        named.append(f"flexrlhf/{files[0][0]}{more} on {first.name} and {other.name}")
+    return "; ".join(named)
+
+
+def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in {**first, **other}:
+        here, there = first.get(name, ""), other.get(name, "")
+        if here != there:
+            yield name, here, there
+
+
+def check_settings(hosts: Sequence[HostFacts]) -> Check:
+    """Check that all hosts have the same resolved settings as node 0."""
+    name, first = "same settings", hosts[0]
+    parts = [part for host in hosts[1:] if (part := _setting_difference(first, host))]
+    if parts:
+        return Check(name, "FAILS", "; ".join(parts), "start the same command with the same files on all machines")
+    return Check(name, "ok", f"{len(first.specs)} run{'s' if len(first.specs) > 1 else ''} on {_machines(hosts)}")
+
+
+def _setting_difference(first: HostFacts, other: HostFacts) -> str:
+    if not other.specs:
+        return ""
+    if len(first.specs) != len(other.specs):
+        return f"{len(first.specs)} runs on {first.name} and {len(other.specs)} on {other.name}"
+    found = [
+        f"{each.key} is {_value(each.first)} on {first.name} and {_value(each.second)} on {other.name}"
+        for here, there in zip(first.specs, other.specs, strict=True)
+        if here != there
+        for each in differences(read_yaml(here), read_yaml(there))
+    ]
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return ", ".join(found[:MOST_NAMED]) + more
+
+
+def _value(setting: Any) -> str:
+    return shown(without_secrets(setting))
+
+
+def check_reached(job: JobFacts, failure: str) -> Check:
+    """Check that all ranks have exchanged messages in every group. ``failure``: how the ranks ended, if early."""
+    name = "ranks"
+    if job.unreachable:
+        advice = "open the ports between the machines, or set GLOO_SOCKET_IFNAME to the interface of the job"
+        return Check(name, "FAILS", "; ".join(job.unreachable[:MOST_NAMED]), advice)
+    if failure:
+        return Check(name, "FAILS", failure)
+    if job.groups is None:
+        return Check(name, "skipped", _NOT_REACHED)
+    found, number = job.groups, len(job.ranks)
+    if number == 1:
+        return Check(name, "ok", "one rank")
+    made = f"{found.groups} groups of the plan made and summed over in {found.seconds:.1f} s"
+    pairs = f"{found.pairs} pairs of {number} ranks exchanged messages"
+    return Check(name, "ok", f"{found.backend}: {pairs}; {made if found.groups else 'no groups of the plan made'}")
+
+
+def check_directories(job: JobFacts) -> Check:
+    """Check that the directories of the runs can be written and are the same for all ranks."""
+    name, first = "run directory", job.hosts[0]
+    problems = [f"{each.place} cannot be written ({each.problem})" for each in first.directories if each.problem]
+    if problems:
+        return Check(name, "FAILS", "; ".join(problems), "set runs: to another directory, or free space there")
+    places = ", ".join(each.place for each in first.directories)
+    if job.unseen is None:
+        return Check(name, "skipped", f"{places} can be written by node {first.node}; {_NOT_REACHED} by the ranks")
+    if job.unseen:
+        by_problem: dict[str, list[int]] = {}
+        for rank, problem in job.unseen.items():
+            by_problem.setdefault(problem, []).append(rank)
+        seen = "; ".join(f"{ranks_text(tuple(ranks))}: {problem}" for problem, ranks in by_problem.items())
+        return Check(name, "FAILS", seen, "set runs: to a directory that all machines mount")
+    return Check(name, "ok", f"{places} is read and written by all {len(job.ranks)} ranks")
+
+
+def check_disk(demands: Iterable[DiskDemand]) -> Check:
+    """Check the free space for checkpoints and saved models."""
+    return united("disk space", map(_disk, demands))
+
+
+def _disk(demand: DiskDemand) -> Check:
+    result: Result = "FAILS" if demand.missing else "warning" if demand.missing_on_signal else "ok"
+    if demand.missing:
+        advice = f"free {bytes_text(demand.missing)}, set runs: to another directory, or reduce checkpoint.keep_last"
+    else:
+        advice = f"free {bytes_text(demand.missing_on_signal)} for a checkpoint on a signal"
+    return Check("disk space", result, demand.text, "" if result == "ok" else advice)
+
+
+def check_clocks(job: JobFacts) -> Check:
+    """Check the differences of the hosts' clocks."""
+    name = "clocks"
+    if job.clocks is None:
+        return Check(name, "skipped", _NOT_REACHED)
+    if not job.clocks:
+        return Check(name, "ok", "one machine")
+    names = {host.node: host.name for host in job.hosts}
+    far = [each for each in job.clocks if abs(each.difference) - each.uncertainty > MOST_CLOCK_SECONDS]
+    if far:
+        seen = "; ".join(f"{names[each.node]} is {each.difference:+.1f} s from node 0" for each in far[:MOST_NAMED])
+        return Check(name, "warning", seen, "set the clocks by NTP: the cause of a failure is found by its time")
+    largest = max(job.clocks, key=lambda each: abs(each.difference))
+    seen = f"at most {1000 * abs(largest.difference):.0f} ms apart ({names[largest.node]})"
+    return Check(name, "ok", f"{seen}, measured to {1000 * max(each.uncertainty for each in job.clocks):.0f} ms")
+
+
+def check_links(cluster: Cluster, job: JobFacts) -> Check:
+    """Check measured bandwidths against those that the plan counts on."""
+    name = "links"
+    if job.links is None:
+        return Check(name, "skipped", _NOT_REACHED)
+    if not job.links:
+        return Check(name, "ok", "one rank")
+    within = [link for link in job.links if link.ends[0] == link.ends[1]]
+    across = [link for link in job.links if link.ends[0] != link.ends[1]]
+    lines = [_slowest(cluster, job, links) for links in (within, across) if links]
+    worst: Result = "warning" if any(result == "warning" for result, _ in lines) else "ok"
+    advice = "check cables, drivers and interfaces, or correct link_gb_s and network_gb_s in cluster.nodes"
+    return Check(name, worst, "; ".join(seen for _, seen in lines), advice if worst == "warning" else "")
+
+
+def _slowest(cluster: Cluster, job: JobFacts, links: Sequence[LinkFacts]) -> tuple[Result, str]:
+    """Return the result and text of the slowest of links of one kind."""
+    link = min(links, key=lambda each: each.gb_s)
+    first, second = link.ends
+    planned = planned_gb_s(cluster, job, link)
+    where = f"within node {first}" if first == second else f"node {first} to node {second} by {link.ranks} ranks"
+    of = "slowest " if len(links) > 1 else ""
+    seen = f"{of}{where} {link.gb_s:.3g} GB/s, {'no planned figure' if planned is None else f'planned {planned:g}'}"
+    return ("warning" if planned is not None and link.gb_s < LEAST_LINK_SHARE * planned else "ok"), seen
+
+
+def planned_gb_s(cluster: Cluster, job: JobFacts, link: LinkFacts) -> float | None:
+    """Return the bandwidth that the plan counts on for ``link``; None for devices without figures or given links."""
+    ranks = [rank for host in job.hosts if host.node in link.ends for rank in host.ranks if rank in cluster.ranks]
+    is_within = link.ends[0] == link.ends[1]
+    found = []
+    for rank in ranks:
+        device, figures = cluster.devices[rank], cluster.figures(rank)
+        given = device.link_gb_s if is_within else device.network_gb_s
+        found.append(given or (None if figures is None else figures.link_gb_s if is_within else figures.node_gb_s))
+    known = [figure for figure in found if figure is not None]
+    return min(known) if known else None
+
+
+def _machines(hosts: Sequence[HostFacts]) -> str:
+    return "one machine" if len(hosts) == 1 else f"all {len(hosts)} machines"
