@@ -41,9 +41,12 @@ class DiskNeed:
         return self.total + (self.checkpoint if self.on_signal else 0)
 
     def __str__(self) -> str:
+        text = f"{self.run} needs {bytes_text(self.total)}"
+        if not self.num_checkpoints:
+            return text
         many = "checkpoint" if self.num_checkpoints == 1 else "checkpoints"
-        kept = f"{self.num_checkpoints} {many} of {bytes_text(self.checkpoint)} and " if self.num_checkpoints else ""
-        return f"{self.run} {bytes_text(self.total)} ({kept}{bytes_text(self.models)} of models)"
+        checkpoints = f"{self.num_checkpoints} {many} of {bytes_text(self.checkpoint)}"
+        return f"{text} ({checkpoints}, models of {bytes_text(self.models)})"
 
 
 def planned_disk(plan: Plan) -> DiskNeed:

@@ -9,6 +9,8 @@ from typing import Literal
 from flexrlhf.text import table
 
 Result = Literal["ok", "warning", "FAILS", "skipped"]
+MOST_PARTS = 4
+"""Hosts or ranks that a line shows."""
 _WORST: tuple[Result, ...] = ("FAILS", "warning", "ok", "skipped")
 
 
@@ -60,4 +62,12 @@ def _last_cell(check: Check) -> str:
 
 
 def _joined(texts: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(filter(None, texts)))
+    """Return distinct texts with semicolons, at most the first few of many."""
+    distinct = list(dict.fromkeys(filter(None, texts)))
+    more = [f"{len(distinct) - MOST_PARTS} more"] if len(distinct) > MOST_PARTS else []
+    return "; ".join([*distinct[:MOST_PARTS], *more])
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -9,7 +9,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
-from flexrlhf.preflight.checks import Check, united
+from flexrlhf.preflight.checks import Check, counted, united
 from flexrlhf.preflight.facts import UNLIMITED, HostFacts, JobFacts, RankFacts
 from flexrlhf.text import bytes_text
 
@@ -33,9 +33,9 @@ def _host_devices(plan: Plan, host: HostFacts) -> Iterator[Check]:
     if host.problem:
         yield Check("devices", "FAILS", f"{host.name}: {host.problem}")
     elif host.device == "cuda":
-        yield Check("devices", "ok", f"{host.name}: {count} ranks on {host.devices} CUDA devices")
+        yield Check("devices", "ok", f"{host.name}: {counted(count, 'rank')} on {counted(host.devices, 'CUDA device')}")
     elif host.devices:
-        seen = f"{host.name}: {count} ranks and {host.devices} CUDA devices, so they run on CPUs"
+        seen = f"{host.name}: {counted(count, 'rank')} and {counted(host.devices, 'CUDA device')}, so on CPUs"
         yield Check("devices", "warning", seen, f"use --devices {host.devices}, or cluster.device: cpu")
     elif named := _named_classes(plan, host):
         seen = f"{host.name}: planned with {named}, has no CUDA device"
@@ -44,7 +44,7 @@ def _host_devices(plan: Plan, host: HostFacts) -> Iterator[Check]:
         seen = f"{host.name}: {count} ranks share {host.cores} cores"
         yield Check("devices", "warning", seen, "use fewer devices, or expect slow steps")
     else:
-        yield Check("devices", "ok", f"{host.name}: {count} ranks on {host.cores} cores")
+        yield Check("devices", "ok", f"{host.name}: {counted(count, 'rank')} on {counted(host.cores, 'core')}")
 
 
 def _named_classes(plan: Plan, host: HostFacts) -> str:

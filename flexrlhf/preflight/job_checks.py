@@ -11,7 +11,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import shown
 from flexrlhf.execution.free_space import DiskDemand
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.preflight.checks import Check, Result, united
+from flexrlhf.preflight.checks import Check, Result, counted, united
 from flexrlhf.preflight.facts import HostFacts, JobFacts, LinkFacts
 from flexrlhf.text import bytes_text, ranks_text
 
@@ -42,7 +42,7 @@ def _version_difference(first: HostFacts, other: HostFacts) -> str:
         for name, here, there in pairs[:MOST_NAMED]
     ]
     if files:
-        more = f" and {len(files) - 1} more files differ" if len(files) > 1 else " differs"
+        more = f" and {counted(len(files) - 1, 'more file')} differ" if len(files) > 1 else " differs"
         named.append(f"flexrlhf/{files[0][0]}{more} on {first.name} and {other.name}")
     return "; ".join(named)
 
@@ -60,14 +60,14 @@ def check_settings(hosts: Sequence[HostFacts]) -> Check:
     parts = [part for host in hosts[1:] if (part := _setting_difference(first, host))]
     if parts:
         return Check(name, "FAILS", "; ".join(parts), "start the same command with the same files on all machines")
-    return Check(name, "ok", f"{len(first.specs)} run{'s' if len(first.specs) > 1 else ''} on {_machines(hosts)}")
+    return Check(name, "ok", f"{counted(len(first.specs), 'run')} on {_machines(hosts)}")
 
 
 def _setting_difference(first: HostFacts, other: HostFacts) -> str:
     if not other.specs:
         return ""
     if len(first.specs) != len(other.specs):
-        return f"{len(first.specs)} runs on {first.name} and {len(other.specs)} on {other.name}"
+        return f"{counted(len(first.specs), 'run')} on {first.name} and {len(other.specs)} on {other.name}"
     found = [
         f"{each.key} is {_value(each.first)} on {first.name} and {_value(each.second)} on {other.name}"
         for here, there in zip(first.specs, other.specs, strict=True)
@@ -95,9 +95,9 @@ def check_reached(job: JobFacts, failure: str) -> Check:
     found, number = job.groups, len(job.ranks)
     if number == 1:
         return Check(name, "ok", "one rank")
-    made = f"{found.groups} groups of the plan made and summed over in {found.seconds:.1f} s"
-    pairs = f"{found.pairs} pairs of {number} ranks exchanged messages"
-    return Check(name, "ok", f"{found.backend}: {pairs}; {made if found.groups else 'no groups of the plan made'}")
+    made = f"{counted(found.groups, 'group')} of the plans made and summed over in {found.seconds:.1f} s"
+    pairs = f"{counted(found.pairs, 'pair')} of {number} ranks exchanged messages"
+    return Check(name, "ok", f"{found.backend}: {pairs}; {made if found.groups else 'no groups of the plans made'}")
 
 
 def check_directories(job: JobFacts) -> Check:
@@ -169,7 +169,8 @@ def _slowest(cluster: Cluster, job: JobFacts, links: Sequence[LinkFacts]) -> tup
     link = min(links, key=lambda each: each.gb_s)
     first, second = link.ends
     planned = planned_gb_s(cluster, job, link)
-    where = f"within node {first}" if first == second else f"node {first} to node {second} by {link.ranks} ranks"
+    across = f"node {first} to node {second} by {counted(link.ranks, 'rank')}"
+    where = f"within node {first}" if first == second else across
     of = "slowest " if len(links) > 1 else ""
     seen = f"{of}{where} {link.gb_s:.3g} GB/s, {'no planned figure' if planned is None else f'planned {planned:g}'}"
     return ("warning" if planned is not None and link.gb_s < LEAST_LINK_SHARE * planned else "ok"), seen

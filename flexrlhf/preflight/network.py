@@ -1,4 +1,4 @@
-"""Messages between all ranks over the real back end: groups of the plans, all pairs, and bandwidths of links."""
+"""Messages between all ranks over the back end of the run: groups of the plans, all pairs, bandwidths of links."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Network:
         self._position = 0
 
     def check_groups(self, plans: Sequence[Plan]) -> GroupFacts:
-        """Exchange a message with every other rank, and sum over every group of ``plans``, one plan after the other.
+        """Sum over every group of ``plans``, one plan after the other. ``check_pairs`` comes first.
 
         Raises DeadlineError with the ranks that are missing.
         """
@@ -53,16 +53,14 @@ class Network:
             number, most_open = number + len(plan.groups), max(most_open, _open_files())
             groups.close()
         seconds = time.monotonic() - began
-        pairs = self.world_size * (self.world_size - 1) // 2
+        pairs = self._world.size * (self._world.size - 1) // 2
         return GroupFacts(number, seconds, pairs, self._largest(most_open), self._world.backend)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world.size
-
     def check_pairs(self) -> list[LinkFacts]:
-        """Exchange a message with every other rank, then measure links; return those whose sums are of this rank's."""
+        """Exchange a message with every other rank, then measure the links of all machines.
+
+        Raises DeadlineError with the ranks that are missing.
+        """
         self._report("the group of all ranks")
         groups = self._world.make_groups([Group("preflight", self._everyone)], self._seconds)
         handle = groups.get("preflight", self._everyone)

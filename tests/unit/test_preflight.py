@@ -1,0 +1,305 @@
+"""Checks before a run, from facts: what is fine, what is doubtful, what ends a run, and who is named."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from small_runs import plan_of
+
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import UserError
+from flexrlhf.execution.free_space import check_free_space, disk_demands
+from flexrlhf.execution.resumption import Resumption
+from flexrlhf.memory.transfers import saved_bytes
+from flexrlhf.plan.disk_space import planned_disk
+from flexrlhf.plan.plan import Plan
+from flexrlhf.preflight.checks import Check, closing_line, format_checks, united
+from flexrlhf.preflight.directories import probed_directories, see_probe
+from flexrlhf.preflight.facts import (
+    ClockFacts,
+    GroupFacts,
+    HostFacts,
+    JobFacts,
+    LinkFacts,
+    RankFacts,
+    dump_job,
+    load_job,
+)
+from flexrlhf.preflight.host import available_memory
+from flexrlhf.preflight.libraries import judge_libraries, needed_extras, needed_libraries
+from flexrlhf.preflight.pairs import partner_of, rounds_of_pairs
+from flexrlhf.preflight.report import judge
+
+OK = Check("disk space", "ok", "enough")
+GB = 10**9
+
+
+def host(plan: Plan, node: int = 0, **changes: Any) -> HostFacts:
+    """A machine of two with a rank each, in order."""
+    facts = HostFacts(
+        node=node,
+        host="ab"[node],
+        ranks=(node,),
+        versions={"flexrlhf": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+        sources={"errors.py": "1", "text.py": "2"},
+        specs=(dump_spec(plan.spec),),
+        libraries=Check("libraries", "ok", "torch 2.13.0"),
+        inputs="",
+        device="cpu",
+        devices=0,
+        problem="",
+        cores=4,
+        memory=8 * GB,
+        shared=GB,
+        open_files=4096,
+        disk=OK,
+    )
+    return replace(facts, **changes)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(None, 2, "cluster={nodes: [{count: 2, devices: 1, class: A100-80G}]}")
+
+
+def job(plan: Plan, *hosts: HostFacts, **changes: Any) -> JobFacts:
+    """A job in which all is well."""
+    facts = JobFacts(
+        hosts or (host(plan), host(plan, 1)),
+        (RankFacts(0, 0, "NVIDIA A100-SXM4-80GB", 80 * GB, 79 * GB), RankFacts(1, 1, "NVIDIA A100", 80 * GB, 79 * GB)),
+        clocks=(ClockFacts(1, 0.01, 0.001),),
+        unseen={},
+        unreachable=(),
+        groups=GroupFacts(6, 0.5, 1, 100, "nccl"),
+        links=(LinkFacts((0, 1), 1, 150.0),),
+    )
+    return replace(facts, **changes)
+
+
+def named(plan: Plan, facts: JobFacts, name: str) -> Check:
+    return next(check for check in judge([plan], facts) if check.name == name)
+
+
+def on_gpus(plan: Plan) -> tuple[HostFacts, HostFacts]:
+    return host(plan, device="cuda", devices=1), host(plan, 1, device="cuda", devices=1)
+
+
+def test_all_is_well(plan: Plan) -> None:
+    checks = judge([plan], job(plan, *on_gpus(plan)))
+    assert {check.name: check.result for check in checks if check.result != "ok"} == {}
+    assert not any(check.advice for check in checks)
+    assert closing_line(checks) == "14 checks passed"
+    lines = format_checks(checks).splitlines()
+    assert len(lines) == 14 and lines[0].startswith("devices ")
+
+
+def test_facts_survive_json(plan: Plan) -> None:
+    assert load_job(dump_job(job(plan))) == job(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "result", "words"),
+    [
+        ({"problem": "cluster.device: cuda needs 1, found 0"}, "devices", "FAILS", "node 1 (host b): cluster.device"),
+        ({"devices": 0}, "devices", "warning", "planned with A100-80G, has no CUDA device"),
+        ({"memory": 1000}, "free memory", "FAILS", "node 1 (host b): "),
+        ({"inputs": "data.path x: no such file"}, "inputs", "FAILS", "node 1 (host b): data.path x"),
+        ({"shared": 10**6}, "shared memory", "warning", "--shm-size"),
+        ({"shared": 10**6, "device": "cuda"}, "shared memory", "FAILS", "/dev/shm has 1 MB free"),
+        ({"shared": None}, "shared memory", "warning", "no /dev/shm"),
+        ({"open_files": 256}, "open files", "FAILS", "node 1 (host b): limit 256, a rank with its connections has 100"),
+        (
+            {"versions": {"flexrlhf": "0.2.0"}},
+            "same versions",
+            "FAILS",
+            "flexrlhf is 0.1.0 on node 0 (host a) and 0.2.0",
+        ),
+        ({"sources": {"errors.py": "9"}}, "same versions", "FAILS", "flexrlhf/errors.py and 1 more files differ"),
+        ({"libraries": Check("libraries", "FAILS", "peft missing")}, "libraries", "FAILS", "node 1 (host b): peft"),
+    ],
+)
+def test_a_host_that_differs_is_named(plan: Plan, changes: dict[str, Any], name: str, result: str, words: str) -> None:
+    check = named(plan, job(plan, host(plan), host(plan, 1, **changes)), name)
+    assert check.result == result and words in f"{check.seen} -> {check.advice}", check
+
+
+def test_a_setting_that_differs_is_named(plan: Plan) -> None:
+    other = plan.spec.model_copy(update={"seed": 3})
+    check = named(plan, job(plan, host(plan), host(plan, 1, specs=(dump_spec(other),))), "same settings")
+    assert check.result == "FAILS"
+    assert check.seen == "seed is 0 on node 0 (host a) and 3 on node 1 (host b)"
+    more = host(plan, 1, specs=(dump_spec(other), dump_spec(other)))
+    assert named(plan, job(plan, host(plan), more), "same settings").seen.startswith("1 runs on node 0")
+
+
+def test_equal_files_and_settings_travel_once(plan: Plan) -> None:
+    first, second = host(plan), host(plan, 1).without_equals(host(plan))
+    assert second.sources == {} and second.specs == ()
+    results = {check.name: check.result for check in judge([plan], job(plan, first, second))}
+    assert results["same versions"] == results["same settings"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "result", "words"),
+    [
+        ({"clocks": (ClockFacts(1, -7.0, 0.1),)}, "clocks", "warning", "node 1 (host b) is -7.0 s from node 0"),
+        ({"clocks": (ClockFacts(1, 1.2, 0.5),)}, "clocks", "ok", "1200 ms apart"),
+        ({"unseen": {1: "does not see in /x what rank 0 wrote"}}, "run directory", "FAILS", "rank 1: does not see"),
+        ({"unreachable": ("node 1 does not reach a:1 (no response)",)}, "ranks", "FAILS", "no response"),
+        (
+            {"links": (LinkFacts((0, 1), 1, 99.0),)},
+            "links",
+            "warning",
+            "node 0 to node 1 by 1 rank 99 GB/s, planned 200",
+        ),
+        ({"links": (LinkFacts((0, 0), 1, 99.0),)}, "links", "warning", "within node 0 99 GB/s, planned 300"),
+        ({"groups": None}, "ranks", "skipped", "not reached"),
+        ({"ranks": (RankFacts(0, 0, "NVIDIA V100", 32 * GB, GB),)}, "devices", "warning", "planned on A100-80G, is on"),
+        ({"ranks": (RankFacts(0, 0, "NVIDIA A100", 80 * GB, 10),)}, "free memory", "FAILS", "10 B free"),
+    ],
+)
+def test_what_all_machines_measure(plan: Plan, changes: dict[str, Any], name: str, result: str, words: str) -> None:
+    check = named(plan, job(plan, *on_gpus(plan), **changes), name)
+    assert check.result == result and words in check.seen, check
+
+
+def test_a_failure_of_the_ranks_is_a_line(plan: Plan) -> None:
+    checks = judge([plan], JobFacts((host(plan),)), "rank 1 was ended")
+    assert next(check for check in checks if check.name == "ranks") == Check("ranks", "FAILS", "rank 1 was ended")
+    assert {check.name for check in checks if check.result == "skipped"} == {"run directory", "clocks", "links"}
+    assert closing_line(checks) == "1 of 14 checks failed: ranks"
+
+
+def test_many_hosts_stay_one_line() -> None:
+    parts = [Check("a", "ok", f"host {n}") for n in range(9)]
+    assert united("a", parts).seen == "host 0; host 1; host 2; host 3; 5 more"
+    assert united("a", [*parts, Check("a", "FAILS", "x", "mend")]) == Check("a", "FAILS", "x", "mend")
+
+
+DECLARED = ["torch<2.14,>=2.11", "tokenizers", 'peft<0.22,>=0.21; extra == "lora"', 'ruff; extra == "dev"']
+
+
+def test_libraries_follow_from_the_plan(plan: Plan) -> None:
+    assert needed_extras([plan]) == []
+    lora = plan_of(None, 2, "models.actor.lora={rank: 2}")
+    assert needed_extras([lora]) == ["lora"]
+    assert [each.name for each in needed_libraries(["lora"], DECLARED)] == ["torch", "tokenizers", "peft"]
+    assert [each.name for each in needed_libraries([], DECLARED)] == ["torch", "tokenizers"]
+
+
+@pytest.mark.parametrize(
+    ("found", "result", "words"),
+    [
+        ("2.13.1+cu128", "ok", "torch 2.13.1+cu128"),
+        ("2.10.9", "FAILS", "torch 2.10.9, needs <2.14,>=2.11"),
+        ("2.14.0", "warning", "torch 2.14.0, tried with <2.14,>=2.11"),
+        (None, "FAILS", "torch missing, needs <2.14,>=2.11"),
+    ],
+)
+def test_versions_against_their_range(found: str | None, result: str, words: str) -> None:
+    check = judge_libraries([Requirement(DECLARED[0])], {"torch": found})
+    assert check.result == result and check.seen == words
+    assert (check.advice == "pip install 'torch<2.14,>=2.11'") == (result != "ok")
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_every_pair_meets_once_and_nobody_twice_a_round(number: int) -> None:
+    rounds = rounds_of_pairs(number)
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(number), 2))
+    for pairs in rounds:
+        members = [member for pair in pairs for member in pair]
+        assert len(members) == len(set(members))
+        for first, second in pairs:
+            assert partner_of(first, pairs) == second and partner_of(second, pairs) == first
+        assert all(partner_of(member, pairs) is None for member in set(range(number)) - set(members))
+
+
+def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    meminfo = "MemTotal: 9 kB\nMemAvailable:    1000 kB\n"
+    assert available_memory(meminfo, tmp_path) == 1_024_000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("90000\n")
+    assert available_memory(meminfo, tmp_path) == 1_024_000
+    (tmp_path / "memory.max").write_text("100000\n")
+    assert available_memory(meminfo, tmp_path) == 10_000
+
+
+# --- files
+
+
+def test_planned_files_are_counted() -> None:
+    """Two checkpoints are kept while a third is written; a run of few steps writes fewer."""
+    many = plan_of(None, 2, "checkpoint.every=1", "steps=9", "save.every=1")
+    need = planned_disk(many)
+    sizes = [saved_bytes(many.placement[role], many.shapes[role]) for role in ("actor", "critic")]
+    # float32 weights and two moments of each
+    assert need.checkpoint == 3 * sum(sizes)
+    assert need.models == sum(sizes) + max(sizes) and need.num_checkpoints == 3
+    assert need.total == 3 * need.checkpoint + need.models
+    once = planned_disk(plan_of(None, 2, "checkpoint.every=5", "steps=6"))
+    assert once.num_checkpoints == 2 and once.models == sum(sizes)
+    on_signal = planned_disk(plan_of())
+    assert on_signal.num_checkpoints == 0 and on_signal.with_signal - on_signal.total == need.checkpoint
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_work(small_disk: Path) -> None:
+    large = plan_of(None, 2, f"runs={small_disk}/runs", "checkpoint.every=1")
+    need = planned_disk(large)
+    while need.total < 70_000:
+        large = plan_of(None, 2, f"runs={small_disk}/runs", "checkpoint.every=1", "models.actor.init.hidden_size=64")
+        need = planned_disk(large)
+    with pytest.raises(UserError) as caught:
+        check_free_space([Resumption(large)])
+    sentence = str(caught.value)
+    assert sentence.startswith("runs: test needs ") and f"{small_disk} has 65.5 kB free, " in sentence
+    assert sentence.endswith("checkpoint.keep_last") and not (small_disk / "runs").exists()
+
+
+def test_what_a_run_has_written_counts_as_free(tmp_path: Path) -> None:
+    run = plan_of(None, 2, f"runs={tmp_path}", "checkpoint.every=1")
+    folder = tmp_path / "test" / "checkpoints" / "step-000001"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(bytes(1000))
+    (anew,), (goes_on,) = disk_demands([Resumption(run)]), disk_demands([Resumption(run, continues=True)])
+    assert (anew.written, goes_on.written) == (0, 1000)
+    assert replace(goes_on, space=replace(goes_on.space, free=anew.needs[0].total - 1000)).missing == 0
+    assert replace(anew, space=replace(anew.space, free=anew.needs[0].total - 1000)).missing == 1000
+
+
+def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
+    run = plan_of(None, 2, f"runs={tmp_path}/a/b")
+    with probed_directories([run, run], makes_probes=True) as (facts,):
+        assert facts.problem == "" and see_probe(facts, 1, facts.probe) == ""
+        assert "does not see" in see_probe(replace(facts, path=str(tmp_path)), 1, facts.probe)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a" / "mine").mkdir(parents=True)
+    with probed_directories([run], makes_probes=True):
+        pass
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["a", "a/mine"]
+
+
+def test_a_full_disk_and_a_file_in_the_way_are_problems(small_disk: Path, tmp_path: Path) -> None:
+    (small_disk / "fill").write_bytes(bytes(2**16 - 2**13))
+    (tmp_path / "file").write_text("")
+    full, blocked = plan_of(None, 2, f"runs={small_disk}/runs"), plan_of(None, 2, f"runs={tmp_path}/file/runs")
+    with probed_directories([full, blocked], makes_probes=True) as (first, second):
+        assert first.problem == "No space left on device" and second.problem == "Not a directory"
+    assert [path.name for path in small_disk.iterdir()] == ["fill"]
