@@ -55,7 +55,7 @@ class DiskDemand:
 
     @property
     def text(self) -> str:
-        """What the runs need and what is free."""
+        """Needs of the runs, and the free space."""
         return f"{', '.join(map(str, self.needs))}; {self.space.place} has {bytes_text(self.space.free)} free"
 
 

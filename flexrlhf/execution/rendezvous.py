@@ -59,7 +59,8 @@ class NodeRendezvous(RendezvousHandler):
             return serve_store(self._endpoint, self._hosts.nnodes > 1, self._join_seconds)
         notice = Notice(f"node {self._hosts.node_rank} waits for node 0 at {self._endpoint}")
         store = connect_store(self._endpoint, self._join_seconds, notice)
-        self._sign = socket.create_connection((self._endpoint.host, self._endpoint.port))
+        with suppress(OSError):
+            self._sign = socket.create_connection((self._endpoint.host, self._endpoint.port))
         return store
 
     def await_end(self, seconds: float) -> None:

@@ -44,8 +44,9 @@ def preflight(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> list[Ch
     if under_torchrun():
         raise UserError("preflight: starts ranks by itself; under torchrun run `flexrlhf doctor` before, without it")
     plans = [run.plan for run in runs]
+    host = host_facts(runs, hosts)
     with probed_directories(plans, hosts.is_first_node) as directories, TemporaryDirectory(prefix="flexrlhf-") as place:
-        host = host_facts(runs, hosts, directories)
+        host = replace(host, directories=tuple(directories))
         request, result = Path(place) / "request.json", Path(place) / "facts.json"
         write_request(request, SurveyRequest(host, hosts.nnodes, waits.rank))
         failure = _survey(plans[0], hosts, waits, request, result)

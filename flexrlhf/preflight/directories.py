@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -17,7 +17,8 @@ PROBE_BYTES = 2**20
 """Bytes that node 0 writes: a full disk takes empty files."""
 SEEN_SECONDS = 5.0
 """Time in which a file must be seen on another machine; shared file systems cache directories."""
-_FIRST = "rank-0"
+_PROBE, _FIRST = ".preflight-", "rank-0"
+"""Beginning of the name of a probe directory, and the file of rank 0 in it."""
 
 
 @contextmanager
@@ -32,10 +33,12 @@ def probed_directories(plans: Sequence[Plan], makes_probes: bool) -> Iterator[li
         yield [_probed(path, made) if makes_probes else _facts(path) for path in paths]
     finally:
         for directory in reversed(made):
-            if directory.name.startswith(".preflight-"):
+            if directory.name.startswith(_PROBE):
                 shutil.rmtree(directory, ignore_errors=True)
-            elif not any(directory.iterdir()):
-                directory.rmdir()
+            else:
+                # another process may have begun to use it
+                with suppress(OSError):
+                    directory.rmdir()
 
 
 def see_probe(facts: DirectoryFacts, rank: int, probe: str) -> str:
@@ -74,7 +77,7 @@ def _facts(path: str, problem: str = "", probe: str = "") -> DirectoryFacts:
 
 def _probed(path: str, made: list[Path]) -> DirectoryFacts:
     """Write a file durably in a new probe directory. ``made``: gets every directory that is made."""
-    probe = f".preflight-{token_hex(6)}"
+    probe = f"{_PROBE}{token_hex(6)}"
     target = Path(path).absolute() / probe
     try:
         for directory in reversed([each for each in (target, *target.parents) if not each.exists()]):

@@ -31,7 +31,7 @@ class DirectoryFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one machine has.
+    """Facts of one machine.
 
     node, host:   its number and name
     ranks:        that it starts
@@ -82,7 +82,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank has.
+    """Facts of one rank.
 
     rank, node:   its number, and that of its machine
     device:       name of its CUDA device; empty on CPUs
@@ -139,7 +139,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """All that a preflight has collected so far; None for what it has not come to.
+    """Everything that a preflight has collected so far; None for what it has not come to.
 
     unseen:       rank → directory that it does not share with rank 0
     unreachable:  sentences about machines that do not reach each other

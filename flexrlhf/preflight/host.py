@@ -10,21 +10,20 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import flexrlhf
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import UserError
 from flexrlhf.execution.free_space import disk_demands
-from flexrlhf.execution.library_versions import library_versions
 from flexrlhf.execution.resumption import Resumption
 from flexrlhf.placement.hosts import Hosts, with_device
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.plan.plan import Plan
-from flexrlhf.preflight.facts import UNLIMITED, DirectoryFacts, HostFacts
+from flexrlhf.preflight.facts import UNLIMITED, HostFacts
 from flexrlhf.preflight.job_checks import check_disk
-from flexrlhf.preflight.libraries import check_libraries
+from flexrlhf.preflight.libraries import check_libraries, needed_versions
 
 SHARED_MEMORY = Path("/dev/shm")
+_PACKAGE = Path(__file__).parents[1]
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (
@@ -36,7 +35,7 @@ UNLIMITED_BYTES = 2**50
 """Bytes from which a limit of memory is none."""
 
 
-def host_facts(runs: Sequence[Resumption], hosts: Hosts, directories: Sequence[DirectoryFacts]) -> HostFacts:
+def host_facts(runs: Sequence[Resumption], hosts: Hosts) -> HostFacts:
     """Return the facts of this machine for ``runs``."""
     plans = [run.plan for run in runs]
     device, devices, problem = _device(plans[0], hosts)
@@ -44,8 +43,8 @@ def host_facts(runs: Sequence[Resumption], hosts: Hosts, directories: Sequence[D
         node=hosts.node_rank,
         host=socket.gethostname(),
         ranks=hosts.local_ranks(plans[0].cluster),
-        versions=library_versions(),
-        sources=source_digests(Path(flexrlhf.__file__).parent),
+        versions=needed_versions(plans),
+        sources=source_digests(_PACKAGE),
         specs=tuple(dump_spec(with_device(plan.spec, device)) for plan in plans),
         libraries=check_libraries(plans),
         inputs=_input_problem(plans, device),
@@ -56,7 +55,6 @@ def host_facts(runs: Sequence[Resumption], hosts: Hosts, directories: Sequence[D
         memory=available_memory(_MEMORY.read_text(), _CGROUP),
         shared=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         open_files=_open_files(),
-        directories=tuple(directories),
         disk=check_disk(disk_demands(runs)),
     )
 

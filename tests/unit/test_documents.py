@@ -42,6 +42,7 @@ REALLY_RUN = {
     "run": "tests/distributed/test_quickstart.py",
     "profile": "tests/distributed/test_profile.py",
     "verify": "tests/distributed/test_verify.py",
+    "doctor": "tests/distributed/test_doctor.py",
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
     "python": "tests/distributed/test_python_script.py",
@@ -177,8 +178,8 @@ def check(command: str) -> str:
             return invoke("plan", *configs)
         case ["flexrlhf", "export", *arguments]:
             return invoke("export", *arguments, "--help")  # the reader's run has no checkpoint
-        case ["flexrlhf", "verify", *arguments]:
-            invoke("verify", *arguments, "--help")
+        case ["flexrlhf", "verify" | "doctor" as name, *arguments]:
+            invoke(name, *arguments, "--help")
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs[:1])
         case ["flexrlhf", "advise", *arguments]:

@@ -51,7 +51,7 @@ LAYERS = (
     Layer(
         "cli",
         f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline profiling verification",
+        lazily="execution guideline preflight profiling verification",
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors", torch=True),
@@ -64,6 +64,7 @@ LAYERS = (
         torch=True,
     ),
     Layer("profiling", f"profiling guideline.costs execution engines comm plan strategies {PLANNING}", torch=True),
+    Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),
     Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
 )
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
@@ -90,6 +91,7 @@ RULES = (
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
     Layer("execution.run_order", "config"),
     Layer("execution.resumption", "execution.run_directory checkpoints.manifest plan config errors"),
+    Layer("execution.library_versions"),
     Layer("execution.free_space", "execution.resumption checkpoints.manifest plan errors text"),
     # a config is checked before torch is loaded
     Layer(
@@ -98,6 +100,12 @@ RULES = (
         "execution.free_space "
         f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
+    ),
+    # facts are judged without torch
+    Layer(
+        "preflight.checks preflight.facts preflight.libraries preflight.pairs preflight.host_checks "
+        "preflight.job_checks preflight.report preflight.directories",
+        f"preflight {PURE_ENGINES} execution.free_space execution.library_versions plan {PLANNING}",
     ),
     # what may differ, and how far, is data
     Layer("verification.sides verification.tolerances verification.deviation", f"plan {PLANNING}"),
