@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -13,13 +16,16 @@ from typing import IO, Any, Literal
 
 from flexrlhf.checkpoints.manifest import FOLDER
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 
 STATUS = "status.json"
 LOCK = ".lock"
 ABANDONED = ".abandoned"
 """Ends the name of a checkpoint that is newer than the one that a run went on from, or damaged."""
+
+_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""Errors of writing, which have no path where the file was open before."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,20 @@ def lock_directory(directory: Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+@contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Raise RunStopped where the body cannot write its files in ``directory``: full, read-only or removed meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        is_inside = path is not None and path.absolute().is_relative_to(directory.absolute())
+        if not is_inside and error.errno not in _FULL_OR_READ_ONLY:
+            raise
+        where = path if is_inside else directory
+        raise RunStopped(f"{where}: cannot be written ({error.strerror or error})") from None
 
 
 def set_aside_checkpoints(directory: Path, from_step: int) -> None:
