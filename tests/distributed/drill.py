@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ START_SECONDS = 150.0
 FIRST_ROUND, LAST_ROUND = 2.0, 4.5
 """Of the injections, of ``STEPS``: checkpoints are there by then, and something is left to do."""
 ATTEMPTS = 2
+PART = 30
+"""Injections after which the runs are resumed."""
 assert LAST_ROUND < STEPS
 
 
@@ -122,8 +125,12 @@ class Drill:
 
     def run(self, injections: Sequence[Injection]) -> Iterator[Outcome]:
         """Inject all, then resume the runs of each shape in one command, and compare them with its baseline."""
-        outcomes = [self._injected(injection) for injection in injections]
-        for name in dict.fromkeys(injection.shape.name for injection in injections):
+        outcomes: list[Outcome] = []
+        for injection in injections:
+            outcome = self._copied(injection, outcomes) or self._injected(injection)
+            print(outcome, flush=True)
+            outcomes.append(outcome)
+        for name in dict.fromkeys(each.injection.shape.name for each in outcomes):
             yield from self._resumed(SHAPES[name], [each for each in outcomes if each.injection.shape.name == name])
 
     def _injected(self, injection: Injection) -> Outcome:
@@ -132,8 +139,21 @@ class Drill:
             outcome = self._inject(injection)
             if outcome.place:
                 break
-        print(outcome, flush=True)
         return outcome
+
+    def _copied(self, injection: Injection, outcomes: Sequence[Outcome]) -> Outcome | None:
+        """Damage a copy of what another fault has left; None where there is none, or nothing is to be damaged."""
+        ended = [each.injection for each in outcomes if each.place and each.injection.kind.ends == "fails"]
+        whole = [each for each in ended if len(checkpoints_of(self._run_directory(each.name))) > 1]
+        if not injection.kind.damage or not whole:
+            return None
+        donor = random.Random(injection.number).choice([each for each in whole if not each.kind.damage] or whole)
+        copy = replace(injection, shape=donor.shape)
+        runs = self._folder / copy.name / "runs"
+        shutil.copytree(self._run_directory(donor.name), runs / copy.name)
+        self._config(copy.shape, copy.name, runs)
+        _repair(copy, runs, runs / copy.name)
+        return Outcome(copy, f"{(runs.parent / 'damaged').read_text()}after {donor.kind.name}")
 
     def _inject(self, injection: Injection) -> Outcome:
         folder = self._folder / injection.name
@@ -146,7 +166,9 @@ class Drill:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "drill", str(runs)], check=True)
         config = self._config(injection.shape, injection.name, runs)
         with running(injection.shape, [str(config)], folder, DRILLED, folder) as job:
-            if not until(lambda: (folder / REACHED).exists() or job.has_ended, START_SECONDS) or job.has_ended:
+            until(lambda: (folder / REACHED).exists() or job.has_ended, START_SECONDS)
+            is_missed = job.has_ended and injection.kind.action == "none"
+            if is_missed or not (folder / REACHED).exists():
                 job.wait(0)
                 return Outcome(injection, sentence=" | ".join(job.sentences()))
             return self._struck(injection, job, folder)
@@ -193,22 +215,16 @@ class Drill:
                 said, last = job.outputs[0], " | ".join(job.sentences())
             ended = [name for name in pending if _is_finished(self._run_directory(name))]
             for name in ended:
-                found[name] = replace(found[name], resumed=self._difference(found[name].injection, baseline, said))
+                directory = self._run_directory(name)
+                is_silent = found[name].injection.kind.damage and not _names_damage(said, directory)
+                misnamed = "the damaged checkpoint is not named" if is_silent else found[name].misnamed
+                found[name] = replace(found[name], misnamed=misnamed, resumed=_difference(directory, baseline))
             pending = [name for name in pending if name not in ended]
             if pending:
                 why = last if is_in_time else "it did not end"
                 found[pending[0]] = replace(found[pending[0]], resumed=f"not resumed: {why}")
                 del pending[0]
         yield from found.values()
-
-    def _difference(self, injection: Injection, baseline: Path, said: str) -> str:
-        """How a finished run differs from the baseline; empty for not at all."""
-        directory = self._run_directory(injection.name)
-        if injection.kind.damage and not _names_damage(said, directory):
-            return "the damaged checkpoint was not named"
-        if _rows(directory) != _rows(baseline):
-            return f"metrics of step {_first_difference(_rows(directory), _rows(baseline))} differ"
-        return _differing_weights(directory, baseline)
 
     def _baseline(self, shape: Shape) -> Path:
         """Directory of the run of ``shape`` without a fault, on one host."""
@@ -261,6 +277,13 @@ def _repair(injection: Injection, runs: Path, directory: Path) -> None:
 def _names_damage(said: str, directory: Path) -> bool:
     damaged = (directory.parent.parent / "damaged").read_text()
     return any(f"{directory.name}/" in line and damaged in line for line in said.splitlines())
+
+
+def _difference(directory: Path, baseline: Path) -> str:
+    """How a finished run differs from the baseline; empty for not at all."""
+    if _rows(directory) != _rows(baseline):
+        return f"metrics of step {_first_difference(_rows(directory), _rows(baseline))} differ"
+    return _differing_weights(directory, baseline)
 
 
 def _is_finished(directory: Path) -> bool:
@@ -341,9 +364,14 @@ def main() -> int:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         with new_drill(folder) as drill:
-            outcomes = list(drill.run(plan_injections(options.count, options.seed, options.kinds)))
+            planned = plan_injections(options.count, options.seed, options.kinds)
+            parts = [planned[start : start + PART] for start in range(0, len(planned), PART)]
+            outcomes = []
+            for part in parts:
+                outcomes += drill.run(part)
+                print(f"\n{table(outcomes)}\n", flush=True)
     short = [each for each in outcomes if each.problems]
-    print("\n" + "\n".join(map(str, short)) + f"\n\n{table(outcomes)}", flush=True)
+    print("\n".join(["fell short:" if short else "nothing fell short", *map(str, short)]), flush=True)
     return int(bool(short))
 
 

@@ -58,6 +58,7 @@ class Kind:
     ends:     how the run does: it ``fails`` or ``finishes``.
     inject:   acts from outside.
     pattern:  regular expression of the closing sentence; ``RANK`` and ``HOST`` are those of the fault.
+    printed:  what a line before it contains.
     action:   of the rank itself.
     waits:    whether the rank waits for the injection in its instruction: always, never, or None: now and then.
     damage:   what is done to the newest checkpoint once the run has ended.
@@ -69,6 +70,7 @@ class Kind:
     ends: Literal["fails", "finishes"]
     inject: Inject
     pattern: str = ""
+    printed: str = ""
     action: str = "none"
     waits: bool | None = None
     damage: str = ""
@@ -87,6 +89,8 @@ class Kind:
             return f"exit codes {job.codes}"
         if "Traceback" in "".join(job.outputs) and self.action != "exception":
             return "a traceback"
+        if self.printed not in job.outputs[0]:
+            return f"no line has {self.printed!r}"
         return self._wrong_sentence(job, target) if self.ends == "fails" else ""
 
     def _wrong_sentence(self, job: Job, target: Target) -> str:
@@ -170,9 +174,10 @@ KILLED = r"^flexrlhf: rank RANK \(.*host HOST\) ended the run at step \d+, .*, k
 STUCK = r"^flexrlhf: rank \d+ \(.*the deadline of \d+ s passed, waiting for .*rank RANK \(.*host HOST.*does not respond"
 RAISED = rf"^flexrlhf: rank RANK \(.*host HOST\) ended the run at step \d+, .*, exit code 1: RuntimeError: {PLANTED}"
 UNWRITABLE = r"^flexrlhf: rank \d+ \(.*ended the run at step \d+, .*runs.*cannot be written \({}\)"
-CLOSED = r"^flexrlhf: rank \d+ \(.*(connection.*rank RANK \(|rank RANK \(.*connection).*closed"
+CLOSED = r"^flexrlhf: (?=.*rank RANK \().*(connection .*|store has )closed"
 LOST = r"^flexrlhf: .*node [01] \(host "
-UNSCORED = r"^flexrlhf: rank \d+ \(.*have a score that is not a finite number .*connection"
+UNSCORED = r"^flexrlhf: rank \d+ \(.*have a score that is not a finite number "
+REFUSED = "/score: ConnectError All connection attempts failed"
 
 KINDS = {
     kind.name: kind
@@ -191,6 +196,6 @@ KINDS = {
         Kind("packets lost", LINKED, "fails", _lose_packets, LOST, waited=True),
         Kind("slow rank", ANY, "finishes", _nothing, action="slow"),
         Kind("service down for a while", ("service",), "finishes", _service_down_for_a_while),
-        Kind("service down", ("service",), "fails", _service_down, UNSCORED, waited=True),
+        Kind("service down", ("service",), "fails", _service_down, UNSCORED, REFUSED, waited=True),
     )
 }
