@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,9 @@ STATUS = "status.json"
 LOCK = ".lock"
 ABANDONED = ".abandoned"
 """Ends the name of a checkpoint that is newer than the one that a run went on from, or damaged."""
+
+_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""Errors of writing, which have no path where the file was open before."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +112,17 @@ def lock_directory(directory: Path) -> IO[str]:
 
 
 @contextmanager
-def naming_failed_files(directory: Path) -> Iterator[None]:
-    """Raise RunStopped, which names the file, where one below ``directory`` cannot be read or written inside."""
+def writing_to(directory: Path) -> Iterator[None]:
+    """Raise RunStopped where the body cannot write its files in ``directory``: full, read-only or removed meanwhile."""
     try:
         yield
     except OSError as error:
-        if not isinstance(error.filename, str) or not Path(error.filename).absolute().is_relative_to(
-            directory.absolute()
-        ):
+        path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        is_inside = path is not None and path.absolute().is_relative_to(directory.absolute())
+        if not is_inside and error.errno not in _FULL_OR_READ_ONLY:
             raise
-        raise RunStopped(f"{error.filename}: cannot be read or written ({error.strerror})") from error
+        where = path if is_inside else directory
+        raise RunStopped(f"{where}: cannot be written ({error.strerror or error})") from None
 
 
 def set_aside_checkpoints(directory: Path, from_step: int) -> None:

@@ -28,7 +28,7 @@ from flexrlhf.execution.failures import ErrorReport
 from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.rank_watch import RankWatch
-from flexrlhf.execution.run_directory import RunStatus, naming_failed_files, read_status, write_status
+from flexrlhf.execution.run_directory import RunStatus, read_status, write_status, writing_to
 from flexrlhf.execution.run_order import RunOrder, load_orders
 from flexrlhf.execution.starting_point import choose_start
 from flexrlhf.execution.stop_requests import StopRequests
@@ -72,7 +72,7 @@ def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests,
         order = replace(order, candidates=(*checkpoints_of(order.spec.directory), *order.candidates))
     plan = make_plan(order.spec)
     flight = FlightRecord(plan, world, plan.spec.directory)
-    with watch.over(flight), naming_failed_files(plan.spec.directory):
+    with watch.over(flight), writing_to(plan.spec.directory):
         data = load_run_data(plan)
         start = choose_start(plan, world, data, order.candidates)
         trainer = Trainer(plan, world, data, meter, stops, flight, start)
@@ -81,7 +81,8 @@ def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests,
     if world.rank == 0:
         is_finished = next_step == plan.spec.steps
         status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps)
-        write_status(plan.spec.directory, status)
+        with writing_to(plan.spec.directory):
+            write_status(plan.spec.directory, status)
     return next_step
 
 

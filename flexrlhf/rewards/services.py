@@ -122,7 +122,7 @@ class HttpService:
             return failed_reply(batch, error.failure)
         except TimeoutError:
             is_last = limit < self._source.deadline_seconds
-            return failed_reply(batch, step.deadline.failure() if is_last else self._late(failures))
+            return failed_reply(batch, _with_last(step.deadline.failure() if is_last else self._late(), failures))
 
     async def _request(
         self, client: httpx.AsyncClient, batch: ScoreBatch, content: bytes, turn: int, failures: list[ScoreFailure]
@@ -173,9 +173,13 @@ class HttpService:
             return ScoreFailure("status", f"{url}: status {error.response.status_code}")
         return ScoreFailure("connection", f"{url}: {type(error).__name__} {error}".rstrip())
 
-    def _late(self, failures: Sequence[ScoreFailure]) -> ScoreFailure:
-        last = f"; last {failures[-1].text}" if failures else ""
-        return ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s{last}")
+    def _late(self) -> ScoreFailure:
+        return ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
+
+
+def _with_last(late: ScoreFailure, failures: Sequence[ScoreFailure]) -> ScoreFailure:
+    """Return the failure of a batch that is late, with that of its last request."""
+    return replace(late, text=f"{late.text}; last {failures[-1].text}") if failures else late
 
 
 def _scores(response: httpx.Response) -> Any:

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,16 @@ class Link:
     hosts: tuple[str, str]
     addresses: tuple[str, str]
 
-    def start(self, number: int, arguments: list[str], directory: Path) -> subprocess.Popen[str]:
-        """``flexrlhf`` on host ``number``, with one thread per rank."""
+    def command(self, number: int, arguments: list[str], program: Sequence[str] = PROGRAM) -> list[str]:
+        """Command line of ``flexrlhf`` on host ``number``."""
         command = f'hostname {self.hosts[number]}; exec "$@"'
         namespace = ["ip", "netns", "exec", self.hosts[number], "unshare", "--uts", "sh", "-c", command, "sh"]
+        return [*namespace, sys.executable, *program, *arguments]
+
+    def start(self, number: int, arguments: list[str], directory: Path) -> subprocess.Popen[str]:
+        """``flexrlhf`` on host ``number``, with one thread per rank."""
         return subprocess.Popen(
-            [*namespace, sys.executable, *PROGRAM, *arguments],
+            self.command(number, arguments),
             cwd=directory,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
