@@ -35,7 +35,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield path
 
 
-@pytest.mark.parametrize("way", ["killed", "stuck", "interrupted"])
+@pytest.mark.parametrize("way", ["killed", "stuck", pytest.param("interrupted", marks=pytest.mark.full)])
 def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_path: Path) -> None:
     process = start(["run", str(endless)], tmp_path)
     read_until(process, "step 2/")
@@ -76,7 +76,8 @@ def assert_recorded(directory: Path, way: str) -> None:
     if way == "killed":
         assert records[1]["reason"].endswith("killed by SIGKILL") and not records[1]["stack"]
     else:
-        assert "ended by" in records[1]["reason"]
+        # it may be woken before it is ended, and then explains itself
+        assert "ended by" in records[1]["reason"] or "the deadline of" in records[1]["reason"]
     spans = read_trace(directory / "timeline.json")
     assert {span.rank for span in spans} == {0, 1} and {span.step for span in spans} >= {0, 1}
 
@@ -112,7 +113,9 @@ def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", ["rollout process", pytest.param("its rank", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "victim", [pytest.param(each, marks=pytest.mark.full) for each in ("rollout process", "its rank")]
+)
 def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, tmp_path: Path) -> None:
     """Killed in the midst of a step, alone or with the rank that it serves."""
     shared = set(Path("/dev/shm").iterdir())
@@ -143,6 +146,7 @@ def wait_for_the_end_of(processes: list[int]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_what_a_user_must_mend_ends_the_ranks_without_a_restart(endless: Path, tmp_path: Path) -> None:
     """The model's weights vanish between planning and loading: only the ranks notice."""
     raw = yaml.safe_load(endless.read_text())

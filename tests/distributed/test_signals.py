@@ -74,6 +74,7 @@ def test_sigterm_to_every_process_saves_and_ends(directory: Path) -> None:
     assert_goes_on(directory, "terminated")
 
 
+@pytest.mark.full
 def test_sigusr1_to_the_launcher_saves_and_ends(directory: Path) -> None:
     process = launch(directory, "warned", "--set", "debug.run_delay_seconds=0.1")
     read_until(process, "warned  step 1/")

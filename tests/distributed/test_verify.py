@@ -168,6 +168,7 @@ def verify(directory: Path, *arguments: str) -> tuple[int, str]:
     return process.returncode, out
 
 
+@pytest.mark.full
 def test_scores_that_depend_on_the_batch_are_named(tmp_path: Path) -> None:
     """A function of the user that is deterministic, and yet not the same under another placement."""
     config(tmp_path, "batches")
