@@ -61,7 +61,7 @@ class DiskDemand:
 
 def disk_space(path: Path) -> DiskSpace:
     """Return the file system on which ``path`` is, or would be made."""
-    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
+    place = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.isdir(each))
     return DiskSpace(place, os.stat(place).st_dev, shutil.disk_usage(place).free)
 
 

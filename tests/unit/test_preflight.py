@@ -15,7 +15,7 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
-from flexrlhf.execution.free_space import check_free_space, disk_demands
+from flexrlhf.execution.free_space import check_free_space, disk_demands, disk_space
 from flexrlhf.execution.resumption import Resumption
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.plan.disk_space import planned_disk
@@ -279,6 +279,14 @@ def test_what_a_run_has_written_counts_as_free(tmp_path: Path) -> None:
     assert (anew.written, goes_on.written) == (0, 1000)
     assert replace(goes_on, space=replace(goes_on.space, free=anew.needs[0].total - 1000)).missing == 0
     assert replace(anew, space=replace(anew.space, free=anew.needs[0].total - 1000)).missing == 1000
+
+
+def test_space_is_that_of_the_nearest_directory(tmp_path: Path) -> None:
+    """Also below a file, and for a name that no file system takes."""
+    (tmp_path / "file").write_text("")
+    for below in ("a/b", "file/a", 300 * "x"):
+        found = disk_space(tmp_path / below)
+        assert found.place == tmp_path and found.free > 0
 
 
 def test_a_probe_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
