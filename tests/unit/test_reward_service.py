@@ -193,6 +193,15 @@ def test_the_deadline_of_a_batch_ends_its_retries(capsys: pytest.CaptureFixture[
     assert "no scores within 0.7 s; last http" in capsys.readouterr().err
 
 
+def test_the_deadline_of_a_step_names_the_last_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """A service that is down is named where all its retries together are too late."""
+    with RewardServer(lambda _: Reply(status=500)) as server:
+        found = Scorer([source(server.url, retries=1000)], "reward", 0.7).score(samples(2))
+    assert found.failed == 2
+    line = capsys.readouterr().err
+    assert "not all scores within 0.7 s" in line and f"; last {server.url}: status 500; further ones" in line
+
+
 def test_batches_that_the_step_has_no_time_for_have_no_score(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that wait for their turn, too."""
 
