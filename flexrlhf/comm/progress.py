@@ -119,11 +119,14 @@ class RankProgress:
             time.sleep(0.2)
 
     def _missing(self, seen: Mapping[int, Position]) -> str:
-        """Return which ranks do not come: those without a sign of life; if all have one, those behind this one; if none
-        is, those that are level with it and do not wait themselves."""
+        """Return which ranks do not come.
+
+        Those without a sign of life, also ahead of this one: what they have sent may be incomplete. If all have one,
+        those behind it; if none is, those level with it that do not wait themselves.
+        """
         behind = [rank for rank, position in seen.items() if position.at < self.position.at]
         level = [rank for rank, position in seen.items() if position.at == self.position.at]
-        signs = self._signs([*behind, *level])
+        signs = self._signs(list(seen))
         stuck = [rank for rank, sign in signs.items() if sign == "silent"]
         missing = stuck or behind or [rank for rank in level if signs[rank] != "waits"] or level or list(seen)
         named = [self._where(rank, seen[rank], "does not respond" if rank in stuck else "") for rank in missing]

@@ -143,7 +143,11 @@ class Drill:
 
     def _copied(self, injection: Injection, outcomes: Sequence[Outcome]) -> Outcome | None:
         """Damage a copy of what another fault has left; None where there is none, or nothing is to be damaged."""
-        ended = [each.injection for each in outcomes if each.place and each.injection.kind.ends == "fails"]
+        ended = [
+            each.injection
+            for each in outcomes
+            if each.place and not _is_finished(self._run_directory(each.injection.name))
+        ]
         whole = [each for each in ended if len(checkpoints_of(self._run_directory(each.name))) > 1]
         if not injection.kind.damage or not whole:
             return None

@@ -55,7 +55,7 @@ class Kind:
 
     name:     in the table.
     shapes:   names of the shapes that it is injected into.
-    ends:     how the run does: it ``fails`` or ``finishes``.
+    ends:     how the run does: it ``fails``, ``finishes``, or one of them: nothing may need a socket any more.
     inject:   acts from outside.
     pattern:  regular expression of the closing sentence; ``RANK`` and ``HOST`` are those of the fault.
     printed:  what a line before it contains.
@@ -67,7 +67,7 @@ class Kind:
 
     name: str
     shapes: tuple[str, ...]
-    ends: Literal["fails", "finishes"]
+    ends: Literal["fails", "finishes", "either"]
     inject: Inject
     pattern: str = ""
     printed: str = ""
@@ -84,14 +84,14 @@ class Kind:
 
     def misnamed(self, job: Job, target: Target) -> str:
         """What is wrong with the ends of the launchers; empty for nothing."""
-        expected = 1 if self.ends == "fails" else 0
-        if any(code != expected for code in job.codes):
+        expected = {"fails": (1,), "finishes": (0,), "either": (0, 1)}[self.ends]
+        if len(set(job.codes)) > 1 or job.codes[0] not in expected:
             return f"exit codes {job.codes}"
         if "Traceback" in "".join(job.outputs) and self.action != "exception":
             return "a traceback"
         if self.printed not in job.outputs[0]:
             return f"no line has {self.printed!r}"
-        return self._wrong_sentence(job, target) if self.ends == "fails" else ""
+        return self._wrong_sentence(job, target) if job.codes[0] else ""
 
     def _wrong_sentence(self, job: Job, target: Target) -> str:
         sentences = job.sentences()
@@ -190,7 +190,7 @@ KINDS = {
         Kind("read-only disk", ANY, "fails", _forbid_writing, UNWRITABLE.format("Read-only file system"), waits=True),
         Kind("truncated shard", ANY, "fails", _kill, KILLED, damage="truncated"),
         Kind("flipped bit", ANY, "fails", _kill, KILLED, damage="flipped"),
-        Kind("closed socket", ANY, "fails", _nothing, CLOSED, action="socket", waited=True),
+        Kind("closed socket", ANY, "either", _nothing, CLOSED, action="socket", waited=True),
         Kind("link down for 5 s", LINKED, "finishes", _link_down_for_a_while),
         Kind("link down", LINKED, "fails", _link_down, LOST, waited=True),
         Kind("packets lost", LINKED, "fails", _lose_packets, LOST, waited=True),

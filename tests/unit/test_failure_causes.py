@@ -86,6 +86,23 @@ def test_a_failed_wait_names_who_is_behind_and_who_has_arrived(ranks: Ranks) -> 
     )
 
 
+def test_a_stopped_rank_is_named_that_has_come_further(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has posted what this rank waits for, and was stopped before all of it was sent."""
+    ranks.progress[0].report(7, "step 2, sync a")
+    ranks.progress[1].report(8, "step 2, sync b")
+    ranks.progress[2].report(5, "step 2, run a")
+    numbers = iter(range(100))
+
+    def beat(_: float) -> None:
+        ranks.store.set(beat_key(2), json.dumps([next(numbers), True]))
+
+    ranks.store.set(beat_key(1), json.dumps([3, False]))
+    beat(0)
+    monkeypatch.setattr(progress_module.time, "sleep", beat)
+    expected = "waiting for rank 1 (reward; host host1; at step 2, sync b; does not respond); arrived: rank 2"
+    assert expected in ranks.sentence("timeout")
+
+
 def test_of_ranks_at_the_same_instruction_the_one_without_a_sign_of_life_is_named(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
