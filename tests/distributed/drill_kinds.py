@@ -139,8 +139,12 @@ def _fill(_: Job, target: Target, __: Service) -> None:
 def _forbid_writing(_: Job, target: Target, __: Service) -> None:
     """Mount the directory over itself, read-only, on the host of the rank alone."""
     inside = ["nsenter", "--target", str(target.pid), "--mount", "mount"]
-    subprocess.run([*inside, "--bind", str(target.runs), str(target.runs)], check=True)
-    subprocess.run([*inside, "-o", "remount,bind,ro", str(target.runs)], check=True)
+    # in a place that no process writes to: a mount with open files does not become read-only
+    aside = target.runs.with_name("read-only")
+    aside.mkdir()
+    subprocess.run([*inside, "--bind", str(target.runs), str(aside)], check=True)
+    subprocess.run([*inside, "-o", "remount,bind,ro", str(aside)], check=True)
+    subprocess.run([*inside, "--bind", str(aside), str(target.runs)], check=True)
 
 
 def _link_down(job: Job, _: Target, __: Service) -> None:
