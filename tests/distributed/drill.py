@@ -184,8 +184,13 @@ class Drill:
         host = planned.rank // injection.shape.per_host
         target = Target(planned.rank, host, reached["pid"], folder / "runs", reached["closed"])
         job.note_processes()
-        kind.inject(job, target, self._service)
-        (folder / GO).touch()
+        try:
+            kind.inject(job, target, self._service)
+        except (ProcessLookupError, subprocess.CalledProcessError) as error:
+            # its run has just ended
+            return Outcome(injection, sentence=str(error))
+        finally:
+            (folder / GO).touch()
         began, limit = time.monotonic(), kind.seconds(injection.shape.seconds)
         is_in_time = job.wait(limit)
         seconds = time.monotonic() - began
@@ -211,7 +216,7 @@ class Drill:
         found = {each.injection.name: each for each in outcomes if each.place}
         yield from (each for each in outcomes if not each.place)
         baseline = self._baseline(shape)
-        pending = [name for name in found if (self._run_directory(name) / "config.yaml").exists()]
+        pending = list(found)
         while pending:
             configs = [str(self._folder / name / "config.yaml") for name in pending]
             with running(shape, [*configs, "--resume", "auto"], self._folder) as job:
