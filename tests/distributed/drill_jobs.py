@@ -148,7 +148,7 @@ class Job:
     link: Link | None
     outputs: list[str] = field(default_factory=list)
     _readers: list[threading.Thread] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set)
+    _seen: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.outputs = ["" for _ in self.launchers]
@@ -167,7 +167,7 @@ class Job:
     def note_processes(self) -> None:
         """Note the processes of the job, all of which have to end."""
         for launcher in self.launchers:
-            self._seen.update(descendants(launcher.pid))
+            self._seen.update({pid: start for pid in descendants(launcher.pid) if (start := started(pid))})
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end. Returns whether it came in time; every process has ended then, or is killed."""
@@ -184,16 +184,20 @@ class Job:
 
     def kill(self) -> list[int]:
         """Kill every process that is left. Returns them."""
-        left = [pid for pid in self._seen if is_alive(pid)]
-        for pid in left:
+        alive = self._alive()
+        for pid in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return left
+        return alive
+
+    def _alive(self) -> list[int]:
+        """Processes of the job that run; another process may have the number of one that has ended."""
+        return [pid for pid, start in self._seen.items() if is_alive(pid) and started(pid) == start]
 
     def left(self) -> list[int]:
         """Processes that have not ended ten seconds after the launchers."""
         limit = time.monotonic() + 10
-        while any(map(is_alive, self._seen)) and time.monotonic() < limit:
+        while self._alive() and time.monotonic() < limit:
             time.sleep(0.05)
         return self.kill()
 
@@ -246,6 +250,14 @@ def _ended(job: Job) -> Iterator[Job]:
         job.note_processes()
         job.kill()
         job.wait(10)
+
+
+def started(pid: int) -> str:
+    """When a process began, in ticks of the kernel; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def is_locked(directory: Path) -> bool:
