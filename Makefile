@@ -22,12 +22,12 @@ run: install
 
 # tests without ranks in two processes; then, one by one, those whose ranks use all cores
 test: install
-	$(SIDE_BY_SIDE) tests/unit tests/emulate; first=$$?; \
+	$(SIDE_BY_SIDE) tests/unit tests/emulate tests/properties; first=$$?; \
 	$(PYTEST) tests/engines tests/distributed && exit $$first
 
 # the whole product of the equality suite, in addition to everything that `make test` runs
 test-all: install
-	$(SIDE_BY_SIDE) -m "not gpu" tests/unit tests/emulate; first=$$?; \
+	$(SIDE_BY_SIDE) -m "not gpu" tests/unit tests/emulate tests/properties; first=$$?; \
 	$(PYTEST) -m "not gpu" tests/engines tests/distributed && exit $$first
 
 lint: install

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
+
+LONGEST = 1500
+"""Characters of a sentence that is shown."""
 
 
 class UserError(ValueError):
@@ -56,6 +60,15 @@ def either(choices: Iterable[object]) -> str:
 def shown(value: Any) -> str:
     """Return a setting in one line as a YAML file may have it (``null``, not ``None``), texts in quotes."""
     return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def one_line(text: str) -> str:
+    """Return a text that a terminal shows in one line: without its middle where it is long, and with what moves a
+    cursor or cannot be encoded as escapes."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    words = " ".join(re.split(r"[\t\r\n]+", text.strip()))
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
 
 
 def _last_part(path: str) -> str:

@@ -105,7 +105,7 @@ def read_manifest(directory: Path) -> Manifest:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"checkpoint {directory}: no {MANIFEST} in it; give a directory step-<number>") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint {directory}: {MANIFEST} cannot be read ({str(error).splitlines()[0]})") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         found = raw.get("format") if isinstance(raw, dict) else None

@@ -6,7 +6,7 @@ import typer
 
 from flexrlhf.cli.advise import advise
 from flexrlhf.cli.doctor import doctor
-from flexrlhf.cli.errors import with_exit_codes
+from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
 from flexrlhf.cli.export import export
 from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
@@ -15,7 +15,11 @@ from flexrlhf.cli.simulate import simulate
 from flexrlhf.cli.verify import verify
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="RLHF by placement ratios."
+    cls=OneSentenceGroup,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="RLHF by placement ratios.",
 )
 for command in (plan, simulate, advise, profile, doctor, run, export, verify):
     app.command()(with_exit_codes(command))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import typer
+from typer.core import TyperGroup
 
-from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError
+from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, one_line
 
 EXIT_CODES: dict[type[Exception], int] = {
     UserError: 2,
@@ -19,6 +22,36 @@ EXIT_CODES: dict[type[Exception], int] = {
     Preempted: 143,
 }
 Options = ParamSpec("Options")
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+"""Base of all errors in a command line, which typer has but does not export."""
+
+
+class OneSentenceGroup(TyperGroup):
+    """Commands whose errors of usage are one sentence, as all others are, and not a frame of several lines."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the options before a command. Without any word, typer's error is the help."""
+        if not args:
+            return super().make_context(info_name, args, parent, **extra)
+        with _one_sentence_usage():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the options of a command and call it."""
+        with _one_sentence_usage():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _one_sentence_usage() -> Iterator[None]:
+    try:
+        yield
+    except _USAGE_ERROR as error:
+        name = error.ctx.command_path.partition(" ")[2] if error.ctx is not None else ""
+        message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", error.format_message()).rstrip(".")
+        prefix, help_of = (f"{name}: ", f"flexrlhf {name}") if name else ("", "flexrlhf")
+        print_error(f"{prefix}{message[:1].lower()}{message[1:]}; see {help_of} --help")
+        raise typer.Exit(2) from None
 
 
 def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]:
@@ -32,6 +65,11 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
         except tuple(EXIT_CODES) as error:
             print_error(str(error))
             raise typer.Exit(_exit_code(error)) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            print_error(f"{error.filename}: {error.strerror}")
+            raise typer.Exit(2) from None
 
     return call
 
@@ -45,8 +83,8 @@ def _check_current_directory() -> None:
 
 
 def print_error(sentence: str) -> None:
-    """Print a sentence on stderr, behind the program's name."""
-    typer.echo(f"flexrlhf: {sentence}", err=True)
+    """Print a sentence on stderr, behind the program's name, in one line whatever a user's texts contain."""
+    typer.echo(f"flexrlhf: {one_line(sentence)}", err=True)
 
 
 def _exit_code(error: Exception) -> int:

@@ -61,16 +61,18 @@ def run(
     check_memory(plans, force)
     hosts.check_cluster(plans[0].cluster)
     if dry_run:
-        _check(plans, is_quickstart=not configs)
+        _check(plans, resume, is_quickstart=not configs)
         return
     if preflight:
         _preflight(plans, hosts, is_quickstart=not configs, resume=resume)
     _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume)
 
 
-def _check(plans: Sequence[Plan], is_quickstart: bool) -> None:
+def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
+    from flexrlhf.execution.resumption import resume_runs
     from flexrlhf.plan.inputs import check_runs
 
+    resume_runs(tuple(plans), resume)
     if not is_quickstart:
         check_runs(plans)
     typer.echo("\n\n".join(map(format_plan, plans)))

@@ -54,7 +54,7 @@ class OptimizerSpec(StrictModel):
 class LoraSpec(StrictModel):
     """Low-rank adapters on frozen weights (Hu et al. 2022), by peft: h = Wx + alpha / rank * BAx."""
 
-    rank: int = Field(8, ge=1, description="rows of A and columns of B")
+    rank: int = Field(8, ge=1, le=2**16, description="rows of A and columns of B")
     alpha: int = Field(16, ge=1, description="scale of the adapters, over rank")
     targets: tuple[str, ...] | None = Field(
         None, description="linear layers with adapters, by the last part of their names; null: every linear layer"

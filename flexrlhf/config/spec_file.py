@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.algorithms import ALGORITHMS, PolicySpec
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import PlacementMap, Spec
@@ -56,6 +56,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path}: not YAML: {explain(error)}") from None
     except UnicodeDecodeError:
         raise UserError(f"config {path}: not a text file; give a YAML file") from None
+    except OSError as error:
+        raise UserError(f"config {path}: cannot be read ({error.strerror})") from None
     if not isinstance(raw, dict):
         kind = "a list" if isinstance(raw, list) else "nothing" if raw is None else "a single value"
         raise UserError(f"config {path}: expected a mapping at the top, found {kind}")
@@ -121,6 +123,9 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
     """Return the resolved YAML: loading it gives the same spec. ``short``: without settings that are the default."""
     raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
     raw["models"] = {role: model for role, model in raw["models"].items() if model is not None}
+    if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is not None and "kl" in raw["algorithm"]:
+        # a part of a penalty is read over the algorithm's own, whose settings are not those of every penalty
+        raw["algorithm"]["kl"] = spec.algorithm.kl.model_dump(mode="json")
     if getattr(spec.algorithm, "like", None) is not None:
         # a default that differs from the preset must be written
         raw["algorithm"] = spec.algorithm.model_dump(mode="json", by_alias=True)

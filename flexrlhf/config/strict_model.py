@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, model_validator
 
 from flexrlhf.errors import nearest, shown
+
+_LARGE_EXPONENT = re.compile(r"[eE][-+]?[0-9_]{4}")
 
 
 class StrictModel(BaseModel):
@@ -38,9 +41,15 @@ def _exact(value: Any) -> Any:
     """Read 0.375 as 3/8, not as the nearest binary float; ``"1/3"`` is valid, too."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
         raise ValueError(f"expected a number such as 0.5 or '1/3', found {shown(value)}")
+    text = str(value)
     try:
-        return Fraction(str(value))
-    except (ValueError, ZeroDivisionError):
+        # Fraction computes all digits of 1e999999999
+        if _LARGE_EXPONENT.search(text):
+            raise ValueError
+        exact = Fraction(text)
+        float(exact)
+        return exact
+    except (ValueError, ArithmeticError):
         raise ValueError(f"expected a number such as 0.5 or '1/3', found {shown(value)}") from None
 
 

@@ -18,6 +18,11 @@ _FLOAT = re.compile(
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
 
+MAX_VALUES = 100_000
+"""Most values of a document; few lines of anchors may stand for billions."""
+LARGEST_BITS = 1000
+"""Of a whole number: the largest float has 1024."""
+
 
 class _Loader(yaml.SafeLoader):
     """Loader of plain data only, like the one that it derives from."""
@@ -57,12 +62,38 @@ for _kind in (_Loader, _Dumper):
 def read_yaml(text: str) -> Any:
     """Return the data of one document. Raises yaml.YAMLError."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (derives from SafeLoader)
+        data = yaml.load(text, _Loader)  # noqa: S506 (derives from SafeLoader)
+        if _num_values(data, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"its anchors repeat more than {MAX_VALUES} values")
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except ValueError as error:
         # PyYAML's own constructors: a number of more digits than Python reads, a tag that does not fit its text
         raise yaml.YAMLError(str(error).partition(";")[0]) from None
+    except (TypeError, LookupError, AttributeError):
+        raise yaml.YAMLError("a tag does not fit its value") from None
+    return data
+
+
+def _num_values(value: Any, known: dict[int, int]) -> int:
+    """Return the number of values in ``value``, each as often as anchors repeat it. ``known``: numbers by identity.
+
+    Raises RecursionError for a value that contains itself, and YAMLError for one that no setting takes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > LARGEST_BITS:
+        raise yaml.YAMLError("a whole number is larger than any setting takes")
+    if isinstance(value, str) and not value.isprintable() and any(map(_is_no_text, value)):
+        raise yaml.YAMLError("a text contains a null character or half of a surrogate pair")
+    if not isinstance(value, dict | list | tuple | set):
+        return 1
+    if id(value) not in known:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_num_values(part, known) for part in parts)
+    return known[id(value)]
+
+
+def _is_no_text(character: str) -> bool:
+    return character == "\0" or "\ud800" <= character <= "\udfff"
 
 
 def write_yaml(data: Any) -> str:

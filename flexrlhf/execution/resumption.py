@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, read_manifest
 from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.execution.run_directory import read_status
@@ -52,7 +53,7 @@ def _automatic(plan: Plan) -> Resumption:
     directory = plan.spec.directory
     status, found = read_status(directory), checkpoints_of(directory)
     if status is not None and status.state == "finished" and status.steps >= plan.spec.steps:
-        _check_settings(plan, parse_spec(read_yaml((directory / "config.yaml").read_text())), directory)
+        _check_settings(plan, load_spec(directory / "config.yaml"), directory)
         return Resumption(plan, finished=True, continues=True)
     if not found:
         return Resumption(plan)
@@ -64,7 +65,7 @@ def _from_path(plan: Plan, path: Path) -> Resumption:
     found = [path] if (path / MANIFEST).is_file() else checkpoints_of(path)
     if not found:
         raise UserError(f"--resume {path}: no checkpoint in it; give a run's directory or checkpoints/step-<number>")
-    return _checked(plan, found, path.resolve().is_relative_to(plan.spec.directory.resolve()))
+    return _checked(plan, found, Path(realpath(path)).is_relative_to(realpath(plan.spec.directory)))
 
 
 def _checked(plan: Plan, found: list[Path], continues: bool) -> Resumption:

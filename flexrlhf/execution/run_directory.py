@@ -56,8 +56,11 @@ def read_status(directory: Path) -> RunStatus | None:
         # of a name that is too long, too
         return None
     try:
-        return RunStatus(**json.loads(path.read_text()))
-    except (ValueError, TypeError):
+        status = RunStatus(**json.loads(path.read_text()))
+        if not isinstance(status.next_step, int) or not isinstance(status.steps, int):
+            raise TypeError
+        return status
+    except (OSError, ValueError, TypeError, RecursionError):
         raise UserError(f"{path}: damaged; remove it") from None
 
 

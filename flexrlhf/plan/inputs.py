@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.data.examples import Example, load_examples, read_texts
-from flexrlhf.data.files import read_rows
+from flexrlhf.data.files import json_type, read_rows
 from flexrlhf.data.forms import Needs
 from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
@@ -20,7 +22,8 @@ from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.weights.adapter_files import base_model
-from flexrlhf.weights.model_files import INDEX, SINGLE, weight_files
+from flexrlhf.weights.loading import one_sentence_errors, quiet
+from flexrlhf.weights.model_files import INDEX, SINGLE, check_regular, weight_files
 from flexrlhf.weights.shapes import read_config
 
 
@@ -62,17 +65,38 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
     if not Path(path).is_dir():
         raise UserError(f"data.tokenizer {path}: no such directory")
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.tokenizer {path}: no tokenizer in it ({str(error).splitlines()[0]})") from None
+    _check_tokenizer_files(Path(path))
+    with one_sentence_errors(f"data.tokenizer {path}"), quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"data.tokenizer {path}: no tokenizer in it ({reason})") from None
+        # some wrong settings are noticed by the first text
+        tokenizer.encode("text", add_special_tokens=False)
+        return tokenizer
+
+
+def _check_tokenizer_files(directory: Path) -> None:
+    """Raise UserError for files that no tokenizer is read from: pipes, and JSON that is no mapping."""
+    for file in sorted(directory.iterdir()):
+        check_regular(f"data.tokenizer {directory}", file)
+        if file.name not in ("tokenizer.json", "tokenizer_config.json") or not file.is_file():
+            continue
+        try:
+            contents = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"data.tokenizer {directory}: {file.name} cannot be read as JSON ({error})") from None
+        if not isinstance(contents, dict):
+            found = json_type(contents)
+            raise UserError(f"data.tokenizer {directory}: {file.name} must contain an object, found {found}")
 
 
 def trusts_tokenizer(plan: Plan) -> bool:
     """Whether code in the tokenizer's directory may run: whether it is a model's directory whose code is trusted."""
-    path = Path(tokenizer_path(plan)).resolve()
+    path = Path(realpath(tokenizer_path(plan)))
     models = [model for role in plan.graph.roles if (model := plan.model(role)).trust_remote_code]
-    return any(model.path is not None and Path(model.path).resolve() == path for model in models)
+    return any(model.path is not None and Path(realpath(model.path)) == path for model in models)
 
 
 def load_run_data(plan: Plan) -> RunData:
@@ -139,11 +163,11 @@ def check_runs(plans: Sequence[Plan]) -> None:
         for source in data_sources(plan):
             read_texts(source.path, form=source.form, needs=source.needs)
         _check_columns(plan)
-        if Path(tokenizer_path(plan)).resolve() in pending:
+        if Path(realpath(tokenizer_path(plan))) in pending:
             continue
         tokens = _tokens(plan, load_run_data(plan))
         for role in origins_first(plan.graph):
-            if plan.model(role).path is None or Path(plan.model(role).path or "").resolve() not in pending:
+            if plan.model(role).path is None or Path(realpath(plan.model(role).path or "")) not in pending:
                 _check_model(plan, role, tokens)
 
 
@@ -184,10 +208,10 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
     others["data.tokenizer"] = plan.spec.data.tokenizer
     pending = {path for earlier in plans[:index] for path in earlier.outputs}
     for key, source in {**models, **others}.items():
-        if source is None or Path(source).resolve() in pending:
+        if source is None or Path(realpath(source)) in pending:
             continue
         for other in plans:
-            if Path(source).resolve().is_relative_to(other.spec.directory.resolve()):
+            if Path(realpath(source)).is_relative_to(realpath(other.spec.directory)):
                 raise UserError(
                     f"{key} {source}: is in {other.spec.directory}, which run {other.spec.name!r} starts afresh; "
                     f"give that run another name"

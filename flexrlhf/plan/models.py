@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
@@ -94,9 +95,9 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
         lora, new_head = model.lora, role in graph.trained or model.new_head
-        while model.path is not None and Path(model.path).resolve() in pending:
+        while model.path is not None and Path(realpath(model.path)) in pending:
             # the files that the earlier run starts from may lack a head that it trains and writes
-            model, new_head = pending[Path(model.path).resolve()], True
+            model, new_head = pending[Path(realpath(model.path))], True
         is_sampled = role == graph.generated and spec.guards.sampled_logprobs == "stop"
         check_family(role, read_config(role, model), graph.heads[role], is_sampled)
         shape = model_shape(role, model, graph.heads[role], new_head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.spec import ModelSpec, Spec
@@ -78,7 +79,7 @@ class Plan:
         names = {role: role for role in self.graph.trained}
         if self.spec.save.best is not None:
             names |= {f"{role}-best": role for role in self.graph.trained}
-        return {(self.spec.directory / name).resolve(): role for name, role in names.items()}
+        return {Path(realpath(self.spec.directory / name)): role for name, role in names.items()}
 
     def num_updates(self, role: str) -> int:
         """Return the optimizer steps of a trained model in the whole run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -
 def _origin(model: ModelSpec, command_plans: Sequence[Plan]) -> ModelSpec:
     """Return the model that ``model`` starts from, through the runs of the command that write its weights."""
     pending = {path: plan.model(role) for plan in command_plans for path, role in plan.outputs.items()}
-    while model.path is not None and Path(model.path).resolve() in pending:
-        model = pending[Path(model.path).resolve()]
+    while model.path is not None and Path(realpath(model.path)) in pending:
+        model = pending[Path(realpath(model.path))]
     return model
 
 

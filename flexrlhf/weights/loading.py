@@ -5,6 +5,7 @@ Its libraries are loaded in functions, so that planning starts at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +23,31 @@ def one_sentence_errors(key: str) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        yield
+        with _BareExceptions(key):
+            yield
     except UserError:
         raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
         raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
     except (RuntimeError, StrictDataclassError, SafetensorError) as error:
         raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
+
+
+class _BareExceptions:
+    """Context that turns errors of the class Exception itself, and panics, into UserErrors about ``key``.
+
+    The library of tokenizers, which is written in Rust, raises them for files that it refuses.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and (kind is Exception or type(error).__name__ == "PanicException"):
+            raise UserError(f"{self.key}: transformers cannot load it ({_one_line(error)})") from None
 
 
 def load_config(role: str, model: ModelSpec) -> Any:
@@ -43,15 +62,15 @@ def load_config(role: str, model: ModelSpec) -> Any:
     raw, key = read_config(role, model), model_key(role, model)
     if not _is_native(raw["model_type"]):
         _check_code(role, model, raw)
-    with one_sentence_errors(key), _quiet():
+    with one_sentence_errors(key), quiet():
         if model.path is None:
             return AutoConfig.for_model(**(model.init or {}))
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what transformers logs of a config's further settings, which no run uses."""
+def quiet() -> Iterator[None]:
+    """Silence what transformers logs of a config's type and of further settings, which no run uses."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -104,5 +123,7 @@ def _named(code: Any) -> str:
     return ", ".join(sorted({str(name) for name in names}))
 
 
-def _one_line(error: Exception) -> str:
-    return f"{' '.join(str(error).split()):.300}" or type(error).__name__
+def _one_line(error: BaseException) -> str:
+    text = re.sub(r"<class '(\w+)'>", r"\1", " ".join(str(error).split()))
+    text = text.replace("NoneType", "null")
+    return f"{text:.300}" or type(error).__name__

@@ -79,7 +79,14 @@ def _exists(file: Path) -> bool:
     return file.exists() or file.is_symlink()
 
 
+def check_regular(where: str, file: Path) -> None:
+    """Raise UserError for a pipe or a device, the reading of which may never end. ``where``: for the message."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise UserError(f"{where}: {file.name} is a pipe or a device, not a file; copy it again")
+
+
 def _indexed(where: str, index: Path) -> list[str]:
+    check_regular(where, index)
     try:
         content = json.loads(index.read_bytes())
     except OSError as error:
@@ -94,6 +101,7 @@ def _indexed(where: str, index: Path) -> list[str]:
 
 def _read_header(where: str, file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file: 8 bytes little-endian length, JSON of that length, then the numbers."""
+    check_regular(where, file)
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Dtype, Head, ModelSpec
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, check_scalar_head, check_stored, stored_tensors
 
@@ -23,6 +23,8 @@ DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in memory, whatever the dtype of the file."""
 MAX_LAYERS = 10_000
 """Most layers whose parameters are listed; published models have at most some hundreds."""
+MAX_SIZE = 2**20
+"""Largest size of a model; published vocabularies have a quarter of it."""
 LANGUAGE_HEAD = "lm_head.weight"
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
@@ -79,7 +81,7 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     experts or quantised weights.
     """
     config = model.init if model.init is not None else _config_file(role, base_model(role, model).path)
-    if not config.get("model_type"):
+    if not config.get("model_type") or not isinstance(config["model_type"], str):
         raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(LLAMA_LIKE)}")
     quantised = config.get("quantization_config") or config.get("compression_config")
     if quantised:
@@ -202,20 +204,32 @@ _DEFAULTS_OF: dict[str, dict[str, int]] = {
 def _sizes(config: dict[str, Any]) -> Sizes | None:
     kind = str(config["model_type"])
     known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config} if kind in LLAMA_LIKE else config
-    if any(not isinstance(known.get(key), int) for key in _DEFAULTS):
+    if _wrong_size(known) is not None:
         return None
     vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
     kv_heads = int(known.get("num_key_value_heads") or heads)
     return Sizes(kind, layers, hidden, ffn, heads, kv_heads, int(known.get("head_dim") or hidden // heads), vocabulary)
 
 
+def _wrong_size(config: dict[str, Any]) -> str | None:
+    """Return which size of a model is none, and what would be one; None where all are."""
+    optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
+    for key in (*_DEFAULTS, *optional):
+        value, most = config.get(key), MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return f"{key} {shown(value)}: expected a whole number from 1 to {most}"
+        if value > most:
+            return f"{key} {value}: use at most {most}"
+    return None
+
+
 def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of a dense Llama, Mistral, Qwen2 or Qwen3 causal model under transformers' names."""
     sizes = _sizes(config)
     if sizes is None:
-        raise ValueError(f"{', '.join(_DEFAULTS)} must be whole numbers")
-    if sizes.layers > MAX_LAYERS:
-        raise ValueError(f"num_hidden_layers {sizes.layers}: use at most {MAX_LAYERS}")
+        raise ValueError(_wrong_size({**_DEFAULTS, **config}))
+    if sizes.head_dim == 0:
+        raise ValueError(f"hidden_size {sizes.hidden} is smaller than num_attention_heads {sizes.heads}")
     kind, hidden, ffn, heads, head_dim = sizes.family, sizes.hidden, sizes.ffn, sizes.heads, sizes.head_dim
     vocabulary, kv_heads = sizes.vocabulary, sizes.kv_heads
     attention_bias = kind in ("llama", "qwen3") and config.get("attention_bias")

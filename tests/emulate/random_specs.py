@@ -60,9 +60,9 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
         raw = make_spec(rng)
         try:
             plan = make_plan(parse_spec(raw))
-            if _chance(rng, 0.7) and _add_tensor_parallel(rng, raw, plan):
+            if chance(rng, 0.7) and add_tensor_parallel(rng, raw, plan):
                 plan = make_plan(parse_spec(raw))
-            if _chance(rng, 0.25):
+            if chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
                 plan = make_plan(parse_spec(raw))
             specs.plans.append(plan)
@@ -77,14 +77,15 @@ def make_spec(rng: Random) -> Raw:
     name = rng.choices(("ppo", "sft", "reward"), (18, 1, 1))[0]
     strategy = rng.choices(("co-located", "interleaving", "disaggregated"), (1, 3, 4))[0]
     algorithm = _algorithm(rng, name)
-    nodes = _nodes(rng)
+    nodes = nodes_of(rng)
     shadows = name == "ppo" and strategy == "disaggregated"
     models = _models(rng, name, shadows)
-    rollout = _rollout(rng, shadows) if name == "ppo" and _chance(rng, 0.5) else {}
-    if rollout and _chance(rng, 0.95):
+    rollout = rollout_of(rng, shadows) if name == "ppo" and chance(rng, 0.5) else {}
+    if rollout and chance(rng, 0.95):
         # the engine takes the place of that copy, so its settings are refused
         models["actor"].pop("shadow", None)
     roles = tuple(role for role in ROLES if "share" not in models.get(role, {}))
+    shadow_names = BESIDE_ROLLOUT if rollout else SHADOWS
     spec: Raw = {
         "name": "emulated",
         "steps": rng.randint(3, 5),
@@ -92,15 +93,15 @@ def make_spec(rng: Random) -> Raw:
         "models": models,
         "data": {"path": "rows.jsonl"},
         "cluster": {"nodes": nodes},
-        "placement": _placement(rng, name, strategy, _classes(nodes), roles, BESIDE_ROLLOUT if rollout else SHADOWS),
-        "schedule": {"num_chunks": _chunks(rng, algorithm), "lag": int(_chance(rng, 0.5 if shadows else 0.02))},
-        "sync": {"every": rng.choice((1, 1, 2, 3)) if shadows or _chance(rng, 0.02) else 1},
+        "placement": placement_of(rng, name, strategy, classes_of(nodes), roles, shadow_names),
+        "schedule": {"num_chunks": _chunks(rng, algorithm), "lag": int(chance(rng, 0.5 if shadows else 0.02))},
+        "sync": {"every": rng.choice((1, 1, 2, 3)) if shadows or chance(rng, 0.02) else 1},
         "save": {"every": rng.choice((None, 1, 2))},
         "rollout": rollout,
     }
-    if _chance(rng, 0.1):
+    if chance(rng, 0.1):
         spec["schedule"]["strategy"] = strategy
-    if _chance(rng, 0.3):
+    if chance(rng, 0.3):
         spec["eval"] = {"path": "evaluation.jsonl", "every": rng.choice((None, 1, 2))}
         if name == "ppo":
             spec["eval"]["samples_per_prompt"] = rng.choice((None, 1, 2, 3))
@@ -108,7 +109,7 @@ def make_spec(rng: Random) -> Raw:
     return spec
 
 
-def _chance(rng: Random, probability: float) -> bool:
+def chance(rng: Random, probability: float) -> bool:
     return rng.random() < probability
 
 
@@ -116,41 +117,41 @@ def _models(rng: Random, name: str, shadows: bool) -> Raw:
     """How each model computes; tensor parallel comes when it is known where they sit."""
     roles = {"sft": ("actor",), "reward": ("reward",)}.get(name, ROLES)
     trained = TRAINED if name == "ppo" else roles
-    models = {role: _settings(rng, role in trained, shadows) for role in roles}
+    models = {role: settings_of(rng, role in trained, shadows) for role in roles}
     for role in {"actor", "reward"} & set(roles):
         models[role]["init"] = INIT
-    if name == "ppo" and _chance(rng, 0.2):
+    if name == "ppo" and chance(rng, 0.2):
         models["actor"]["lora"] = {"rank": 2}
         models["ref"] = {"share": "actor"}
     return models
 
 
-def _settings(rng: Random, trained: bool, shadows: bool) -> Raw:
+def settings_of(rng: Random, trained: bool, shadows: bool) -> Raw:
     settings: Raw = {}
-    if _chance(rng, 0.75):
+    if chance(rng, 0.75):
         settings |= rng.choice(COMPUTE)
-    if trained and _chance(rng, 0.15):
+    if trained and chance(rng, 0.15):
         settings["lora"] = {"rank": rng.randint(1, 3)}
-    if trained and shadows and _chance(rng, 0.4):
+    if trained and shadows and chance(rng, 0.4):
         settings["shadow"] = dict(rng.choice(COMPUTE))
     return settings
 
 
-def _rollout(rng: Random, shadows: bool) -> Raw:
+def rollout_of(rng: Random, shadows: bool) -> Raw:
     """A vLLM engine; what is left out of it is as by default."""
     rollout: Raw = {"engine": "vllm", "parity": rng.choice((None, {"every": 1}, {"every": 2}, {"every": 2}, {}))}
-    if _chance(rng, 0.4 if shadows else 0.02):
+    if chance(rng, 0.4 if shadows else 0.02):
         rollout["process"] = "child"
-    if _chance(rng, 0.3):
+    if chance(rng, 0.3):
         rollout["sleep"] = False
-    if _chance(rng, 0.3):
+    if chance(rng, 0.3):
         rollout["dtype"] = "float16"
-    if _chance(rng, 0.3):
+    if chance(rng, 0.3):
         rollout["kv_tokens"] = rng.choice((256, 300, 4096))
     return rollout
 
 
-def _add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
+def add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
     """Give some placed models that can have it tensor-parallel ranks; whether any has them now."""
     changed = False
     for model in plan.placement.models:
@@ -158,7 +159,7 @@ def _add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
         given = entry is not None and entry.row_shares is not None
         cannot = given or model.engine == "deepspeed" or model.settings.lora or raw["rollout"].get("process") == "child"
         sizes = [] if cannot else _tensor_parallel_sizes(plan, model)
-        tp = rng.choice(sizes) if sizes and _chance(rng, 0.8) else 1
+        tp = rng.choice(sizes) if sizes and chance(rng, 0.8) else 1
         settings = raw["models"].setdefault(model.role, {})
         if model.rollout is not None:
             raw["rollout"]["tp"] = tp
@@ -183,39 +184,39 @@ def _tensor_parallel_sizes(plan: Plan, model: PlacedModel) -> list[int]:
 
 def _algorithm(rng: Random, name: str) -> Raw:
     prompts = rng.choice((*range(1, 17), 12, 16, 24))
-    mini_batches = rng.choice([n for n in (1, 2, 3, 4, 4, 6, 8) if n <= prompts or _chance(rng, 0.02)])
+    mini_batches = rng.choice([n for n in (1, 2, 3, 4, 4, 6, 8) if n <= prompts or chance(rng, 0.02)])
     algorithm: Raw = {"name": name, "prompts_per_step": prompts, "num_mini_batches": mini_batches}
     algorithm["epochs"] = rng.choice((1, 1, 1, 2))
     if name == "ppo":
         algorithm["whiten"] = rng.choice(("batch", "mini_batch", "mini_batch", "none"))
         algorithm["samples_per_prompt"] = rng.randint(1, 3)
-        if _chance(rng, 0.3):
+        if chance(rng, 0.3):
             algorithm["importance"] = {"level": rng.choice(("token", "sequence"))}
     return algorithm
 
 
 def _chunks(rng: Random, algorithm: Raw) -> int:
     mini_batches = algorithm["num_mini_batches"]
-    return rng.choice([n for n in range(1, mini_batches + 1) if mini_batches % n == 0 or _chance(rng, 0.02)])
+    return rng.choice([n for n in range(1, mini_batches + 1) if mini_batches % n == 0 or chance(rng, 0.02)])
 
 
-def _nodes(rng: Random) -> list[Raw]:
+def nodes_of(rng: Random) -> list[Raw]:
     """1 to 3 nodes of one or two device classes, 1 to 12 devices in all."""
     counts = [rng.choice((1, 1, 2, 2, 2, 2, 3, 3, *range(4, 13)))]
-    if _chance(rng, 0.6):
+    if chance(rng, 0.6):
         counts = [rng.randint(1, 4) for _ in range(rng.randint(2, 3))]
-    classes = CLASSES if _chance(rng, 0.5) else CLASSES[:1]
+    classes = CLASSES if chance(rng, 0.5) else CLASSES[:1]
     return [{"devices": count, "class": classes[i % len(classes)]} for i, count in enumerate(counts)]
 
 
-def _classes(nodes: list[Raw]) -> dict[str, int]:
+def classes_of(nodes: list[Raw]) -> dict[str, int]:
     devices: Counter[str] = Counter()
     for node in nodes:
         devices[node["class"]] += node["devices"]
     return dict(devices)
 
 
-def _placement(
+def placement_of(
     rng: Random, name: str, strategy: str, classes: dict[str, int], roles: tuple[str, ...], shadows: tuple[str, ...]
 ) -> Any:
     size = sum(classes.values())
@@ -224,13 +225,13 @@ def _placement(
     names = (*shadows, *roles) if strategy == "disaggregated" else roles
     if strategy == "co-located":
         return rng.choice((None, None, [1] * len(names), {**dict.fromkeys(names, 1), "span_classes": True}))
-    if strategy == "interleaving" and size <= 3 and _chance(rng, 0.9):
+    if strategy == "interleaving" and size <= 3 and chance(rng, 0.9):
         # one reader on every rank, so that rows are gathered to all
         return {**dict.fromkeys(names, str(Fraction(1, size))), "actor": 1, "span_classes": True}
-    if len(classes) == 1 and _chance(rng, 0.5):
+    if len(classes) == 1 and chance(rng, 0.5):
         counts, _ = _counts(rng, names, size)
         return [str(Fraction(counts[name], size)) for name in names]
-    if _chance(rng, 0.25):
+    if chance(rng, 0.25):
         return _explicit(rng, names, size)
     return _mapping(rng, names, classes)
 
@@ -244,11 +245,11 @@ def _counts(rng: Random, names: tuple[str, ...], size: int) -> tuple[dict[str, i
     training = [name for name in names if name in TRAINED]
     inference = [name for name in names if name not in TRAINED]
     if not _has_shadows(names) or not training or not inference:
-        return {name: size if _chance(rng, 0.3) else rng.randint(1, size) for name in names}, size
+        return {name: size if chance(rng, 0.3) else rng.randint(1, size) for name in names}, size
     side = rng.randint(1, max(1, size - 1))
     counts = {name: rng.randint(1, max(1, size - side)) for name in inference}
     first = rng.randint(1, side)
-    rest = side - first if first < side and _chance(rng, 0.5) else side
+    rest = side - first if first < side and chance(rng, 0.5) else side
     return counts | dict(zip(rng.sample(training, len(training)), (first, rest), strict=False)), side
 
 
@@ -267,7 +268,7 @@ def _explicit(rng: Random, names: tuple[str, ...], size: int) -> Raw:
 def _mapping(rng: Random, names: tuple[str, ...], classes: dict[str, int]) -> Raw:
     """Each model on one class, named by ``on:`` or left to be what remains; some with row shares."""
     homes = {name: rng.choice(sorted(classes)) for name in names}
-    unpinned = rng.choice(sorted(classes)) if len(classes) > 1 and _chance(rng, 0.5) else None
+    unpinned = rng.choice(sorted(classes)) if len(classes) > 1 and chance(rng, 0.5) else None
     placement: Raw = {}
     for home, size in classes.items():
         members = tuple(name for name in names if homes[name] == home)
@@ -276,9 +277,9 @@ def _mapping(rng: Random, names: tuple[str, ...], classes: dict[str, int]) -> Ra
             placement[name] = {"ratio": str(Fraction(counts[name], size))}
             if len(classes) > 1 and home != unpinned:
                 placement[name]["on"] = home.split("-")[0]
-            if _chance(rng, 0.3):
+            if chance(rng, 0.3):
                 placement[name]["row_shares"] = _row_shares(rng, counts[name])
-        if len(classes) == 1 and _has_shadows(names) and _chance(rng, 0.2):
+        if len(classes) == 1 and _has_shadows(names) and chance(rng, 0.2):
             placement["train_share"] = str(Fraction(side, size))
     return placement
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from flexrlhf.data.files import read_rows
 from flexrlhf.errors import UserError
 from flexrlhf.plan import suggestions
 from flexrlhf.plan.suggestions import memory_suggestions
-from flexrlhf.weights.shapes import MAX_LAYERS, model_shape
+from flexrlhf.weights.shapes import MAX_LAYERS, MAX_SIZE, model_shape
 
 DIGITS = "9" * 5000
+LAUGHS = "a: &a [1, 1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in zip("abcdef", "bcdefg", strict=True))
+"""Short, and more than a million values."""
 DEEP = "[" * 100_000
 
 SIZES = [
@@ -57,6 +60,21 @@ def test_layers_beyond_any_model_are_refused() -> None:
         model_shape("actor", ModelSpec(init=TINY | {"num_hidden_layers": 10**9}))
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"intermediate_size": -8}, "intermediate_size -8: expected a whole number from 1 to"),
+        ({"hidden_size": 2**40}, f"hidden_size {2**40}: use at most {MAX_SIZE}"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads '2': expected a whole number"),
+        ({"num_attention_heads": 16}, "hidden_size 8 is smaller than num_attention_heads 16"),
+        ({"model_type": ["llama"]}, "the config has no model_type"),
+    ],
+)
+def test_sizes_of_no_model_are_refused(change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        model_shape("actor", ModelSpec(init=TINY | change))
+
+
 def test_on_many_ranks_fewer_changes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(None, 4, "cluster.memory_gb=0.00001")
     every = memory_suggestions(plan, 0)
@@ -74,6 +92,14 @@ YAMLS = {
     "models: {reward_v1.5: {path: a}}": "models: 'reward_v1.5': a model's name has letters, digits, _ and - alone; "
     "use reward_v1_5",
     "models: {reward_a/b: {path: a}}": "use reward_a_b",
+    f"name: a\nsteps: 0x{'f' * 4000}\n": "a whole number is larger than any setting takes",
+    f"name: a\nplacement: [1{'0' * 400}]\n": "a whole number is larger than any setting takes",
+    "name: a\ndata: &a {path: *a}\n": "nested too deeply",
+    LAUGHS: "its anchors repeat more than 100000 values",
+    'name: "\\ud800"\n': "a text contains a null character or half of a surrogate pair",
+    'name: "a\\0"\n': "a text contains a null character or half of a surrogate pair",
+    "name: !!timestamp x\n": "a tag does not fit its value",
+    "placement: ['1e999999999']\n": "expected a number such as 0.5 or '1/3', found '1e999999999'",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,47 @@ def test_a_bad_setting_is_one_sentence(
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_missing_config_is_named_with_the_nearest(command: tuple[str, ...], invoke: Invoke) -> None:
     assert "b.yaml: no such file (did you mean 'a.yaml'?)" in refused(invoke(*command, "b.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("plan", "--devicse", "2"), "plan: no such option: --devicse (Possible options: --devices)"),
+        (("plna",), "no such command 'plna' (did you mean 'plan'?); see flexrlhf --help"),
+        (("plan", "--devices", "0"), "plan: invalid value for '--devices': "),
+        (("simulate", "--set"), "option '--set' requires an argument"),
+        (("export", "runs/a"), "export: missing option '--output' / '-o'; see flexrlhf export --help"),
+        (("plan", "a\nb\x1b[31m"), r"config a b\x1b[31m: no such file"),
+        (("plan", "x" * 5000), " ... xxx"),
+        (("plan", "/proc/self/mem"), "config /proc/self/mem: cannot be read (Input/output error)"),
+        (("run", "a.yaml", "--dry-run", "--resume", "nowhere"), "--resume nowhere: no checkpoint in it"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_one_sentence(words: tuple[str, ...], sentence: str, invoke: Invoke) -> None:
+    assert sentence in refused(invoke(*words))
+
+
+def test_without_a_word_the_help_is_printed(invoke: Invoke) -> None:
+    assert "Commands" in invoke().output
+
+
+def test_a_link_to_itself_is_no_data_file(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").unlink()
+    (tmp_path / "prompts.jsonl").symlink_to("prompts.jsonl")
+    assert "there is no data file prompts.jsonl" in refused(invoke("run", "--dry-run", "a.yaml"))
+
+
+@pytest.mark.parametrize("text", ['{"version": 1}', "null", "[" * 100_000, '{"added_tokens": 3}'], ids=range(4))
+def test_a_damaged_tokenizer_is_refused(text: str, invoke: Invoke, tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(text)
+    assert "data.tokenizer tokenizer: " in refused(invoke("run", "--dry-run", "a.yaml", "--set", tokenizer))
+
+
+def test_a_pipe_is_no_model(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    os.mkfifo(tmp_path / "model" / "model.safetensors")
+    assert "is a pipe or a device" in refused(invoke("plan", "a.yaml", "--set", "models.actor={path: model}"))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

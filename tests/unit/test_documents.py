@@ -205,9 +205,16 @@ def check(command: str) -> str:
     return ""
 
 
+def _without_option(arguments: list[str], option: str) -> list[str]:
+    """``arguments`` without an option and its value."""
+    at = arguments.index(option) if option in arguments else len(arguments)
+    return [*arguments[:at], *arguments[at + 2 :]]
+
+
 def dry_run(arguments: list[str]) -> str:
     """``run`` up to where it would start ranks."""
-    return invoke("run", *arguments, "--dry-run")
+    # the reader's run has no checkpoint
+    return invoke("run", *_without_option(arguments, "--resume"), "--dry-run")
 
 
 def check_torchrun(arguments: list[str]) -> None:

@@ -646,3 +646,10 @@ def test_a_stop_text_has_letters(stop: str) -> None:
 def test_a_dumped_rollout_loads_as_the_same_rollout(rollout: str) -> None:
     spec = spec_of(None, 2, f"rollout={rollout}", "algorithm={name: ppo, importance: {cap: 3}, stop: [a, b], top_k: 3}")
     assert parse_spec(read_yaml(dump_spec(spec))) == spec
+
+
+def test_a_short_yaml_keeps_a_penalty_that_is_a_default_of_penalties_but_not_of_the_algorithm(tmp_path: Path) -> None:
+    overrides = ("algorithm={name: grpo, kl: {place: loss, estimator: k1}}",)
+    spec = spec_of(None, 2, *overrides)
+    (tmp_path / "short.yaml").write_text(dump_spec(spec, short=True))
+    assert load_spec(tmp_path / "short.yaml") == spec

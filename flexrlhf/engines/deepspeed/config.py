@@ -82,17 +82,21 @@ def check_deepspeed_config(key: str, config: Mapping[str, Any]) -> None:
     _check_known(f"{key}.config.zero_optimization", zero, OTHER_ZERO_KEYS)
     for name in DEEPSPEED_ELEMENTS:
         # 5e8 is a float in YAML
-        if name in zero and (isinstance(zero[name], bool | str) or int(zero[name]) != zero[name] or zero[name] < 1):
+        if name in zero and not _is_count(zero[name]):
             raise UserError(
                 f"{key}.config.zero_optimization.{name}: expected a whole number of elements, found {shown(zero[name])}"
             )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and value % 1 == 0
 
 
 def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raise UserError for a key of ``section`` that is not in ``known``."""
     for name in section:
         if name not in known:
-            raise UserError(f"{where}: unknown or unsupported setting {name!r} of DeepSpeed{nearest(name, known)}")
+            raise UserError(f"{where}: unknown or unsupported setting {name!r} of DeepSpeed{nearest(str(name), known)}")
 
 
 def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:

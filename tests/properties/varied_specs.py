@@ -1,0 +1,258 @@
+"""Seeded random specs of every algorithm and every setting; where models sit and what moves as in ``random_specs``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+from typing import Any, get_args
+
+from random_settings import Examples, Raw, random_settings
+from random_specs import INIT, add_tensor_parallel, chance, classes_of, nodes_of, placement_of, rollout_of, settings_of
+
+from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec, PolicySpec
+from flexrlhf.config.presets import OF_GRPO, PRESETS
+from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
+from flexrlhf.config.spec import (
+    DataSpec,
+    EvalSpec,
+    ModelSpec,
+    RolloutSpec,
+    SaveSpec,
+    Spec,
+    SyncSpec,
+)
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+
+CLASSES = dict(zip(ALGORITHMS, get_args(AnyAlgorithm), strict=True))
+CALLED = (FunctionSource, ServiceSource, RuleSource)
+TEXTS = (
+    "rows.jsonl",
+    "on",
+    "1e-6",
+    "~",
+    "2026-01-31",
+    "00",
+    "0x1f",
+    "a: b",
+    "- c",
+    "grüße/数据.jsonl",
+    "no\u2028line",
+    " ",
+)
+"""What YAML would read as something else, were it not quoted."""
+URLS = ("http://localhost:9000/score", ["https://a.example/1", "https://b.example/2"])
+NOTHING: tuple[Any, ...] = ()
+"""Examples of a setting that follows from others, or that is added elsewhere."""
+EXAMPLES: Examples = {
+    "Spec.name": ("a", "run-1.2_x", "0", "1e-6", "2026-01-31", "true"),
+    "Spec.steps": (3, 4, 5, 1_000_000),
+    "Spec.seed": (0, 1, 2**63 - 1),
+    "Spec.runs": TEXTS,
+    "Spec.timeout_seconds": (1, 1.5, 86400),
+    **dict.fromkeys([f"Spec.{name}" for name in ("algorithm", "models", "data", "reward", "cost", "cluster")], NOTHING),
+    **dict.fromkeys([f"Spec.{name}" for name in ("placement", "schedule", "sync", "rollout", "eval", "save")], NOTHING),
+    **dict.fromkeys([f"{kind.__name__}.name" for kind in CLASSES.values()], NOTHING),
+    **dict.fromkeys([f"{kind.__name__}.prompts_per_step" for kind in CLASSES.values()], (4, 6, 8, 12, 24)),
+    **dict.fromkeys([f"{kind.__name__}.num_mini_batches" for kind in CLASSES.values()], (1, 2, 3, 4)),
+    **dict.fromkeys([f"{kind.__name__}.stop" for kind in CLASSES.values()], ("\n\n", ["###", " yes", "\u00e9"], [])),
+    **dict.fromkeys([f"{kind.__name__}.min_response_tokens" for kind in CLASSES.values()], (0, 1, 4)),
+    "ReinforceSpec.samples_per_prompt": (2, 3),
+    "KlSpec.horizon": (10000, 1000),
+    "OverlongSpec.buffer_tokens": (None, 1, 4),
+    "LagrangeSpec.initial": (0.5, 1, 5.0),
+    "PtxSpec.path": TEXTS,
+    "DataSpec.path": TEXTS,
+    "DataSpec.tokenizer": TEXTS,
+    "DataSpec.max_response_tokens": (4, 8, 256),
+    "EvalSpec.path": TEXTS,
+    "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
+    "DebugSpec.replay": ("runs/other", None),
+    "ModelSource.model": NOTHING,
+    "FunctionSource.function": ("scores.py:score", "package.module:score"),
+    "ServiceSource.url": URLS,
+    "ServiceSource.headers": ({"Authorization": "Bearer ${REWARD_TOKEN}"}, {"X-Run": "on"}),
+    "ServiceSource.label": ("label", "null"),
+    "RuleSource.rule": NOTHING,
+    "RuleSource.answer": ("answer", "y"),
+    "RuleSource.pattern": NOTHING,
+    "RuleSource.target_tokens": NOTHING,
+    "RolloutSpec.config": ({"max_num_seqs": 8}, {}),
+    **dict.fromkeys([f"RolloutSpec.{name}" for name in ("engine", "tp", "process", "dtype", "kv_tokens")], NOTHING),
+    # where it is placed, and on which engine: random_specs
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("tp", "lora", "config", "shadow", "dtype")], NOTHING),
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
+}
+RULES: tuple[Raw, ...] = (
+    {"rule": "exact_answer"},
+    {"rule": "gsm8k", "answer": "solution"},
+    {"rule": "format", "pattern": r"<think>.*</think>\s"},
+    {"rule": "length", "target_tokens": 12},
+)
+OF_ANY = tuple(like for like in PRESETS if like not in OF_GRPO)
+"""Presets of every algorithm with a policy."""
+DEEPSPEED: tuple[Raw, ...] = ({"wall_clock_breakdown": True}, {"zero_optimization": {"reduce_bucket_size": 5_000_000}})
+
+
+class VariedSpecs:
+    """Valid specs with their plans, one after another, and how many planning refused, by the start of the reason."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.refused: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[tuple[Raw, Plan]]:
+        while True:
+            try:
+                yield self._next()
+            except UserError as error:
+                self.refused[str(error).removeprefix("config: ")[:60]] += 1
+
+    def _next(self) -> tuple[Raw, Plan]:
+        raw = make_varied_spec(self.rng)
+        plan = make_plan(parse_spec(raw))
+        if chance(self.rng, 0.4) and add_tensor_parallel(self.rng, raw, plan):
+            plan = make_plan(parse_spec(raw))
+        return raw, plan
+
+
+def make_varied_spec(rng: Random) -> Raw:
+    """One spec, mostly valid. Raises UserError where the algorithm's settings exclude each other."""
+    share = rng.choice((0.0, 0.1, 0.3))
+    raw: Raw = random_settings(rng, Spec, EXAMPLES, share)
+    raw |= {"name": rng.choice(EXAMPLES["Spec.name"]), "algorithm": _algorithm(rng, share)}
+    raw["data"] = random_settings(rng, DataSpec, EXAMPLES, share) | {"max_response_tokens": rng.choice((4, 8, 256))}
+    raw["cluster"] = _cluster(rng, share)
+    raw |= {"models": {}, "rollout": {}, **_sources(rng, raw["algorithm"]["name"], share)}
+    graph = make_graph(parse_spec(raw))
+    shadows = graph.can_shadow and chance(rng, 0.5)
+    raw["models"] = _models(rng, graph, shadows, share) | _scoring_models(raw)
+    if graph.generated is not None and chance(rng, 0.3):
+        raw["rollout"] = random_settings(rng, RolloutSpec, EXAMPLES, share) | rollout_of(rng, shadows)
+        raw["models"]["actor"].pop("shadow", None)
+    graph = make_graph(parse_spec(raw))
+    raw["placement"] = _placement(rng, graph, raw, shadows)
+    _split_nodes(rng, raw["cluster"]["nodes"], share)
+    return raw | _instructions(rng, raw, shadows, share)
+
+
+def _split_nodes(rng: Random, nodes: list[Raw], share: float) -> None:
+    """Make two machines of some nodes with an even number of devices."""
+    for node in nodes:
+        if node["devices"] % 2 == 0 and chance(rng, share):
+            node |= {"count": 2, "devices": node["devices"] // 2}
+
+
+def _algorithm(rng: Random, share: float) -> Raw:
+    name = rng.choice(ALGORITHMS)
+    settings = random_settings(rng, CLASSES[name], EXAMPLES, share / 2)
+    if issubclass(CLASSES[name], PolicySpec) and chance(rng, 0.3):
+        settings["like"] = rng.choice(tuple(PRESETS) + OF_GRPO if name == "grpo" else OF_ANY)
+    if settings.keys() & {"top_p", "top_k", "min_response_tokens"}:
+        settings["importance"] = random_settings(rng, ImportanceSpec, EXAMPLES, share)
+    if name == "safe-rlhf" and chance(rng, share):
+        settings["lagrange"] = random_settings(rng, LagrangeSpec, EXAMPLES, 0.5)
+    return {"name": name} | settings
+
+
+def _cluster(rng: Random, share: float) -> Raw:
+    cluster: Raw = {"nodes": nodes_of(rng)}
+    total = sum(node["devices"] for node in cluster["nodes"])
+    for settings in ({"memory_gb": 100.5}, {"devices": total}, {"device": rng.choice(("cpu", "cuda"))}):
+        if chance(rng, share):
+            cluster |= settings
+    for node in cluster["nodes"]:
+        node |= {name: rng.choice((12, 0.5)) for name in ("link_gb_s", "network_gb_s") if chance(rng, share / 2)}
+        node |= {"memory_gb": 90} if chance(rng, share / 2) else {}
+    return cluster
+
+
+def _sources(rng: Random, algorithm: str, share: float) -> Raw:
+    """Where scores come from: nothing said, one source or a list; costs from a model and a function."""
+    if algorithm == "safe-rlhf" and chance(rng, share):
+        return {"cost": [{"model": "cost"}, {"function": "costs.py:cost", "weight": 0.5}]}
+    if algorithm in ("sft", "reward", "dpo") or not chance(rng, 0.4):
+        return {}
+    sources: list[Raw] = [_called(rng, share) for _ in range(rng.randint(0, 2))]
+    names = rng.sample(("reward", "reward_help", "reward_v2-1"), rng.randint(0 if sources else 1, 2))
+    sources += [random_settings(rng, ModelSource, EXAMPLES, share) | {"model": name} for name in names]
+    return {"reward": sources[0] if len(sources) == 1 and chance(rng, 0.5) else sources}
+
+
+def _called(rng: Random, share: float) -> Raw:
+    kind = rng.choice(CALLED)
+    return random_settings(rng, kind, EXAMPLES, share) | (rng.choice(RULES) if kind is RuleSource else {})
+
+
+def _models(rng: Random, graph: Graph, shadows: bool, share: float) -> Raw:
+    models = {role: _model(rng, role in graph.trained, shadows, share) for role in graph.roles}
+    for role, model in models.items():
+        if role not in ("ref", "critic", "cost_critic") or role not in graph.trained and chance(rng, 0.2):
+            model["init"] = INIT
+    if "ref" in graph.roles and chance(rng, 0.15):
+        models["actor"]["lora"] = {"rank": 2, "alpha": 3, "targets": ["q_proj"]}
+        models["ref"] = {"share": "actor"}
+    if "reward" not in graph.roles and "critic" in models:
+        models["critic"]["init"] = INIT
+    return models
+
+
+def _model(rng: Random, trained: bool, shadows: bool, share: float) -> Raw:
+    model = settings_of(rng, trained, shadows)
+    further = random_settings(rng, ModelSpec, EXAMPLES, share)
+    if not trained:
+        further.pop("optimizer", None)
+        further.pop("activation_checkpointing", None)
+    if chance(rng, share):
+        further["dtype"] = rng.choice(("float32", "float16"))
+    if "shadow" in model and chance(rng, share):
+        model["shadow"] |= {"dtype": "float16", "generate_tokens": 512, "micro_batch_tokens": 256}
+    if model.get("engine") == "deepspeed" and chance(rng, share):
+        further["config"] = rng.choice(DEEPSPEED)
+        if trained and model.get("zero"):
+            further["offload_optimizer"] = True
+        if model.get("zero") == 3:
+            further["offload_parameters"] = True
+    return {**further, **model}
+
+
+def _scoring_models(raw: Raw) -> Raw:
+    """Settings of the cost model, which no source names."""
+    return {"cost": {"init": INIT, "new_head": True}} if raw["algorithm"]["name"] == "safe-rlhf" else {}
+
+
+def _placement(rng: Random, graph: Graph, raw: Raw, shadows: bool) -> Any:
+    roles, classes = graph.roles, classes_of(raw["cluster"]["nodes"])
+    if len(roles) == 1:
+        return placement_of(rng, "sft", "co-located", classes, roles, ())
+    strategy = "disaggregated" if shadows else rng.choice(("co-located", "interleaving", "interleaving"))
+    names = tuple(f"{role}.shadow" for role in graph.trained if graph.can_shadow)
+    if raw["rollout"]:
+        names = tuple(f"{role}.rollout" if role == graph.generated else f"{role}.shadow" for role in graph.trained)
+    return placement_of(rng, "ppo", strategy, classes, roles, names)
+
+
+def _instructions(rng: Random, raw: Raw, shadows: bool, share: float) -> Raw:
+    """The sections about the order of a step and what is written."""
+    num_mini_batches = raw["algorithm"].get("num_mini_batches", 1)
+    divisors = [n for n in range(1, num_mini_batches + 1) if num_mini_batches % n == 0]
+    sections: Raw = {
+        "schedule": {"num_chunks": rng.choice(divisors), "lag": int(shadows and chance(rng, 0.4))},
+        "sync": random_settings(rng, SyncSpec, EXAMPLES, share),
+        "save": random_settings(rng, SaveSpec, EXAMPLES, share),
+    }
+    if chance(rng, share):
+        sections["schedule"]["strategy"] = rng.choice(("co-located", "interleaving", "disaggregated"))
+    if not shadows:
+        sections["sync"].pop("every", None)
+    if chance(rng, 0.4):
+        sections["eval"] = random_settings(rng, EvalSpec, EXAMPLES, share)
+    else:
+        sections["save"].pop("best", None)
+    return sections
