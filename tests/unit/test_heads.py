@@ -227,7 +227,7 @@ def test_a_reward_model_is_no_trunk(tmp_path: Any) -> None:
     import torch
     from safetensors.torch import save_file
 
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}')
     save_file({"model.norm.weight": torch.zeros(8), "score.weight": torch.zeros(1, 8)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="a reward model without a language head"):
         model_shape("actor", ModelSpec(path=str(tmp_path)), "both")
