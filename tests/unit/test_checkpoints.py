@@ -257,9 +257,9 @@ def test_all_ranks_stop_after_the_same_round_whenever_the_request_comes(tmp_path
     store, file, stopped = dist.HashStore(), tmp_path / "stop", dict[int, int]()
 
     def walk(rank: int) -> None:
-        draw, stops = random.Random(rank), StopRequests(store, file)
-        for turn in range(2000):
-            if turn == 20 + draw.randint(0, 30):
+        request, stops = 20 + random.Random(rank).randint(0, 30), StopRequests(store, file)
+        for turn in range(100):
+            if turn == request:
                 file.touch()
             if stops.decide(f"run/{turn}"):
                 stopped[rank] = turn
