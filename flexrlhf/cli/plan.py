@@ -7,6 +7,7 @@ import typer
 from flexrlhf.cli.options import Configs, Devices, Force, Overrides, PlacementRatio
 from flexrlhf.cli.planning import check_memory, plan_runs
 from flexrlhf.cli.specs import load_specs
+from flexrlhf.plan.inputs import check_present_data
 from flexrlhf.plan.plan_text import format_plan
 
 
@@ -17,8 +18,11 @@ def plan(
     set_: Overrides = None,
     force: Force = False,
 ) -> None:
-    """Print placement, schedule, transfers and memory of each run. Starts nothing."""
+    """Print placement, schedule, transfers and memory of each run, and check the data files that exist. Starts nothing."""
     plans = plan_runs(load_specs(configs, placement_ratio, devices, set_))
+    if configs:
+        for each in plans:
+            check_present_data(each)
     for each in plans:
         typer.echo(format_plan(each) + "\n")
     check_memory(plans, force)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from flexrlhf.config.presets import OF_GRPO, PRESETS, Like, penalty_over, with_preset
+from flexrlhf.config.rows import FILES, TextForm
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
@@ -157,10 +158,9 @@ class PtxSpec(StrictModel):
     responses, at temperature 1. Texts are truncated to the lengths of ``data``, as responses are.
     """
 
-    path: str = Field(description="a .jsonl, .jsonl.gz or .json file with the texts")
-    form: Literal["auto", "prompt", "instruction", "question", "text"] = Field(
-        "auto", description="columns of a row; auto: follows from the first row"
-    )
+    path: str = Field(description=FILES)
+    form: TextForm = Field("auto", description="columns of a row; auto: follows from the first row")
+    columns: dict[str, str] = Field(default_factory=dict, description="name that the form uses: column of the rows")
     coefficient: float = Field(1.0, gt=0, description="factor of this loss")
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from flexrlhf.config.algorithms import Algorithm
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.reward_sources import Sources
+from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.errors import either, nearest, shown
 
@@ -83,7 +84,9 @@ class ShadowSpec(StrictModel):
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
 
-    path: str | None = Field(None, description="Hugging Face model directory; null: see ModelsSpec")
+    path: str | None = Field(
+        None, description="Hugging Face model directory, or a name on the Hub; null: see ModelsSpec"
+    )
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
     new_head: bool = Field(
         False,
@@ -313,25 +316,42 @@ class SyncSpec(StrictModel):
 class DataSpec(StrictModel):
     """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""
 
-    path: str = Field(description="a .jsonl, .jsonl.gz or .json file")
-    form: Literal["auto", "prompt", "pairs", "instruction", "question", "text"] = Field(
-        "auto", description="columns of a row; auto: follows from the first row"
+    path: str | None = Field(None, description=FILES)
+    sources: tuple[SourceSpec, ...] = Field((), description="several of these instead, mixed by their weights")
+    form: FormSetting = Field("auto", description="columns of a row; auto: follows from the first row")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="name that a form or a score uses: column of the rows, such as outer.inner"
     )
-    tokenizer: str | None = Field(None, description="Hugging Face directory; null: that of the first model with a path")
+    template: Template | None = Field(
+        None, description="text of the prompt, with {column} fields; null: that of the form"
+    )
+    system: str | None = Field(None, description="system prompt of rows without one, which makes chats of texts")
+    tokenizer: str | None = Field(
+        None, description="Hugging Face directory, or a name on the Hub; null: that of the first model with a path"
+    )
     max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
     max_response_tokens: int = Field(128, ge=1, description="responses are truncated to this length, eos included")
-    long_prompts: Literal["error", "drop"] = Field(
-        "error", description="prompts over max_prompt_tokens: error: stop; drop: leave them out"
+    long_prompts: LongPrompts = Field(
+        "error",
+        description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "
+        "leave out their first or last tokens, but not bos",
     )
 
+    @model_validator(mode="after")
+    def _path_or_sources(self) -> Self:
+        if self.path is None and not self.sources:
+            raise ValueError("path: missing; give a file, or several in sources")
+        if self.path is not None and self.sources:
+            raise ValueError("path and sources exclude each other: remove one")
+        return self
 
-class EvalSpec(StrictModel):
+
+class EvalSpec(RowsSpec):
     """Evaluation of the trained model on a data file of its own.
 
     pass@k: the share of prompts of which at least one of k responses is right (Chen et al. 2021).
     """
 
-    path: str = Field(description="file with the evaluation rows, in the form of data.form")
     every: int | None = Field(None, ge=1, description="steps between two evaluations; null: one, after the last step")
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of the responses; null: the algorithm's; 0: greedy"

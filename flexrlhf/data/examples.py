@@ -10,10 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from flexrlhf.config.rows import LongPrompts
+from flexrlhf.data.columns import RowLayout
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import Needs, TextExample, check_form, detect_form, needed_text
+from flexrlhf.data.forms import (
+    PLAIN,
+    Needs,
+    TextExample,
+    check_form,
+    check_layout,
+    detect_form,
+    needed_text,
+)
 from flexrlhf.errors import UserError
 
 
@@ -58,41 +68,54 @@ def load_examples(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     max_response_tokens: int,
-    long_prompts: Literal["error", "drop"] = "error",
+    long_prompts: LongPrompts = "error",
     with_columns: bool = False,
+    layout: RowLayout = PLAIN,
 ) -> list[Example]:
     """Read and tokenise a data file, in file order.
 
     ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
-    first, or two. Responses are truncated at ``max_response_tokens`` (eos counts); prompts never are: one of more than
-    ``max_prompt_tokens`` (bos counts) raises UserError or, with ``long_prompts="drop"``, is left out.
+    first, or two. Responses are truncated at ``max_response_tokens`` (eos counts). A prompt of more than
+    ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says.
     """
-    path = Path(path)
+    path = str(path)
     examples = []
-    for number, text in enumerate(read_texts(path, form=form, needs=needs), start=1):
+    for number, text in enumerate(read_texts(path, form=form, needs=needs, layout=layout), start=1):
         with _in_row(path, number):
             example = _encode(text, tokenizer, max_response_tokens)
             examples.append(replace(example, text=text.prompt, columns=text.columns) if with_columns else example)
+    if long_prompts in ("truncate-left", "truncate-right"):
+        is_left, bos = long_prompts == "truncate-left", tokenizer.bos_token_id
+        prompts = (truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples)
+        return [replace(example, prompt=prompt) for example, prompt in zip(examples, prompts, strict=True)]
     return _within_limit(examples, path, max_prompt_tokens, long_prompts)
 
 
-def read_texts(path: Path | str, *, form: str = "auto", needs: Needs) -> list[TextExample]:
+def truncated(prompt: tuple[int, ...], limit: int, is_left: bool, bos: int | None) -> tuple[int, ...]:
+    """Return at most ``limit`` tokens of a prompt, without its first or its last ones; bos in front stays."""
+    if len(prompt) <= limit:
+        return prompt
+    front = 1 if is_left and prompt[0] == bos else 0
+    return prompt[:front] + prompt[len(prompt) - limit + front :] if is_left else prompt[:limit]
+
+
+def read_texts(path: Path | str, *, form: str = "auto", needs: Needs, layout: RowLayout = PLAIN) -> list[TextExample]:
     """Read a data file as text, with all checks that need no tokenizer."""
-    path = Path(path)
     rows = read_rows(path)
     check_form(form)
+    check_layout(layout, rows, needs, str(path))
     if form == "auto":
         with _in_row(path, 1):
-            form = detect_form(rows[0], needs)
+            form = detect_form(rows[0], needs, layout)
     texts = []
     for number, row in enumerate(rows, start=1):
         with _in_row(path, number):
-            texts.append(replace(needed_text(row, form, needs), columns=row))
+            texts.append(replace(needed_text(row, form, needs, layout), columns=layout.all_columns(row)))
     return texts
 
 
 @contextmanager
-def _in_row(path: Path, number: int) -> Iterator[None]:
+def _in_row(path: Path | str, number: int) -> Iterator[None]:
     """Put the file and the row's number in front of a UserError."""
     try:
         yield
@@ -124,7 +147,7 @@ def _encode_response(response: str, tokenizer: Tokenizer, limit: int) -> tuple[t
     return ids[:limit], len(ids) <= limit
 
 
-def _within_limit(examples: Sequence[Example], path: Path, limit: int, long_prompts: str) -> list[Example]:
+def _within_limit(examples: Sequence[Example], path: str, limit: int, long_prompts: str) -> list[Example]:
     lengths = [len(example.prompt) for example in examples]
     too_long = [row for row, length in enumerate(lengths, start=1) if length > limit]
     if too_long and long_prompts == "error":

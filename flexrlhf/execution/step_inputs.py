@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
-from flexrlhf.data.order import step_indices
+from flexrlhf.data.order import mixed_indices, step_indices
 from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.operators.columns import plain, qualified
 from flexrlhf.operators.policy import PTX
@@ -29,17 +29,19 @@ class StepInputs:
 
     def examples(self, step: int) -> list[Example]:
         """Return the example of each prompt of a step."""
-        return self._of_step(self._data.examples, step, self._plan.batch.num_prompts)
+        data, number = self._data, self._plan.batch.num_prompts
+        return [data.examples[i] for i in mixed_indices(self._plan.spec.seed, step, number, data.shares)]
 
     def put(self, step: int, store: RowStore) -> None:
         """Put the input columns of a step into ``store``: prompts or whole rows, and pretraining texts."""
         self._put(store, self._columns(self.examples(step), self._plan.batch.samples_per_prompt))
         if self._data.texts:
-            texts = self._columns(self._of_step(self._data.texts, step, self._plan.batch.num_rows), 1)
+            texts = self._columns(self._texts(step), 1)
             self._put(store, {name: texts[plain(name)] for name in qualified(texts, PTX)})
 
-    def _of_step(self, examples: Sequence[Example], step: int, count: int) -> list[Example]:
-        return [examples[i] for i in step_indices(self._plan.spec.seed, step, count, len(examples))]
+    def _texts(self, step: int) -> list[Example]:
+        texts, number = self._data.texts, self._plan.batch.num_rows
+        return [texts[i] for i in step_indices(self._plan.spec.seed, step, number, len(texts))]
 
     def _columns(self, examples: Sequence[Example], samples_per_prompt: int) -> dict[str, Tensor]:
         pad = self._data.pad_token_id

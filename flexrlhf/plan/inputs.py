@@ -11,13 +11,13 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.data.examples import Example, load_examples, read_texts
-from flexrlhf.data.files import json_type, read_rows
-from flexrlhf.data.forms import Needs
+from flexrlhf.data.files import is_present, json_type
+from flexrlhf.data.order import SourceShare
 from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.plan.architectures import check_architecture
+from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.checks import check_columns, check_sources
@@ -31,13 +31,14 @@ from flexrlhf.weights.shapes import read_config
 class RunData:
     """Examples of a run and the special tokens of its tokenizer.
 
-    examples:       training rows
+    examples:       training rows, source after source
     evaluation:     evaluation rows
     texts:          pretraining texts of ``algorithm.ptx``
     tokenizer:      its directory
     eos_token_ids:  end tokens
     pad_token_id:   padding token; the end token where the tokenizer has none
     is_trusted:     whether code in the tokenizer's directory may run
+    shares:         parts of the training rows by source, and how often they come
     """
 
     examples: list[Example]
@@ -47,6 +48,7 @@ class RunData:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     is_trusted: bool = False
+    shares: tuple[SourceShare, ...] = ()
 
 
 def tokenizer_path(plan: Plan) -> str:
@@ -105,10 +107,14 @@ def load_run_data(plan: Plan) -> RunData:
     tokenizer = load_tokenizer(path, trusts_tokenizer(plan))
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
-    loaded = {source.key: _examples(plan, source, tokenizer) for source in data_sources(plan)}
+    sources = data_sources(plan)
+    loaded = {source.key: _examples(plan, source, tokenizer) for source in sources}
+    training = [source for source in sources if source.is_training]
+    examples = [example for source in training for example in loaded[source.key]]
+    shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    examples, evaluation, texts = (loaded.get(key, []) for key in ("data", "eval", "algorithm.ptx"))
-    return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad, trusts_tokenizer(plan))
+    evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
+    return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad, trusts_tokenizer(plan), shares)
 
 
 def data_digest(data: RunData) -> str:
@@ -118,34 +124,6 @@ def data_digest(data: RunData) -> str:
         for tokens in (example.prompt, *example.responses):
             digest.update(array("q", (len(tokens), *tokens)).tobytes())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """A data file.
-
-    key:    section of the YAML that names it
-    path:   the file
-    form:   form of its rows, or ``auto``
-    needs:  responses that each row must have
-    """
-
-    key: str
-    path: str
-    form: str
-    needs: Needs
-
-
-def data_sources(plan: Plan) -> list[DataSource]:
-    """Return the training file, and those of evaluation rows and pretraining texts, where there are such."""
-    spec, needs = plan.spec, plan.graph.data
-    sources = [DataSource("data", spec.data.path, spec.data.form, needs)]
-    if spec.eval is not None:
-        sources.append(DataSource("eval", spec.eval.path, spec.data.form, needs))
-    if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.ptx is not None:
-        ptx = spec.algorithm.ptx
-        sources.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses"))
-    return sources
 
 
 def check_runs(plans: Sequence[Plan]) -> None:
@@ -161,8 +139,7 @@ def check_runs(plans: Sequence[Plan]) -> None:
         _check_sources(plan, plans, index)
         pending = {path for earlier in plans[:index] for path in earlier.outputs}
         for source in data_sources(plan):
-            read_texts(source.path, form=source.form, needs=source.needs)
-        _check_columns(plan)
+            _check_texts(plan, source)
         if Path(realpath(tokenizer_path(plan))) in pending:
             continue
         tokens = _tokens(plan, load_run_data(plan))
@@ -190,21 +167,28 @@ def _tokens(plan: Plan, data: RunData) -> _Tokens:
     return _Tokens(number, max(largest, data.pad_token_id, *data.eos_token_ids))
 
 
-def _check_columns(plan: Plan) -> None:
-    """Check that each data file has the columns that the sources of its scores need."""
-    operators = {"data": plan.graph.operators, "eval": plan.graph.evaluation}
-    sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
+def check_present_data(plan: Plan) -> None:
+    """Check the rows of those data files that exist already, as far as that needs no tokenizer. Raises UserError."""
     for source in data_sources(plan):
-        names = sorted({each.function for each in operators.get(source.key, ()) if each.kind == "score"})
-        columns = dict.fromkeys(key for row in read_rows(source.path) for key in row) if names else {}
-        for name in names:
-            check_columns(sections[name], name, columns, source.path)
+        if is_present(source.path):
+            _check_texts(plan, source)
+
+
+def _check_texts(plan: Plan, source: DataSource) -> None:
+    """Check the rows of a data file, and that they have the columns that the sources of their scores need."""
+    texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout)
+    operators = plan.graph.operators if source.is_training else plan.graph.evaluation if source.key == "eval" else ()
+    sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
+    names = sorted({each.function for each in operators if each.kind == "score"})
+    columns = dict.fromkeys(key for text in texts for key in text.columns) if names else {}
+    for name in names:
+        check_columns(sections[name], name, columns, source.path)
 
 
 def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
     """Refuse inputs in a directory that a run of the command starts afresh, except for models of an earlier one."""
     models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
-    others: dict[str, str | None] = {f"{source.key}.path": source.path for source in data_sources(plan)}
+    others: dict[str, str | None] = {source.setting: source.path for source in data_sources(plan)}
     others["data.tokenizer"] = plan.spec.data.tokenizer
     pending = {path for earlier in plans[:index] for path in earlier.outputs}
     for key, source in {**models, **others}.items():
@@ -251,6 +235,7 @@ def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> list[Example]:
         max_prompt_tokens=data.max_prompt_tokens,
         max_response_tokens=data.max_response_tokens,
         long_prompts=data.long_prompts,
+        layout=source.layout,
         with_columns=source.needs == "prompts"
         and any(operator.kind == "score" for operator in (*plan.graph.operators, *plan.graph.evaluation)),
     )

@@ -89,7 +89,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.csv", b"prompt\nx\n", "its name must end in .jsonl, .jsonl.gz or .json"),
+        ("a.txt", b"prompt\nx\n", "its name must end in .jsonl, .jsonl.gz, .json, .csv or .parquet"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt": "y"}\n', "a.jsonl, line 2: not JSON"),
         ("a.json", b'[\n{"prompt": "x"},\n}]', "a.json, line 3: not JSON"),
@@ -141,7 +141,7 @@ def test_unknown_columns_are_named(tmp_path: Path) -> None:
 
 def test_unknown_form_names_the_nearest() -> None:
     error = message(FIXTURES / "prompts.jsonl", "prompts", form="pair")
-    assert "data.form=pair is not one of auto, pairs," in error and "did you mean 'pairs'?" in error
+    assert "data.form=pair is not one of auto, prompt, messages," in error and "did you mean 'pairs'?" in error
 
 
 def test_prompt_form_is_taken_as_it_is() -> None:
@@ -288,8 +288,8 @@ def test_missing_column_names_row_need_and_keys(
     [(3, "a number"), (["a"], "a list"), ({"a": 1}, "an object"), (None, "null"), (True, "a boolean")],
 )
 def test_wrong_types_are_named(tmp_path: Path, value: object, found: str) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": value})
-    assert message(path, "prompts").endswith(f"row 1: 'prompt' must be a string, found {found}")
+    path = write_jsonl(tmp_path / "a.jsonl", {"question": value})
+    assert message(path, "prompts").endswith(f"row 1: 'question' must be a string, found {found}")
 
 
 def test_long_prompts_are_an_error_with_suggestions_or_dropped(tmp_path: Path) -> None:
