@@ -18,7 +18,7 @@ def plan(
     set_: Overrides = None,
     force: Force = False,
 ) -> None:
-    """Print placement, schedule, transfers and memory of each run, and check the data files that exist. Starts nothing."""
+    """Check data that exists, print placement, schedule, transfers and memory of each run; starts nothing."""
     plans = plan_runs(load_specs(configs, placement_ratio, devices, set_))
     if configs:
         for each in plans:

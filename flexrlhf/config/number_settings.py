@@ -68,6 +68,9 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     raw["models"] = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
+    # a directory of the Hub's cache is another one on another machine
+    for section, key in [(model, "path") for model in raw["models"].values()] + [(raw["data"], "tokenizer")]:
+        section[key] = spec.snapshots.get(section[key], section[key])
     raw["steps"] = spec.steps if _has_learning_rate_schedule(spec) else None
     return raw | {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}, "rollout": _rollout(spec)}
 

@@ -477,6 +477,9 @@ class Spec(StrictModel):
     guards: GuardsSpec = GuardsSpec()
     debug: DebugSpec = DebugSpec()
     runs: str = Field("runs", description="directory of all runs' results")
+    snapshots: dict[str, str] = Field(
+        default_factory=dict, description="filled in by planning: directory of the Hub's cache → name@commit"
+    )
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
     timeline_steps: int = Field(1000, ge=1, description="steps that timeline.json keeps, up to the last")
 

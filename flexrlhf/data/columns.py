@@ -66,8 +66,8 @@ def checked_text(value: object, name: str) -> str:
 
 
 def missing(row: Mapping[str, Any], *names: str) -> str:
-    """Return the sentence for a row without a column, or with none of several that serve."""
-    return f"needs the column {' or '.join(map(repr, names))}, but has the keys {keys(row)}"
+    """Return the sentence for a row without a column, or several."""
+    return f"needs the column {' and '.join(map(repr, names))}, but has the keys {keys(row)}"
 
 
 def keys(row: Mapping[str, Any]) -> str:

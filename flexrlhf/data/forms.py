@@ -43,6 +43,8 @@ Form = Literal["prompt", "messages", "conversations", "pairs", "instruction", "q
 
 FORMS: tuple[str, ...] = get_args(Form)
 NUM_RESPONSES: dict[Needs, int] = {"prompts": 0, "responses": 1, "pairs": 2}
+CHATS = ("messages", "conversations")
+"""Forms of rows that are chats."""
 RESPONSE_COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("response", "completion"),
     "instruction": ("output",),
@@ -133,11 +135,11 @@ def text_of(row: Row, form: str, layout: RowLayout = PLAIN) -> TextExample:
 
     Raises UserError, without the row's number, for a missing column or a value of another type.
     """
-    named, template = layout.named(row), layout.prompt(row)
-    if form in ("messages", "conversations"):
-        if template is not None:
-            raise UserError(f"data.template makes a prompt of columns, but form {form!r} has chats; remove one of them")
+    named = layout.named(row)
+    if form in CHATS:
+        _check_no_template(form, layout)
         return _text_of_chat(named, form)
+    template = layout.prompt(row)
     if form == "pairs":
         return _text_of_pair(named, template)
     prompt = PROMPTS[form](named) if template is None else template
@@ -199,18 +201,21 @@ def _needed(row: Row, form: str, needs: Needs, layout: RowLayout) -> TextExample
             f"preference pairs need the columns 'chosen' and 'rejected', but data.form is {form!r} "
             f"and the row has the keys {keys(row)}"
         )
+    if needs == "pairs" and not _is_pair(named := layout.named(row)) and form == "conversations":
+        raise UserError(missing(named, *(name for name in ("chosen", "rejected") if named.get(name) is None)))
     example = text_of(row, form, layout)
-    number = len(example.responses) + len(example.completions)
-    if number < NUM_RESPONSES[needs]:
-        columns = ("chosen", "rejected") if form == "conversations" else RESPONSE_COLUMNS[form]
-        raise UserError(missing(layout.named(row), *columns[: 2 if needs == "pairs" else 1]))
+    if not example.responses and not example.completions:
+        raise UserError(missing(layout.named(row), RESPONSE_COLUMNS[form][0]))
     return example.first(NUM_RESPONSES[needs])
 
 
 def _prompt_alone(row: Row, form: str, layout: RowLayout) -> TextExample:
     """Return the prompt of ``row``; a response that is not used may be of any type."""
     named = layout.named(row)
-    if form in ("messages", "conversations") and layout.template is None and not _is_pair(named):
+    if form in CHATS:
+        _check_no_template(form, layout)
+        if form == "conversations" and _is_pair(named):
+            return _text_of_chat(named, form).first(0)
         return TextExample("", turns=last_prompt(_with_system_column(named, form), form))
     if form in PROMPTS:
         template = layout.prompt(row)
@@ -234,6 +239,11 @@ def _with_system_column(row: Row, form: str) -> Chat:
     if not row.get("system") or form != "conversations" or chat[0].role == "system":
         return chat
     return (Message("system", text_column(row, "system")), *chat)
+
+
+def _check_no_template(form: str, layout: RowLayout) -> None:
+    if layout.template is not None:
+        raise UserError(f"data.template makes a prompt of columns, but form {form!r} has chats; remove one of them")
 
 
 def _is_pair(row: Row) -> bool:

@@ -26,6 +26,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.failures import ErrorReport
 from flexrlhf.execution.flight_record import FlightRecord
+from flexrlhf.execution.hub_commits import check_commits
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.rank_watch import RankWatch
 from flexrlhf.execution.run_directory import RunStatus, read_status, write_status, writing_to
@@ -74,6 +75,7 @@ def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests,
     flight = FlightRecord(plan, world, plan.spec.directory)
     with watch.over(flight), writing_to(plan.spec.directory):
         data = load_run_data(plan)
+        check_commits(plan, world)
         start = choose_start(plan, world, data, order.candidates)
         trainer = Trainer(plan, world, data, meter, stops, flight, start)
         next_step = trainer.run()

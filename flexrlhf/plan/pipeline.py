@@ -23,6 +23,7 @@ from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.hub_names import with_snapshots
 from flexrlhf.plan.models import model_shapes, resolve_models
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_graph import run_graph
@@ -58,6 +59,7 @@ class ResolvedSpec:
 
 def resolve(spec: Spec) -> ResolvedSpec:
     """Make the graph of ``spec`` and fill in its models. Raises UserError for models that do not go with it."""
+    spec = with_snapshots(spec)
     graph = make_graph(spec)
     check_evaluation(graph, spec)
     return ResolvedSpec(resolve_models(spec, graph), graph, make_cluster(spec.cluster))
