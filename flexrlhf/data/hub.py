@@ -14,7 +14,9 @@ from typing import Literal
 from flexrlhf.errors import UserError
 
 Kind = Literal["model", "dataset"]
-_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(?P<parts>(:[\w.-]+)*)")
+_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(?P<parts>(:[\w.-]+)*)", re.ASCII
+)
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 """Files of a model's repository that are downloaded: no pickled weights, nor those of other formats."""
 

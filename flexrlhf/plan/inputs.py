@@ -171,10 +171,10 @@ def check_present_data(plan: Plan) -> None:
     """Check the rows of those data files that exist already, as far as that needs no tokenizer. Raises UserError."""
     for source in data_sources(plan):
         if is_present(source.path):
-            _check_texts(plan, source)
+            _check_texts(plan, source, with_functions=False)
 
 
-def _check_texts(plan: Plan, source: DataSource) -> None:
+def _check_texts(plan: Plan, source: DataSource, with_functions: bool = True) -> None:
     """Check the rows of a data file, and that they have the columns that the sources of their scores need."""
     texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout)
     operators = plan.graph.operators if source.is_training else plan.graph.evaluation if source.key == "eval" else ()
@@ -182,7 +182,7 @@ def _check_texts(plan: Plan, source: DataSource) -> None:
     names = sorted({each.function for each in operators if each.kind == "score"})
     columns = dict.fromkeys(key for text in texts for key in text.columns) if names else {}
     for name in names:
-        check_columns(sections[name], name, columns, source.path)
+        check_columns(sections[name], name, columns, source.path, with_functions)
 
 
 def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:

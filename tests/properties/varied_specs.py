@@ -13,6 +13,7 @@ from random_specs import INIT, add_tensor_parallel, chance, classes_of, nodes_of
 from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec, PolicySpec
 from flexrlhf.config.presets import OF_GRPO, PRESETS
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
+from flexrlhf.config.rows import SourceSpec
 from flexrlhf.config.spec import (
     DataSpec,
     EvalSpec,
@@ -47,6 +48,8 @@ TEXTS = (
 )
 """What YAML would read as something else, were it not quoted."""
 URLS = ("http://localhost:9000/score", ["https://a.example/1", "https://b.example/2"])
+READ_BY = ("DataSpec", "SourceSpec", "EvalSpec", "PtxSpec")
+"""Sections that say how rows are read."""
 NOTHING: tuple[Any, ...] = ()
 """Examples of a setting that follows from others, or that is added elsewhere."""
 EXAMPLES: Examples = {
@@ -67,10 +70,16 @@ EXAMPLES: Examples = {
     "OverlongSpec.buffer_tokens": (None, 1, 4),
     "LagrangeSpec.initial": (0.5, 1, 5.0),
     "PtxSpec.path": TEXTS,
-    "DataSpec.path": TEXTS,
+    "DataSpec.path": NOTHING,
+    "DataSpec.sources": NOTHING,
+    "SourceSpec.weight": (1, 0.3, "1/3", 12),
+    "Spec.snapshots": ({}, {"/cache/0123": "acme/tiny@0123"}),
+    **dict.fromkeys([f"{name}.path" for name in ("SourceSpec", "EvalSpec")], TEXTS),
+    **dict.fromkeys([f"{name}.columns" for name in READ_BY], ({}, {"prompt": "question", "0": "a.b"})),
+    **dict.fromkeys([f"{name}.template" for name in READ_BY], ("{a}", "{question}\n#### {{x}}", " {on}: ~")),
+    **dict.fromkeys([f"{name}.system" for name in READ_BY], TEXTS),
     "DataSpec.tokenizer": TEXTS,
     "DataSpec.max_response_tokens": (4, 8, 256),
-    "EvalSpec.path": TEXTS,
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
     "ModelSource.model": NOTHING,
@@ -128,6 +137,8 @@ def make_varied_spec(rng: Random) -> Raw:
     raw: Raw = random_settings(rng, Spec, EXAMPLES, share)
     raw |= {"name": rng.choice(EXAMPLES["Spec.name"]), "algorithm": _algorithm(rng, share)}
     raw["data"] = random_settings(rng, DataSpec, EXAMPLES, share) | {"max_response_tokens": rng.choice((4, 8, 256))}
+    sources = [random_settings(rng, SourceSpec, EXAMPLES, share) for _ in range(rng.randint(1, 3))]
+    raw["data"] |= {"sources": sources} if chance(rng, 0.3) else {"path": rng.choice(TEXTS)}
     raw["cluster"] = _cluster(rng, share)
     raw |= {"models": {}, "rollout": {}, **_sources(rng, raw["algorithm"]["name"], share)}
     graph = make_graph(parse_spec(raw))
