@@ -302,6 +302,27 @@ def test_long_prompts_are_an_error_with_suggestions_or_dropped(tmp_path: Path) -
     assert [len(example.prompt) for example in kept] == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("long_prompts", "bos", "limit", "prompt"),
+    [
+        ("truncate-left", BOS, 4, "<bos> c d e"),
+        ("truncate-right", BOS, 4, "<bos> a b c"),
+        ("truncate-left", None, 4, "b c d e"),
+        ("truncate-right", None, 4, "a b c d"),
+        ("truncate-left", BOS, 1, "<bos>"),
+        ("truncate-left", BOS, 6, "<bos> a b c d e"),
+    ],
+)
+def test_long_prompts_are_truncated_on_either_side(
+    tmp_path: Path, long_prompts: str, bos: int | None, limit: int, prompt: str
+) -> None:
+    tokenizer = WordTokenizer(bos_token_id=bos)
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a b c d e"}, {"prompt": "a"})
+    first, second = load(path, "prompts", tokenizer, max_prompt_tokens=limit, long_prompts=long_prompts)
+    assert tokenizer.decode(first.prompt) == prompt
+    assert len(second.prompt) == (1 if bos is None else min(limit, 2))
+
+
 def test_nothing_left_after_dropping() -> None:
     error = message(FIXTURES / "alpaca.json", "prompts", max_prompt_tokens=8, long_prompts="drop")
     assert "no prompt is left, as the shortest has" in error and "larger than 8" in error
