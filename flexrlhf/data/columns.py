@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from flexrlhf.data.files import Row, json_type
 from flexrlhf.data.templates import render, template_fields
 from flexrlhf.errors import UserError, nearest
+
+
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,18 @@ class RowLayout:
 
     def named(self, row: Row) -> Row:
         """Return ``row`` as a form reads it: the user's columns under the names that stand for them."""
+        if not self.columns:
+            return row
         sources = set(self.columns.values())
         others = {name: value for name, value in row.items() if name not in sources}
-        return others | self._renamed(row)
+        return others | self._renamed(dict(_flat(row)))
 
     def all_columns(self, row: Row) -> Row:
         """Return every column of ``row``: under its own name, nested ones by dotted names, and by a user's names."""
-        return dict(_flat(row)) | self._renamed(row)
+        if not self.columns and not any(isinstance(value, dict) for value in row.values()):
+            return row
+        values = dict(_flat(row))
+        return values | self._renamed(values)
 
     def prompt(self, row: Row) -> str | None:
         """Return the prompt that the template makes of ``row``; None without one."""
@@ -41,11 +50,8 @@ class RowLayout:
         values = self.all_columns(row)
         return render(self.template, {name: _text(values, name) for name in template_fields(self.template)})
 
-    def _renamed(self, row: Row) -> Row:
-        """Return the user's columns that the row has, by their new names."""
-        if not self.columns:
-            return {}
-        values = dict(_flat(row))
+    def _renamed(self, values: Row) -> Row:
+        """Return those of ``values`` that the user gives names, by these."""
         return {name: values[column] for name, column in self.columns.items() if column in values}
 
 
@@ -60,7 +66,7 @@ def checked_text(value: object, name: str) -> str:
     """Return ``value``, which must be a text. Raises UserError with ``name``."""
     if not isinstance(value, str):
         raise UserError(f"{name} must be a string, found {json_type(value)}")
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if _HALF_OF_A_PAIR.search(value):
         raise UserError(f"{name} contains half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     return value
 
