@@ -11,7 +11,6 @@ from flexrlhf.data.files import Row, json_type
 from flexrlhf.data.templates import render, template_fields
 from flexrlhf.errors import UserError, nearest
 
-
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
