@@ -5,6 +5,7 @@ The vocabulary is trained on a few sentences, so texts have several tokens for a
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class Family:
     pad:       its padding, if it has such a token
     adds_bos:  whether it writes bos before a text
     is_byte:   whether it splits bytes (GPT-2) or characters, with a word's space before it (SentencePiece)
+    has_space: whether, of characters, a space is put before every text between special tokens
     """
 
     specials: tuple[str, ...]
@@ -38,6 +40,7 @@ class Family:
     pad: str | None = None
     adds_bos: bool = False
     is_byte: bool = True
+    has_space: bool = False
 
 
 FAMILIES = {
@@ -49,7 +52,7 @@ FAMILIES = {
         "<|begin_of_text|>",
         adds_bos=True,
     ),
-    "mistral": Family(("<unk>", "<s>", "</s>"), "</s>", "<s>", adds_bos=True, is_byte=False),
+    "mistral": Family(("<unk>", "<s>", "</s>"), "</s>", "<s>", adds_bos=True, is_byte=False, has_space=True),
     "gemma": Family(
         ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
         "<eos>",
@@ -68,7 +71,7 @@ def build_chat_tokenizer(name: str, directory: Path) -> PreTrainedTokenizerFast:
     kind = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=list(family.specials),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if family.is_byte else ["\n", "▁"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if family.is_byte else [*string.printable, "▁"],
         show_progress=False,
     )
     inner.train_from_iterator([*SENTENCES, "\n".join(SENTENCES)], kind)
@@ -90,8 +93,8 @@ def _splitter(family: Family) -> Tokenizer:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
         inner.decoder = decoders.ByteLevel()
         return inner
-    # as the fast tokenizers that are converted from SentencePiece: every text between special tokens gets a space
     inner = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces = [normalizers.Prepend("▁")] if family.has_space else []
+    inner.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     return inner
