@@ -37,17 +37,17 @@ class Example:
     prompt:     token ids, never empty; bos is among them where the tokenizer or the chat template writes it
     responses:  none (prompts), one (demonstrations) or two (chosen, rejected)
     finished:   for each response whether it is whole; False where it was truncated at ``max_response_tokens``
-    trained:    for each response which of its tokens are trained on; (): all, as of responses of one turn
     text:       the prompt as text, with ``with_columns`` only
     columns:    all columns of the row, with ``with_columns`` only
+    trained:    for each response which of its tokens are trained on; (): all, as of responses of one turn
     """
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
     finished: tuple[bool, ...]
-    trained: tuple[tuple[bool, ...], ...] = ()
     text: str = field(default="", compare=False)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    trained: tuple[tuple[bool, ...], ...] = ()
 
     def is_trained(self, response: int) -> tuple[bool, ...]:
         """Return for each token of a response whether it is trained on."""
@@ -125,7 +125,7 @@ def _example(row: EncodedRow) -> Example:
         row.prompt,
         tuple(response.ids for response in row.responses),
         tuple(response.is_finished for response in row.responses),
-        () if all(map(all, trained)) else trained,
+        trained=() if all(map(all, trained)) else trained,
     )
 
 
