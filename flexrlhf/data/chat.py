@@ -100,10 +100,11 @@ class ChatTemplate:
     def turn_end(self) -> str:
         """Return what the template writes behind an assistant's turn; nothing where it cannot be found."""
         try:
-            start, text = len(self._render(_PROBE[:1], generation=True)), self._render(_PROBE)
+            text = self._render(_PROBE)
         except UserError:
             return ""
-        return text[start:].partition(_PROBE[1].content)[2]
+        _, found, end = text.rpartition(_PROBE[-1].content)
+        return end if found else ""
 
     def _marked(self, turns: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return ``turns`` as text, and the ranges of characters that the template marks."""

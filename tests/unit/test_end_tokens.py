@@ -31,7 +31,8 @@ def test_the_end_of_a_turn_ends_a_response(name: str, tokenizers: Any) -> None:
 
 def test_a_template_without_an_end_adds_none(tokenizers: Any) -> None:
     tokenizer = tokenizers["llama3"]
-    for template in ("{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"):
+    silent = "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}", "<|eot_id|>"
+    for template in silent:
         assert end_tokens(tokenizer, template, None) == (tokenizer.eos_token_id,)
         assert ChatTemplate(tokenizer, template).turn_end() in ("", "\n")
 
