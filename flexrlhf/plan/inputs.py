@@ -150,6 +150,7 @@ def check_runs(plans: Sequence[Plan]) -> None:
         pending = {path for earlier in plans[:index] for path in earlier.outputs}
         for source in data_sources(plan):
             _check_texts(plan, source)
+        chat_format(plan)
         if Path(realpath(tokenizer_path(plan))) in pending:
             continue
         tokens = _tokens(plan, load_run_data(plan))
@@ -199,7 +200,7 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
     """Refuse inputs in a directory that a run of the command starts afresh, except for models of an earlier one."""
     models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
     others: dict[str, str | None] = {source.setting: source.path for source in data_sources(plan)}
-    others["data.tokenizer"] = plan.spec.data.tokenizer
+    others |= {"data.tokenizer": plan.spec.data.tokenizer, "data.chat_template": plan.spec.data.chat_template}
     pending = {path for earlier in plans[:index] for path in earlier.outputs}
     for key, source in {**models, **others}.items():
         if source is None or Path(realpath(source)) in pending:
