@@ -22,7 +22,7 @@ HOW_SCORED = frozenset(
     {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
 )
 """Settings of a source of scores that say how it is called, not what it returns."""
-PATHS = frozenset({"path", "tokenizer"})
+PATHS = frozenset({"path", "tokenizer", "chat_template"})
 """Settings that name a file or directory."""
 
 

@@ -331,6 +331,10 @@ class DataSpec(StrictModel):
     )
     max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
     max_response_tokens: int = Field(128, ge=1, description="responses are truncated to this length, eos included")
+    chat: Literal["auto", "always", "never"] = Field(
+        "auto", description="rows that the chat template renders: those that are chats, also text prompts, or none"
+    )
+    chat_template: str | None = Field(None, description="a file with a Jinja chat template; null: the tokenizer's own")
     long_prompts: LongPrompts = Field(
         "error",
         description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "

@@ -1,6 +1,7 @@
 """Examples: the rows of a data file, as text and as token ids.
 
-``files`` reads the rows, ``forms`` makes a prompt and responses of each, ``order`` says which step takes which example.
+``files`` reads the rows, ``forms`` makes a prompt and responses of each, ``chat`` renders those that are chats,
+``encoding`` makes token ids, ``order`` says which step takes which example.
 Everything is a pure function of its arguments; whatever a user can mend raises ``UserError`` with the row's number.
 """
 
@@ -10,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexrlhf.config.rows import LongPrompts
+from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.columns import RowLayout
+from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import (
     PLAIN,
@@ -27,30 +30,16 @@ from flexrlhf.data.forms import (
 from flexrlhf.errors import UserError
 
 
-class Tokenizer(Protocol):
-    """Part of a Hugging Face tokenizer that data loading needs."""
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def pad_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Example:
     """A row as token ids.
 
-    prompt:     token ids, never empty; the first is bos where the tokenizer has one
+    prompt:     token ids, never empty; bos is among them where the tokenizer or the chat template writes it
     responses:  none (prompts), one (demonstrations) or two (chosen, rejected)
-    finished:   for each response whether it ends with eos; False where it was truncated at ``max_response_tokens``
+    finished:   for each response whether it is whole; False where it was truncated at ``max_response_tokens``
     text:       the prompt as text, with ``with_columns`` only
     columns:    all columns of the row, with ``with_columns`` only
+    trained:    for each response which of its tokens are trained on; (): all, as of responses of one turn
     """
 
     prompt: tuple[int, ...]
@@ -58,6 +47,11 @@ class Example:
     finished: tuple[bool, ...]
     text: str = field(default="", compare=False)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    trained: tuple[tuple[bool, ...], ...] = ()
+
+    def is_trained(self, response: int) -> tuple[bool, ...]:
+        """Return for each token of a response whether it is trained on."""
+        return self.trained[response] if self.trained else (True,) * len(self.responses[response])
 
 
 def load_examples(
@@ -71,21 +65,23 @@ def load_examples(
     long_prompts: LongPrompts = "error",
     with_columns: bool = False,
     layout: RowLayout = PLAIN,
+    chat: ChatFormat = DEFAULT_CHAT,
 ) -> list[Example]:
     """Read and tokenise a data file, in file order.
 
     ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
     first, or two. Responses are truncated at ``max_response_tokens`` (eos counts). A prompt of more than
-    ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says.
+    ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says. ``chat``:
+    which rows a chat template renders.
     """
-    path = str(path)
-    examples = []
+    path, examples, encoder = str(path), [], RowEncoder(tokenizer, chat, max_response_tokens)
     for number, text in enumerate(read_texts(path, form=form, needs=needs, layout=layout), start=1):
         with _in_row(path, number):
-            example = _encode(text, tokenizer, max_response_tokens)
-            examples.append(replace(example, text=text.prompt, columns=text.columns) if with_columns else example)
+            row = encoder.encode(text)
+            example = _example(row)
+            examples.append(replace(example, text=row.text, columns=text.columns) if with_columns else example)
     if long_prompts in ("truncate-left", "truncate-right"):
-        is_left, bos = long_prompts == "truncate-left", tokenizer.bos_token_id
+        is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)
         prompts = (truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples)
         return [replace(example, prompt=prompt) for example, prompt in zip(examples, prompts, strict=True)]
     return _within_limit(examples, path, max_prompt_tokens, long_prompts)
@@ -123,28 +119,14 @@ def _in_row(path: Path | str, number: int) -> Iterator[None]:
         raise UserError(f"{path}, row {number}: {error}") from None
 
 
-def _encode(text: TextExample, tokenizer: Tokenizer, max_response_tokens: int) -> Example:
-    prompt = _encode_prompt(text, tokenizer)
-    responses = [_encode_response(response, tokenizer, max_response_tokens) for response in text.responses]
-    return Example(prompt, tuple(ids for ids, _ in responses), tuple(finished for _, finished in responses))
-
-
-def _encode_prompt(text: TextExample, tokenizer: Tokenizer) -> tuple[int, ...]:
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    ids = (*bos, *tokenizer.encode(text.prompt, add_special_tokens=False))
-    if not ids and text.is_text and tokenizer.eos_token_id is not None:
-        return (tokenizer.eos_token_id,)  # what separates texts of pretraining, where there is no bos
-    if not ids:
-        raise UserError("the prompt is empty, and the tokenizer has no bos token to stand for it")
-    return ids
-
-
-def _encode_response(response: str, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], bool]:
-    """Return the token ids, at most ``limit`` with eos, and whether eos is among them."""
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no eos token, so a response cannot end")
-    ids = (*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id)
-    return ids[:limit], len(ids) <= limit
+def _example(row: EncodedRow) -> Example:
+    trained = tuple(response.is_trained for response in row.responses)
+    return Example(
+        row.prompt,
+        tuple(response.ids for response in row.responses),
+        tuple(response.is_finished for response in row.responses),
+        trained=() if all(map(all, trained)) else trained,
+    )
 
 
 def _within_limit(examples: Sequence[Example], path: str, limit: int, long_prompts: str) -> list[Example]:

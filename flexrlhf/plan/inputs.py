@@ -11,6 +11,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.data.chat import ChatFormat, read_chat_format
 from flexrlhf.data.examples import Example, load_examples, read_texts
 from flexrlhf.data.files import is_present, json_type
 from flexrlhf.data.order import SourceShare
@@ -18,6 +19,7 @@ from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.plan.architectures import check_architecture
 from flexrlhf.plan.data_sources import DataSource, data_sources
+from flexrlhf.plan.end_tokens import end_tokens
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.checks import check_columns, check_sources
@@ -35,7 +37,7 @@ class RunData:
     evaluation:     evaluation rows
     texts:          pretraining texts of ``algorithm.ptx``
     tokenizer:      its directory
-    eos_token_ids:  end tokens
+    eos_token_ids:  all tokens that end a response; the tokenizer's eos is the first
     pad_token_id:   padding token; the end token where the tokenizer has none
     is_trusted:     whether code in the tokenizer's directory may run
     shares:         parts of the training rows by source, and how often they come
@@ -103,7 +105,7 @@ def trusts_tokenizer(plan: Plan) -> bool:
 
 def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
-    path = tokenizer_path(plan)
+    path, chat = tokenizer_path(plan), chat_format(plan)
     tokenizer = load_tokenizer(path, trusts_tokenizer(plan))
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
@@ -114,15 +116,23 @@ def load_run_data(plan: Plan) -> RunData:
     shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
-    return RunData(examples, evaluation, texts, path, (tokenizer.eos_token_id,), pad, trusts_tokenizer(plan), shares)
+    ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
+    return RunData(examples, evaluation, texts, path, ends, pad, trusts_tokenizer(plan), shares)
+
+
+def chat_format(plan: Plan) -> ChatFormat:
+    """Return which rows a chat template renders, and the template that the spec names."""
+    return read_chat_format(plan.spec.data.chat, plan.spec.data.chat_template)
 
 
 def data_digest(data: RunData) -> str:
-    """Return a digest of the training examples: two data files or tokenizers have different ones."""
+    """Return a digest of the training examples: two data files, tokenizers or templates have different ones."""
     digest = hashlib.sha256()
     for example in (*data.examples, *data.texts):
         for tokens in (example.prompt, *example.responses):
             digest.update(array("q", (len(tokens), *tokens)).tobytes())
+        for mask in example.trained:
+            digest.update(bytes(mask))
     return digest.hexdigest()
 
 
@@ -140,6 +150,7 @@ def check_runs(plans: Sequence[Plan]) -> None:
         pending = {path for earlier in plans[:index] for path in earlier.outputs}
         for source in data_sources(plan):
             _check_texts(plan, source)
+        chat_format(plan)
         if Path(realpath(tokenizer_path(plan))) in pending:
             continue
         tokens = _tokens(plan, load_run_data(plan))
@@ -189,7 +200,7 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
     """Refuse inputs in a directory that a run of the command starts afresh, except for models of an earlier one."""
     models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
     others: dict[str, str | None] = {source.setting: source.path for source in data_sources(plan)}
-    others["data.tokenizer"] = plan.spec.data.tokenizer
+    others |= {"data.tokenizer": plan.spec.data.tokenizer, "data.chat_template": plan.spec.data.chat_template}
     pending = {path for earlier in plans[:index] for path in earlier.outputs}
     for key, source in {**models, **others}.items():
         if source is None or Path(realpath(source)) in pending:
@@ -238,4 +249,5 @@ def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> list[Example]:
         layout=source.layout,
         with_columns=source.needs == "prompts"
         and any(operator.kind == "score" for operator in (*plan.graph.operators, *plan.graph.evaluation)),
+        chat=chat_format(plan),
     )

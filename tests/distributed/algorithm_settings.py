@@ -50,6 +50,13 @@ def _of(name: str, further: Raw | None = None, **changes: Any) -> Raw:
     return {"algorithm": {"name": name, "num_mini_batches": 2, **changes}, **(further or {})}
 
 
+def _chats(file: str) -> Raw:
+    """Chats of several turns, in a prompt and responses that have room for them."""
+    lengths = {"max_prompt_tokens": 8, "max_response_tokens": 20}
+    data = {"path": f"assets:{file}.jsonl", "chat_template": "assets:chat.jinja", **lengths}
+    return {"data": data, "eval": {"path": f"assets:{file}-evaluation.jsonl", "every": 1}}
+
+
 def _scored(*sources: Raw) -> Raw:
     return {"reward": list(sources)}
 
@@ -158,9 +165,12 @@ ALGORITHMS: dict[str, Raw] = {
     "dpo-ipo": _of("dpo", **PAIRS, loss="ipo"),
     "dpo-smoothed": _of("dpo", **PAIRS, label_smoothing=0.2, prompts_per_step=7, epochs=2),
     "dpo-shared": _of("dpo", {"models": SHARED_REF}, **PAIRS),
+    "sft-chats": _of("sft", _chats("chats")),
+    "sft-chats-mean": _of("sft", _chats("chats"), prompts_per_step=7, loss_aggregation="seq-mean-token-mean"),
+    "dpo-chats": _of("dpo", _chats("chat-pairs"), **PAIRS),
 }
 """By algorithm; all begin with the same word."""
-EVALUATED = ("grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared")
+EVALUATED = ("grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "sft-chats", "dpo-chats")
 """Settings that evaluate after every step."""
 
 SCORES = '''"""Scores of texts, for tests."""

@@ -113,6 +113,8 @@ SETTINGS: dict[str, Raw] = {
     # a text of one word, and two over the border of words
     "stopped": _ppo(num_mini_batches=2, stop=["ta", "o n", "i b"]),
     "stopped-late": _ppo(num_mini_batches=2, stop=["i", "o n"], min_response_tokens=3, importance={"cap": 1.05}),
+    # several tokens end a response, none of them at once
+    "ends": _ppo(num_mini_batches=2, min_response_tokens=2, truncation={"penalty": 1.5}, importance={}),
     "greedy": {**_ppo(num_mini_batches=2), "eval": {"temperature": 0}},
     "cooler": {**_ppo(num_mini_batches=2, temperature=1.3), "eval": {"temperature": 0.5}},
     "sft": {"algorithm": {"name": "sft", "num_mini_batches": 2}},
@@ -173,7 +175,7 @@ SETTINGS |= {
 SETTINGS |= COMPLETIONS | ALGORITHMS
 NOT_COMPARED = ("slow", "slow-streaming", "deep")
 EVALUATED = (
-    *("four", "samples", "short", "nucleus", "stopped", "greedy", "cooler"),
+    *("four", "samples", "short", "nucleus", "stopped", "ends", "greedy", "cooler"),
     *("sft", "sft-greedy", "sft-epochs", "sft-adapters", "reward", "reward-uneven", "reward-adapters"),
     *algorithm_settings.EVALUATED,
 )
@@ -416,7 +418,10 @@ DEFAULT = [
     Case("stopped", "six-chunks", 4),
     Case("stopped-late", "co-located", 2),
     Case("greedy", "six", 2),
+    Case("ends", "halves", 2),
+    Case("ends", "six", 4),
     Case("four", "co-located", 2, rollout="vllm"),
+    Case("ends", "co-located", 2, rollout="vllm"),
     Case("corrected", "lag", 2, rollout="vllm"),
     Case("still", "co-located", 2, rollout="vllm-tp"),
     Case("four", "six-chunks", 2, rollout="vllm-child"),
@@ -464,6 +469,10 @@ OF_ALGORITHMS = [
     Case("dpo-smoothed", "halves", 4),
     Case("dpo-ipo", "pairs", 2),
     Case("dpo-shared", "co-located", 4),
+    Case("sft-chats", "all", 2),
+    Case("sft-chats", "half", 4),
+    Case("sft-chats-mean", "all", 4, "torch-3"),
+    Case("dpo-chats", "halves", 2),
     # what completes them, with plain PPO
     Case("kl-k2", "halves", 2),
     Case("kl-clamped", "six", 2),
@@ -593,6 +602,8 @@ class Assets:
         name = "wide-actor" if case.has_rollout_engine and role == "actor" else role
         if role == "actor" and algorithm_of(case.setting) == "ac-share":
             name = f"{name}-with-values"
+        if role == "actor" and case.setting == "ends":
+            name = f"{name}-with-ends"
         return {"path": self.model(name), **({"optimizer": optimizer} if trained else {})}
 
     def _in_place(self, raw: Any) -> Any:

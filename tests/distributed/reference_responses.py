@@ -11,6 +11,7 @@ from reference_terms import Metric
 from torch import Tensor
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.data.chat import read_chat_format
 from flexrlhf.data.examples import Example, load_examples
 
 NEEDS = {"sft": "responses", "reward": "pairs", "dpo": "pairs"}
@@ -81,6 +82,7 @@ def read_examples(spec: Spec, tokenizer: Any, path: str, needs: str | None = Non
         max_prompt_tokens=spec.data.max_prompt_tokens,
         max_response_tokens=spec.data.max_response_tokens,
         with_columns=True,
+        chat=read_chat_format(spec.data.chat, spec.data.chat_template),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from chat_rows import written_by_assistant
 from reference_losses import aggregate
 from reference_models import Policy, Scorer, Trainee, saved
 from reference_responses import Result, Step, padded, read_examples
@@ -65,8 +66,8 @@ class Supervised:
         return self._pair_loss(examples, terms)
 
     def _likelihood_loss(self, sft: SftSpec, examples: Sequence[Example], terms: Terms) -> Tensor:
-        """Negative log-likelihood of the responses."""
-        losses = [-self._logprobs(example, 0) for example in examples]
+        """Negative log-likelihood of the responses, of chats of what the assistant has written."""
+        losses = [-self._trained_logprobs(example) for example in examples]
         for loss in losses:
             terms.add("nll", loss)
         return aggregate(losses, sft.loss_aggregation, self.spec.data.max_response_tokens)
@@ -103,8 +104,20 @@ class Supervised:
 
     def _gap(self, example: Example) -> Tensor:
         """log-ratio to the reference of the chosen response less that of the rejected one."""
-        chosen, rejected = ((self._logprobs(example, s) - self._ref_logprobs(example, s)).sum() for s in (0, 1))
+        log_ratios = [self._logprobs(example, sample) - self._ref_logprobs(example, sample) for sample in (0, 1)]
+        chosen, rejected = (ratio[self._written(example, sample)].sum() for sample, ratio in enumerate(log_ratios))
         return chosen - rejected
+
+    def _written(self, example: Example, sample: int) -> list[int]:
+        """Places of a response that are trained on."""
+        response = example.responses[sample]
+        if self.spec.data.chat_template is None:
+            return list(range(len(response)))
+        written = written_by_assistant(self.tokenizer, example.prompt, response)
+        return [place for place, is_written in enumerate(written) if is_written]
+
+    def _trained_logprobs(self, example: Example) -> Tensor:
+        return self._logprobs(example, 0)[self._written(example, 0)]
 
     @torch.no_grad()
     def _size(self, example: Example) -> float:
@@ -143,7 +156,7 @@ class Supervised:
                 self._count(gaps, "eval_accuracy", terms)
             case SftSpec():
                 for example in examples:
-                    terms.add("eval_nll", -self._logprobs(example, 0))
+                    terms.add("eval_nll", -self._trained_logprobs(example))
                 assert isinstance(self.model, Policy)
                 describe_responses(spec, self.model, self.tokenizer, terms)
             case _:

@@ -79,6 +79,7 @@ EXAMPLES: Examples = {
     **dict.fromkeys([f"{name}.template" for name in READ_BY], ("{a}", "{question}\n#### {{x}}", " {on}: ~")),
     **dict.fromkeys([f"{name}.system" for name in READ_BY], TEXTS),
     "DataSpec.tokenizer": TEXTS,
+    "DataSpec.chat_template": TEXTS,
     "DataSpec.max_response_tokens": (4, 8, 256),
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),

@@ -24,7 +24,7 @@ RESPONSES = {"chosen": "yes", "rejected": "no"}
 
 @dataclass
 class WordTokenizer:
-    """One id for each word between white space, counted up from 3."""
+    """One id for each word between white space, counted up from 3. With special tokens bos is before a text."""
 
     bos_token_id: int | None = BOS
     eos_token_id: int | None = EOS
@@ -32,8 +32,8 @@ class WordTokenizer:
     ids: dict[str, int] = field(default_factory=dict)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [self.ids.setdefault(word, len(self.ids) + 3) for word in text.split()]
+        ids = [self.ids.setdefault(word, len(self.ids) + 3) for word in text.split()]
+        return [self.bos_token_id, *ids] if add_special_tokens and self.bos_token_id is not None else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         words = {index: word for word, index in self.ids.items()} | {BOS: "<bos>", EOS: "<eos>"}

@@ -131,7 +131,7 @@ def test_several_epochs_wait_for_all_chunks() -> None:
 
 def test_only_the_actor_reads_pretraining_texts() -> None:
     graph = ppo(PpoSpec(ptx=PtxSpec(path="texts.jsonl")))
-    texts = ("tokens.ptx", "attention_mask.ptx", "response_mask.ptx")
+    texts = ("tokens.ptx", "attention_mask.ptx", "loss_mask.ptx")
     operators = {operator.name: operator for operator in graph.operators}
     assert operators["train_actor"].extra_reads == texts and operators["train_actor"].extra_loss == "ptx"
     assert graph.inputs == ("prompts", "prompt_mask", *texts)
