@@ -235,6 +235,7 @@ def _with_system_column(row: Row, form: str) -> Chat:
     """Return the chat of a row; a text in ``system`` comes first, as LLaMA-Factory has it next to conversations."""
     if form not in row:
         raise UserError(missing(row, form))
+    _check_unread(row, "tools")
     chat = read_chat(row[form], form)
     if not row.get("system") or form != "conversations" or chat[0].role == "system":
         return chat
@@ -244,6 +245,12 @@ def _with_system_column(row: Row, form: str) -> Chat:
 def _check_no_template(form: str, layout: RowLayout) -> None:
     if layout.template is not None:
         raise UserError(f"data.template makes a prompt of columns, but form {form!r} has chats; remove one of them")
+
+
+def _check_unread(row: Row, column: str) -> None:
+    """Raise UserError for a column that other tools render as a part of the prompt."""
+    if row.get(column):
+        raise UserError(f"{column!r} has a value, which is not rendered; make it a part of 'messages', or remove it")
 
 
 def _is_pair(row: Row) -> bool:
@@ -299,6 +306,7 @@ def _text_or_chat_column(row: Row, name: str) -> str | Chat:
 
 
 def _instruction_prompt(row: Row) -> str:
+    _check_unread(row, "history")
     context = text_column(row, "input") if row.get("input") else ""
     template = ALPACA_TEMPLATES["with_input" if context else "without_input"]
     return template.format(instruction=text_column(row, "instruction"), input=context)

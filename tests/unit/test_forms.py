@@ -179,6 +179,8 @@ BROKEN: list[tuple[dict[str, Any], Needs, str]] = [
     ({"input": 3, "label": "x"}, "prompts", "'input' must be a string, found a number"),
     ({"input": "x", "label": "x"}, "responses", "needs the column 'output', but has the keys 'input', 'label'"),
     ({"instruction": "x", "input": 3}, "prompts", "'input' must be a string, found a number"),
+    ({"instruction": "x", "history": [["a", "b"]]}, "prompts", "'history' has a value, which is not rendered; make it"),
+    ({"messages": [TURN], "tools": [{"name": "f"}]}, "prompts", "'tools' has a value, which is not rendered"),
     ({"prompt": "half \ud800"}, "prompts", "'prompt' contains half of a surrogate pair"),
 ]
 
