@@ -204,6 +204,6 @@ def _one_sentence() -> Iterator[None]:
         yield
     except TemplateSyntaxError as error:
         raise UserError(f"the chat template is no Jinja: {error.message}, in its line {error.lineno}") from None
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the chat template refuses the turns: {reason:.300}") from None

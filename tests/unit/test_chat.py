@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,9 @@ import pytest
 from benchmarks.peers.chat_tokenizers import FAMILIES, build_chat_tokenizer
 from flexrlhf.data.chat import ChatFormat, ChatUse, encode_with_cuts, read_chat_format
 from flexrlhf.data.encoding import EncodedRow, RowEncoder
-from flexrlhf.data.examples import Example
 from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Message
 from flexrlhf.errors import UserError
-from flexrlhf.execution.input_columns import input_columns
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.plan.inputs import RunData, data_digest
 
 SYSTEM = Message("system", "You are a helpful assistant.")
 QUESTION, ANSWER = Message("user", "Name two primes."), Message("assistant", "Two and three.")
@@ -298,26 +293,3 @@ def test_eos_is_never_twice(name: str, tokenizers: Any) -> None:
         encoded(tokenizer, TextExample("Two", (text,))) for text in ("Three.", f"Three.{FAMILIES[name].eos}")
     )
     assert plain == ended and plain.responses[0].ids.count(tokenizer.eos_token_id) == 1
-
-
-# --- columns
-
-
-def test_columns_have_the_mask_of_what_is_trained_on() -> None:
-    """Of texts all tokens; attention and ``response_mask`` have no gaps."""
-    chat = Example((7,), ((3, 4, 5),), (True,), trained=((True, False, True),))
-    text = Example((7, 8), ((3, 4),), (False,))
-    columns = input_columns([chat, text], [0, 1], 1, Lengths(2, 4), pad_token_id=0)
-    assert columns["loss_mask"].tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]
-    assert columns["response_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
-    assert columns["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
-
-
-def test_a_mask_is_part_of_the_digest_of_the_data() -> None:
-    """Whoever goes on from a checkpoint with another mask trains on other data."""
-    example = Example((7,), ((3, 4),), (True,))
-    digests = {
-        data_digest(RunData([replace(example, trained=trained)], [], [], "", (1,), 0))
-        for trained in ((), ((True, False),), ((False, True),))
-    }
-    assert len(digests) == 3

@@ -329,6 +329,13 @@ DATA = [
         ("models.actor", "3", "5"),
     ),
     ("no tokenizer", '{"prompt": "hello"}\n', ("--set", "data.tokenizer=nowhere"), ("data.tokenizer nowhere",)),
+    ("no template", '{"messages": [{"role": "user", "content": "hello"}]}\n', (), ("row 1", "no chat template")),
+    (
+        "no file of a template",
+        '{"prompt": "hello"}\n',
+        ("--set", "data.chat_template=no.jinja"),
+        ("data.chat_template",),
+    ),
     ("evaluation set", '{"prompt": "hello"}\n', ("--set", "eval.path=held_out.jsonl"), ("held_out.jsonl",)),
 ]
 
