@@ -109,6 +109,5 @@ def _print_summary(plan: Plan) -> None:
 
     directory = plan.spec.directory
     rows, samples = read_lines(directory / "metrics.jsonl"), read_lines(directory / "samples.jsonl")
-    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
-    typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, last))
+    typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, samples))
     typer.echo("\n".join(measured_memory(plan, read_facts(directory / "timeline.json"))))
