@@ -251,7 +251,7 @@ def counted_directly(path: Path, directory: Path, longest: int, cut_at: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("folder", "longest", "cut_at"), [(FIXTURES, 60, 4), (REAL_DATA, 64, 64)], ids=["fixtures", "real"]
+    ("folder", "longest", "cut_at"), [(FIXTURES, 50, 4), (REAL_DATA, 64, 64)], ids=["fixtures", "real"]
 )
 def test_alpaca_is_dropped_and_cut_with_numbers(folder: Path, longest: int, cut_at: int, tmp_path: Path) -> None:
     """Both by ``data`` and by ``plan``, which warns; what was dropped and cut in silence before."""
