@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from flexrlhf.plan.data_report import format_inspection
 from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.inputs import load_tokenizer, tokenizer_path, trusts_tokenizer
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.present_data import check_inspection, inspect_source
+from flexrlhf.plan.present_data import check_inspection, inspect_source, tokenizer_run
 
 Configs = Annotated[list[Path] | None, typer.Argument(help="YAML files; default: the quick start's")]
 
@@ -30,22 +31,25 @@ def data(configs: Configs = None, set_: Overrides = None) -> None:
     plans = plan_runs(load_specs(configs, None, None, set_))
     if not configs:
         prepare_corpus()
-    problems = [problem for plan in plans for problem in _report(plan)]
+    problems = [problem for index, plan in enumerate(plans) for problem in _report(plan, plans[:index])]
     if problems:
         for problem in problems[:-1]:
             print_error(problem)
         raise UserError(problems[-1])
 
 
-def _report(plan: Plan) -> list[str]:
+def _report(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
     """Print the reports about the files of a run. Returns a sentence for each with which ``run`` would stop."""
-    tokenizer = load_tokenizer(tokenizer_path(plan), trusts_tokenizer(plan))
-    problems = []
+    owner, problems = tokenizer_run(plan, earlier) or plan, []
+    try:
+        tokenizer = load_tokenizer(tokenizer_path(owner), trusts_tokenizer(owner))
+    except UserError as error:
+        return [f"{plan.spec.name}: {error}"]
     for source in data_sources(plan):
         try:
             found = inspect_source(plan, source, tokenizer)
             typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
             check_inspection(source, found)
         except UserError as error:
-            problems.append(f"{source.key}: {error}")
+            problems.append(f"{plan.spec.name}: {source.key}: {error}")
     return problems

@@ -49,7 +49,11 @@ InspectedFile = tuple[Plan, DataSource, Inspection]
 
 def inspect_data(plans: Sequence[Plan]) -> list[InspectedFile]:
     """Inspect the data files of ``plans`` that exist. Raises UserError for one with which ``run`` would stop."""
-    return [(plan, source, found) for plan in plans for source, found in present_inspections(plan)]
+    return [
+        (plan, source, found)
+        for index, plan in enumerate(plans)
+        for source, found in present_inspections(plan, plans[:index])
+    ]
 
 
 def print_data_lines(files: Sequence[InspectedFile]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,32 @@ PLANNED_ROWS = 2000
 """Most rows of a file that planning tokenises."""
 
 
-def present_inspections(plan: Plan) -> Iterator[tuple[DataSource, Inspection]]:
+def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:
     """Yield the inspection of a sample of the rows of each file that exists; none before the tokenizer does.
 
-    Raises UserError for a row that cannot be used, and for prompts over the limit where ``run`` would stop.
+    ``earlier``: runs of the same command before this one. Raises UserError for a row that cannot be used, and for
+    prompts over the limit where ``run`` would stop.
     """
-    sources = [source for source in data_sources(plan) if is_present(source.path)]
-    if not sources or not has_tokenizer(plan):
+    sources, owner = [source for source in data_sources(plan) if is_present(source.path)], tokenizer_run(plan, earlier)
+    if not sources or owner is None:
         return
-    tokenizer = load_tokenizer(tokenizer_path(plan), trusts_tokenizer(plan))
+    tokenizer = load_tokenizer(tokenizer_path(owner), trusts_tokenizer(owner))
     for source in sources:
         found = inspect_source(plan, source, tokenizer, PLANNED_ROWS)
         check_inspection(source, found)
         yield source, found
 
 
-def has_tokenizer(plan: Plan) -> bool:
-    """Whether the tokenizer exists already; an earlier run of the same command may write it."""
+def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
+    """Return the run whose tokenizer a run has: its own, or of the earlier one that will write its model; None where
+    that does not exist."""
     if plan.spec.data.tokenizer is None and all(plan.model(role).path is None for role in plan.graph.roles):
-        return False
-    return Path(tokenizer_path(plan)).is_dir()
+        return None
+    path = Path(realpath(tokenizer_path(plan)))
+    for index, other in enumerate(earlier):
+        if path in other.outputs:
+            return tokenizer_run(other, earlier[:index])
+    return plan if path.is_dir() else None
 
 
 def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int | None = None) -> Inspection:

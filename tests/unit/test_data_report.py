@@ -281,7 +281,7 @@ def test_bad_rows_end_the_command_with_a_sentence(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "rows that cannot be read: 2; the first is row 2: 'prompt'" in result.stdout
     (line,) = result.stderr.splitlines()
     assert line == (
-        f"flexrlhf: data: {path}, row 2: 'prompt' must be a string, found a number; 2 of 3 rows cannot be read"
+        f"flexrlhf: small: data: {path}, row 2: 'prompt' must be a string, found a number; 2 of 3 rows cannot be read"
     )
     missing = call("data", config, "--set", f"data.path={path}.l")
     assert missing.exit_code == 2 and "there is no data file" in missing.stderr
@@ -296,3 +296,19 @@ def test_prompts_that_stop_a_run_stop_data_and_plan(tmp_path: Path) -> None:
         assert "1 of 2 prompts have more than data.max_prompt_tokens=8 tokens, the longest 11" in result.stderr
     dropped = call("plan", config, "--set", "data.long_prompts=drop")
     assert dropped.exit_code == 0 and "1 of 2 (50.0%) prompts left out" in dropped.stdout
+
+
+def test_a_run_that_takes_its_tokenizer_from_an_earlier_one_is_counted_with_that_ones(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "the a", "response": "a"})
+    first = write_config(tmp_path, path=str(path))
+    raw = yaml.safe_load(Path(first).read_text())
+    later = tmp_path / "later.yaml"
+    models = {"actor": {"path": f"{tmp_path}/runs/small/actor"}}
+    later.write_text(yaml.safe_dump(raw | {"name": "later", "models": models, "data": {"path": str(path)}}))
+    runs = ("--set", f"runs={tmp_path}/runs")
+    for command in ("data", "plan"):
+        result = call(command, first, str(later), *runs)
+        lines = [line for line in result.stdout.splitlines() if f": data: {path}: form prompt, 1 rows" in line]
+        assert [line.partition(":")[0] for line in lines] == ["small", "later"], result.output
+    alone = call("data", first, "--set", f"data.tokenizer={tmp_path}/nowhere")
+    assert alone.exit_code == 2 and "small: data.tokenizer" in alone.stderr and "no such directory" in alone.stderr
