@@ -130,7 +130,7 @@ def by_flexrlhf(rows: list[dict[str, Any]], needs: Needs, tokenizer: Any, templa
             max_prompt_tokens=100_000,
             max_response_tokens=100_000,
             chat=ChatFormat("auto", template),
-        )
+        ).examples
     return [_prepared(example, number) for example in examples for number in range(len(example.responses))]
 
 

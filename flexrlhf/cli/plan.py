@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from flexrlhf.cli.options import Configs, Devices, Force, Overrides, PlacementRatio
-from flexrlhf.cli.planning import check_memory, plan_runs
+from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.specs import load_specs
 from flexrlhf.plan.inputs import check_present_data
 from flexrlhf.plan.plan_text import format_plan
@@ -23,6 +23,8 @@ def plan(
     if configs:
         for each in plans:
             check_present_data(each)
+    files = inspect_data(plans) if configs else []
     for each in plans:
         typer.echo(format_plan(each) + "\n")
+    print_data_lines(files)
     check_memory(plans, force)

@@ -15,6 +15,7 @@ from flexrlhf.config.algorithms import Algorithm
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
+from flexrlhf.config.samples import SamplesSpec
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.errors import either, nearest, shown
 
@@ -479,6 +480,7 @@ class Spec(StrictModel):
     save: SaveSpec = SaveSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     guards: GuardsSpec = GuardsSpec()
+    samples: SamplesSpec = SamplesSpec()
     debug: DebugSpec = DebugSpec()
     runs: str = Field("runs", description="directory of all runs' results")
     snapshots: dict[str, str] = Field(

@@ -33,11 +33,13 @@ class EncodedResponse:
     ids:         at most as many as responses may have
     is_finished: whether they are all of it
     is_trained:  for each token whether it is trained on
+    length:      tokens of all of it
     """
 
     ids: tuple[int, ...]
     is_finished: bool
     is_trained: tuple[bool, ...]
+    length: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class RowEncoder:
 
     def _cut(self, ids: Sequence[int], is_trained: Sequence[bool]) -> EncodedResponse:
         ids, length = tuple(ids[: self._limit]), len(ids)
-        return EncodedResponse(ids, length <= self._limit, tuple(is_trained[: len(ids)]))
+        return EncodedResponse(ids, length <= self._limit, tuple(is_trained[: len(ids)]), length)
 
     def _encode_chat(self, row: TextExample) -> EncodedRow:
         template = self._template = self._template or ChatTemplate(self._tokenizer, self._chat.template)

@@ -16,8 +16,9 @@ from typing import Any
 from flexrlhf.config.rows import LongPrompts
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.columns import RowLayout
+from flexrlhf.data.data_counts import DataCounts, TokenLimits
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
-from flexrlhf.data.files import read_rows
+from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.forms import (
     PLAIN,
     Needs,
@@ -54,6 +55,14 @@ class Example:
         return self.trained[response] if self.trained else (True,) * len(self.responses[response])
 
 
+@dataclass(frozen=True)
+class LoadedExamples:
+    """Rows of a data file that a run uses. ``counts``: lengths of all rows, before some were left out or truncated."""
+
+    examples: list[Example]
+    counts: DataCounts
+
+
 def load_examples(
     path: Path | str,
     *,
@@ -66,7 +75,7 @@ def load_examples(
     with_columns: bool = False,
     layout: RowLayout = PLAIN,
     chat: ChatFormat = DEFAULT_CHAT,
-) -> list[Example]:
+) -> LoadedExamples:
     """Read and tokenise a data file, in file order.
 
     ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
@@ -74,17 +83,23 @@ def load_examples(
     ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says. ``chat``:
     which rows a chat template renders.
     """
-    path, examples, encoder = str(path), [], RowEncoder(tokenizer, chat, max_response_tokens)
-    for number, text in enumerate(read_texts(path, form=form, needs=needs, layout=layout), start=1):
+    path, examples, lengths = str(path), [], []
+    encoder = RowEncoder(tokenizer, chat, max_response_tokens)
+    form, texts = _read(path, form, needs, layout)
+    for number, text in enumerate(texts, start=1):
         with _in_row(path, number):
             row = encoder.encode(text)
             example = _example(row)
             examples.append(replace(example, text=row.text, columns=text.columns) if with_columns else example)
-    if long_prompts in ("truncate-left", "truncate-right"):
-        is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)
-        prompts = (truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples)
-        return [replace(example, prompt=prompt) for example, prompt in zip(examples, prompts, strict=True)]
-    return _within_limit(examples, path, max_prompt_tokens, long_prompts)
+            lengths.append(tuple(response.length for response in row.responses))
+    limits = TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts)
+    prompts = tuple(len(example.prompt) for example in examples)
+    counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits)
+    if limits.drops:
+        return LoadedExamples(_within_limit(examples, path, max_prompt_tokens, long_prompts), counts)
+    is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)
+    shorter = [truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples]
+    return LoadedExamples([replace(each, prompt=ids) for each, ids in zip(examples, shorter, strict=True)], counts)
 
 
 def truncated(prompt: tuple[int, ...], limit: int, is_left: bool, bos: int | None) -> tuple[int, ...]:
@@ -97,17 +112,28 @@ def truncated(prompt: tuple[int, ...], limit: int, is_left: bool, bos: int | Non
 
 def read_texts(path: Path | str, *, form: str = "auto", needs: Needs, layout: RowLayout = PLAIN) -> list[TextExample]:
     """Read a data file as text, with all checks that need no tokenizer."""
-    rows = read_rows(path)
+    return _read(str(path), form, needs, layout)[1]
+
+
+def found_form(path: str, rows: Sequence[Row], form: str, needs: Needs, layout: RowLayout) -> str:
+    """Return the form of ``rows``, for ``auto`` that of the first one. Raises UserError where it is not known."""
     check_form(form)
-    check_layout(layout, rows, needs, str(path))
-    if form == "auto":
-        with _in_row(path, 1):
-            form = detect_form(rows[0], needs, layout)
+    check_layout(layout, list(rows), needs, path)
+    if form != "auto":
+        return form
+    with _in_row(path, 1):
+        return detect_form(rows[0], needs, layout)
+
+
+def _read(path: str, form: str, needs: Needs, layout: RowLayout) -> tuple[str, list[TextExample]]:
+    """Return the form of a file's rows, and the rows as text."""
+    rows = read_rows(path)
+    form = found_form(path, rows, form, needs, layout)
     texts = []
     for number, row in enumerate(rows, start=1):
         with _in_row(path, number):
             texts.append(replace(needed_text(row, form, needs, layout), columns=layout.all_columns(row)))
-    return texts
+    return form, texts
 
 
 @contextmanager

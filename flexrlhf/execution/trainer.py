@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
+from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_arrivals, record_columns
@@ -25,6 +26,7 @@ from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.restoration import restore
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.sampled_check import make_sampled_check
+from flexrlhf.execution.samples import Part, collect_samples
 from flexrlhf.execution.sampling_settings import step_sampling
 from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
@@ -172,9 +174,17 @@ class Trainer:
             replay_responses(self.plan.spec.debug.replay, run.operator, step, work.rows, store)
         if run.operator.kind == "train":
             model.version = step + 1
-        statistics = self._recorder.report(step, position, model, run.operator.name, moments, _labels(run, model))
+        labels, samples = _labels(run, model), self._samples(step, work, store)
+        statistics = self._recorder.report(step, position, model, run.operator.name, moments, labels, samples=samples)
         self._controllers.add(run, statistics)
         record_columns(self._context, run, step, work.rows, store)
+
+    def _samples(self, step: int, work: OperatorRun, store: RowStore) -> list[Part]:
+        """Return parts of the samples of a step in which some are kept."""
+        spec = self.plan.spec
+        if step % spec.samples.every and step != spec.steps - 1:
+            return []
+        return collect_samples(work, store, "training", spec.samples.count, self._operators.decode)
 
     def _count_frozen(self, model: LoadedModel, step: int) -> None:
         """Raise the version of a trained model by the batches that it is not to be trained on."""

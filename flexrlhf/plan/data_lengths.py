@@ -54,7 +54,7 @@ def _examples(plan: Plan, source: DataSource, with_responses: bool) -> list[Exam
         long_prompts="drop" if data.long_prompts == "error" else data.long_prompts,
         layout=source.layout,
         chat=chat_format(plan),
-    )
+    ).examples
     return examples[:: max(1, len(examples) // MAX_ROWS)]
 
 

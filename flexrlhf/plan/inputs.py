@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
 from typing import Any
 
 from flexrlhf.data.chat import ChatFormat, read_chat_format
-from flexrlhf.data.examples import Example, load_examples, read_texts
+from flexrlhf.data.data_counts import DataCounts
+from flexrlhf.data.examples import Example, LoadedExamples, load_examples, read_texts
 from flexrlhf.data.files import is_present, json_type
 from flexrlhf.data.order import SourceShare
 from flexrlhf.engines.capabilities import check_packages
@@ -41,6 +42,7 @@ class RunData:
     pad_token_id:   padding token; the end token where the tokenizer has none
     is_trusted:     whether code in the tokenizer's directory may run
     shares:         parts of the training rows by source, and how often they come
+    counts:         lengths of all rows of each source, by its key
     """
 
     examples: list[Example]
@@ -51,6 +53,7 @@ class RunData:
     pad_token_id: int
     is_trusted: bool = False
     shares: tuple[SourceShare, ...] = ()
+    counts: Mapping[str, DataCounts] = field(default_factory=dict)
 
 
 def tokenizer_path(plan: Plan) -> str:
@@ -110,14 +113,15 @@ def load_run_data(plan: Plan) -> RunData:
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
     sources = data_sources(plan)
-    loaded = {source.key: _examples(plan, source, tokenizer) for source in sources}
+    found = {source.key: _examples(plan, source, tokenizer) for source in sources}
+    loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}
     training = [source for source in sources if source.is_training]
     examples = [example for source in training for example in loaded[source.key]]
     shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
     ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
-    return RunData(examples, evaluation, texts, path, ends, pad, trusts_tokenizer(plan), shares)
+    return RunData(examples, evaluation, texts, path, ends, pad, trusts_tokenizer(plan), shares, counts)
 
 
 def chat_format(plan: Plan) -> ChatFormat:
@@ -236,7 +240,7 @@ def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
         )
 
 
-def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> list[Example]:
+def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> LoadedExamples:
     data = plan.spec.data
     return load_examples(
         source.path,

@@ -578,6 +578,7 @@ class Assets:
             "seed": 7,
             "cluster": {"devices": case.ranks, "device": "cpu"},
             "debug": {"record_columns": True},
+            "samples": {"every": 1, "count": 3},
             "runs": str(self.directory / "runs"),
             "timeout_seconds": 60,
         }

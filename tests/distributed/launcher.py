@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexrlhf.errors import RankFailure
 from flexrlhf.execution.launch import launch
-from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.run_directory import prepare_directory, read_lines
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
@@ -44,6 +44,10 @@ class Outcome:
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        return read_lines(self.directory / "samples.jsonl")
 
     @cached_property
     def trace(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def read_examples(spec: Spec, tokenizer: Any, path: str, needs: str | None = Non
         max_response_tokens=spec.data.max_response_tokens,
         with_columns=True,
         chat=read_chat_format(spec.data.chat, spec.data.chat_template),
-    )
+    ).examples
 
 
 CRITICS = {"critic": "", "cost_critic": ".cost", "actor": ""}

@@ -9,7 +9,7 @@ from comparison import deviations
 from launcher import Launches, Outcome
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 # the first test of a number of ranks waits for the launch of all its cases
 pytestmark = pytest.mark.timeout(3600)
@@ -32,6 +32,40 @@ def test_a_run_equals_the_reference(launches: Launches, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_entropy_is_never_negative(launches: Launches, case: Case) -> None:
     assert all(row.get("entropy", 0.0) >= 0 for row in launches.outcome(case).metrics), case.name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_are_the_same_rows_under_every_placement(launches: Launches, case: Case) -> None:
+    """Those that stand a third of the step apart, as the columns have them, which the reference has."""
+    outcome = launches.outcome(case)
+    found = [sample for sample in outcome.samples if sample["rows"] == "training"]
+    steps = len(outcome.metrics) if outcome.plan.graph.generated else 0
+    assert found == [sample for step in range(steps) for sample in expected_samples(outcome, step)]
+
+
+def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
+    columns, tokenizer = outcome.columns(step), AutoTokenizer.from_pretrained(outcome.plan.spec.data.tokenizer)
+    count, width = outcome.plan.batch.num_rows, outcome.plan.spec.data.max_prompt_tokens
+    samples = []
+    for row in (0, count // 3, 2 * count // 3):
+        tokens, mask = columns["tokens"][row], columns["response_mask"][row].bool()
+        prompt = tokens[:width][columns["attention_mask"][row, :width].bool()]
+        samples.append(
+            {
+                **{"rows": "training", "step": step, "row": row},
+                "weights_version": int(columns["policy_version"][row]),
+                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+                "response": tokenizer.decode(tokens[width:][mask], skip_special_tokens=True),
+                "length": int(mask.sum()),
+                "finished": bool(columns["finished"][row]),
+                **{
+                    field: float(f"{columns[name][row].item():.6g}") if columns[name][row].isfinite() else None
+                    for field, name in (("score", "scores"), ("cost", "scores.cost"))
+                    if name in columns
+                },
+            }
+        )
+    return samples
 
 
 @pytest.mark.parametrize("case", chosen("one"))

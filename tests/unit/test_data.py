@@ -42,7 +42,7 @@ class WordTokenizer:
 
 def load(path: Path, needs: Needs, tokenizer: WordTokenizer | None = None, **settings: object) -> list[Example]:
     limits = {"max_prompt_tokens": 1000, "max_response_tokens": 1000} | settings
-    return load_examples(path, needs=needs, tokenizer=tokenizer or WordTokenizer(), **limits)
+    return load_examples(path, needs=needs, tokenizer=tokenizer or WordTokenizer(), **limits).examples
 
 
 def write_jsonl(path: Path, *rows: object) -> Path:
