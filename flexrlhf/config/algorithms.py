@@ -111,30 +111,53 @@ class SampledSpec(AlgorithmSpec):
         return self
 
 
+KlEstimator = Literal["k1", "k2", "k3"]
+K3_LIMIT = 10.0
+"""Largest k3 estimate of a token: one of log-ratio -20 would be 4.9e8. verl 0.9.1 and OpenRLHF 0.11.2 have the same."""
+
+
 class KlSpec(StrictModel):
     """KL penalty that keeps the policy near the reference model; beta = ``coefficient``.
 
     ``estimator`` of KL(policy || ref) from r = log policy - log ref of a sampled token (Schulman 2020): k1 = r,
     k2 = r^2 / 2, k3 = exp(-r) - 1 + r; in the loss k3 by default, since the gradient of k1 is 0 in the mean.
-    ``target``: beta follows the measured KL of a response (Ziegler et al. 2019, section 2.2), from step to step:
+    ``place: advantages``: of algorithms whose scores are compared within a group; a token's advantage falls by the
+    penalties of itself and of the tokens after it, once scores are compared and scaled.
+    ``target``: beta follows the measured KL (Ziegler et al. 2019, section 2.2), from step to step:
     beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * responses / horizon.
     """
 
-    place: Literal["reward", "loss"] = Field("reward", description="subtracted from the rewards, or added to the loss")
+    place: Literal["reward", "advantages", "loss"] = Field(
+        "reward", description="subtracted from the rewards, or from the advantages of a group; or added to the loss"
+    )
     coefficient: float = Field(0.05, ge=0, description="beta; with a target, that of the first step")
-    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="with place loss k3 by default")
+    estimator: KlEstimator = Field("k1", description="with place loss k3 by default")
     clamp: float | None = Field(None, gt=0, description="r is clamped to [-clamp, clamp]; null: it is not")
-    target: float | None = Field(None, gt=0, description="nats a response; null: the coefficient is fixed")
+    value_clamp: float | None = Field(
+        None,
+        gt=0,
+        description="the estimate is clamped to [-value_clamp, value_clamp], beyond which it has no gradient; null: it "
+        "is not; of k3 10 by default",
+    )
+    target: float | None = Field(None, gt=0, description="KL in nats; null: the coefficient is fixed")
+    target_unit: Literal["response", "token"] = Field(
+        "response",
+        description="KL that target is of: response: sum of r over a response; token: mean of the estimate over its "
+        "tokens; of either the mean over responses",
+    )
     horizon: int = Field(10000, ge=1, description="responses over which an adaptive coefficient follows")
 
     @model_validator(mode="before")
     @classmethod
-    def _estimator_of_a_loss(cls, value: Any) -> Any:
-        is_loss = isinstance(value, dict) and value.get("place") == "loss"
-        return {"estimator": "k3", **value} if is_loss else value
+    def _defaults_of_the_place(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if value.get("place") == "loss":
+            value = {"estimator": "k3", **value}
+        return {"value_clamp": K3_LIMIT, **value} if value.get("estimator") == "k3" else value
 
     @model_validator(mode="after")
-    def _adaptive_in_the_reward(self) -> Self:
+    def _adaptive_where_it_is_measured(self) -> Self:
         if self.target is not None and self.place == "loss":
             raise ValueError("target adapts a penalty in the reward; use place: reward, or remove target")
         return self
@@ -220,6 +243,14 @@ class PolicySpec(SampledSpec):
     def _forms_of_grpo(self) -> Self:
         if self.like in OF_GRPO and not isinstance(self, GroupSpec):
             raise ValueError(f"like: {self.like} is a form of grpo; use that algorithm, or remove like")
+        return self
+
+    @model_validator(mode="after")
+    def _penalty_has_a_place(self) -> Self:
+        if self.kl is not None and self.kl.place == "advantages" and not isinstance(self, GroupSpec):
+            raise ValueError(
+                "kl.place advantages goes with scores that are compared within a group (grpo, rloo, gspo); use reward"
+            )
         return self
 
     @model_validator(mode="after")
@@ -398,11 +429,11 @@ class LagrangeSpec(StrictModel):
     limit: float = Field(0.0, description="the mean cost is to stay below it")
     initial: float = Field(1.0, gt=0, description="lambda of the first step")
     learning_rate: float = Field(0.1, ge=0, description="of log lambda")
-    maximum: float = Field(5.0, gt=0, description="largest lambda")
+    maximum: float | None = Field(5.0, gt=0, description="largest lambda; null: no limit")
 
     @model_validator(mode="after")
     def _starts_within(self) -> Self:
-        if self.initial > self.maximum:
+        if self.maximum is not None and self.initial > self.maximum:
             raise ValueError(f"initial {self.initial:g} exceeds maximum {self.maximum:g}")
         return self
 

@@ -33,7 +33,10 @@ class OptimizerSpec(StrictModel):
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
     learning_rate: float = Field(1e-6, ge=0, description="peak learning rate, after the warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="learning rate after the warm-up; linear and cosine: down to 0 at the last step"
+        "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
+    )
+    final_ratio: float = Field(
+        0.0, ge=0, le=1, description="end of linear and cosine: learning rate of the last step over the peak"
     )
     warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises linearly from 0")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field((0.9, 0.95), description="of adamw and adam")
