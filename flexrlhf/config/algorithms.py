@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from flexrlhf.config.presets import OF_GRPO, PRESETS, Like, penalty_over, with_preset
+from flexrlhf.config.presets.filling import PEERS, Like, filled_algorithm
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
@@ -14,6 +14,9 @@ from flexrlhf.errors import shown
 class AlgorithmSpec(StrictModel):
     """Settings of every algorithm: the size of a step and of its mini-batches."""
 
+    like: Like | None = Field(
+        None, description="engine or paper whose trainer's defaults stand where nothing is written"
+    )
     prompts_per_step: int = Field(32, ge=1, description="prompts of one training step, over all replicas")
     num_mini_batches: int = Field(1, ge=1, description="optimizer steps per epoch of one step")
     epochs: int = Field(1, ge=1, description="passes over the rows of one step")
@@ -22,6 +25,19 @@ class AlgorithmSpec(StrictModel):
     def num_prompts(self) -> int:
         """Number of prompts whose rows one step trains on."""
         return self.prompts_per_step
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        return cls.with_preset(value) if isinstance(value, dict) else value
+
+    @classmethod
+    def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:
+        """Return what is ``written`` with the preset ``like`` where nothing is, as yet unvalidated."""
+        like = written.get("like")
+        if not isinstance(like, str) or like not in PEERS:
+            return written
+        return filled_algorithm(written, {name: field.default for name, field in cls.model_fields.items()})
 
     @model_validator(mode="after")
     def _mini_batches_have_rows(self) -> Self:
@@ -163,6 +179,13 @@ class KlSpec(StrictModel):
         return self
 
 
+def penalty_over(default: KlSpec, written: dict[str, Any]) -> dict[str, Any]:
+    """Return a KL penalty with what is ``written`` over ``default``; another place does not inherit its estimator."""
+    moved = written.get("place", default.place) != default.place
+    left_out = {"value_clamp", *(["estimator"] if moved else [])}
+    return {**{key: value for key, value in default if key not in left_out}, **written}
+
+
 class OverlongSpec(StrictModel):
     """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13).
 
@@ -190,7 +213,6 @@ class PtxSpec(StrictModel):
 class PolicySpec(SampledSpec):
     """Settings of algorithms that train on sampled responses with a clipped policy gradient."""
 
-    like: Like | None = Field(None, description="engine or paper whose settings are the defaults")
     kl: KlSpec | None = Field(KlSpec(), description="null: no penalty, and no reference model is placed")
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped to at least 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped to at most 1 + clip_high")
@@ -223,27 +245,14 @@ class PolicySpec(SampledSpec):
     def num_prompts(self) -> int:
         return self.prompts_per_step * self.rollouts_per_step
 
-    DEFINING: ClassVar[frozenset[str]] = frozenset()
-    """Settings that define the algorithm: no engine's preset changes them."""
-
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, value: Any) -> Any:
-        """Fill in a preset where nothing is written, and the algorithm's own penalty where a part of one is."""
-        if not isinstance(value, dict):
-            return value
-        if isinstance(value.get("like"), str) and value["like"] in PRESETS:
-            value = with_preset(value, cls.model_fields.keys() - cls.DEFINING)
-        default, written = cls.model_fields["kl"].default, value.get("kl")
-        if isinstance(default, KlSpec) and isinstance(written, dict):
-            value = {**value, "kl": penalty_over(default.model_dump(), written)}
+    def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:
+        """Return what is ``written`` with the preset where nothing is; the algorithm's own penalty completes a part."""
+        value = super().with_preset(written)
+        default, penalty = cls.model_fields["kl"].default, value.get("kl")
+        if isinstance(default, KlSpec) and isinstance(penalty, dict):
+            return {**value, "kl": penalty_over(default, penalty)}
         return value
-
-    @model_validator(mode="after")
-    def _forms_of_grpo(self) -> Self:
-        if self.like in OF_GRPO and not isinstance(self, GroupSpec):
-            raise ValueError(f"like: {self.like} is a form of grpo; use that algorithm, or remove like")
-        return self
 
     @model_validator(mode="after")
     def _penalty_has_a_place(self) -> Self:
@@ -349,8 +358,6 @@ class GrpoSpec(GroupSpec):
 class RlooSpec(GroupSpec):
     """REINFORCE with the others' mean as baseline (Ahmadian et al. 2024, eq. 9): a response is one action."""
 
-    DEFINING = frozenset({"loss_aggregation"})
-
     name: Literal["rloo"] = "rloo"
     samples_per_prompt: int = Field(4, ge=1)
     baseline: Literal["mean", "others"] = "others"
@@ -360,8 +367,6 @@ class RlooSpec(GroupSpec):
 
 class GspoSpec(GroupSpec):
     """Group sequence policy optimization (Zheng et al. 2025): the ratio of whole responses, clipped narrowly."""
-
-    DEFINING = frozenset({"clip_low", "clip_high", "loss_aggregation"})
 
     name: Literal["gspo"] = "gspo"
     kl: KlSpec | None = None
@@ -489,3 +494,12 @@ PolicyAlgorithm = PpoSpec | AcShareSpec | GroupAlgorithm | ReinforceSpec | Remax
 AnyAlgorithm = PolicyAlgorithm | DpoSpec | SftSpec | RewardSpec
 Algorithm = Annotated[AnyAlgorithm, Field(discriminator="name")]
 ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(AnyAlgorithm))
+_CLASSES: dict[str, type[AlgorithmSpec]] = dict(zip(ALGORITHMS, get_args(AnyAlgorithm), strict=True))
+
+
+def with_preset(written: Any) -> dict[str, Any] | None:
+    """Return the settings of ``algorithm`` with its preset filled in; None where it names none that exists for it."""
+    if not isinstance(written, dict) or not isinstance(written.get("like"), str):
+        return None
+    name, peer = written.get("name"), PEERS.get(written["like"])
+    return _CLASSES[str(name)].with_preset(written) if peer is not None and name in peer.trainers else None

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from flexrlhf.config.algorithms import Algorithm
+from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.guards import GuardsSpec
+from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.errors import either, nearest, shown
@@ -462,6 +463,15 @@ class Spec(StrictModel):
     runs: str = Field("runs", description="directory of all runs' results")
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
     timeline_steps: int = Field(1000, ge=1, description="steps that timeline.json keeps, up to the last")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_optimizers(cls, value: Any) -> Any:
+        """Fill in the optimizers of a preset (``algorithm.like``) where nothing is written."""
+        if not isinstance(value, dict) or not isinstance(value.get("models"), dict):
+            return value
+        algorithm = with_preset(value.get("algorithm"))
+        return value if algorithm is None else {**value, "models": filled_models(value, algorithm)}
 
     @model_validator(mode="before")
     @classmethod
