@@ -26,7 +26,7 @@ def preset_lines(spec: Spec) -> list[str]:
     lines = [f"set as in {peer.title}, its trainer for {spec.algorithm.name}:"]
     for section in dict.fromkeys(cell.key.rpartition(".")[0] for cell in same):
         named = (cell for cell in same if cell.key.rpartition(".")[0] == section)
-        settings = (f"{cell.key.rpartition('.')[2]} {shown(_value(values, cell.key))}" for cell in named)
+        settings = (f"{cell.key.rpartition('.')[2]} {shown(_there(cell, spec))}" for cell in named)
         lines += _wrapped(f"{section}: {', '.join(settings)}")
     lines += _listed("written otherwise:", (_difference(cell, _value(values, cell.key), spec) for cell in others))
     return lines + _listed("not expressed here:", trainer.differs)

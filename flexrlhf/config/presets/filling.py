@@ -5,6 +5,7 @@ What is written wins, down to single keys of a mapping.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -60,8 +61,8 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
     algorithm:  its algorithm, of which ``like`` is a preset, with all settings that the warm-up depends on.
     """
     models, steps = dict(raw["models"]), raw.get("steps", 100)
-    counts = (algorithm["num_mini_batches"], algorithm["epochs"])
-    updates = counts[0] * counts[1] if all(map(_is_count, counts)) else None
+    counts = (algorithm.get("num_mini_batches"), algorithm.get("epochs"))
+    updates = math.prod(counts) if all(map(_is_count, counts)) else None
     for role, cells in _by_role(trainer_of(algorithm["like"], algorithm["name"])):
         written = models.get(role)
         if written is None and role in DERIVED_ROLES:
