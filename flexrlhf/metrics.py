@@ -66,7 +66,7 @@ METRICS = (
     Metric(
         "kl_response_mean",
         "kl_response_mean",
-        "estimate of algorithm.kl, mean over the tokens of a response, mean over responses; with target_unit: token (nats)",
+        "estimate by algorithm.kl, mean over a response's tokens, mean over responses; with target_unit: token (nats)",
     ),
     Metric("kl_coefficient", "kl_coefficient", "coefficient of the KL penalty"),
     Metric(

@@ -133,7 +133,10 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
         for role in trained_roles(spec.algorithm.like, spec.algorithm.name):
             model = spec.models.of(role)
             if model is not None:
-                raw["models"][role] = {**raw["models"].get(role, {}), "optimizer": model.optimizer.model_dump(mode="json")}
+                raw["models"][role] = {
+                    **raw["models"].get(role, {}),
+                    "optimizer": model.optimizer.model_dump(mode="json"),
+                }
     raw["algorithm"] = {"name": spec.algorithm.name, **raw["algorithm"]}
     if isinstance(spec.placement, PlacementMap):
         raw["placement"] = {**raw["placement"].pop("models"), **raw["placement"]}

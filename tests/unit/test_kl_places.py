@@ -16,7 +16,7 @@ from scored_batches import context_of, scored_batch
 from small_runs import spec_of
 from torch import Tensor
 
-from flexrlhf.config.algorithms import GrpoSpec, KlSpec, PpoSpec, RlooSpec
+from flexrlhf.config.algorithms import GrpoSpec, KlSpec, PpoSpec, RlooSpec, SafeRlhfSpec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.advantages import ppo_advantages
@@ -158,11 +158,10 @@ def test_a_penalty_after_the_baseline_needs_a_group(name: str) -> None:
 
 
 def test_a_multiplier_without_a_maximum_grows_on() -> None:
-    from flexrlhf.config.algorithms import SafeRlhfSpec
-
     spec = SafeRlhfSpec(lagrange={"maximum": None, "learning_rate": 1.0})  # type: ignore[arg-type]
-    state = next_state(spec, first_state(spec) | {"lagrange": 6.0}, {"cost": (1.0, 0.5, 0.25), "reward": (1.0, 0.0, 0.0)})
+    state, scored = first_state(spec) | {"lagrange": 6.0}, {"reward": (1.0, 0.0, 0.0)}
+    state = next_state(spec, state, {"cost": (1.0, 0.5, 0.25), **scored})
     assert state["lagrange"] == pytest.approx(6.0 * 2.718281828459045**3)
     # far beyond any use, yet finite
-    state = next_state(spec, state, {"cost": (1.0, 1e9, 1e18), "reward": (1.0, 0.0, 0.0)})
+    state = next_state(spec, state, {"cost": (1.0, 1e9, 1e18), **scored})
     assert state["lagrange"] == pytest.approx(2.718281828459045**20)

@@ -13,9 +13,7 @@ _DPO = "training/step2_dpo_finetuning/main.py"
 _STEP_3 = "training/step3_rlhf_finetuning/main.py"
 _DS = "dschat/utils/ds_utils.py"
 
-_BATCH = (
-    "its batch counts rows of each device (16): prompts_per_step is the one of this project, or what the YAML says"
-)
+_BATCH = "its batch counts rows of each device (16): prompts_per_step is the one of this project, or what the YAML says"
 
 
 def _adam(file: str, role: str, rate: tuple[float, str], decay: str, betas: str, warmup: int) -> tuple[Cell, ...]:

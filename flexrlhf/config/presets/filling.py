@@ -5,9 +5,8 @@ What is written wins, down to single keys of a mapping.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from flexrlhf.config.presets.deepspeed_chat import DEEPSPEED_CHAT
 from flexrlhf.config.presets.openrlhf import OPENRLHF
@@ -61,8 +60,8 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
     algorithm:  its algorithm, of which ``like`` is a preset, with all settings that the warm-up depends on.
     """
     models, steps = dict(raw["models"]), raw.get("steps", 100)
-    counts = (algorithm.get("num_mini_batches"), algorithm.get("epochs"))
-    updates = math.prod(counts) if all(map(_is_count, counts)) else None
+    mini_batches, epochs = algorithm.get("num_mini_batches"), algorithm.get("epochs")
+    updates = mini_batches * epochs if _is_count(mini_batches) and _is_count(epochs) else None
     for role, cells in _by_role(trainer_of(algorithm["like"], algorithm["name"])):
         written = models.get(role)
         if written is None and role in DERIVED_ROLES:
@@ -99,7 +98,7 @@ def _sizes(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     return sizes if all(_is_count(size) for size in sizes) else None
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

@@ -98,8 +98,8 @@ def _supervised(file: str, role: str, rate: float, **further: tuple[Any, str]) -
     """Return the cells of training on given texts; an epoch there is a pass over the data, here ``steps``."""
     step = {
         "prompts_per_step": (128, "train.batch_size"),
-        "num_mini_batches": (1, "train.batch_size"),
-        "epochs": (1, "train.batch_size (each batch once)"),
+        "num_mini_batches": (1, "(train.batch_size is of one update)"),
+        "epochs": (1, "(each batch once)"),
     }
     return cells(file, step | further) + _adam(file, role, rate)
 

@@ -52,8 +52,8 @@ DAPO = Peer(
             ),
             _LOSS_KL,
             (
-                "prompts are sampled until 512 groups have different scores, in up to 10 batches of 1536: here 3 rounds "
-                "of 512, and a step trains on fewer where fewer differ",
+                "prompts are sampled until 512 groups have different scores, in up to 10 batches of 1536: here 3 "
+                "rounds of 512, and a step trains on fewer where fewer differ",
                 "groups are compared by their accuracy (filter_groups_metric: acc), here by their scores",
                 "the learning rate changes once a training step, here at every optimizer step of the warm-up",
             ),

@@ -15,9 +15,7 @@ _REWARD = "safe_rlhf/values/reward/main.py"
 _CONSTANTS = "safe_rlhf/configs/constants.py"
 _TEMPLATE = "safe_rlhf/configs/ds_train_config_template.json"
 
-_BATCH = (
-    "its batch counts rows of each device (16): prompts_per_step is the one of this project, or what the YAML says"
-)
+_BATCH = "its batch counts rows of each device (16): prompts_per_step is the one of this project, or what the YAML says"
 
 
 def _adam(file: str, role: str, rate: float, decay: float, prefix: str = "") -> tuple[Cell, ...]:

@@ -92,9 +92,7 @@ def cells(file: str, settings: Mapping[str, tuple[Any, str]], prefix: str = "alg
     return tuple(Cell(prefix + key, value, f"{file}: {name}") for key, (value, name) in settings.items())
 
 
-def optimizers(
-    file: str, roles: tuple[str, ...], settings: Mapping[str, tuple[Any, str]]
-) -> tuple[Cell, ...]:
+def optimizers(file: str, roles: tuple[str, ...], settings: Mapping[str, tuple[Any, str]]) -> tuple[Cell, ...]:
     """Return the cells of the optimizer of each role: name in ``file`` may contain ``{role}``."""
     return tuple(
         Cell(f"models.{role}.optimizer.{key}", value, f"{file}: {name.format(role=role)}")

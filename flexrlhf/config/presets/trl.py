@@ -15,7 +15,7 @@ _RLOO = "trl/trainer/rloo_config.py"
 _RLOO_LOSS = "trl/trainer/rloo_trainer.py"
 
 _ADAMW = {
-    "name": ("adamw", "optim: adamw_torch"),
+    "name": ("adamw", "optim: adamw_torch_fused"),
     "betas": ((0.9, 0.999), "adam_beta1, adam_beta2"),
     "eps": (1e-8, "adam_epsilon"),
     "weight_decay": (0.0, "weight_decay"),
@@ -24,8 +24,8 @@ _ADAMW = {
     "max_grad_norm": (1.0, "max_grad_norm"),
 }
 _BATCH = (
-    "its batch counts rows of each device (per_device_train_batch_size 8): prompts_per_step is the one of this project, "
-    "or what the YAML says"
+    "its batch counts rows of each device (per_device_train_batch_size 8): prompts_per_step is the one of this "
+    "project, or what the YAML says"
 )
 
 
@@ -41,15 +41,15 @@ _NO_CLIPPING = (None, "train (gradients are not clipped)")
 _ONCE = cells(
     _GRPO,
     {
-        "num_mini_batches": (1, "steps_per_generation: None"),
+        "num_mini_batches": (1, "(steps_per_generation: None)"),
         "epochs": (1, "num_iterations"),
         "samples_per_prompt": (8, "num_generations"),
         "temperature": (1.0, "temperature"),
         "top_p": (1.0, "top_p"),
         "top_k": (0, "top_k"),
-        "importance": (None, "vllm_importance_sampling_correction (with vLLM alone)"),
+        "importance": (None, "(vllm_importance_sampling_correction, with vLLM alone)"),
         "clip_low": (0.2, "epsilon"),
-        "clip_high": (0.2, "epsilon_high: None, so epsilon"),
+        "clip_high": (0.2, "(epsilon_high: None, so epsilon)"),
         "dual_clip": (None, "delta"),
         "entropy_coefficient": (0.0, "entropy_coef"),
         "kl": (None, "beta: 0.0"),
@@ -79,7 +79,9 @@ _VLLM = (
 def _pairs(name: str, role: str, rate: float, **further: tuple[Any, str]) -> PeerTrainer:
     """Return the trainer of given texts; an epoch there is a pass over the data, here ``steps``."""
     file = f"trl/trainer/{name}_config.py"
-    step = cells(_ARGUMENTS, {"num_mini_batches": (1, "gradient_accumulation_steps"), "epochs": (1, "(each batch once)")})
+    step = cells(
+        _ARGUMENTS, {"num_mini_batches": (1, "gradient_accumulation_steps"), "epochs": (1, "(each batch once)")}
+    )
     return PeerTrainer(step + cells(file, further) + _adamw(file, role, rate), differs=(_BATCH,))
 
 
@@ -133,15 +135,13 @@ TRL = Peer(
             ),
         ),
         "grpo": PeerTrainer(
-            _ONCE
-            + cells(_GRPO, {"ratio": ("token", "importance_sampling_level")})
-            + _adamw(_GRPO, "actor", 1e-6),
+            _ONCE + cells(_GRPO, {"ratio": ("token", "importance_sampling_level")}) + _adamw(_GRPO, "actor", 1e-6),
             _GRPO_KL,
             (_BATCH, _DEVIATION, _VLLM, "k3 has no limit there, here log-ratios are limited to 20"),
         ),
         "gspo": PeerTrainer(
             _ONCE
-            + cells(_GRPO, {"ratio": ("sequence", "importance_sampling_level: sequence")})
+            + cells(_GRPO, {"ratio": ("sequence", "(importance_sampling_level: sequence)")})
             + _adamw(_GRPO, "actor", 1e-6),
             _GRPO_KL,
             (_BATCH, _DEVIATION, _VLLM, "the paper's clips (3e-4 and 4e-4) are written by its users"),
@@ -150,14 +150,14 @@ TRL = Peer(
             cells(
                 _RLOO,
                 {
-                    "num_mini_batches": (1, "steps_per_generation: None"),
+                    "num_mini_batches": (1, "(steps_per_generation: None)"),
                     "epochs": (1, "num_iterations"),
                     "samples_per_prompt": (2, "num_generations"),
                     "temperature": (1.0, "temperature"),
                     "top_p": (1.0, "top_p"),
                     "top_k": (0, "top_k"),
                     "clip_low": (0.2, "epsilon"),
-                    "clip_high": (0.2, "epsilon_high: None, so epsilon"),
+                    "clip_high": (0.2, "(epsilon_high: None, so epsilon)"),
                     "reward_clip": (None, "reward_clip_range"),
                     "kl": ({"place": "reward", "estimator": "k1", "coefficient": 0.05}, "beta"),
                     "truncation": ("none", "mask_truncated_completions"),
@@ -182,11 +182,11 @@ TRL = Peer(
             {"reward": {"estimator": "k1", "coefficient": 0.05, "value_clamp": None}},
             (
                 _BATCH,
-                "its ratio is the product of a response's ratios, which is clipped as one: here each token's is clipped; "
-                "both are 1, and the gradients equal, at the first update of a step",
+                "its ratio is the product of a response's ratios, clipped as one: here each token's is clipped; both "
+                "are 1, and the gradients equal, at the first update of a step",
             ),
         ),
-        "sft": _pairs("sft", "actor", 2e-5, loss_aggregation=("token-mean", "loss_type: None (nll)")),
+        "sft": _pairs("sft", "actor", 2e-5, loss_aggregation=("token-mean", "(loss_type: None, so nll)")),
         "reward": _pairs("reward", "reward", 1e-4),
         "dpo": _pairs(
             "dpo",

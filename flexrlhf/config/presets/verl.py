@@ -12,7 +12,7 @@ _FSDP = "verl/trainer/config/optim/fsdp.yaml"
 _ADAMW = {
     "name": ("adamw", "{role}.optim.optimizer"),
     "betas": ((0.9, 0.999), "{role}.optim.betas"),
-    "eps": (1e-8, "{role}.optim.optimizer (torch.optim.AdamW)"),
+    "eps": (1e-8, "(torch.optim.AdamW)"),
     "weight_decay": (0.01, "{role}.optim.weight_decay"),
     "schedule": ("constant", "{role}.optim.lr_scheduler_type"),
     "warmup_steps": (0, "{role}.optim.lr_warmup_steps_ratio"),
@@ -163,8 +163,8 @@ VERL = Peer(
                 _SFT,
                 {
                     "prompts_per_step": (256, "data.train_batch_size"),
-                    "num_mini_batches": (1, "data.train_batch_size"),
-                    "epochs": (1, "data.train_batch_size (each batch once)"),
+                    "num_mini_batches": (1, "(data.train_batch_size is of one update)"),
+                    "epochs": (1, "(each batch once)"),
                 },
             )
             + cells("verl/workers/utils/losses.py", {"loss_aggregation": ("token-mean", "sft_loss")})
@@ -175,7 +175,7 @@ VERL = Peer(
                     "name": ("adamw", "optimizer"),
                     "learning_rate": (1e-3, "lr"),
                     "betas": ((0.9, 0.999), "betas"),
-                    "eps": (1e-8, "optimizer (torch.optim.AdamW)"),
+                    "eps": (1e-8, "(torch.optim.AdamW)"),
                     "weight_decay": (0.01, "weight_decay"),
                     "schedule": ("constant", "lr_scheduler_type"),
                     "warmup_steps": (0, "lr_warmup_steps_ratio"),
