@@ -63,10 +63,11 @@ COMPLETIONS: dict[str, Raw] = {
     # the coefficient rises and falls by up to a fifth of 8 responses to 20
     "adaptive": _of("ppo", {"steps": 5}, kl={"coefficient": 0.2, "target": 0.3, "horizon": 20}),
     "adaptive-masked": _of("ppo", _scored(COUNTED), kl={"coefficient": 0.2, "target": 0.1, "horizon": 10}),
-    # of estimates that are small a limit binds for a share of the tokens
+    # the coefficient falls and rises, where that of a target per response would rise alone
     "adaptive-token": _of(
-        "ppo", {"steps": 5}, kl={"coefficient": 0.2, "target": 0.02, "target_unit": "token", "horizon": 20}
+        "ppo", {"steps": 5}, kl={"coefficient": 0.6, "target": 0.09, "target_unit": "token", "horizon": 8}
     ),
+    # of estimates that are small a limit binds for a share of the tokens
     "kl-limited": _of("ppo", kl={"coefficient": 0.5, "value_clamp": 0.05}),
     "no-kl": _of("ppo", kl=None, value_clip=None),
     # bounded below the upper clip, so that the bound is what binds

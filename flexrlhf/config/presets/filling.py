@@ -12,7 +12,7 @@ from flexrlhf.config.presets.deepspeed_chat import DEEPSPEED_CHAT
 from flexrlhf.config.presets.openrlhf import OPENRLHF
 from flexrlhf.config.presets.papers import DAPO, DR_GRPO
 from flexrlhf.config.presets.safe_rlhf import SAFE_RLHF
-from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, PeerTrainer, WarmUp
+from flexrlhf.config.presets.table import MiniBatchesOf, Peer, PeerTrainer, WarmUp
 from flexrlhf.config.presets.trl import TRL
 from flexrlhf.config.presets.verl import VERL
 
@@ -127,8 +127,3 @@ def _by_role(trainer: PeerTrainer) -> Iterator[tuple[str, dict[str, Any]]]:
 def trained_roles(like: str, algorithm: str) -> tuple[str, ...]:
     """Return the roles whose optimizers a preset sets."""
     return tuple(role for role, _ in _by_role(trainer_of(like, algorithm)))
-
-
-def preset_cells(like: str, algorithm: str) -> tuple[Cell, ...]:
-    """Return the defaults of a preset, in the order of its table."""
-    return trainer_of(like, algorithm).cells

@@ -99,9 +99,3 @@ def optimizers(file: str, roles: tuple[str, ...], settings: Mapping[str, tuple[A
         for role in roles
         for key, (value, name) in settings.items()
     )
-
-
-def changed(table: tuple[Cell, ...], *others: Cell) -> tuple[Cell, ...]:
-    """Return ``table`` with cells of the same key replaced by ``others``, and further ones at the end."""
-    keys = {cell.key for cell in others}
-    return tuple(cell for cell in table if cell.key not in keys) + others
