@@ -63,6 +63,11 @@ METRICS = (
     Metric(
         "kl_token", "kl_token", "logprob - ref_logprob of the policy that sampled the response, mean over tokens (nats)"
     ),
+    Metric(
+        "kl_response_mean",
+        "kl_response_mean",
+        "estimate by algorithm.kl, mean over a response's tokens, mean over responses; with target_unit: token (nats)",
+    ),
     Metric("kl_coefficient", "kl_coefficient", "coefficient of the KL penalty"),
     Metric(
         "response_length",

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from flexrlhf.config.algorithms import Algorithm
+from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.guards import GuardsSpec
+from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
 from flexrlhf.config.samples import SamplesSpec
@@ -35,7 +36,10 @@ class OptimizerSpec(StrictModel):
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
     learning_rate: float = Field(1e-6, ge=0, description="peak learning rate, after the warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="learning rate after the warm-up; linear and cosine: down to 0 at the last step"
+        "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
+    )
+    final_ratio: float = Field(
+        0.0, ge=0, le=1, description="end of linear and cosine: learning rate of the last step over the peak"
     )
     warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises linearly from 0")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field((0.9, 0.95), description="of adamw and adam")
@@ -488,6 +492,15 @@ class Spec(StrictModel):
     )
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
     timeline_steps: int = Field(1000, ge=1, description="steps that timeline.json keeps, up to the last")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_optimizers(cls, value: Any) -> Any:
+        """Fill in the optimizers of a preset (``algorithm.like``) where nothing is written."""
+        if not isinstance(value, dict) or not isinstance(value.get("models"), dict):
+            return value
+        algorithm = with_preset(value.get("algorithm"))
+        return value if algorithm is None else {**value, "models": filled_models(value, algorithm)}
 
     @model_validator(mode="before")
     @classmethod

@@ -47,7 +47,8 @@ def _why_none(spec: Spec, role: str, graph: Graph) -> str:
     if section is not None and dict(spec)[section] is not None:
         return f"no source of {section} is this model; add {{model: {role}}} there, or remove it here"
     if role == "ref" and isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is None:
-        return "algorithm.kl is null, so nothing uses a reference model; give algorithm.kl, or remove it here"
+        reason = "" if spec.algorithm.like is None else f" with like: {spec.algorithm.like}"
+        return f"algorithm.kl is null{reason}, so nothing uses a reference model; give algorithm.kl, or remove it here"
     return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
 
 

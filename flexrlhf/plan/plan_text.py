@@ -11,6 +11,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.memory_text import planned_memory
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.preset_text import preset_lines
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
@@ -28,6 +29,7 @@ def format_plan(plan: Plan) -> str:
     )
     sections = [
         [head, *_without_cluster(plan)],
+        *([_titled("preset", preset_lines(spec))] if spec.algorithm.like is not None else []),
         _titled("batch", _batch(plan)),
         _titled("placement", _placement(plan)),
         _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),

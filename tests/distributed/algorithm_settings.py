@@ -70,6 +70,12 @@ COMPLETIONS: dict[str, Raw] = {
     # the coefficient rises and falls by up to a fifth of 8 responses to 20
     "adaptive": _of("ppo", {"steps": 5}, kl={"coefficient": 0.2, "target": 0.3, "horizon": 20}),
     "adaptive-masked": _of("ppo", _scored(COUNTED), kl={"coefficient": 0.2, "target": 0.1, "horizon": 10}),
+    # the coefficient falls and rises, where that of a target per response would rise alone
+    "adaptive-token": _of(
+        "ppo", {"steps": 5}, kl={"coefficient": 0.6, "target": 0.09, "target_unit": "token", "horizon": 8}
+    ),
+    # of estimates that are small a limit binds for a share of the tokens
+    "kl-limited": _of("ppo", kl={"coefficient": 0.5, "value_clamp": 0.05}),
     "no-kl": _of("ppo", kl=None, value_clip=None),
     # bounded below the upper clip, so that the bound is what binds
     "dual": _of("ppo", dual_clip=1.02, epochs=2),
@@ -126,10 +132,20 @@ ALGORITHMS: dict[str, Raw] = {
     ),
     "grpo-counted": _of("grpo", _scored(COUNTED), kl={"place": "reward", "estimator": "k1", "coefficient": 0.05}),
     "grpo-uneven": _of("grpo", prompts_per_step=5, samples_per_prompt=3, truncation="mask", num_mini_batches=4),
+    # half of the gradient of the penalty is cut off
+    "grpo-limited": _of("grpo", kl=_loss_kl("k3", 0.5, value_clamp=0.002), epochs=2),
+    "grpo-after": _of(
+        "grpo",
+        kl={"place": "advantages", "coefficient": 0.2, "target": 0.05, "target_unit": "token", "horizon": 30},
+        num_mini_batches=4,
+    ),
     "grpo-shared": _of("grpo", {"models": SHARED_REF}),
     "grpo-corrected": _of("grpo", importance={"level": "sequence", "cap": 1.1}, kl=None),
     "grpo-texts": _of("grpo", ptx={**TEXTS, "coefficient": 0.3}, freeze_actor_steps=1),
     "rloo": _of("rloo"),
+    "rloo-after": _of(
+        "rloo", _scored(COUNTED), kl={"place": "advantages", "estimator": "k2", "coefficient": 0.3}, truncation="mask"
+    ),
     "rloo-unknown": _of("rloo", _scored({"model": "reward"}, EXACT), normalise_scores="running"),
     "rloo-clipped": _of("rloo", samples_per_prompt=2, reward_clip=0.5, dual_clip=1.02, epochs=2),
     "gspo": _of("gspo", epochs=2),

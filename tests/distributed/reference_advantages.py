@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from reference_experience import Controls, mean_and_deviation, on_tokens, penalties, rewards_of
 from reference_responses import Response
@@ -105,13 +106,20 @@ def grouped(
         counting = [response for response in group if response.counts]
         totals = [sum(rewards_of(spec, response, controls)) for response in counting]
         for response, advantage in zip(counting, compared(spec, totals), strict=True):
-            response.advantages = [advantage] * len(response.tokens)
+            response.advantages = [advantage - cost for cost in costs_to_come(spec, response, controls)]
         alike = are_alike([response.scores["reward"] for response in counting])
         terms.add("group_alike", [float(alike)] * len(counting))
     if spec.dynamic_sampling is not None:
         for rows in mini_batches:
             leave_out(spec, responses, rows)
         terms.add("group_taken", [float(response.is_taken) for response in responses])
+
+
+def costs_to_come(spec: GroupSpec, response: Response, controls: Controls) -> list[float]:
+    """Of every token: the KL penalties from it to the last, where they are apart from the scores."""
+    if spec.kl is None or spec.kl.place != "advantages":
+        return [0.0] * len(response.tokens)
+    return list(accumulate(reversed(penalties(spec, response, controls))))[::-1]
 
 
 def compared(spec: GroupSpec, totals: list[float]) -> list[float]:

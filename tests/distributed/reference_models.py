@@ -106,12 +106,12 @@ def value_head(path: str) -> torch.nn.Linear:
 
 
 def learning_rate(settings: OptimizerSpec, update: int, num_updates: int) -> float:
-    """Of optimizer step ``update`` (from 0): a straight line up from 0, then constant or down to 0 at the end."""
+    """Of optimizer step ``update`` (from 0): a straight line up from 0, then constant or down to its end."""
     if update < settings.warmup_steps:
         return settings.learning_rate * update / settings.warmup_steps
     left = (num_updates - update) / (num_updates - settings.warmup_steps)
     shares = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
-    return settings.learning_rate * shares[settings.schedule]
+    return settings.learning_rate * (settings.final_ratio + (1 - settings.final_ratio) * shares[settings.schedule])
 
 
 def make_optimizer(settings: OptimizerSpec, parameters: list[torch.nn.Parameter]) -> Optimizer:

@@ -99,6 +99,8 @@ WITHOUT: dict[str, dict[str, object]] = {
     "kl-k1-loss": {"kl": KlSpec(place="loss", coefficient=0.0)},
     "kl-k2-loss": {"kl": KlSpec(place="loss", estimator="k2", coefficient=0.5)},
     "kl-k3-loss": {"kl": KlSpec(place="loss", estimator="k1", coefficient=0.5)},
+    "kl-limited": {"kl": KlSpec(coefficient=0.5)},
+    "adaptive-token": {"kl": KlSpec(coefficient=0.6, target=0.09, horizon=8)},
     "dual": {"dual_clip": None},
     "no-kl": {"value_clip": 0.05},
     "running": {"normalise_scores": "none"},
@@ -111,7 +113,10 @@ WITHOUT: dict[str, dict[str, object]] = {
     "grpo": {"kl": KlSpec(place="loss", estimator="k3", coefficient=0.0)},
     "grpo-dr": {"scale": "group"},
     "grpo-dapo": {"overlong": None},
+    "grpo-limited": {"kl": KlSpec(place="loss", estimator="k3", coefficient=0.5)},
+    "grpo-after": {"kl": KlSpec(coefficient=0.2, target=0.05, target_unit="token", horizon=30)},
     "rloo": {"scale": "group"},
+    "rloo-after": {"kl": KlSpec(estimator="k2", coefficient=0.3)},
     "gspo": {"ratio": "token"},
     "reinforce-group": {"baseline": "none"},
     "remax": {"kl": KlSpec(coefficient=0.0)},
@@ -141,14 +146,15 @@ def test_settings_change_what_is_trained(launches: Launches, setting: str) -> No
         ({"schedule": "linear"}, [8, 6.4, 4.8, 3.2, 1.6]),
         ({"schedule": "linear", "warmup_steps": 1}, [0, 8, 6, 4, 2]),
         ({"schedule": "cosine", "warmup_steps": 1}, [0, 8, 4 + 8**0.5, 4, 4 - 8**0.5]),
+        ({"schedule": "linear", "warmup_steps": 1, "final_ratio": 0.5}, [0, 8, 7, 6, 5]),
     ],
-    ids=["constant", "warm-up", "linear", "warm-up-linear", "warm-up-cosine"],
+    ids=["constant", "warm-up", "linear", "warm-up-linear", "warm-up-cosine", "not-to-zero"],
 )
 def test_learning_rates_follow_the_formula(settings: dict[str, object], rates: list[float]) -> None:
     """Of five updates; a sixth would have none left."""
     spec = OptimizerSpec(learning_rate=8, **settings)
     assert [learning_rate(spec, update, 5) for update in range(5)] == pytest.approx(rates)
-    assert spec.schedule == "constant" or learning_rate(spec, 5, 5) == pytest.approx(0)
+    assert spec.schedule == "constant" or learning_rate(spec, 5, 5) == pytest.approx(8 * spec.final_ratio)
 
 
 def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches) -> None:

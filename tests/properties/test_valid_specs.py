@@ -12,7 +12,7 @@ import pytest
 from varied_specs import CLASSES, VariedSpecs
 
 from flexrlhf.config.algorithms import ALGORITHMS
-from flexrlhf.config.presets import PRESETS
+from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.spec import PlacementMap, Spec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
 from flexrlhf.config.strict_model import StrictModel
@@ -65,7 +65,7 @@ def check_plan(plan: Plan, file: Path) -> None:
 
 FEATURES = {
     *(f"algorithm {name}" for name in ALGORITHMS),
-    *(f"like {name}" for name in PRESETS),
+    *(f"like {name}" for name in PEERS),
     *(f"strategy {name}" for name in ("co-located", "interleaving", "disaggregated")),
     *(f"placement {form}" for form in ("none", "vector", "mapping", "ranks", "row shares")),
     *(f"engine torch zero {zero}" for zero in (0, 2, 3)),

@@ -10,8 +10,8 @@ from typing import Any, get_args
 from random_settings import Examples, Raw, random_settings
 from random_specs import INIT, add_tensor_parallel, chance, classes_of, nodes_of, placement_of, rollout_of, settings_of
 
-from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec, PolicySpec
-from flexrlhf.config.presets import OF_GRPO, PRESETS
+from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec
+from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
 from flexrlhf.config.rows import SourceSpec
 from flexrlhf.config.spec import (
@@ -105,8 +105,6 @@ RULES: tuple[Raw, ...] = (
     {"rule": "format", "pattern": r"<think>.*</think>\s"},
     {"rule": "length", "target_tokens": 12},
 )
-OF_ANY = tuple(like for like in PRESETS if like not in OF_GRPO)
-"""Presets of every algorithm with a policy."""
 DEEPSPEED: tuple[Raw, ...] = ({"wall_clock_breakdown": True}, {"zero_optimization": {"reduce_bucket_size": 5_000_000}})
 
 
@@ -164,8 +162,11 @@ def _split_nodes(rng: Random, nodes: list[Raw], share: float) -> None:
 def _algorithm(rng: Random, share: float) -> Raw:
     name = rng.choice(ALGORITHMS)
     settings = random_settings(rng, CLASSES[name], EXAMPLES, share / 2)
-    if issubclass(CLASSES[name], PolicySpec) and chance(rng, 0.3):
-        settings["like"] = rng.choice(tuple(PRESETS) + OF_GRPO if name == "grpo" else OF_ANY)
+    likes = [like for like, peer in PEERS.items() if name in peer.trainers]
+    if likes and chance(rng, 0.3):
+        settings["like"] = rng.choice(likes)
+        # those of the preset would be large, and divided otherwise than chunks
+        settings |= {"prompts_per_step": rng.choice((8, 24)), "num_mini_batches": rng.choice((1, 2, 4))}
     if settings.keys() & {"top_p", "top_k", "min_response_tokens"}:
         settings["importance"] = random_settings(rng, ImportanceSpec, EXAMPLES, share)
     if name == "safe-rlhf" and chance(rng, share):
