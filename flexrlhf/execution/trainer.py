@@ -64,7 +64,7 @@ class Trainer:
         self._groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
         wait, decode = self._progress.wait, load_tokenizer(data.tokenizer, data.is_trusted).decode
         self._scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
-        self._models = load_models(plan, world, self._groups, wait)
+        self._models = load_models(plan, world, self._groups, wait, data.pad_token_id)
         meter.reset_peak()
         sampling = step_sampling(plan, data, partial(decode, skip_special_tokens=True))
         guards = make_finite_guard(plan.spec, world), make_sampled_check(plan, decode)
