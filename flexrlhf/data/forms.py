@@ -42,18 +42,34 @@ ALPACA_TEMPLATES = {
 
 
 @dataclass(frozen=True)
-class TextExample:
-    """A row as text.
+class Message:
+    """One turn of a chat.
 
-    prompt:     the prompt, as the form's template makes it
-    responses:  none, one, or (chosen, rejected)
-    is_text:    whether the row is of form ``text``, which has no prompt
-    columns:    all columns of the row
+    role:     ``system``, ``user``, ``assistant`` or another one that the chat template takes
+    content:  its text
+    """
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class TextExample:
+    """A row as text or as a chat.
+
+    prompt:       the prompt, as the form's template makes it; empty where it is a chat
+    responses:    none, one, or (chosen, rejected); none where they are messages
+    is_text:      whether the row is of form ``text``, which has no prompt
+    turns:        the prompt as a chat
+    completions:  the responses as messages, one or several turns each
+    columns:      all columns of the row
     """
 
     prompt: str
     responses: tuple[str, ...] = ()
     is_text: bool = False
+    turns: tuple[Message, ...] = ()
+    completions: tuple[tuple[Message, ...], ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
