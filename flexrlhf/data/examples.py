@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import Needs, TextExample, check_form, detect_form, needed_text
+from flexrlhf.data.forms import Message, Needs, TextExample, check_form, detect_form, needed_text
 from flexrlhf.errors import UserError
 
 
@@ -40,6 +40,7 @@ class Example:
     responses:  none (prompts), one (demonstrations) or two (chosen, rejected)
     finished:   for each response whether it ends with eos; False where it was truncated at ``max_response_tokens``
     text:       the prompt as text, with ``with_columns`` only
+    turns:      the prompt as a chat, where it is one, with ``with_columns`` only
     columns:    all columns of the row, with ``with_columns`` only
     """
 
@@ -47,6 +48,7 @@ class Example:
     responses: tuple[tuple[int, ...], ...]
     finished: tuple[bool, ...]
     text: str = field(default="", compare=False)
+    turns: tuple[Message, ...] = field(default=(), compare=False)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
@@ -72,7 +74,9 @@ def load_examples(
     for number, text in enumerate(read_texts(path, form=form, needs=needs), start=1):
         with _in_row(path, number):
             example = _encode(text, tokenizer, max_response_tokens)
-            examples.append(replace(example, text=text.prompt, columns=text.columns) if with_columns else example)
+            if with_columns:
+                example = replace(example, text=text.prompt, turns=text.turns, columns=text.columns)
+            examples.append(example)
     return _within_limit(examples, path, max_prompt_tokens, long_prompts)
 
 

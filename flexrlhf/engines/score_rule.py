@@ -1,4 +1,4 @@
-"""Where the score of a text is read: where the library that trained the model reads it.
+"""Place of the token at which a text is scored: where the library that trained the model reads it.
 
 transformers and TRL read the head at the last token that is not ``pad_token_id`` of the model's config, so before a
 final end token where both are the same token. OpenRLHF, and libraries with a head of another name, read it at the last
@@ -19,7 +19,7 @@ OPENRLHF_KEYS = ("normalize_reward", "value_head_prefix")
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How the score of a text follows from the outputs of the head at its tokens.
+    """Rule by which the score of a text follows from the outputs of the head at its tokens.
 
     padding:  token that a score is never read at; None: it is read at the last token, whatever that is.
     mean:     subtracted from it.

@@ -63,7 +63,7 @@ def load_model_on_rank(
     engine = make_engine(
         EngineContext(
             placed=model,
-            lengths=plan.lengths,
+            lengths=plan.lengths.of_role(model.role),
             temperature=plan.temperature,
             seed=plan.spec.seed,
             num_updates=plan.num_updates(model.role) if model.trained else 0,

@@ -23,6 +23,7 @@ from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorded_columns import replay_responses
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.restoration import restore
+from flexrlhf.execution.retokenized_columns import make_text_encoders
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.sampled_check import make_sampled_check
 from flexrlhf.execution.sampling_settings import step_sampling
@@ -30,6 +31,7 @@ from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.weight_syncs import WeightSyncs
+from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
@@ -68,7 +70,8 @@ class Trainer:
         meter.reset_peak()
         sampling = step_sampling(plan, data, partial(decode, skip_special_tokens=True))
         guards = make_finite_guard(plan.spec, world), make_sampled_check(plan, decode)
-        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode, *guards)
+        encoders = make_text_encoders(plan, self._models)
+        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode, *guards, encoders)
         self._controllers = make_controller_states(plan)
         self._inputs = StepInputs(plan, data, world.rank, world.device)
         self._rows = StepRows(plan, self._inputs, world.device)
@@ -163,7 +166,7 @@ class Trainer:
         record_arrivals(self._context, run, step, work.rows, store)
         span.begin()
         time.sleep(self.plan.spec.debug.run_delay_seconds)
-        examples = self._inputs.examples(step) if run.operator.kind == "score" else ()
+        examples = self._inputs.examples(step) if reads_texts(run.operator) else ()
         work = replace(work, examples=examples, state=self._controllers.state(run.operator))
         ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
         context = replace(self._operators, sampling=replace(self._operators.sampling, step=step))

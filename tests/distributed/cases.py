@@ -483,6 +483,12 @@ OF_ALGORITHMS = [
     Case("tokens-mixed", "halves", 2),
     Case("two-rewards", "halves", 4),
     Case("rule", "every-3", 2),
+    Case("retokenized", "co-located", 1),
+    Case("retokenized", "six-chunks", 2),
+    Case("retokenized", "lag", 4),
+    Case("retokenized-second", "halves", 4),
+    Case("remax-retokenized", "six", 2),
+    Case("safe-retokenized", "halves", 2),
 ]
 DEFAULT += OF_ALGORITHMS
 
