@@ -44,16 +44,19 @@ def check_tokenizers(spec: Spec, graph: Graph, pending: Collection[Path]) -> Non
     retokenize with. ``pending``: directories that an earlier run of the command is to write.
     """
     owner = run_tokenizer(spec, graph)
+    if owner is not None and (Path(realpath(owner[1])) in pending or not Path(owner[1]).is_dir()):
+        owner = None
     for role in origins_first(graph):
         model = spec.models.of(role)
-        if model is None or model.path is None or Path(realpath(model.path)) in pending:
+        if model is None or (model.path is not None and Path(realpath(model.path)) in pending):
             continue
         if model.retokenize:
             if tokenizer_of(role, model) is None:
                 raise UserError(
-                    f"models.{role}.retokenize: {model.path} has no tokenizer; copy that of the model there"
+                    f"models.{role}.retokenize: {model.path or 'a model without a path'} has no tokenizer; give a path "
+                    f"with that of the model"
                 )
-        elif owner is not None and Path(realpath(owner[1])) not in pending and Path(owner[1]).is_dir():
+        elif model.path is not None and owner is not None:
             _check_role(role, model, owner, may_retokenize=is_scorer(role) and role not in graph.trained)
 
 

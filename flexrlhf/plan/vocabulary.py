@@ -41,10 +41,10 @@ class Vocabulary:
         moved = [token for token, number in self.ids.items() if other.ids.get(token, number) != number]
         if moved:
             token = max(moved, key=_is_word)
-            return f"{token!r} is {self.ids[token]} there and {other.ids[token]} here"
+            return f"token {token!r} is {self.ids[token]} there and {other.ids[token]} here"
         for number, token in self.tokens.items():
             if other.tokens.get(number, token) != token:
-                return f"{number} is {token!r} there and {other.tokens[number]!r} here"
+                return f"id {number} is {token!r} there and {other.tokens[number]!r} here"
         return None
 
 
