@@ -93,16 +93,7 @@ class ProfileContext:
                 return torch.randn(shape, generator=generator)
             case "int32":
                 return torch.randint(0, vocab_size, shape, generator=generator, dtype=torch.int32)
-        if width is None:
-            return torch.ones(shape, dtype=torch.uint8)
-        return self._whole(rows, width) if column.width == "sequence" else self._mask(rows, column.width)
-
-    def _whole(self, rows: int, width: int) -> Tensor:
-        """Return a mask (rows, width) of texts; those of another tokenizer are left-padded as a whole."""
-        if width == self.plan.lengths.total:
-            return self._mask(rows, "sequence")
-        lengths = torch.tensor(self.lengths.rows(rows)).sum(1, keepdim=True)
-        return (torch.arange(width).flip(0) < lengths).to(torch.uint8)
+        return torch.ones(shape, dtype=torch.uint8) if width is None else self._mask(rows, column.width)
 
     def _mask(self, rows: int, width: Width) -> Tensor:
         """Return a mask of left-padded prompts, of right-padded responses, or of both."""
