@@ -70,6 +70,8 @@ def write_assets(directory: Path) -> None:
     build_letters(directory / "models" / "letters")
     # the end token is also padding, so a score is read before it
     _save(LlamaForSequenceClassification(_config({**SIZES, **LETTERS})), model("letters"))
+    for name, pad in (("reward-ends", SIZES["eos_token_id"]), ("reward-bare", None)):
+        _save(LlamaForSequenceClassification(_config({**SIZES, "pad_token_id": pad})), model(name))
     for name in ("actor", "wide-actor"):
         _add_value_head(model(name), model(f"{name}-with-values"))
     _write_data(directory)
