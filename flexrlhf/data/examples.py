@@ -40,16 +40,16 @@ class Example:
     responses:  none (prompts), one (demonstrations) or two (chosen, rejected)
     finished:   for each response whether it ends with eos; False where it was truncated at ``max_response_tokens``
     text:       the prompt as text, with ``with_columns`` only
-    turns:      the prompt as a chat, where it is one, with ``with_columns`` only
     columns:    all columns of the row, with ``with_columns`` only
+    turns:      the prompt as a chat, where it is one, with ``with_columns`` only
     """
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
     finished: tuple[bool, ...]
     text: str = field(default="", compare=False)
-    turns: tuple[Message, ...] = field(default=(), compare=False)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    turns: tuple[Message, ...] = field(default=(), compare=False)
 
 
 def load_examples(
