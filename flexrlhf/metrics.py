@@ -53,6 +53,12 @@ METRICS = (
         "share of responses for which a function or service returned no score",
         is_problem=True,
     ),
+    Metric(
+        "text_cut",
+        "text_cut",
+        "share of texts whose beginning is cut off at models.ROLE.max_text_tokens",
+        is_problem=True,
+    ),
     Metric("not_counted", "not_counted", "share of responses that are left out of all losses"),
     Metric(
         "kl",
@@ -200,6 +206,11 @@ METRICS = (
         "eval_score_failed",
         "eval_score_failed",
         "share of responses to evaluation prompts for which a function or service returned no score",
+    ),
+    Metric(
+        "eval_text_cut",
+        "eval_text_cut",
+        "share of texts of the evaluation set whose beginning is cut off at models.ROLE.max_text_tokens",
     ),
 )
 

@@ -100,6 +100,16 @@ class ModelSpec(StrictModel):
     trust_remote_code: bool = Field(
         False, description="run Python code that the model's directory contains, as transformers does"
     )
+    retokenize: bool = Field(
+        False,
+        description="a reward or cost model of another vocabulary: texts are encoded again by its own tokenizer",
+    )
+    max_text_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="retokenize: longest text, of longer ones the beginning is cut off; null: twice prompt and "
+        "response, at most the model's positions",
+    )
     share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
     engine: str = Field("torch", description="torch or deepspeed")
     zero: Zero = Field(
@@ -126,6 +136,12 @@ class ModelSpec(StrictModel):
     def _one_source(self) -> Self:
         if self.path is not None and self.init is not None:
             raise ValueError("path and init exclude each other: remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _limit_of_texts(self) -> Self:
+        if self.max_text_tokens is not None and not self.retokenize:
+            raise ValueError("max_text_tokens goes with retokenize: true: remove it, or set data.max_prompt_tokens")
         return self
 
     @model_validator(mode="after")

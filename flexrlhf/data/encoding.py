@@ -8,6 +8,7 @@ from typing import Protocol
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, RenderedResponse, chat_row, encode_with_cuts
 from flexrlhf.data.forms import TextExample
+from flexrlhf.data.messages import Chat
 from flexrlhf.errors import UserError
 
 
@@ -44,11 +45,16 @@ class EncodedResponse:
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """A row as token ids. ``text``: the prompt as text, as a template renders it."""
+    """A row as token ids.
+
+    text:   the prompt as text, as a template renders it
+    turns:  the prompt as a chat, where it is one
+    """
 
     text: str
     prompt: tuple[int, ...]
     responses: tuple[EncodedResponse, ...]
+    turns: Chat = ()
 
 
 class RowEncoder:
@@ -99,10 +105,10 @@ class RowEncoder:
         template = self._template = self._template or ChatTemplate(self._tokenizer, self._chat.template)
         if not row.completions:
             text = template.prompt(row.turns)
-            return EncodedRow(text, tuple(self._ids(text)), ())
+            return EncodedRow(text, tuple(self._ids(text)), (), row.turns)
         rendered = [template.response(row.turns, completion) for completion in row.completions]
         prompts, responses = zip(*(self._encode_rendered(each) for each in rendered), strict=True)
-        return EncodedRow(rendered[0].text[: rendered[0].prompt], prompts[0], responses)
+        return EncodedRow(rendered[0].text[: rendered[0].prompt], prompts[0], responses, row.turns)
 
     def _encode_rendered(self, rendered: RenderedResponse) -> tuple[tuple[int, ...], EncodedResponse]:
         """Return prompt and response, of which the spans are trained on."""

@@ -28,6 +28,7 @@ from flexrlhf.data.forms import (
     detect_form,
     needed_text,
 )
+from flexrlhf.data.messages import Chat
 from flexrlhf.errors import UserError
 
 
@@ -40,6 +41,7 @@ class Example:
     finished:   for each response whether it is whole; False where it was truncated at ``max_response_tokens``
     text:       the prompt as text, with ``with_columns`` only
     columns:    all columns of the row, with ``with_columns`` only
+    turns:      the prompt as a chat, where it is one, with ``with_columns`` only
     trained:    for each response which of its tokens are trained on; (): all, as of responses of one turn
     """
 
@@ -48,6 +50,7 @@ class Example:
     finished: tuple[bool, ...]
     text: str = field(default="", compare=False)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    turns: Chat = field(default=(), compare=False)
     trained: tuple[tuple[bool, ...], ...] = ()
 
     def is_trained(self, response: int) -> tuple[bool, ...]:
@@ -61,6 +64,7 @@ class LoadedExamples:
 
     examples: list[Example]
     counts: DataCounts
+    turns: Chat = field(default=(), compare=False)
 
 
 def load_examples(
@@ -90,7 +94,9 @@ def load_examples(
         with _in_row(path, number):
             row = encoder.encode(text)
             example = _example(row)
-            examples.append(replace(example, text=row.text, columns=text.columns) if with_columns else example)
+            if with_columns:
+                example = replace(example, text=row.text, turns=row.turns, columns=text.columns)
+            examples.append(example)
             lengths.append(tuple(response.length for response in row.responses))
     limits = TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts)
     prompts = tuple(len(example.prompt) for example in examples)

@@ -11,18 +11,22 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.data.chat import ChatFormat, read_chat_format
 from flexrlhf.data.data_counts import DataCounts
 from flexrlhf.data.examples import Example, LoadedExamples, load_examples, read_texts
 from flexrlhf.data.files import is_present, json_type
 from flexrlhf.data.order import SourceShare
+from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.architectures import check_architecture
 from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.end_tokens import end_tokens
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.tokenizers import tokenizer_of
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.loading import one_sentence_errors, quiet
@@ -66,37 +70,38 @@ def tokenizer_path(plan: Plan) -> str:
     return paths[0]
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Return the Hugging Face tokenizer in a directory; code in it runs only with ``trust_remote_code``."""
+def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:
+    """Return the Hugging Face tokenizer in a directory; code in it runs only with ``trust_remote_code``. ``key``: names
+    it in messages."""
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise UserError(f"data.tokenizer {path}: no such directory")
-    _check_tokenizer_files(Path(path))
-    with one_sentence_errors(f"data.tokenizer {path}"), quiet():
+        raise UserError(f"{key} {path}: no such directory")
+    _check_tokenizer_files(Path(path), key)
+    with one_sentence_errors(f"{key} {path}"), quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise UserError(f"data.tokenizer {path}: no tokenizer in it ({reason})") from None
+            raise UserError(f"{key} {path}: no tokenizer in it ({reason})") from None
         # some wrong settings are noticed by the first text
         tokenizer.encode("text", add_special_tokens=False)
         return tokenizer
 
 
-def _check_tokenizer_files(directory: Path) -> None:
+def _check_tokenizer_files(directory: Path, key: str) -> None:
     """Raise UserError for files that no tokenizer is read from: pipes, and JSON that is no mapping."""
     for file in sorted(directory.iterdir()):
-        check_regular(f"data.tokenizer {directory}", file)
+        check_regular(f"{key} {directory}", file)
         if file.name not in ("tokenizer.json", "tokenizer_config.json") or not file.is_file():
             continue
         try:
             contents = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"data.tokenizer {directory}: {file.name} cannot be read as JSON ({error})") from None
+            raise UserError(f"{key} {directory}: {file.name} cannot be read as JSON ({error})") from None
         if not isinstance(contents, dict):
             found = json_type(contents)
-            raise UserError(f"data.tokenizer {directory}: {file.name} must contain an object, found {found}")
+            raise UserError(f"{key} {directory}: {file.name} must contain an object, found {found}")
 
 
 def trusts_tokenizer(plan: Plan) -> bool:
@@ -157,10 +162,12 @@ def check_runs(plans: Sequence[Plan]) -> None:
         chat_format(plan)
         if Path(realpath(tokenizer_path(plan))) in pending:
             continue
-        tokens = _tokens(plan, load_run_data(plan))
+        data = load_run_data(plan)
+        tokens = _tokens(plan, data)
         for role in origins_first(plan.graph):
             if plan.model(role).path is None or Path(realpath(plan.model(role).path or "")) not in pending:
                 _check_model(plan, role, tokens)
+                _check_retokenized(plan, role, data)
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,9 @@ def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
         raise UserError(f"models.{role}.path {whole}: no weights in it (no file {SINGLE} or {INDEX})")
     loaded = check_architecture(role, model, plan.graph.heads[role], role in plan.graph.trained or model.new_head)
     size, config = getattr(loaded.get_text_config(), "vocab_size", None), read_config(role, model)
+    if model.retokenize:
+        _check_text_limit(role, model, config)
+        return
     if size is not None and size < tokens.number:
         raise UserError(f"models.{role}: vocab_size {size} is smaller than the {tokens.number} tokens of the tokenizer")
     if size is not None and size <= tokens.largest:
@@ -240,6 +250,32 @@ def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
         )
 
 
+def _check_text_limit(role: str, model: ModelSpec, config: dict[str, Any]) -> None:
+    """Raise UserError for longer texts than a model with its own tokenizer has positions."""
+    limit, longest = config.get("max_position_embeddings"), model.max_text_tokens
+    if isinstance(limit, int) and longest is not None and longest > limit:
+        raise UserError(
+            f"models.{role}.max_text_tokens: {longest} exceeds the {limit} positions of the model; use at most {limit}"
+        )
+
+
+def text_encoder(plan: Plan, role: str) -> TextEncoder:
+    """Return the encoder of texts for a role with a tokenizer of its own."""
+    model = plan.model(role)
+    directory = tokenizer_of(role, model)
+    assert directory is not None, "planning refuses a role without a tokenizer"
+    tokenizer = load_tokenizer(str(directory), model.trust_remote_code, f"models.{role}.retokenize")
+    return TextEncoder(f"models.{role}.retokenize", tokenizer, plan.lengths.of_role(role).total)
+
+
+def _check_retokenized(plan: Plan, role: str, data: RunData) -> None:
+    """Encode the first prompt of each file for a role with a tokenizer of its own, as its ranks would."""
+    if plan.model(role).retokenize:
+        encoder = text_encoder(plan, role)
+        for example in (*data.examples[:1], *data.evaluation[:1]):
+            encoder.encode(example, "", is_finished=True)
+
+
 def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> LoadedExamples:
     data = plan.spec.data
     return load_examples(
@@ -252,6 +288,6 @@ def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> LoadedExamples:
         long_prompts=data.long_prompts,
         layout=source.layout,
         with_columns=source.needs == "prompts"
-        and any(operator.kind == "score" for operator in (*plan.graph.operators, *plan.graph.evaluation)),
+        and any(reads_texts(operator) for operator in (*plan.graph.operators, *plan.graph.evaluation)),
         chat=chat_format(plan),
     )

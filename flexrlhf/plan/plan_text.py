@@ -64,6 +64,7 @@ def _batch(plan: Plan) -> list[str]:
         f"rows per chunk       {_range(chunks):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
         f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
         f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded",
+        *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
 

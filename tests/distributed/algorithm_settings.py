@@ -19,6 +19,7 @@ EXACT = {"rule": "exact_answer"}
 """A row in three has no right answer, so its responses have no score."""
 TEXTS = {"path": "assets:texts.jsonl", "form": "text"}
 SHARED_REF = {"actor": {"lora": {}, "optimizer": FAST}, "ref": {"share": "actor"}}
+OWN_TOKENIZER = {"path": "assets:models/letters", "retokenize": True}
 SCHEDULED = {"actor": {"optimizer": {"schedule": "linear", "warmup_steps": 1}}}
 PAIRS = {"beta": 0.5}
 
@@ -99,6 +100,16 @@ COMPLETIONS: dict[str, Raw] = {
         "ppo", _scored({"model": "reward", "weight": 0.7}, {"model": "reward_second", "weight": -0.4}, LENGTH)
     ),
     "rule": _of("ppo", _scored(LENGTH), kl=None),
+    # texts in letters are up to three times as long, so the default limit cuts some
+    "retokenized": _of("ppo", {"models": {"reward": OWN_TOKENIZER}}),
+    "retokenized-second": _of(
+        "ppo",
+        {
+            **_scored({"model": "reward"}, {"model": "reward_second", "weight": 0.5}),
+            "models": {"reward_second": {**OWN_TOKENIZER, "max_text_tokens": 60}},
+        },
+        prompts_per_step=7,
+    ),
 }
 """Further settings of PPO, and with it of all that generate responses."""
 ALGORITHMS: dict[str, Raw] = {
@@ -161,6 +172,7 @@ ALGORITHMS: dict[str, Raw] = {
         "reinforce++", _scored(COUNTED), baseline="group", samples_per_prompt=3, prompts_per_step=3
     ),
     "remax": _of("remax"),
+    "remax-retokenized": _of("remax", {"models": {"reward": {**OWN_TOKENIZER, "max_text_tokens": 20}}}),
     "remax-rule": _of("remax", _scored(LENGTH), kl=None, normalise_scores="running", num_mini_batches=4),
     "remax-masked": _of("remax", _scored(COUNTED), whiten="batch", gamma=0.95),
     "remax-cut-off": _of("remax", {"steps": 2}, truncation="mask", min_response_tokens=2, importance={"cap": 1.05}),
@@ -175,6 +187,7 @@ ALGORITHMS: dict[str, Raw] = {
         {**_scored(COUNTED), "cost": [COSTS, {"model": "cost", "weight": 0.5}]},
         lagrange={"limit": 0.2, "learning_rate": 5.0, "maximum": 1.2},
     ),
+    "safe-retokenized": _of("safe-rlhf", {"models": {"cost": OWN_TOKENIZER}}, lagrange={"limit": -0.5}),
     "safe-streaming": _of("safe-rlhf", num_mini_batches=4, whiten="mini_batch", truncation="bootstrap"),
     "safe-rule": _of("safe-rlhf", {**_scored(LENGTH), "cost": [COSTS]}, kl=None, value_clip=None),
     "dpo": _of("dpo", **PAIRS),
@@ -186,7 +199,7 @@ ALGORITHMS: dict[str, Raw] = {
     "dpo-chats": _of("dpo", _chats("chat-pairs"), **PAIRS),
 }
 """By algorithm; all begin with the same word."""
-EVALUATED = ("grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "sft-chats", "dpo-chats")
+EVALUATED = ("retokenized", "grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "sft-chats", "dpo-chats")
 """Settings that evaluate after every step."""
 
 SCORES = '''"""Scores of texts, for tests."""

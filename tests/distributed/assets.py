@@ -12,7 +12,14 @@ import torch
 from algorithm_settings import SCORES
 from chat_rows import TEMPLATE, chat_pairs, chats
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 
@@ -34,6 +41,8 @@ SIZES = {
     "bos_token_id": 2,
 }
 """Of the models: the words of a Llama config."""
+LETTERS = {"vocab_size": 32, "pad_token_id": 1, "eos_token_id": 1, "bos_token_id": None}
+"""In which a model of scores with another tokenizer differs."""
 WIDE = {**SIZES, "head_dim": 32}
 """Of an actor that vLLM generates for: on CPUs it takes no narrower heads."""
 ENDS = [1, *range(5, 64, 6)]
@@ -61,12 +70,26 @@ def write_assets(directory: Path) -> None:
     _save(_actor(WIDE), model("wide-actor"))
     for role in ("cost_critic", "cost", "reward_second"):
         _save(LlamaForSequenceClassification(_config(SIZES)), model(role))
+    build_letters(directory / "models" / "letters")
+    # the end token is also padding, so a score is read before it
+    _save(LlamaForSequenceClassification(_config({**SIZES, **LETTERS})), model("letters"))
+    for name, pad in (("reward-ends", SIZES["eos_token_id"]), ("reward-bare", None)):
+        _save(LlamaForSequenceClassification(_config({**SIZES, "pad_token_id": pad})), model(name))
     for name in ("actor", "wide-actor"):
         _add_value_head(model(name), model(f"{name}-with-values"))
         _add_ends(model(name), model(f"{name}-with-ends"))
     _write_data(directory)
     (directory / "scores.py").write_text(SCORES)
     (directory / "chat.jinja").write_text(TEMPLATE)
+
+
+def build_letters(directory: Path) -> None:
+    """Save a tokenizer of another vocabulary, with a token for every letter and the space: no bos, no padding."""
+    vocabulary = {token: number for number, token in enumerate(["?", "</s>", " ", *"zyxwvutsrqponmlkjihgfedcba"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    tokenizer.add_special_tokens(["</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
 
 
 def _add_value_head(source: str, destination: str) -> None:

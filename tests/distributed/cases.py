@@ -129,6 +129,15 @@ SETTINGS: dict[str, Raw] = {
         }
     },
     "reward": {"algorithm": {"name": "reward", "num_mini_batches": 2}},
+    # the end token is also padding, or there is none
+    "reward-ends": {
+        "algorithm": {"name": "reward", "num_mini_batches": 2},
+        "models": {"reward": {"path": "assets:models/reward-ends"}},
+    },
+    "reward-bare": {
+        "algorithm": {"name": "reward", "num_mini_batches": 2},
+        "models": {"reward": {"path": "assets:models/reward-bare"}},
+    },
     "reward-uneven": {"algorithm": {"name": "reward", "prompts_per_step": 7, "num_mini_batches": 4, "epochs": 2}},
     "scheduled": {
         **_ppo(num_mini_batches=2),
@@ -176,7 +185,8 @@ SETTINGS |= COMPLETIONS | ALGORITHMS
 NOT_COMPARED = ("slow", "slow-streaming", "deep")
 EVALUATED = (
     *("four", "samples", "short", "nucleus", "stopped", "ends", "greedy", "cooler"),
-    *("sft", "sft-greedy", "sft-epochs", "sft-adapters", "reward", "reward-uneven", "reward-adapters"),
+    *("sft", "sft-greedy", "sft-epochs", "sft-adapters"),
+    *("reward", "reward-uneven", "reward-adapters", "reward-ends", "reward-bare"),
     *algorithm_settings.EVALUATED,
 )
 """Settings that evaluate after every step."""
@@ -378,6 +388,8 @@ DEFAULT = [
     Case("samples", "six-snapshot", 2),
     Case("sft", "half", 2),
     Case("reward", "all", 2),
+    Case("reward-ends", "all", 2),
+    Case("reward-bare", "half", 2),
     Case("short", "halves", 2),
     Case("uneven", "co-located", 4),
     Case("scarce", "halves", 4),
@@ -497,6 +509,12 @@ OF_ALGORITHMS = [
     Case("tokens-mixed", "halves", 2),
     Case("two-rewards", "halves", 4),
     Case("rule", "every-3", 2),
+    Case("retokenized", "co-located", 1),
+    Case("retokenized", "six-chunks", 2),
+    Case("retokenized", "lag", 4),
+    Case("retokenized-second", "halves", 4),
+    Case("remax-retokenized", "six", 2),
+    Case("safe-retokenized", "halves", 2),
 ]
 DEFAULT += OF_ALGORITHMS
 

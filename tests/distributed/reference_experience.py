@@ -176,6 +176,7 @@ def describe(spec: Spec, responses: list[Response], controls: Controls, terms: T
         if math.isfinite(response.scores.get("cost", math.nan)):
             terms.add("cost_mean", [response.scores["cost"]])
         for each in (response, response.greedy):
+            terms.add("text_cut", [float(cut) for cut in each.is_cut.values()] if each else [])
             terms.add("score_failed", [float(failed) for failed in each.has_failed.values()] if each else [])
         if response.greedy is not None and math.isfinite(response.greedy.scores["reward"]):
             terms.add("greedy_score", [response.greedy.scores["reward"]])

@@ -73,7 +73,7 @@ class Policy:
 
 
 class Scorer:
-    """A language model with a scalar head: the value of a text is the head at its last token."""
+    """A language model with a scalar head: the score of a text is that of plain transformers."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.model = load(AutoModelForSequenceClassification, spec, seed, num_labels=1)
@@ -84,7 +84,7 @@ class Scorer:
         return _judged(self.inner, prompt, response)
 
     def score(self, prompt: list[int], response: list[int]) -> Tensor:
-        return self.everywhere(prompt, response)[-1]
+        return self.model(input_ids=torch.tensor([prompt + response])).logits[0, 0]
 
 
 def inner_of(model: Any) -> Any:

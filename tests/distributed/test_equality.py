@@ -8,7 +8,9 @@ from cases import DEFAULT, Case, every_case
 from comparison import deviations
 from launcher import Launches, Outcome
 from peft import PeftModel, get_peft_model_state_dict
+from reference_responses import read_examples
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 # the first test of a number of ranks waits for the launch of all its cases
@@ -98,6 +100,22 @@ def test_peft_reads_the_adapters_that_a_run_wrote(launches: Launches, case: Case
             assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read), role
             config = model.peft_config["default"]
             assert (config.r, config.lora_alpha) == (lora.rank, lora.alpha), (case.name, role)
+
+
+@pytest.mark.parametrize("case", chosen("reward", "reward-ends", "reward-bare"))
+@torch.no_grad()
+def test_transformers_gives_the_scores_of_a_saved_reward_model(launches: Launches, case: Case) -> None:
+    """The evaluation rows after the last step, in one batch padded on the right with the padding token of the model."""
+    outcome = launches.outcome(case)
+    spec, saved = outcome.plan.spec, outcome.directory / "reward"
+    model = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32).eval()
+    assert spec.eval is not None
+    rows = read_examples(spec, AutoTokenizer.from_pretrained(saved), spec.eval.path)
+    texts = [torch.tensor([*row.prompt, *response]) for row in rows for response in row.responses]
+    ids = pad_sequence(texts, batch_first=True, padding_value=model.config.pad_token_id)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    scores = outcome.evaluated("scores", spec.steps - 1)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits[:, 0], scores, rtol=0, atol=1e-5)
 
 
 def load_adapters(base: str, outcome: Outcome, role: str) -> PeftModel:

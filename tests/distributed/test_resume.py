@@ -53,6 +53,7 @@ ALIKE = [
     same("two", "co-located", 2),
     same("two", "lag", 2),
     same("corrected", "lag-every-3", 2),
+    same("retokenized", "lag", 2),
     same("reinforce", "co-located", 2),
     same("running", "six", 2),
     same("safe", "halves", 2),
@@ -84,7 +85,7 @@ CHANGED = [
 """Another placement, number of ranks, engine, ZeRO stage or rollout: equal within the tolerances of the design."""
 
 DEFAULT = [
-    *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "scheduled")),
+    *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "retokenized", "scheduled")),
     *(pair for pair in CHANGED if pair.first.setting in ("gspo", "reinforce", "sft")),
 ]
 

@@ -24,8 +24,8 @@ SAMPLE, ALL = 300, 4000
 SEED = 15
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
-FROM_FILES = {"ModelSpec.path", "ModelSpec.trust_remote_code"}
-"""Settings of models that are read from files; test_mutated_models.py has them."""
+FROM_FILES = {f"ModelSpec.{name}" for name in ("path", "trust_remote_code", "retokenize", "max_text_tokens")}
+"""Settings of models that are read from files."""
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ EXAMPLES: Examples = {
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("tp", "lora", "config", "shadow", "dtype")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens")], NOTHING),
 }
 RULES: tuple[Raw, ...] = (
     {"rule": "exact_answer"},
