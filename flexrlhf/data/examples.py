@@ -64,7 +64,6 @@ class LoadedExamples:
 
     examples: list[Example]
     counts: DataCounts
-    turns: Chat = field(default=(), compare=False)
 
 
 def load_examples(
