@@ -1,4 +1,5 @@
-"""Algorithms as a user writes them: one class each, with every default on its field."""
+"""Algorithms that train on sampled responses with a clipped policy gradient: their settings, and those with a critic
+or with returns alone."""
 
 from __future__ import annotations
 
@@ -6,36 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from flexrlhf.config.algorithms.base import LossAggregation
+from flexrlhf.config.algorithms.sampled import SampledSpec
 from flexrlhf.config.presets import OF_GRPO, PRESETS, Like, penalty_over, with_preset
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
-
-
-class AlgorithmSpec(StrictModel):
-    """Settings of every algorithm: the size of a step and of its mini-batches."""
-
-    prompts_per_step: int = Field(32, ge=1, description="prompts of one training step, over all replicas")
-    num_mini_batches: int = Field(1, ge=1, description="optimizer steps per epoch of one step")
-    epochs: int = Field(1, ge=1, description="passes over the rows of one step")
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts whose rows one step trains on."""
-        return self.prompts_per_step
-
-    @model_validator(mode="after")
-    def _mini_batches_have_rows(self) -> Self:
-        if self.num_mini_batches > self.prompts_per_step:
-            raise ValueError(
-                f"num_mini_batches {self.num_mini_batches} exceeds prompts_per_step {self.prompts_per_step}: "
-                f"use at most {self.prompts_per_step}"
-            )
-        return self
-
-
-LossAggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
 
 
 class TruncationPenalty(StrictModel):
@@ -56,59 +32,7 @@ def _truncation(value: Any) -> Any:
     raise ValueError(f"expected {forms} or a mapping such as {{penalty: 1.0}}, found {shown(value)}")
 
 
-def _as_list(value: Any) -> Any:
-    """Make a list of one text."""
-    return (value,) if isinstance(value, str) else value
-
-
 Truncation = Annotated[TruncationWord | TruncationPenalty, BeforeValidator(_truncation)]
-
-
-StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
-
-
-class ImportanceSpec(StrictModel):
-    """Truncated importance sampling (Ionides 2008; Espeholt et al. 2018): corrects for responses of another policy.
-
-    Weight = min(pi_old / pi_rollout, cap) of each token, or of the whole response; pi_old: the weights that training of
-    the step starts from, pi_rollout: the distribution that the response was sampled from.
-    """
-
-    level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a response")
-    cap: float = Field(2.0, ge=1, description="largest weight")
-
-
-class SampledSpec(AlgorithmSpec):
-    """Settings of algorithms that generate: how responses are sampled, and the correction for another policy's."""
-
-    samples_per_prompt: int = Field(1, ge=1, description="responses to each prompt")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this total probability")
-    top_k: int = Field(0, ge=0, description="sample from this many most likely tokens; 0: from all")
-    min_response_tokens: int = Field(0, ge=0, description="no end token before this many tokens")
-    stop: StopStrings = Field(
-        (), description="strings that end a response, of which they stay a part; compared without special tokens"
-    )
-    importance: ImportanceSpec | None = Field(None, description="null: no importance weights")
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether responses are sampled from a part of the policy's distribution, so that their log-probs differ."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_response_tokens > 0
-
-    @model_validator(mode="after")
-    def _cuts_are_corrected(self) -> Self:
-        if self.is_cut and self.importance is None:
-            name, plain = next(
-                (name, plain)
-                for name, plain in (("top_p", 1), ("top_k", 0), ("min_response_tokens", 0))
-                if getattr(self, name) != plain
-            )
-            raise ValueError(
-                f"{name} {getattr(self, name):g} samples from another distribution than the policy's; "
-                f"use {plain}, or correct for it with importance: {{}}"
-            )
-        return self
 
 
 class KlSpec(StrictModel):
@@ -203,6 +127,9 @@ class PolicySpec(SampledSpec):
     DEFINING: ClassVar[frozenset[str]] = frozenset()
     """Settings that define the algorithm: no engine's preset changes them."""
 
+    COMPARES_GROUPS: ClassVar[bool] = False
+    """Whether the responses to one prompt are compared with each other."""
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
@@ -218,7 +145,7 @@ class PolicySpec(SampledSpec):
 
     @model_validator(mode="after")
     def _forms_of_grpo(self) -> Self:
-        if self.like in OF_GRPO and not isinstance(self, GroupSpec):
+        if self.like in OF_GRPO and not self.COMPARES_GROUPS:
             raise ValueError(f"like: {self.like} is a form of grpo; use that algorithm, or remove like")
         return self
 
@@ -255,104 +182,14 @@ class AcShareSpec(PpoSpec):
     freeze_actor_steps: Literal[0] = 0
 
 
-class DynamicSamplingSpec(StrictModel):
-    """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2).
-
-    ``rounds`` times as many groups are sampled as a step trains on; those whose responses all have the same score are
-    left out. The number of rounds is fixed, so that it can be planned: a mini-batch with more groups than its share
-    trains on the first of them, one with fewer on fewer.
-    """
-
-    rounds: int = Field(2, ge=2, description="groups that are sampled for each that is trained on")
-
-
-class GroupSpec(PolicySpec):
-    """Settings of algorithms that compare the responses to one prompt, without a critic."""
-
-    samples_per_prompt: int = Field(8, ge=1, description="responses to each prompt: the size of a group")
-    baseline: Literal["mean", "others"] = Field(
-        "mean", description="mean score of the group, or of its other responses"
-    )
-    scale: Literal["group", "none"] = Field("group", description="group: divide by the group's standard deviation")
-    dynamic_sampling: DynamicSamplingSpec | None = Field(None, description="null: all groups are trained on")
-
-    @property
-    def num_prompts(self) -> int:
-        rounds = 1 if self.dynamic_sampling is None else self.dynamic_sampling.rounds
-        return rounds * super().num_prompts
-
-    @model_validator(mode="after")
-    def _groups_compare(self) -> Self:
-        if self.samples_per_prompt == 1:
-            raise ValueError(
-                "samples_per_prompt 1: a single response has no others to be compared with; use at least 2"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _no_values(self) -> Self:
-        return _without_values(self)
-
-
 Policy = TypeVar("Policy", bound=PolicySpec)
 
 
-def _without_values(spec: Policy) -> Policy:
+def without_values(spec: Policy) -> Policy:
     """Return ``spec``; raise ValueError for a setting that needs a critic."""
     if spec.truncation == "bootstrap":
         raise ValueError("truncation: bootstrap needs the values of a critic; use none, mask or a penalty")
     return spec
-
-
-class GrpoSpec(GroupSpec):
-    """Group relative policy optimization (DeepSeekMath, Shao et al. 2024, section 4.1), outcome supervision.
-
-    ``like: dr-grpo`` and ``like: dapo`` are its later forms.
-    """
-
-    name: Literal["grpo"] = "grpo"
-    kl: KlSpec | None = KlSpec(place="loss", coefficient=0.04, estimator="k3")
-    loss_aggregation: LossAggregation = "seq-mean-token-mean"
-
-
-class RlooSpec(GroupSpec):
-    """REINFORCE with the others' mean as baseline (Ahmadian et al. 2024, eq. 9): a response is one action."""
-
-    DEFINING = frozenset({"loss_aggregation"})
-
-    name: Literal["rloo"] = "rloo"
-    samples_per_prompt: int = Field(4, ge=1)
-    baseline: Literal["mean", "others"] = "others"
-    scale: Literal["group", "none"] = "none"
-    loss_aggregation: LossAggregation = "seq-mean-token-sum"
-
-
-class GspoSpec(GroupSpec):
-    """Group sequence policy optimization (Zheng et al. 2025): the ratio of whole responses, clipped narrowly."""
-
-    DEFINING = frozenset({"clip_low", "clip_high", "loss_aggregation"})
-
-    name: Literal["gspo"] = "gspo"
-    kl: KlSpec | None = None
-    ratio: Literal["token", "sequence"] = "sequence"
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    clip_high: float = Field(4e-4, gt=0)
-    loss_aggregation: LossAggregation = "seq-mean-token-mean"
-
-
-class RaftSpec(PolicySpec):
-    """Reward-ranked fine-tuning (Dong et al. 2023): only the response with the best score of each group is trained on.
-
-    Its advantage is 1.
-    """
-
-    name: Literal["raft"] = "raft"
-    samples_per_prompt: int = Field(8, ge=2)
-    kl: KlSpec | None = None
-
-    @model_validator(mode="after")
-    def _no_values(self) -> Self:
-        return _without_values(self)
 
 
 class ReturnsSpec(PolicySpec):
@@ -363,7 +200,7 @@ class ReturnsSpec(PolicySpec):
 
     @model_validator(mode="after")
     def _no_values(self) -> Self:
-        return _without_values(self)
+        return without_values(self)
 
 
 class ReinforceSpec(ReturnsSpec):
@@ -415,46 +252,3 @@ class SafeRlhfSpec(PpoSpec):
 
     name: Literal["safe-rlhf"] = "safe-rlhf"  # type: ignore[assignment]
     lagrange: LagrangeSpec = LagrangeSpec()
-
-
-class SftSpec(AlgorithmSpec):
-    """Supervised fine-tuning: the negative log-likelihood of the responses."""
-
-    name: Literal["sft"] = "sft"
-    samples_per_prompt: Literal[1] = 1
-    loss_aggregation: LossAggregation = "token-mean"
-
-
-class RewardSpec(AlgorithmSpec):
-    """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
-
-    name: Literal["reward"] = "reward"
-    samples_per_prompt: Literal[2] = 2
-
-
-class DpoSpec(AlgorithmSpec):
-    """Direct preference optimization (Rafailov et al. 2023, eq. 7) on pairs. A pair is one prompt with two samples."""
-
-    name: Literal["dpo"] = "dpo"
-    samples_per_prompt: Literal[2] = 2
-    beta: float = Field(0.1, gt=0, description="strength of the implicit KL penalty")
-    loss: Literal["sigmoid", "ipo"] = Field(
-        "sigmoid",
-        description="ipo: squared distance of the log-ratios' difference to 1 / (2 beta) (Azar et al. 2024, eq. 17)",
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="share of pairs with the labels swapped (cDPO, Mitchell 2023); sigmoid only"
-    )
-
-    @model_validator(mode="after")
-    def _smoothing_of_sigmoid(self) -> Self:
-        if self.label_smoothing and self.loss == "ipo":
-            raise ValueError(f"label_smoothing {self.label_smoothing:g} goes with loss: sigmoid; ipo needs none: use 0")
-        return self
-
-
-GroupAlgorithm = GrpoSpec | RlooSpec | GspoSpec | RaftSpec
-PolicyAlgorithm = PpoSpec | AcShareSpec | GroupAlgorithm | ReinforceSpec | RemaxSpec | SafeRlhfSpec
-AnyAlgorithm = PolicyAlgorithm | DpoSpec | SftSpec | RewardSpec
-Algorithm = Annotated[AnyAlgorithm, Field(discriminator="name")]
-ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(AnyAlgorithm))

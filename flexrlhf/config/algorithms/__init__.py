@@ -1,0 +1,64 @@
+"""Algorithms as a user writes them: one class each, with every default on its field."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+from pydantic import Field
+
+from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
+from flexrlhf.config.algorithms.group import DynamicSamplingSpec, GroupSpec, GrpoSpec, GspoSpec, RaftSpec, RlooSpec
+from flexrlhf.config.algorithms.policy import (
+    AcShareSpec,
+    KlSpec,
+    LagrangeSpec,
+    OverlongSpec,
+    PolicySpec,
+    PpoSpec,
+    PtxSpec,
+    ReinforceSpec,
+    RemaxSpec,
+    ReturnsSpec,
+    SafeRlhfSpec,
+    TruncationPenalty,
+)
+from flexrlhf.config.algorithms.sampled import ImportanceSpec, SampledSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, RewardSpec, SftSpec
+
+GroupAlgorithm = GrpoSpec | RlooSpec | GspoSpec | RaftSpec
+PolicyAlgorithm = PpoSpec | AcShareSpec | GroupAlgorithm | ReinforceSpec | RemaxSpec | SafeRlhfSpec
+AnyAlgorithm = PolicyAlgorithm | DpoSpec | SftSpec | RewardSpec
+Algorithm = Annotated[AnyAlgorithm, Field(discriminator="name")]
+ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(AnyAlgorithm))
+
+__all__ = [
+    "ALGORITHMS",
+    "AcShareSpec",
+    "Algorithm",
+    "AlgorithmSpec",
+    "AnyAlgorithm",
+    "DpoSpec",
+    "DynamicSamplingSpec",
+    "GroupSpec",
+    "GrpoSpec",
+    "GspoSpec",
+    "ImportanceSpec",
+    "KlSpec",
+    "LagrangeSpec",
+    "LossAggregation",
+    "OverlongSpec",
+    "PolicyAlgorithm",
+    "PolicySpec",
+    "PpoSpec",
+    "PtxSpec",
+    "RaftSpec",
+    "ReinforceSpec",
+    "RemaxSpec",
+    "ReturnsSpec",
+    "RewardSpec",
+    "RlooSpec",
+    "SafeRlhfSpec",
+    "SampledSpec",
+    "SftSpec",
+    "TruncationPenalty",
+]
