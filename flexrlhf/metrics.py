@@ -147,21 +147,44 @@ METRICS = (
     Metric(
         "pair_accuracy",
         "pair_correct",
-        "share of training pairs whose chosen response has the higher score",
+        "share of training pairs whose chosen response has the higher score or implicit reward",
         progress=True,
     ),
-    Metric("preference_loss", "preference_loss", "loss of DPO or IPO, mean over pairs", progress=True),
+    Metric("preference_loss", "preference_loss", "loss of DPO, SimPO, ORPO or KTO, mean over pairs", progress=True),
+    Metric("preference_margin", "preference_margin", "chosen_reward - rejected_reward, mean over pairs"),
     Metric(
-        "preference_margin",
-        "preference_margin",
-        "beta * (log-ratio of chosen - log-ratio of rejected), mean over pairs",
+        "chosen_reward",
+        "chosen_reward",
+        "implicit reward of chosen responses, mean over pairs: beta * log(policy / reference), sum over tokens (with "
+        "length_normalised mean); simpo, orpo: beta * mean log-prob of the tokens",
+    ),
+    Metric("rejected_reward", "rejected_reward", "implicit reward of rejected responses, mean over pairs"),
+    Metric("chosen_logprob", "chosen_logprob", "log-prob of chosen responses, sum over tokens, mean over pairs (nats)"),
+    Metric(
+        "rejected_logprob",
+        "rejected_logprob",
+        "log-prob of rejected responses, sum over tokens, mean over pairs (nats)",
+    ),
+    Metric(
+        "odds_ratio_loss",
+        "odds_ratio_loss",
+        "-log sigmoid(log odds of chosen - log odds of rejected responses), mean over pairs",
+    ),
+    Metric(
+        "chosen_nll", "chosen_nll", "negative log-likelihood of chosen responses, mean over tokens, then pairs (nats)"
+    ),
+    Metric(
+        "reference_point",
+        "reference_point",
+        "KTO's reference point: log(policy / reference) of responses to other prompts, sum over tokens, mean over a "
+        "mini-batch, at least 0 (nats)",
     ),
     Metric("eval_preference_margin", "eval_preference_margin", "preference_margin on the evaluation set"),
     Metric("eval_nll", "eval_nll", "nll on the evaluation set", progress=True, less_is_better=True),
     Metric(
         "eval_accuracy",
         "eval_accuracy",
-        "share of evaluation pairs whose chosen response has the higher score",
+        "share of evaluation pairs whose chosen response has the higher score or implicit reward",
         progress=True,
     ),
     Metric(

@@ -53,6 +53,7 @@ COLUMNS = {
         Column("token_scores", "response", "float32", "token_scores"),
         Column("advantages", "response", "float32"),
         Column("returns", "response", "float32"),
+        Column("reference_point", "row", "float32"),
     )
 }
 

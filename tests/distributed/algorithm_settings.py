@@ -41,6 +41,9 @@ DEFAULTS: dict[str, Raw] = {
     "reinforce++": {"prompts_per_step": 8, **CLIPS, "kl": {"coefficient": 0.1}},
     "remax": {"prompts_per_step": 8, **CLIPS, "kl": {"coefficient": 0.1}},
     "dpo": {"prompts_per_step": 8},
+    "simpo": {"prompts_per_step": 8},
+    "orpo": {"prompts_per_step": 8},
+    "kto": {"prompts_per_step": 8},
     "sft": {"prompts_per_step": 8},
     "reward": {"prompts_per_step": 8},
 }
@@ -158,9 +161,20 @@ ALGORITHMS: dict[str, Raw] = {
     "dpo-ipo": _of("dpo", **PAIRS, loss="ipo"),
     "dpo-smoothed": _of("dpo", **PAIRS, label_smoothing=0.2, prompts_per_step=7, epochs=2),
     "dpo-shared": _of("dpo", {"models": SHARED_REF}, **PAIRS),
+    "dpo-robust": _of("dpo", **PAIRS, loss="robust", label_smoothing=0.2),
+    "dpo-normalised": _of("dpo", beta=2.0, length_normalised=True, prompts_per_step=7, num_mini_batches=3),
+    "dpo-ipo-normalised": _of("dpo", **PAIRS, loss="ipo", length_normalised=True),
+    "simpo": _of("simpo", gamma=0.5, epochs=2),
+    "simpo-uneven": _of("simpo", prompts_per_step=7, num_mini_batches=4),
+    "orpo": _of("orpo", beta=1.5),
+    "orpo-adapters": _of("orpo", {"models": {"actor": {"lora": {}, "optimizer": FAST}}}),
+    # in the first step policy and reference differ already, so that the reference point is not 0
+    "kto": _of("kto", beta=0.5, desirable_weight=1.3, undesirable_weight=0.7),
+    "kto-uneven": _of("kto", beta=0.5, prompts_per_step=7, num_mini_batches=3, epochs=2),
+    "kto-shared": _of("kto", {"models": SHARED_REF}, beta=0.5),
 }
 """By algorithm; all begin with the same word."""
-EVALUATED = ("grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared")
+EVALUATED = ("grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "simpo", "orpo", "kto")
 """Settings that evaluate after every step."""
 
 SCORES = '''"""Scores of texts, for tests."""

@@ -28,6 +28,9 @@ ROLES = {
     "remax": ("actor", "ref", "reward"),
     "safe-rlhf": ("actor", "critic", "cost_critic", "ref", "reward", "cost"),
     "dpo": ("actor", "ref"),
+    "kto": ("actor", "ref"),
+    "simpo": ("actor",),
+    "orpo": ("actor",),
     "sft": ("actor",),
     "reward": ("reward",),
 }
@@ -37,7 +40,7 @@ TRAINED = {name: ("actor",) for name in ROLES} | {
     "safe-rlhf": ("actor", "critic", "cost_critic"),
     "reward": ("reward",),
 }
-FILES = {"sft": "sft", "reward": "reward", "dpo": "reward"}
+FILES = {"sft": "sft", "reward": "reward", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "reward")}
 """Data of algorithms that generate no responses; the others read prompts."""
 KIN = {"cost_critic": "critic", "cost": "reward", "reward_second": "reward"}
 """Whose place and settings a role has where a shape names none for it."""
@@ -184,9 +187,9 @@ def algorithm_of(setting: str) -> str:
     return SETTINGS[setting]["algorithm"]["name"]
 
 
-SUPERVISED = tuple(name for name in SETTINGS if algorithm_of(name) in ("sft", "reward"))
+SUPERVISED = tuple(name for name in SETTINGS if algorithm_of(name) in ("sft", "reward", "simpo", "orpo"))
 """Settings with one model."""
-PREFERENCES = tuple(name for name in SETTINGS if algorithm_of(name) == "dpo")
+PREFERENCES = tuple(name for name in SETTINGS if algorithm_of(name) in ("dpo", "kto"))
 """Settings with two, and no shadows."""
 
 SIX = [0.5] * 6
@@ -464,6 +467,16 @@ OF_ALGORITHMS = [
     Case("dpo-smoothed", "halves", 4),
     Case("dpo-ipo", "pairs", 2),
     Case("dpo-shared", "co-located", 4),
+    Case("dpo-robust", "co-located", 2),
+    Case("dpo-normalised", "pairs", 4),
+    Case("dpo-ipo-normalised", "halves", 2),
+    Case("simpo", "half", 2),
+    Case("simpo-uneven", "all", 4),
+    Case("orpo", "all", 2),
+    Case("orpo-adapters", "all", 4),
+    Case("kto", "halves", 2),
+    Case("kto-uneven", "co-located", 4),
+    Case("kto-shared", "pairs", 4),
     # what completes them, with plain PPO
     Case("kl-k2", "halves", 2),
     Case("kl-clamped", "six", 2),

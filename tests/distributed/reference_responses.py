@@ -13,7 +13,7 @@ from torch import Tensor
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example, load_examples
 
-NEEDS = {"sft": "responses", "reward": "pairs", "dpo": "pairs"}
+NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
 """Of a row of the data; all other algorithms generate their responses."""
 
 

@@ -177,7 +177,7 @@ def _sources(rng: Random, algorithm: str, share: float) -> Raw:
     """Where scores come from: nothing said, one source or a list; costs from a model and a function."""
     if algorithm == "safe-rlhf" and chance(rng, share):
         return {"cost": [{"model": "cost"}, {"function": "costs.py:cost", "weight": 0.5}]}
-    if algorithm in ("sft", "reward", "dpo") or not chance(rng, 0.4):
+    if algorithm in ("sft", "reward", "dpo", "simpo", "orpo", "kto") or not chance(rng, 0.4):
         return {}
     sources: list[Raw] = [_called(rng, share) for _ in range(rng.randint(0, 2))]
     names = rng.sample(("reward", "reward_help", "reward_v2-1"), rng.randint(0 if sources else 1, 2))

@@ -23,11 +23,20 @@ from flexrlhf.config.algorithms.policy import (
     TruncationPenalty,
 )
 from flexrlhf.config.algorithms.sampled import ImportanceSpec, SampledSpec
-from flexrlhf.config.algorithms.supervised import DpoSpec, RewardSpec, SftSpec
+from flexrlhf.config.algorithms.supervised import (
+    DpoSpec,
+    KtoSpec,
+    OrpoSpec,
+    PreferenceSpec,
+    RewardSpec,
+    SftSpec,
+    SimpoSpec,
+)
 
 GroupAlgorithm = GrpoSpec | RlooSpec | GspoSpec | RaftSpec
 PolicyAlgorithm = PpoSpec | AcShareSpec | GroupAlgorithm | ReinforceSpec | RemaxSpec | SafeRlhfSpec
-AnyAlgorithm = PolicyAlgorithm | DpoSpec | SftSpec | RewardSpec
+PreferenceAlgorithm = DpoSpec | SimpoSpec | OrpoSpec | KtoSpec
+AnyAlgorithm = PolicyAlgorithm | PreferenceAlgorithm | SftSpec | RewardSpec
 Algorithm = Annotated[AnyAlgorithm, Field(discriminator="name")]
 ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(AnyAlgorithm))
 
@@ -44,11 +53,15 @@ __all__ = [
     "GspoSpec",
     "ImportanceSpec",
     "KlSpec",
+    "KtoSpec",
     "LagrangeSpec",
     "LossAggregation",
+    "OrpoSpec",
     "OverlongSpec",
     "PolicyAlgorithm",
     "PolicySpec",
+    "PreferenceAlgorithm",
+    "PreferenceSpec",
     "PpoSpec",
     "PtxSpec",
     "RaftSpec",
@@ -60,5 +73,6 @@ __all__ = [
     "SafeRlhfSpec",
     "SampledSpec",
     "SftSpec",
+    "SimpoSpec",
     "TruncationPenalty",
 ]
