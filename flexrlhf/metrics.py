@@ -84,7 +84,11 @@ METRICS = (
     Metric("return_mean", "return", "advantage + value, mean over tokens"),
     Metric("value_mean", "value", "critic's value before the update, mean over tokens"),
     Metric("policy_loss", "policy_loss", "clipped surrogate, mean over tokens and optimizer steps", progress=True),
-    Metric("ratio_clipped", "ratio_clipped", "share of tokens where the clipped ratio sets the loss"),
+    Metric(
+        "ratio_clipped",
+        "ratio_clipped",
+        "share of tokens where the clipped ratio sets the loss; cispo: where it is clipped",
+    ),
     Metric("update_kl", "update_kl", "k3 estimate of KL(old || new) within the step, mean over tokens (nats)"),
     Metric("entropy", "entropy", "entropy of softmax(logits / T), mean over tokens (nats)"),
     Metric("value_loss", "value_loss", "half the clipped squared error, mean over tokens", progress=True),
@@ -121,8 +125,21 @@ METRICS = (
     Metric("critic_skipped", "train_critic/skipped", SKIPPED, is_problem=True),
     Metric("cost_critic_skipped", "train_cost_critic/skipped", SKIPPED, is_problem=True),
     Metric("reward_skipped", "train_reward/skipped", SKIPPED, is_problem=True),
-    Metric("importance_weight", "importance_weight", "min(pi_old / pi_rollout, cap), mean over tokens or responses"),
-    Metric("importance_clipped", "importance_clipped", "share of importance weights above the cap"),
+    Metric(
+        "importance_weight",
+        "importance_weight",
+        "min(pi_old / pi_rollout, cap), with outside: mask 0 beyond the bounds, mean over tokens or responses",
+    ),
+    Metric(
+        "importance_clipped", "importance_clipped", "share of ratios above cap, with outside: mask also below floor"
+    ),
+    Metric("importance_rejected", "importance_rejected", "share of tokens that importance.reject leaves out"),
+    Metric(
+        "covariance",
+        "covariance",
+        "(log-prob - its mean) * (advantage - its mean), means over a mini-batch, mean over tokens",
+    ),
+    Metric("covariance_selected", "covariance_selected", "share of tokens that are selected by their covariance"),
     Metric(
         "effective_sample_size",
         "importance_weight",

@@ -9,8 +9,10 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
+from flexrlhf.objectives.covariance import covariant_tokens
 from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores, likelihood, pair_accuracy
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
+from flexrlhf.objectives.importance import rejection
 from flexrlhf.objectives.kto import kto_loss, reference_point
 from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, ptx_loss, shared_loss, value_loss
 from flexrlhf.objectives.parity import parity
@@ -38,6 +40,8 @@ COMBINES: dict[str, Combine] = {
     "ppo_advantages": ppo_advantages,
     "group_advantages": group_advantages,
     "best_of_group": best_of_group,
+    "covariant_tokens": covariant_tokens,
+    "rejection": rejection,
     "reinforce_advantages": reinforce_advantages,
     "remax_advantages": remax_advantages,
     "safe_advantages": safe_advantages,

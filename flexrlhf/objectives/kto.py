@@ -33,7 +33,7 @@ def kto_loss(spec: KtoSpec) -> Loss:
 def reference_point(_: KtoSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Return ``reference_point`` (n,), an estimate of KL(policy || reference), at least 0, one for each mini-batch.
 
-    It is the mean log-ratio of responses that belong to other prompts (Ethayarajh et al. 2024, section 4.1), over all
+    It is the mean log-ratio of responses that belong to other prompts (Ethayarajh et al. 2024, section 4), over all
     rows of the mini-batch, on whichever rank they are.
     """
     log_ratios = of_responses(batch["logprobs"] - batch["ref_logprobs"], batch["response_mask"], is_mean=False)

@@ -53,6 +53,8 @@ COLUMNS = {
         Column("token_scores", "response", "float32", "token_scores"),
         Column("advantages", "response", "float32"),
         Column("returns", "response", "float32"),
+        Column("kept_mask", "response", "uint8"),
+        Column("selected_tokens", "response", "uint8"),
         Column("reference_point", "row", "float32"),
     )
 }

@@ -89,6 +89,15 @@ COMPLETIONS: dict[str, Raw] = {
         "ppo", _scored({"model": "reward", "weight": 0.7}, {"model": "reward_second", "weight": -0.4}, LENGTH)
     ),
     "rule": _of("ppo", _scored(LENGTH), kl=None),
+    "cispo": _of("ppo", surrogate="cispo", prompts_per_step=7, epochs=2),
+    "clip-cov": _of("ppo", surrogate="clip-cov", covariance={"share": 0.2, "lower": 0.2, "upper": 2.0}, epochs=2),
+    "masked-sequences": _of("ppo", importance={"level": "sequence", "outside": "mask", "floor": 0.7, "cap": 1.4}),
+    "rejected": _of("ppo", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}, kl=None),
+    "rejected-sequences": _of(
+        "ppo",
+        importance={"level": "sequence", "reject": {"lower": 0.6, "upper": 1.6}},
+        loss_aggregation="seq-mean-token-mean",
+    ),
 }
 """Further settings of PPO, and with it of all that generate responses."""
 ALGORITHMS: dict[str, Raw] = {
@@ -97,6 +106,7 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-streaming": _of("ac-share", num_mini_batches=4, whiten="mini_batch", kl=_loss_kl("k3", 0.3)),
     "one-trunk-uneven": _of("ac-share", prompts_per_step=7, truncation="bootstrap", gamma=0.98),
     "one-trunk-corrected": _of("ac-share", importance={"cap": 1.05}),
+    "one-trunk-rejected": _of("ac-share", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}),
     "one-trunk-adapters": _of("ac-share", {"models": SHARED_REF}),
     "one-trunk-texts": _of("ac-share", _scored(LENGTH), ptx=TEXTS, samples_per_prompt=2, prompts_per_step=4),
     "grpo": _of("grpo"),
@@ -130,6 +140,19 @@ ALGORITHMS: dict[str, Raw] = {
     "rloo-clipped": _of("rloo", samples_per_prompt=2, reward_clip=0.5, dual_clip=1.02, epochs=2),
     "gspo": _of("gspo", epochs=2),
     "gspo-masked": _of("gspo", _scored(COUNTED), truncation="mask", kl=_loss_kl("k2", 0.3), normalise_scores="batch"),
+    "gspo-token": _of("gspo", ratio="sequence-token", epochs=2),
+    "grpo-cispo": _of("grpo", surrogate="cispo", epochs=2),
+    "grpo-clip-cov": _of(
+        "grpo", surrogate="clip-cov", covariance={"share": 0.2, "lower": 0.2, "upper": 2.0}, prompts_per_step=5
+    ),
+    "grpo-kl-cov": _of("grpo", surrogate="kl-cov", covariance={"share": 0.15, "coefficient": 0.7}, epochs=2),
+    "grpo-masked": _of("grpo", kl=None, importance={"outside": "mask", "floor": 0.9, "cap": 1.1}),
+    "grpo-rejected": _of(
+        "grpo",
+        surrogate="kl-cov",
+        covariance={"share": 0.15},
+        importance={"cap": 1.05, "reject": {"level": "geometric", "lower": 0.95, "upper": 1.05}},
+    ),
     "raft": _of("raft", _scored(COUNTED)),
     "raft-penalised": _of("raft", kl={"coefficient": 0.3}, truncation="mask", epochs=2),
     "reinforce": _of("reinforce++", num_mini_batches=4, kl={"coefficient": 0.1, "target": 0.2, "horizon": 20}),

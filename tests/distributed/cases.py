@@ -444,6 +444,13 @@ OF_ALGORITHMS = [
     Case("grpo-dynamic", "co-located", 2),
     Case("grpo-corrected", "lag-every-3", 4),
     Case("rloo", "pairs", 4),
+    Case("gspo-token", "halves", 2),
+    Case("grpo-cispo", "co-located", 2),
+    Case("grpo-clip-cov", "halves", 4),
+    Case("grpo-kl-cov", "six-chunks", 2),
+    Case("grpo-masked", "lag", 2),
+    Case("grpo-rejected", "lag-every-3", 4),
+    Case("one-trunk-rejected", "lag", 2),
     Case("raft", "co-located", 2),
     Case("raft", "halves", 2),
     Case("raft-penalised", "six", 4),
@@ -496,6 +503,11 @@ OF_ALGORITHMS = [
     Case("tokens-mixed", "halves", 2),
     Case("two-rewards", "halves", 4),
     Case("rule", "every-3", 2),
+    Case("cispo", "pairs", 4),
+    Case("clip-cov", "six-chunks", 4),
+    Case("masked-sequences", "lag", 4),
+    Case("rejected", "lag", 2),
+    Case("rejected-sequences", "lag-chunks", 4),
 ]
 DEFAULT += OF_ALGORITHMS
 

@@ -25,6 +25,7 @@ class Response:
     ratio to. ``said``: of each of several sources, by column; ``scores``, ``token_scores``: their sums, by section of
     the YAML; ``has_failed``: the sections of which a source said nothing. ``counts``: its scores are numbers, and no
     rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score behind all rules.
+    ``kept``: by token, what importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects.
     ``values``, ``returns``: by critic.
     """
 
@@ -45,6 +46,8 @@ class Response:
     counts: bool = True
     is_taken: bool = True
     shaped: float = 0.0
+    kept: list[bool] = field(default_factory=list)
+    selected: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] = field(default_factory=list)
     returns: dict[str, list[float]] = field(default_factory=dict)
@@ -111,6 +114,13 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
         columns[f"values{CRITICS[role]}"] = right([a.values[role] for a in responses], behind + 1)
     columns["loss_mask"] = padded([[int(a.is_trained)] * len(a.tokens) for a in responses], behind, 0)
     columns["advantages"] = right([a.advantages if a.is_trained else [] for a in responses])
+    for name, parts in (
+        ("kept_mask", [a.kept for a in responses]),
+        ("selected_tokens", [a.selected for a in responses]),
+    ):
+        if first.tokens and any(parts):
+            counted = [[int(x and a.is_trained) for x in part] for a, part in zip(responses, parts, strict=True)]
+            columns[name] = padded(counted, behind, 0)
     for role in first.values:
         columns[f"returns{CRITICS[role]}"] = right([a.returns[role] if a.is_trained else [] for a in responses])
     return columns

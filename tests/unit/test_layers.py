@@ -57,7 +57,7 @@ LAYERS = (
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors", torch=True),
     Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),
     Layer("engines", "engines comm.reduce memory weights placement operators config errors", torch=True),
-    Layer("objectives", "objectives engines.base operators config metrics errors", torch=True),
+    Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
     Layer(
         "execution",
         f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",

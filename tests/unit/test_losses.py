@@ -29,8 +29,9 @@ from flexrlhf.config.algorithms import (
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import LOSSES
+from flexrlhf.objectives.importance import importance_weights
 from flexrlhf.objectives.kl_penalty import kl_estimate
-from flexrlhf.objectives.losses import aggregate, importance_weights
+from flexrlhf.objectives.losses import aggregate
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 

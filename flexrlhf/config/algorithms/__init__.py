@@ -10,6 +10,7 @@ from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
 from flexrlhf.config.algorithms.group import DynamicSamplingSpec, GroupSpec, GrpoSpec, GspoSpec, RaftSpec, RlooSpec
 from flexrlhf.config.algorithms.policy import (
     AcShareSpec,
+    CovarianceSpec,
     KlSpec,
     LagrangeSpec,
     OverlongSpec,
@@ -22,7 +23,7 @@ from flexrlhf.config.algorithms.policy import (
     SafeRlhfSpec,
     TruncationPenalty,
 )
-from flexrlhf.config.algorithms.sampled import ImportanceSpec, SampledSpec
+from flexrlhf.config.algorithms.sampled import ImportanceSpec, RejectionSpec, SampledSpec
 from flexrlhf.config.algorithms.supervised import (
     DpoSpec,
     KtoSpec,
@@ -46,6 +47,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmSpec",
     "AnyAlgorithm",
+    "CovarianceSpec",
     "DpoSpec",
     "DynamicSamplingSpec",
     "GroupSpec",
@@ -66,6 +68,7 @@ __all__ = [
     "PtxSpec",
     "RaftSpec",
     "ReinforceSpec",
+    "RejectionSpec",
     "RemaxSpec",
     "ReturnsSpec",
     "RewardSpec",

@@ -82,7 +82,7 @@ class GspoSpec(GroupSpec):
 
     name: Literal["gspo"] = "gspo"
     kl: KlSpec | None = None
-    ratio: Literal["token", "sequence"] = "sequence"
+    ratio: Literal["token", "sequence", "sequence-token"] = "sequence"
     clip_low: float = Field(3e-4, gt=0, lt=1)
     clip_high: float = Field(4e-4, gt=0)
     loss_aggregation: LossAggregation = "seq-mean-token-mean"

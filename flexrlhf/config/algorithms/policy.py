@@ -88,6 +88,28 @@ class PtxSpec(StrictModel):
     coefficient: float = Field(1.0, gt=0, description="factor of this loss")
 
 
+class CovarianceSpec(StrictModel):
+    """Tokens of high covariance of log-prob and advantage, which lower the entropy most (Cui et al. 2025, section 4.2).
+
+    Covariance of a token: (log-prob - mean) (advantage - mean), with means over the tokens of the mini-batch and
+    log-probs of the policy that the step starts from. Of a mini-batch are selected, at least one token each:
+    clip-cov: ``share`` of its tokens, by a hash, among those with a covariance between ``lower`` and ``upper``; they
+    have no gradient. kl-cov: the ``share`` of its tokens with the highest covariance; their loss has
+    ``coefficient`` abs(log ratio) added.
+    """
+
+    share: float = Field(0.0002, gt=0, le=1, description="share of the tokens that is selected")
+    lower: float = Field(1.0, description="clip-cov: smallest covariance that may be selected")
+    upper: float = Field(5.0, description="clip-cov: largest covariance that may be selected")
+    coefficient: float = Field(1.0, ge=0, description="kl-cov: factor of the penalty")
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.lower >= self.upper:
+            raise ValueError(f"lower {self.lower:g} is not below upper {self.upper:g}")
+        return self
+
+
 class PolicySpec(SampledSpec):
     """Settings of algorithms that train on sampled responses with a clipped policy gradient."""
 
@@ -98,7 +120,17 @@ class PolicySpec(SampledSpec):
     dual_clip: float | None = Field(
         None, gt=1, description="largest ratio where the advantage is negative; null: no limit"
     )
-    ratio: Literal["token", "sequence"] = Field("token", description="sequence: one ratio of the whole response (GSPO)")
+    surrogate: Literal["clip", "cispo", "clip-cov", "kl-cov"] = Field(
+        "clip",
+        description="clip: PPO's; cispo: weights of log-probs are clipped, not the loss; clip-cov, kl-cov: clip, and a "
+        "penalty in its place, for tokens of high covariance",
+    )
+    ratio: Literal["token", "sequence", "sequence-token"] = Field(
+        "token",
+        description="sequence: one ratio of the whole response (GSPO); sequence-token: its value, with the gradient of "
+        "each token's own (GSPO-token)",
+    )
+    covariance: CovarianceSpec = Field(CovarianceSpec(), description="of surrogate: clip-cov and kl-cov")
     entropy_coefficient: float = Field(0.0, ge=0, description="factor of the entropy bonus in the loss")
     loss_aggregation: LossAggregation = Field("token-mean", description="from the losses of tokens to that of a batch")
     reward_clip: float | None = Field(
@@ -147,6 +179,20 @@ class PolicySpec(SampledSpec):
     def _forms_of_grpo(self) -> Self:
         if self.like in OF_GRPO and not self.COMPARES_GROUPS:
             raise ValueError(f"like: {self.like} is a form of grpo; use that algorithm, or remove like")
+        return self
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether tokens are selected by their covariance."""
+        return self.surrogate in ("clip-cov", "kl-cov")
+
+    @model_validator(mode="after")
+    def _surrogate_of_tokens(self) -> Self:
+        if self.surrogate != "clip":
+            if self.ratio != "token":
+                raise ValueError(f"surrogate: {self.surrogate} takes ratios of tokens; use ratio: token")
+            if self.dual_clip is not None and self.surrogate != "clip-cov":
+                raise ValueError(f"dual_clip {self.dual_clip:g} bounds a clipped loss; use null, or surrogate: clip")
         return self
 
     @model_validator(mode="after")

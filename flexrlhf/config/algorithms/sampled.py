@@ -18,15 +18,44 @@ def _as_list(value: Any) -> Any:
 StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
 
 
-class ImportanceSpec(StrictModel):
-    """Truncated importance sampling (Ionides 2008; Espeholt et al. 2018): corrects for responses of another policy.
+class RejectionSpec(StrictModel):
+    """Rejection of tokens or responses that the trained policy would have sampled much more or less often.
 
-    Weight = min(pi_old / pi_rollout, cap) of each token, or of the whole response; pi_old: the weights that training of
-    the step starts from, pi_rollout: the distribution that the response was sampled from.
+    What has a ratio pi_old / pi_rollout outside the bounds is left out of the actor's loss and its denominators
+    (verl's ``rollout_rs``: token_k1, seq_sum_k1, seq_mean_k1, whose bounds are of the inverse ratio).
+    """
+
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "sequence",
+        description="token: each by its ratio; sequence: a response by the product of its tokens'; geometric: by their "
+        "geometric mean",
+    )
+    lower: float = Field(0.5, gt=0, lt=1, description="smallest ratio that is kept")
+    upper: float = Field(2.0, gt=1, description="largest ratio that is kept")
+
+
+class ImportanceSpec(StrictModel):
+    """Importance sampling (Ionides 2008; Espeholt et al. 2018): corrects for responses of another policy.
+
+    Ratio = pi_old / pi_rollout of each token, or of the whole response; pi_old: the weights that training of
+    the step starts from, pi_rollout: the distribution that the response was sampled from. Weight of a loss:
+    truncate: min(ratio, cap). mask: the ratio where it is in [floor, cap], else 0 (IcePop, Ling Team 2025; verl's
+    ``rollout_is_threshold: lower_upper``); tokens of weight 0 stay in the loss's denominator.
     """
 
     level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a response")
+    outside: Literal["truncate", "mask"] = Field("truncate", description="what becomes of a ratio beyond the bounds")
     cap: float = Field(2.0, ge=1, description="largest weight")
+    floor: float | None = Field(
+        None, gt=0, le=1, description="smallest weight that is not 0, with outside: mask; null: no such bound"
+    )
+    reject: RejectionSpec | None = Field(None, description="null: nothing is left out")
+
+    @model_validator(mode="after")
+    def _floor_of_a_mask(self) -> Self:
+        if self.floor is not None and self.outside == "truncate":
+            raise ValueError(f"floor {self.floor:g} goes with outside: mask; use that, or remove floor")
+        return self
 
 
 class SampledSpec(AlgorithmSpec):
