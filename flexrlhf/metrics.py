@@ -77,6 +77,7 @@ METRICS = (
     Metric("greedy_score", "greedy_score", "score of the greedy responses, which is the baseline"),
     Metric("group_alike", "group_alike", "share of responses in groups whose scores are all the same"),
     Metric("group_taken", "group_taken", "share of the sampled responses that are in groups that are trained on"),
+    Metric("response_steps", "response_steps", "steps per response that counts, with supervision: process"),
     Metric("cost_mean", "cost", "cost, mean over responses", progress=True),
     Metric("lagrange", "lagrange", "Lagrange multiplier of the limit on the cost"),
     Metric("advantage_mean", "advantage", "advantage before whitening, mean over tokens"),

@@ -51,6 +51,7 @@ COLUMNS = {
         Column("values", "response+1", "float32", "values"),
         Column("scores", "row", "float32", "scores"),
         Column("token_scores", "response", "float32", "token_scores"),
+        Column("step_ends", "response", "uint8"),
         Column("advantages", "response", "float32"),
         Column("returns", "response", "float32"),
         Column("kept_mask", "response", "uint8"),

@@ -12,6 +12,10 @@ FAST = {"learning_rate": 0.01, "eps": 1e-4}
 """Of adapters, which start at nothing."""
 COUNTED = {"function": "assets:scores.py:counted"}
 BY_TOKEN = {"function": "assets:scores.py:by_token", "level": "token"}
+BY_STEP = {"function": "assets:scores.py:by_step", "level": "step", "separator": "i"}
+"""A step ends behind a word in i."""
+BY_ENDS = {"function": "assets:scores.py:by_ends", "level": "step"}
+MODEL_STEPS = {"model": "reward", "level": "step", "separator": "u"}
 COSTS = {"function": "assets:scores.py:costs"}
 LENGTH = {"rule": "length", "target_tokens": 5}
 """Ties are many: eight lengths have five scores."""
@@ -85,6 +89,8 @@ COMPLETIONS: dict[str, Raw] = {
     "tokens-called": _of("ppo", _scored({**BY_TOKEN, "weight": 2.0}, LENGTH), truncation={"penalty": 1.0}),
     "tokens-bootstrap": _of("ppo", _scored({"model": "reward", "level": "token"}), truncation="bootstrap"),
     "tokens-mixed": _of("ppo", _scored({"model": "reward"}, {**BY_TOKEN, "weight": 0.5}), gamma=0.9),
+    "steps": _of("ppo", _scored(BY_STEP), gamma=0.95),
+    "steps-models": _of("ppo", _scored(MODEL_STEPS, {**BY_ENDS, "weight": 0.5}), reward_clip=1.0),
     "two-rewards": _of(
         "ppo", _scored({"model": "reward", "weight": 0.7}, {"model": "reward_second", "weight": -0.4}, LENGTH)
     ),
@@ -140,7 +146,18 @@ ALGORITHMS: dict[str, Raw] = {
     "rloo-clipped": _of("rloo", samples_per_prompt=2, reward_clip=0.5, dual_clip=1.02, epochs=2),
     "gspo": _of("gspo", epochs=2),
     "gspo-masked": _of("gspo", _scored(COUNTED), truncation="mask", kl=_loss_kl("k2", 0.3), normalise_scores="batch"),
-    "gspo-token": _of("gspo", ratio="sequence-token", epochs=2),
+    # advantages that differ inside a response, so that the gradient is not that of one ratio
+    "gspo-token": _of("gspo", _scored(BY_STEP), ratio="sequence-token", supervision="process", epochs=2),
+    "grpo-process": _of("grpo", _scored(BY_STEP), supervision="process"),
+    "grpo-process-models": _of(
+        "grpo",
+        _scored({**MODEL_STEPS, "weight": 0.5}, {**BY_ENDS, "weight": 2.0}, LENGTH),
+        supervision="process",
+        scale="none",
+        truncation={"penalty": 0.5},
+        prompts_per_step=3,
+        samples_per_prompt=3,
+    ),
     "grpo-cispo": _of("grpo", surrogate="cispo", epochs=2),
     "grpo-clip-cov": _of(
         "grpo", surrogate="clip-cov", covariance={"share": 0.2, "lower": 0.2, "upper": 2.0}, prompts_per_step=5
@@ -213,6 +230,20 @@ def counted(prompts, responses):
 def by_token(prompts, responses, num_tokens):
     """A number for each token, by its place and the whole text."""
     return [[0.25 * ((place + len(text)) % 5) for place in range(n)] for text, n in zip(responses, num_tokens)]
+
+
+def by_step(prompts, responses, steps):
+    """A number for each step, by its place and length; none for a response that begins with an m.
+
+    Sums of them are no multiples of their mean, so that no advantage is 0 but for rounding.
+    """
+    scores = [[math.sin(1 + place + 2 * len(step)) for place, step in enumerate(each)] for each in steps]
+    return [None if text.strip().startswith("m") else each for text, each in zip(responses, scores)]
+
+
+def by_ends(prompts, responses):
+    """Where words end in o, how many characters the text has up to there."""
+    return [[(end + 1, 0.1 * (end % 7)) for end, sign in enumerate(text) if sign == "o"] for text in responses]
 
 
 def costs(prompts, responses, num_tokens):

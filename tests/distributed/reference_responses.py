@@ -25,7 +25,8 @@ class Response:
     ratio to. ``said``: of each of several sources, by column; ``scores``, ``token_scores``: their sums, by section of
     the YAML; ``has_failed``: the sections of which a source said nothing. ``counts``: its scores are numbers, and no
     rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score behind all rules.
-    ``kept``: by token, what importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects.
+    ``step_ends``: 1 for tokens that end a step. ``kept``: by token, what
+    importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects.
     ``values``, ``returns``: by critic.
     """
 
@@ -46,6 +47,7 @@ class Response:
     counts: bool = True
     is_taken: bool = True
     shaped: float = 0.0
+    step_ends: list[int] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)
     selected: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -110,6 +112,8 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
         own = sampled_columns(spec, greedy, pad) | said_columns(greedy, behind)
         columns |= {f"{name}.greedy": column for name, column in own.items()}
     columns |= said_columns(responses, behind)
+    if first.step_ends:
+        columns["step_ends"] = padded([a.step_ends for a in responses], behind, 0)
     for role in first.values:
         columns[f"values{CRITICS[role]}"] = right([a.values[role] for a in responses], behind + 1)
     columns["loss_mask"] = padded([[int(a.is_trained)] * len(a.tokens) for a in responses], behind, 0)

@@ -32,6 +32,11 @@ class GroupSpec(PolicySpec):
         "mean", description="mean score of the group, or of its other responses"
     )
     scale: Literal["group", "none"] = Field("group", description="group: divide by the group's standard deviation")
+    supervision: Literal["outcome", "process"] = Field(
+        "outcome",
+        description="outcome: one advantage a response; process: scores of steps are compared, and a token's advantage "
+        "is the sum of those that end at or behind it (Shao et al. 2024, section 4.1.3)",
+    )
     dynamic_sampling: DynamicSamplingSpec | None = Field(None, description="null: all groups are trained on")
 
     @property
@@ -48,12 +53,23 @@ class GroupSpec(PolicySpec):
         return self
 
     @model_validator(mode="after")
+    def _steps_compare(self) -> Self:
+        if self.supervision == "process":
+            if self.baseline == "others":
+                raise ValueError("supervision: process compares steps with the group's mean; use baseline: mean")
+            if self.kl is not None and self.kl.place == "reward":
+                raise ValueError("supervision: process has scores of steps alone; use kl.place: loss, or kl: null")
+            if self.normalise_scores != "none":
+                raise ValueError("supervision: process normalises scores of steps itself; use normalise_scores: none")
+        return self
+
+    @model_validator(mode="after")
     def _no_values(self) -> Self:
         return without_values(self)
 
 
 class GrpoSpec(GroupSpec):
-    """Group relative policy optimization (DeepSeekMath, Shao et al. 2024, section 4.1), outcome supervision.
+    """Group relative policy optimization (DeepSeekMath, Shao et al. 2024, section 4.1), outcome or process supervision.
 
     ``like: dr-grpo`` and ``like: dapo`` are its later forms.
     """
