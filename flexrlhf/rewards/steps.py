@@ -23,15 +23,18 @@ class StepScores:
 def split_steps(response: str, separator: str) -> list[str]:
     """Split a response behind each ``separator``; joined, the steps are the response.
 
-    A piece of blanks is a part of the step before it, or of the first one.
+    A piece with nothing but blanks is a part of the step before it, or of the first one.
     """
     *closed, last = response.split(separator)
     steps: list[str] = []
+    is_blank_so_far = True
     for piece in (*(piece + separator for piece in closed), last):
-        if steps and not (piece.strip() and steps[-1].strip()):
+        is_blank = not piece.removesuffix(separator).strip()
+        if steps and (is_blank or is_blank_so_far):
             steps[-1] += piece
         else:
             steps.append(piece)
+        is_blank_so_far = is_blank_so_far and is_blank
     return steps
 
 

@@ -116,14 +116,10 @@ class Judge:
 
 
 def steps_of(text: str, separator: str) -> list[str]:
-    """Behind every separator a step ends; what has no letters is a part of its neighbour."""
-    steps: list[str] = []
-    for step in re.findall(rf".*?{re.escape(separator)}|.+$", text, re.DOTALL) or [""]:
-        if steps and (not step.strip() or not steps[-1].strip()):
-            steps[-1] += step
-        else:
-            steps.append(step)
-    return steps
+    """A step is something, up to a separator, and all separators and blanks around it."""
+    end = re.escape(separator)
+    something = rf"(?:(?!{end}).)+(?:{end}(?:\s*{end})*(?:\s*$)?|$)"
+    return re.findall(rf"^(?:\s|{end})*$|^(?:\s*{end})*{something}|{something}", text, re.DOTALL) or [""]
 
 
 def at_ends(said: Any, ends: list[int]) -> Said:

@@ -74,6 +74,8 @@ EXAMPLES: Examples = {
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
     "ModelSource.model": NOTHING,
+    **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service", "Rule")], NOTHING),
+    "ImportanceSpec.floor": NOTHING,
     "FunctionSource.function": ("scores.py:score", "package.module:score"),
     "ServiceSource.url": URLS,
     "ServiceSource.headers": ({"Authorization": "Bearer ${REWARD_TOKEN}"}, {"X-Run": "on"}),
@@ -154,6 +156,8 @@ def _algorithm(rng: Random, share: float) -> Raw:
     settings = random_settings(rng, CLASSES[name], EXAMPLES, share / 2)
     if issubclass(CLASSES[name], PolicySpec) and chance(rng, 0.3):
         settings["like"] = rng.choice(tuple(PRESETS) + OF_GRPO if name == "grpo" else OF_ANY)
+    if settings.get("importance", {}) and settings["importance"].get("outside") == "mask" and chance(rng, 0.5):
+        settings["importance"]["floor"] = 0.25
     if settings.keys() & {"top_p", "top_k", "min_response_tokens"}:
         settings["importance"] = random_settings(rng, ImportanceSpec, EXAMPLES, share)
     if name == "safe-rlhf" and chance(rng, share):
@@ -182,6 +186,9 @@ def _sources(rng: Random, algorithm: str, share: float) -> Raw:
     sources: list[Raw] = [_called(rng, share) for _ in range(rng.randint(0, 2))]
     names = rng.sample(("reward", "reward_help", "reward_v2-1"), rng.randint(0 if sources else 1, 2))
     sources += [random_settings(rng, ModelSource, EXAMPLES, share) | {"model": name} for name in names]
+    for source in sources:
+        if source.get("level") == "step" and ("model" in source or chance(rng, 0.5)):
+            source["separator"] = rng.choice(("\n\n", "Step "))
     return {"reward": sources[0] if len(sources) == 1 and chance(rng, 0.5) else sources}
 
 
