@@ -48,14 +48,14 @@ class ModelSource(_LevelledSource):
         return self
 
 
-class _CalledSource(_LevelledSource):
+class _CalledSource(_WeightedSource):
     """Settings of sources that are no models. They are called with batches of responses."""
 
     batch_size: int = Field(16, ge=1, description="responses of one call")
     seconds: float = Field(0.0, ge=0, description="time of one call that simulate and advise assume")
 
 
-class FunctionSource(_CalledSource):
+class FunctionSource(_LevelledSource, _CalledSource):
     """Python function of the user, called in worker processes: a call that hangs or crashes costs its scores only.
 
     ``function(prompts, responses, **columns) -> list of numbers``: texts, and each column of the data's rows as a list;
@@ -69,7 +69,7 @@ class FunctionSource(_CalledSource):
     workers: int = Field(1, ge=1, description="worker processes of one rank")
 
 
-class ServiceSource(_CalledSource):
+class ServiceSource(_LevelledSource, _CalledSource):
     """HTTP service: POST of JSON {query, prompts, labels} as OpenRLHF sends it; the reply is {rewards: [...]}.
 
     With a separator it also receives {steps: [[...], ...]}.
@@ -111,7 +111,6 @@ class RuleSource(_CalledSource):
     """Rule that ships with flexrlhf, of whole responses: right is 1, wrong 0."""
 
     level: Literal["answer"] = "answer"
-    separator: None = None
     rule: Literal["exact_answer", "gsm8k", "format", "length"]
     answer: str = Field("answer", description="exact_answer, gsm8k: column with the solution")
     pattern: str | None = Field(None, description="format: regular expression that the whole response must match")

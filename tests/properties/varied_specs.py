@@ -74,7 +74,7 @@ EXAMPLES: Examples = {
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
     "ModelSource.model": NOTHING,
-    **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service", "Rule")], NOTHING),
+    **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service")], NOTHING),
     "ImportanceSpec.floor": NOTHING,
     "FunctionSource.function": ("scores.py:score", "package.module:score"),
     "ServiceSource.url": URLS,
@@ -132,6 +132,8 @@ def make_varied_spec(rng: Random) -> Raw:
     raw["data"] = random_settings(rng, DataSpec, EXAMPLES, share) | {"max_response_tokens": rng.choice((4, 8, 256))}
     raw["cluster"] = _cluster(rng, share)
     raw |= {"models": {}, "rollout": {}, **_sources(rng, raw["algorithm"]["name"], share)}
+    if not any(source.get("level") == "step" for source in _listed(raw.get("reward", []))):
+        raw["algorithm"].pop("supervision", None)
     graph = make_graph(parse_spec(raw))
     shadows = graph.can_shadow and chance(rng, 0.5)
     raw["models"] = _models(rng, graph, shadows, share) | _scoring_models(raw)
@@ -144,6 +146,10 @@ def make_varied_spec(rng: Random) -> Raw:
     return raw | _instructions(rng, raw, shadows, share)
 
 
+def _listed(sources: Any) -> list[Raw]:
+    return [sources] if isinstance(sources, dict) else sources
+
+
 def _split_nodes(rng: Random, nodes: list[Raw], share: float) -> None:
     """Make two machines of some nodes with an even number of devices."""
     for node in nodes:
@@ -154,7 +160,10 @@ def _split_nodes(rng: Random, nodes: list[Raw], share: float) -> None:
 def _algorithm(rng: Random, share: float) -> Raw:
     name = rng.choice(ALGORITHMS)
     settings = random_settings(rng, CLASSES[name], EXAMPLES, share / 2)
-    if issubclass(CLASSES[name], PolicySpec) and chance(rng, 0.3):
+    if settings.get("surrogate", "clip") != "clip":
+        for key in ("ratio", "dual_clip"):
+            settings.pop(key, None)
+    if issubclass(CLASSES[name], PolicySpec) and chance(rng, 0.6 if name == "grpo" else 0.3):
         settings["like"] = rng.choice(tuple(PRESETS) + OF_GRPO if name == "grpo" else OF_ANY)
     if settings.get("importance", {}) and settings["importance"].get("outside") == "mask" and chance(rng, 0.5):
         settings["importance"]["floor"] = 0.25

@@ -122,8 +122,8 @@ class PolicySpec(SampledSpec):
     )
     surrogate: Literal["clip", "cispo", "clip-cov", "kl-cov"] = Field(
         "clip",
-        description="clip: PPO's; cispo: weights of log-probs are clipped, not the loss; clip-cov, kl-cov: clip, and a "
-        "penalty in its place, for tokens of high covariance",
+        description="clip: PPO's; cispo: clipped weights of log-probs; clip-cov: clip, without the loss of some tokens "
+        "of high covariance; kl-cov: no clip, a penalty on the tokens of highest covariance",
     )
     ratio: Literal["token", "sequence", "sequence-token"] = Field(
         "token",
