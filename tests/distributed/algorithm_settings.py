@@ -185,6 +185,7 @@ ALGORITHMS: dict[str, Raw] = {
     "remax-masked": _of("remax", _scored(COUNTED), whiten="batch", gamma=0.95),
     "remax-cut-off": _of("remax", {"steps": 2}, truncation="mask", min_response_tokens=2, importance={"cap": 1.05}),
     "remax-two": _of("remax", _scored({"model": "reward"}, {"model": "reward_second", "level": "token"}, LENGTH)),
+    "remax-steps": _of("remax", _scored(MODEL_STEPS, BY_STEP)),
     "remax-corrected": _of("remax", importance={"cap": 1.05}),
     "safe": _of("safe-rlhf", lagrange={"limit": -0.5, "learning_rate": 0.5}),
     "safe-texts": _of(
@@ -194,6 +195,9 @@ ALGORITHMS: dict[str, Raw] = {
         "safe-rlhf",
         {**_scored(COUNTED), "cost": [COSTS, {"model": "cost", "weight": 0.5}]},
         lagrange={"limit": 0.2, "learning_rate": 5.0, "maximum": 1.2},
+    ),
+    "safe-steps": _of(
+        "safe-rlhf", {"cost": [{**MODEL_STEPS, "model": "cost", "weight": 0.5}, LENGTH]}, lagrange={"limit": 0.2}
     ),
     "safe-streaming": _of("safe-rlhf", num_mini_batches=4, whiten="mini_batch", truncation="bootstrap"),
     "safe-rule": _of("safe-rlhf", {**_scored(LENGTH), "cost": [COSTS]}, kl=None, value_clip=None),
