@@ -13,7 +13,7 @@ from flexrlhf.operators.sources import CALLED, STEP_ENDS
 
 
 def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
-    """Return ``scores`` (n,), ``token_scores`` and ``step_ends`` (n, R).
+    """Return ``scores`` (n,), ``token_scores`` (n, R), and ``step_ends`` (n, R) where a source scores steps.
 
     Scores of whole responses are on their last tokens; those of functions and services are weighted already. Of a
     model with steps only the tokens that end one count.
@@ -30,5 +30,5 @@ def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[
             scores = weight * batch[f"scores.{source}"]
             total, by_token = total + scores, by_token + on_last_token(scores, mask)
     ends = [column for name, column in batch.columns.items() if plain(name) == STEP_ENDS]
-    step_ends = torch.stack([torch.zeros_like(mask), *ends]).amax(0)
-    return {"scores": total, "token_scores": by_token, STEP_ENDS: step_ends}, {}
+    of_steps = {STEP_ENDS: torch.stack(ends).amax(0)} if ends else {}
+    return {"scores": total, "token_scores": by_token, **of_steps}, {}
