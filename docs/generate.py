@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config import algorithms, reward_sources, spec
-from flexrlhf.config.presets import PRESETS
+from flexrlhf.config.presets.filling import PEERS
+from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
 from flexrlhf.guideline.advice.model_names import MODELS
 from flexrlhf.metrics import METRICS
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -152,8 +153,8 @@ def reference() -> str:
         "One line a step in `metrics.jsonl`; a metric that a run does not have is left out.",
         _table(("metric", "definition"), [(f"`{metric.name}`", metric.definition) for metric in METRICS]),
         "## Presets",
-        "What `algorithm.like` stands for. A setting that the YAML writes itself has precedence.",
-        _table(("`like`", "settings"), [(f"`{name}`", _preset(settings)) for name, settings in PRESETS.items()]),
+        PRESETS_HEAD,
+        *(text for like, peer in PEERS.items() for text in _preset(like, peer)),
         "## Device classes",
         "`class` of a node, and `--gpu-type` of `advise`. Bandwidths are in one direction; where each figure is from, "
         "and which are fitted, stands in `flexrlhf/placement/devices.py`.",
@@ -350,8 +351,41 @@ def _yaml(value: Any) -> str:
     return str(value)
 
 
-def _preset(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{key}: {_yaml(value)}`" for key, value in settings.items())
+PRESETS_HEAD = """\
+What `algorithm.like` sets where the YAML writes nothing: the defaults of that engine's own trainer for the algorithm.
+How it is used: [presets](presets.md). Names without a section are of `algorithm`; an empty cell is not set."""
+
+
+def _preset(like: str, peer: Peer) -> Iterator[str]:
+    """Yield the table of one preset, what it completes penalties with, and what cannot be expressed."""
+    yield f"### `like: {like}`"
+    yield f"{peer.title}."
+    cells = {(name, cell.key): cell for name, trainer in peer.trainers.items() for cell in trainer.cells}
+    rows = []
+    for key in dict.fromkeys(key for _, key in cells):
+        found = [cells.get((name, key)) for name in peer.trainers]
+        sources = dict.fromkeys(cell.source for cell in found if cell is not None)
+        rows.append((f"`{key.removeprefix('algorithm.')}`", *map(_of_peer, found), "; ".join(sources)))
+    yield _table(("setting", *(f"`{name}`" for name in peer.trainers), "source"), rows)
+    parts = [
+        f"- `{name}`, `kl.place: {place}`: {', '.join(f'`{key}: {_yaml(value)}`' for key, value in part.items())}"
+        for name, trainer in peer.trainers.items()
+        for place, part in trainer.penalties.items()
+    ]
+    if parts:
+        yield "Of a KL penalty that is written, what it does not say:"
+        yield "\n".join(parts)
+    differs = [f"- `{name}`: {text}" for name, trainer in peer.trainers.items() for text in trainer.differs]
+    if differs:
+        yield "Not expressed:"
+        yield "\n".join(differs)
+
+
+def _of_peer(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    is_derived = isinstance(cell.value, MiniBatchesOf | WarmUp)
+    return str(cell.value) if is_derived else f"`{_yaml(cell.value)}`"
 
 
 def _commands() -> Iterator[str]:

@@ -53,6 +53,12 @@ METRICS = (
         "share of responses for which a function or service returned no score",
         is_problem=True,
     ),
+    Metric(
+        "text_cut",
+        "text_cut",
+        "share of texts whose beginning is cut off at models.ROLE.max_text_tokens",
+        is_problem=True,
+    ),
     Metric("not_counted", "not_counted", "share of responses that are left out of all losses"),
     Metric(
         "kl",
@@ -62,6 +68,11 @@ METRICS = (
     ),
     Metric(
         "kl_token", "kl_token", "logprob - ref_logprob of the policy that sampled the response, mean over tokens (nats)"
+    ),
+    Metric(
+        "kl_response_mean",
+        "kl_response_mean",
+        "estimate by algorithm.kl, mean over a response's tokens, mean over responses; with target_unit: token (nats)",
     ),
     Metric("kl_coefficient", "kl_coefficient", "coefficient of the KL penalty"),
     Metric(
@@ -236,6 +247,11 @@ METRICS = (
         "eval_score_failed",
         "eval_score_failed",
         "share of responses to evaluation prompts for which a function or service returned no score",
+    ),
+    Metric(
+        "eval_text_cut",
+        "eval_text_cut",
+        "share of texts of the evaluation set whose beginning is cut off at models.ROLE.max_text_tokens",
     ),
 )
 

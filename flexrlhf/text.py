@@ -48,3 +48,12 @@ def rank_marks(ranks: tuple[int, ...], num_ranks: int) -> str:
     if num_ranks > 32:
         return f"{span_of(ranks):<12}"
     return "".join("#" if rank in ranks else "." for rank in range(num_ranks))
+
+
+def shortened(text: str, width: int) -> str:
+    """Return ``text`` in one line of at most ``width`` characters, without its middle where it is longer."""
+    line = " ".join(text.split())
+    if len(line) <= width:
+        return line
+    half = (width - 5) // 2
+    return f"{line[: width - 5 - half].rstrip()} ... {line[-half:].lstrip()}"

@@ -44,7 +44,7 @@ class Progress:
     versions:     placed model → weights version
     controllers:  operator → state of its controller
     best:         model → best metric of the evaluations so far
-    reports:      step in flight → operator → its statistics and labels, for the metrics of that step
+    reports:      step in flight → operator → its report, for the metrics and samples of that step
     """
 
     next_step: int

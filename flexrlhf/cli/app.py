@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from flexrlhf.cli.advise import advise
+from flexrlhf.cli.data import data
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
 from flexrlhf.cli.export import export
@@ -21,5 +22,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLHF by placement ratios.",
 )
-for command in (plan, simulate, advise, profile, doctor, run, export, verify):
+for command in (data, plan, simulate, advise, profile, doctor, run, export, verify):
     app.command()(with_exit_codes(command))

@@ -8,9 +8,13 @@ import typer
 
 from flexrlhf.cli.errors import print_error
 from flexrlhf.config.spec import Spec
+from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
+from flexrlhf.plan.data_lines import data_line, data_warnings
+from flexrlhf.plan.data_sources import DataSource
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.present_data import present_inspections
 from flexrlhf.plan.suggestions import check_fits
 
 
@@ -38,3 +42,23 @@ def check_memory(plans: Sequence[Plan], force: bool) -> None:
             if not force:
                 raise
             print_error(f"{error} (--force: continuing)")
+
+
+InspectedFile = tuple[Plan, DataSource, Inspection]
+
+
+def inspect_data(plans: Sequence[Plan]) -> list[InspectedFile]:
+    """Inspect the data files of ``plans`` that exist. Raises UserError for one with which ``run`` would stop."""
+    return [
+        (plan, source, found)
+        for index, plan in enumerate(plans)
+        for source, found in present_inspections(plan, plans[:index])
+    ]
+
+
+def print_data_lines(files: Sequence[InspectedFile]) -> None:
+    """Print a line for each data file, and warnings where many rows are left out or cut."""
+    for plan, source, found in files:
+        typer.echo(f"{plan.spec.name}: {data_line(source, found.counts)}")
+        for warning in data_warnings(source, found.counts):
+            print_error(f"{plan.spec.name}: {warning}")

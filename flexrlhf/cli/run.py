@@ -9,7 +9,7 @@ import typer
 
 from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.options import Configs, Devices, Force, Nnodes, NodeRank, Overrides, PlacementRatio, RdzvEndpoint
-from flexrlhf.cli.planning import check_memory, plan_runs
+from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.specs import load_specs
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
 from flexrlhf.plan.memory_text import measured_memory
@@ -73,9 +73,12 @@ def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> No
     from flexrlhf.plan.inputs import check_runs
 
     resume_runs(tuple(plans), resume)
+    files = []
     if not is_quickstart:
         check_runs(plans)
-    typer.echo("\n\n".join(map(format_plan, plans)))
+        files = inspect_data(plans)
+    typer.echo("\n\n".join(map(format_plan, plans)) + "\n" * bool(files))
+    print_data_lines(files)
 
 
 def _preflight(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume: str | None) -> None:
@@ -109,6 +112,5 @@ def _print_summary(plan: Plan) -> None:
 
     directory = plan.spec.directory
     rows, samples = read_lines(directory / "metrics.jsonl"), read_lines(directory / "samples.jsonl")
-    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
-    typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, last))
+    typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, samples))
     typer.echo("\n".join(measured_memory(plan, read_facts(directory / "timeline.json"))))

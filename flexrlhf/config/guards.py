@@ -40,3 +40,12 @@ class GuardsSpec(StrictModel):
         description="warn where a loss or gradient norm exceeds so many times its median over the steps before; null: "
         "never",
     )
+    equal_scores: int | None = Field(
+        1, ge=1, description="warn after so many steps in a row whose responses all have the same score; null: never"
+    )
+    max_truncated: float | None = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="warn where a larger share of the responses is truncated at data.max_response_tokens; null: never",
+    )

@@ -16,13 +16,13 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 
 OF_RUN = frozenset({"algorithm", "data", "reward", "cost", "eval", "seed"})
-OF_MODELS = frozenset({"path", "init", "share", "lora", "optimizer"})
+OF_MODELS = frozenset({"path", "init", "share", "lora", "optimizer", "retokenize", "max_text_tokens"})
 """Settings of each model."""
 HOW_SCORED = frozenset(
     {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
 )
 """Settings of a source of scores that say how it is called, not what it returns."""
-PATHS = frozenset({"path", "tokenizer"})
+PATHS = frozenset({"path", "tokenizer", "chat_template"})
 """Settings that name a file or directory."""
 
 
@@ -68,6 +68,9 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     raw["models"] = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
+    # a directory of the Hub's cache is another one on another machine
+    for section, key in [(model, "path") for model in raw["models"].values()] + [(raw["data"], "tokenizer")]:
+        section[key] = spec.snapshots.get(section[key], section[key])
     raw["steps"] = spec.steps if _has_learning_rate_schedule(spec) else None
     return raw | {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}, "rollout": _rollout(spec)}
 

@@ -11,9 +11,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from flexrlhf.config.algorithms import Algorithm
+from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.guards import GuardsSpec
+from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.reward_sources import Sources
+from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
+from flexrlhf.config.samples import SamplesSpec
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.errors import either, nearest, shown
 
@@ -33,7 +36,10 @@ class OptimizerSpec(StrictModel):
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
     learning_rate: float = Field(1e-6, ge=0, description="peak learning rate, after the warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="learning rate after the warm-up; linear and cosine: down to 0 at the last step"
+        "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
+    )
+    final_ratio: float = Field(
+        0.0, ge=0, le=1, description="end of linear and cosine: learning rate of the last step over the peak"
     )
     warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises linearly from 0")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field((0.9, 0.95), description="of adamw and adam")
@@ -83,7 +89,9 @@ class ShadowSpec(StrictModel):
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
 
-    path: str | None = Field(None, description="Hugging Face model directory; null: see ModelsSpec")
+    path: str | None = Field(
+        None, description="Hugging Face model directory, or a name on the Hub; null: see ModelsSpec"
+    )
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
     new_head: bool = Field(
         False,
@@ -91,6 +99,16 @@ class ModelSpec(StrictModel):
     )
     trust_remote_code: bool = Field(
         False, description="run Python code that the model's directory contains, as transformers does"
+    )
+    retokenize: bool = Field(
+        False,
+        description="a reward or cost model of another vocabulary: texts are encoded again by its own tokenizer",
+    )
+    max_text_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="retokenize: longest text, of longer ones the beginning is cut off; null: twice prompt and "
+        "response, at most the model's positions",
     )
     share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
     engine: str = Field("torch", description="torch or deepspeed")
@@ -118,6 +136,12 @@ class ModelSpec(StrictModel):
     def _one_source(self) -> Self:
         if self.path is not None and self.init is not None:
             raise ValueError("path and init exclude each other: remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _limit_of_texts(self) -> Self:
+        if self.max_text_tokens is not None and not self.retokenize:
+            raise ValueError("max_text_tokens goes with retokenize: true: remove it, or set data.max_prompt_tokens")
         return self
 
     @model_validator(mode="after")
@@ -313,25 +337,46 @@ class SyncSpec(StrictModel):
 class DataSpec(StrictModel):
     """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""
 
-    path: str = Field(description="a .jsonl, .jsonl.gz or .json file")
-    form: Literal["auto", "prompt", "pairs", "instruction", "question", "text"] = Field(
-        "auto", description="columns of a row; auto: follows from the first row"
+    path: str | None = Field(None, description=FILES)
+    sources: tuple[SourceSpec, ...] = Field((), description="several of these instead, mixed by their weights")
+    form: FormSetting = Field("auto", description="columns of a row; auto: follows from the first row")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="name that a form or a score uses: column of the rows, such as outer.inner"
     )
-    tokenizer: str | None = Field(None, description="Hugging Face directory; null: that of the first model with a path")
+    template: Template | None = Field(
+        None, description="text of the prompt, with {column} fields; null: that of the form"
+    )
+    system: str | None = Field(None, description="system prompt of rows without one, which makes chats of texts")
+    tokenizer: str | None = Field(
+        None, description="Hugging Face directory, or a name on the Hub; null: that of the first model with a path"
+    )
     max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
     max_response_tokens: int = Field(128, ge=1, description="responses are truncated to this length, eos included")
-    long_prompts: Literal["error", "drop"] = Field(
-        "error", description="prompts over max_prompt_tokens: error: stop; drop: leave them out"
+    chat: Literal["auto", "always", "never"] = Field(
+        "auto", description="rows that the chat template renders: those that are chats, also text prompts, or none"
+    )
+    chat_template: str | None = Field(None, description="a file with a Jinja chat template; null: the tokenizer's own")
+    long_prompts: LongPrompts = Field(
+        "error",
+        description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "
+        "leave out their first or last tokens, but not bos",
     )
 
+    @model_validator(mode="after")
+    def _path_or_sources(self) -> Self:
+        if self.path is None and not self.sources:
+            raise ValueError("path: missing; give a file, or several in sources")
+        if self.path is not None and self.sources:
+            raise ValueError("path and sources exclude each other: remove one")
+        return self
 
-class EvalSpec(StrictModel):
+
+class EvalSpec(RowsSpec):
     """Evaluation of the trained model on a data file of its own.
 
     pass@k: the share of prompts of which at least one of k responses is right (Chen et al. 2021).
     """
 
-    path: str = Field(description="file with the evaluation rows, in the form of data.form")
     every: int | None = Field(None, ge=1, description="steps between two evaluations; null: one, after the last step")
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of the responses; null: the algorithm's; 0: greedy"
@@ -455,10 +500,23 @@ class Spec(StrictModel):
     save: SaveSpec = SaveSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     guards: GuardsSpec = GuardsSpec()
+    samples: SamplesSpec = SamplesSpec()
     debug: DebugSpec = DebugSpec()
     runs: str = Field("runs", description="directory of all runs' results")
+    snapshots: dict[str, str] = Field(
+        default_factory=dict, description="filled in by planning: directory of the Hub's cache → name@commit"
+    )
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
     timeline_steps: int = Field(1000, ge=1, description="steps that timeline.json keeps, up to the last")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_optimizers(cls, value: Any) -> Any:
+        """Fill in the optimizers of a preset (``algorithm.like``) where nothing is written."""
+        if not isinstance(value, dict) or not isinstance(value.get("models"), dict):
+            return value
+        algorithm = with_preset(value.get("algorithm"))
+        return value if algorithm is None else {**value, "models": filled_models(value, algorithm)}
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS, PolicySpec
+from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import PlacementMap, Spec
@@ -126,9 +127,16 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
     if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is not None and "kl" in raw["algorithm"]:
         # a part of a penalty is read over the algorithm's own, whose settings are not those of every penalty
         raw["algorithm"]["kl"] = spec.algorithm.kl.model_dump(mode="json")
-    if getattr(spec.algorithm, "like", None) is not None:
+    if spec.algorithm.like is not None:
         # a default that differs from the preset must be written
         raw["algorithm"] = spec.algorithm.model_dump(mode="json", by_alias=True)
+        for role in trained_roles(spec.algorithm.like, spec.algorithm.name):
+            model = spec.models.of(role)
+            if model is not None:
+                raw["models"][role] = {
+                    **raw["models"].get(role, {}),
+                    "optimizer": model.optimizer.model_dump(mode="json"),
+                }
     raw["algorithm"] = {"name": spec.algorithm.name, **raw["algorithm"]}
     if isinstance(spec.placement, PlacementMap):
         raw["placement"] = {**raw["placement"].pop("models"), **raw["placement"]}

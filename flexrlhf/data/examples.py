@@ -1,6 +1,7 @@
 """Examples: the rows of a data file, as text and as token ids.
 
-``files`` reads the rows, ``forms`` makes a prompt and responses of each, ``order`` says which step takes which example.
+``files`` reads the rows, ``forms`` makes a prompt and responses of each, ``chat`` renders those that are chats,
+``encoding`` makes token ids, ``order`` says which step takes which example.
 Everything is a pure function of its arguments; whatever a user can mend raises ``UserError`` with the row's number.
 """
 
@@ -10,37 +11,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import Needs, TextExample, check_form, detect_form, needed_text
+from flexrlhf.config.rows import LongPrompts
+from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
+from flexrlhf.data.columns import RowLayout
+from flexrlhf.data.data_counts import DataCounts, TokenLimits
+from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
+from flexrlhf.data.files import Row, read_rows
+from flexrlhf.data.forms import (
+    PLAIN,
+    Needs,
+    TextExample,
+    check_form,
+    check_layout,
+    detect_form,
+    needed_text,
+)
+from flexrlhf.data.messages import Chat
 from flexrlhf.errors import UserError
-
-
-class Tokenizer(Protocol):
-    """Part of a Hugging Face tokenizer that data loading needs."""
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def pad_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class Example:
     """A row as token ids.
 
-    prompt:     token ids, never empty; the first is bos where the tokenizer has one
+    prompt:     token ids, never empty; bos is among them where the tokenizer or the chat template writes it
     responses:  none (prompts), one (demonstrations) or two (chosen, rejected)
-    finished:   for each response whether it ends with eos; False where it was truncated at ``max_response_tokens``
+    finished:   for each response whether it is whole; False where it was truncated at ``max_response_tokens``
     text:       the prompt as text, with ``with_columns`` only
     columns:    all columns of the row, with ``with_columns`` only
+    turns:      the prompt as a chat, where it is one, with ``with_columns`` only
+    trained:    for each response which of its tokens are trained on; (): all, as of responses of one turn
     """
 
     prompt: tuple[int, ...]
@@ -48,6 +50,21 @@ class Example:
     finished: tuple[bool, ...]
     text: str = field(default="", compare=False)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    turns: Chat = field(default=(), compare=False)
+    trained: tuple[tuple[bool, ...], ...] = ()
+
+    def is_trained(self, response: int) -> tuple[bool, ...]:
+        """Return for each token of a response whether it is trained on."""
+        return self.trained[response] if self.trained else (True,) * len(self.responses[response])
+
+
+@dataclass(frozen=True)
+class LoadedExamples:
+    """Rows of a data file that a run uses. ``counts``: lengths of all rows, before some were left out or truncated."""
+
+    examples: list[Example]
+    counts: DataCounts
+    turns: Chat = field(default=(), compare=False)
 
 
 def load_examples(
@@ -58,41 +75,75 @@ def load_examples(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     max_response_tokens: int,
-    long_prompts: Literal["error", "drop"] = "error",
+    long_prompts: LongPrompts = "error",
     with_columns: bool = False,
-) -> list[Example]:
+    layout: RowLayout = PLAIN,
+    chat: ChatFormat = DEFAULT_CHAT,
+) -> LoadedExamples:
     """Read and tokenise a data file, in file order.
 
     ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
-    first, or two. Responses are truncated at ``max_response_tokens`` (eos counts); prompts never are: one of more than
-    ``max_prompt_tokens`` (bos counts) raises UserError or, with ``long_prompts="drop"``, is left out.
+    first, or two. Responses are truncated at ``max_response_tokens`` (eos counts). A prompt of more than
+    ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says. ``chat``:
+    which rows a chat template renders.
     """
-    path = Path(path)
-    examples = []
-    for number, text in enumerate(read_texts(path, form=form, needs=needs), start=1):
+    path, examples, lengths = str(path), [], []
+    encoder = RowEncoder(tokenizer, chat, max_response_tokens)
+    form, texts = _read(path, form, needs, layout)
+    for number, text in enumerate(texts, start=1):
         with _in_row(path, number):
-            example = _encode(text, tokenizer, max_response_tokens)
-            examples.append(replace(example, text=text.prompt, columns=text.columns) if with_columns else example)
-    return _within_limit(examples, path, max_prompt_tokens, long_prompts)
+            row = encoder.encode(text)
+            example = _example(row)
+            if with_columns:
+                example = replace(example, text=row.text, turns=row.turns, columns=text.columns)
+            examples.append(example)
+            lengths.append(tuple(response.length for response in row.responses))
+    limits = TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts)
+    prompts = tuple(len(example.prompt) for example in examples)
+    counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits)
+    if limits.drops:
+        return LoadedExamples(_within_limit(examples, path, max_prompt_tokens, long_prompts), counts)
+    is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)
+    shorter = [truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples]
+    return LoadedExamples([replace(each, prompt=ids) for each, ids in zip(examples, shorter, strict=True)], counts)
 
 
-def read_texts(path: Path | str, *, form: str = "auto", needs: Needs) -> list[TextExample]:
+def truncated(prompt: tuple[int, ...], limit: int, is_left: bool, bos: int | None) -> tuple[int, ...]:
+    """Return at most ``limit`` tokens of a prompt, without its first or its last ones; bos in front stays."""
+    if len(prompt) <= limit:
+        return prompt
+    front = 1 if is_left and prompt[0] == bos else 0
+    return prompt[:front] + prompt[len(prompt) - limit + front :] if is_left else prompt[:limit]
+
+
+def read_texts(path: Path | str, *, form: str = "auto", needs: Needs, layout: RowLayout = PLAIN) -> list[TextExample]:
     """Read a data file as text, with all checks that need no tokenizer."""
-    path = Path(path)
-    rows = read_rows(path)
+    return _read(str(path), form, needs, layout)[1]
+
+
+def found_form(path: str, rows: Sequence[Row], form: str, needs: Needs, layout: RowLayout) -> str:
+    """Return the form of ``rows``, for ``auto`` that of the first one. Raises UserError where it is not known."""
     check_form(form)
-    if form == "auto":
-        with _in_row(path, 1):
-            form = detect_form(rows[0], needs)
+    check_layout(layout, list(rows), needs, path)
+    if form != "auto":
+        return form
+    with _in_row(path, 1):
+        return detect_form(rows[0], needs, layout)
+
+
+def _read(path: str, form: str, needs: Needs, layout: RowLayout) -> tuple[str, list[TextExample]]:
+    """Return the form of a file's rows, and the rows as text."""
+    rows = read_rows(path)
+    form = found_form(path, rows, form, needs, layout)
     texts = []
     for number, row in enumerate(rows, start=1):
         with _in_row(path, number):
-            texts.append(replace(needed_text(row, form, needs), columns=row))
-    return texts
+            texts.append(replace(needed_text(row, form, needs, layout), columns=layout.all_columns(row)))
+    return form, texts
 
 
 @contextmanager
-def _in_row(path: Path, number: int) -> Iterator[None]:
+def _in_row(path: Path | str, number: int) -> Iterator[None]:
     """Put the file and the row's number in front of a UserError."""
     try:
         yield
@@ -100,31 +151,17 @@ def _in_row(path: Path, number: int) -> Iterator[None]:
         raise UserError(f"{path}, row {number}: {error}") from None
 
 
-def _encode(text: TextExample, tokenizer: Tokenizer, max_response_tokens: int) -> Example:
-    prompt = _encode_prompt(text, tokenizer)
-    responses = [_encode_response(response, tokenizer, max_response_tokens) for response in text.responses]
-    return Example(prompt, tuple(ids for ids, _ in responses), tuple(finished for _, finished in responses))
+def _example(row: EncodedRow) -> Example:
+    trained = tuple(response.is_trained for response in row.responses)
+    return Example(
+        row.prompt,
+        tuple(response.ids for response in row.responses),
+        tuple(response.is_finished for response in row.responses),
+        trained=() if all(map(all, trained)) else trained,
+    )
 
 
-def _encode_prompt(text: TextExample, tokenizer: Tokenizer) -> tuple[int, ...]:
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    ids = (*bos, *tokenizer.encode(text.prompt, add_special_tokens=False))
-    if not ids and text.is_text and tokenizer.eos_token_id is not None:
-        return (tokenizer.eos_token_id,)  # what separates texts of pretraining, where there is no bos
-    if not ids:
-        raise UserError("the prompt is empty, and the tokenizer has no bos token to stand for it")
-    return ids
-
-
-def _encode_response(response: str, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], bool]:
-    """Return the token ids, at most ``limit`` with eos, and whether eos is among them."""
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no eos token, so a response cannot end")
-    ids = (*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id)
-    return ids[:limit], len(ids) <= limit
-
-
-def _within_limit(examples: Sequence[Example], path: Path, limit: int, long_prompts: str) -> list[Example]:
+def _within_limit(examples: Sequence[Example], path: str, limit: int, long_prompts: str) -> list[Example]:
     lengths = [len(example.prompt) for example in examples]
     too_long = [row for row, length in enumerate(lengths, start=1) if length > limit]
     if too_long and long_prompts == "error":

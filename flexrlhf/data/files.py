@@ -1,33 +1,77 @@
-"""Data files as lists of rows: ``.jsonl``, ``.jsonl.gz``, or ``.json`` with a list of objects.
+"""Data files as lists of rows: ``.jsonl``, ``.jsonl.gz``, ``.json`` with a list of objects, ``.csv``, ``.parquet``, a
+directory of ``datasets`` (with ``:split``), or a data set on the Hub (``org/name:config:split``).
 
 Whatever a user can mend raises ``UserError`` with the file and the line or row.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import zlib
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.data.hub import cached_snapshot, hub_name
+from flexrlhf.data.tables import is_saved_dataset, read_directory, read_hub, read_parquet
+from flexrlhf.errors import UserError, either, nearest
 
 Row = dict[str, Any]
 
 
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+"""Endings of the files that are read."""
+
+
 def read_rows(path: Path | str) -> list[Row]:
-    """Return the objects of a ``.jsonl``, ``.jsonl.gz`` or ``.json`` file; at least one, else ``UserError``."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"there is no data file {path}{_nearest_file(path)}")
-    rows = _parse(path, _read_text(path))
+    """Return the rows of a file, a directory or a data set on the Hub; at least one, else ``UserError``."""
+    rows = _read(str(path))
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise UserError(f"{path}, row {number}: a row must be a JSON object, found {json_type(row)}")
     if not rows:
         raise UserError(f"{path} has no rows")
     return rows
+
+
+def is_present(path: Path | str) -> bool:
+    """Whether there is such a file or directory, or such a data set in the Hub's cache."""
+    if Path(path).exists() or _split_directory(str(path)) is not None:
+        return True
+    name = None if str(path).endswith(ENDINGS) else hub_name(str(path))
+    return name is not None and cached_snapshot(name, "dataset") is not None
+
+
+def _read(text: str) -> list[Any]:
+    path = Path(text)
+    if directory := _split_directory(text):
+        return read_directory(*directory)
+    if not path.is_file():
+        name = None if text.endswith(ENDINGS) else hub_name(text)
+        if name is None:
+            raise UserError(_no_file(path))
+        return read_hub(name)
+    if not text.endswith(ENDINGS):
+        raise UserError(f"cannot read {path}: its name must end in {either(ENDINGS)}")
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    return _parse_csv(path, _read_text(path)) if path.suffix == ".csv" else _parse(path, _read_text(path))
+
+
+def _split_directory(text: str) -> tuple[Path, str | None] | None:
+    """Return the directory of ``datasets`` and the split that a path names; None for another path."""
+    whole, (before, _, split) = Path(text), text.rpartition(":")
+    if is_saved_dataset(whole):
+        return whole, None
+    return (Path(before), split) if before and is_saved_dataset(Path(before)) else None
+
+
+def _no_file(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is a directory, but none that save_to_disk of datasets has written; give a file in it"
+    return f"there is no data file {path}{_nearest_file(path)}"
 
 
 def json_limit(error: ValueError | RecursionError) -> str:
@@ -38,7 +82,8 @@ def json_limit(error: ValueError | RecursionError) -> str:
 def json_type(value: object) -> str:
     """Name of a JSON value's type with its article, such as ``a list``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    number = "a number" if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
+    return names.get(type(value), number)
 
 
 def _nearest_file(path: Path) -> str:
@@ -60,8 +105,6 @@ def _parse(path: Path, text: str) -> list[Any]:
         # Not splitlines(): JSON strings may contain U+2028 and other characters that it takes for line ends.
         lines = text.rstrip().split("\n") if text.strip() else []
         return [_parse_json(path, line, number) for number, line in enumerate(lines, start=1)]
-    if path.suffix != ".json":
-        raise UserError(f"cannot read {path}: its name must end in .jsonl, .jsonl.gz or .json")
     rows = _parse_json(path, text, 1)
     if not isinstance(rows, list):
         raise UserError(f"{path} must contain a list of objects, found {json_type(rows)}")
@@ -76,3 +119,20 @@ def _parse_json(path: Path, text: str, first_line: int) -> Any:
         raise UserError(f"{path}, line {line}: not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {first_line}: cannot be read as JSON ({json_limit(error)})") from None
+
+
+def _parse_csv(path: Path, text: str) -> list[Any]:
+    """Return the rows of a table whose first line names the columns; every value is a text."""
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(lines, [])
+        rows = [_csv_row(path, header, cells, lines.line_num) for cells in lines if cells]
+    except csv.Error as error:
+        raise UserError(f"{path}, line {lines.line_num}: not CSV ({error})") from None
+    return rows
+
+
+def _csv_row(path: Path, header: list[str], cells: list[str], line: int) -> Row:
+    if len(cells) != len(header):
+        raise UserError(f"{path}, line {line}: the row ends here with {len(cells)} cells, the header has {len(header)}")
+    return dict(zip(header, cells, strict=True))

@@ -161,6 +161,7 @@ class EngineContext:
     kv_bytes:        bytes of the KV cache that a rollout engine keeps on this rank.
     store:           store of this placed model, for an engine whose library creates process groups of its own.
     timeout_seconds: longest wait of these groups.
+    pad_token_id:    of the run; None: the run has no data.
     """
 
     placed: PlacedModel
@@ -175,6 +176,7 @@ class EngineContext:
     kv_bytes: int
     store: dist.Store
     timeout_seconds: float = 1800.0
+    pad_token_id: int | None = None
 
 
 @dataclass(frozen=True)

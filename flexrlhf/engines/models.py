@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -20,12 +22,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from flexrlhf.config.spec import Head, LoraSpec
+from flexrlhf.engines.score_rule import is_of_openrlhf, settle_padding
 from flexrlhf.engines.value_head import add_value_head
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import adapter_layers, base_model
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
-from flexrlhf.weights.model_files import SCALAR_HEAD, lacking, no_scalar_head
+from flexrlhf.weights.model_files import SCALAR_HEAD, lacking, no_scalar_head, stored_head_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CLASSES: dict[Head, Any] = {
@@ -35,8 +38,8 @@ _CLASSES: dict[Head, Any] = {
 }
 
 
-def load_model(placed: PlacedModel, seed: int) -> PreTrainedModel:
-    """Return the model of ``placed`` in float32 on the CPU, in evaluation mode.
+def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) -> PreTrainedModel:
+    """Return the model of ``placed`` in float32 on the CPU, in evaluation mode. ``pad_token_id``: of the run.
 
     ``requires_grad`` is set for the parameters that are trained. Weights that no file contains, adapters among them,
     are initialised from ``seed``, alike on all ranks and copies.
@@ -57,6 +60,9 @@ def load_model(placed: PlacedModel, seed: int) -> PreTrainedModel:
         model.generation_config = GenerationConfig()
     else:
         model.forward = MethodType(_scores_everywhere, model)
+        reads_last = is_of_openrlhf(model.config) or _head_name(placed) is not None
+        # adapters are saved without a config, so that of their base model stays as it is
+        settle_padding(model.config, reads_last, placed.trained, None if placed.settings.lora else pad_token_id)
     # saved with the model; other tools select the class by it
     model.config.architectures = [type(model).__name__]
     if not placed.trained:
@@ -76,7 +82,9 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
     settings, kind = placed.settings, _CLASSES[placed.head]
     extra = {"num_labels": 1} if placed.head == "scalar" else {}
     options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
-    key = model_key(placed.role, settings)
+    key, head = model_key(placed.role, settings), _head_name(placed)
+    if head is not None:
+        options["key_mapping"] = {rf"^{re.escape(head)}\.": "score."}
     with one_sentence_errors(key):
         # raises UserError for a family that only the launching script has registered
         load_config(placed.role, settings)
@@ -99,6 +107,14 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
     for directory in layers:
         loaded = _with_merged_adapters(loaded, directory)
     return loaded
+
+
+def _head_name(placed: PlacedModel) -> str | None:
+    """Return the name of the scalar head in the model's files, where it is not transformers' and the head is used."""
+    path = base_model(placed.role, placed.settings).path
+    if path is None or placed.head != "scalar":
+        return None
+    return stored_head_name(f"models.{placed.role}.path", Path(path))
 
 
 def _with_merged_adapters(model: PreTrainedModel, directory: str) -> PreTrainedModel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,17 +28,26 @@ def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Opt
 
 
 def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: int) -> LRScheduler:
-    """Return the learning-rate schedule: warm-up from 0, then constant, or down to 0 at ``num_updates`` steps.
+    """Return the learning-rate schedule: warm-up from 0, then constant, or down to its end at ``num_updates`` steps.
 
-    The way down is linear or half a cosine.
+    The way down is linear or half a cosine, to ``final_ratio`` of the peak.
     """
-    scheduler: LRScheduler = get_scheduler(
+    scheduler: LambdaLR = get_scheduler(
         _SCHEDULES[settings.schedule],
         optimizer,
         num_warmup_steps=settings.warmup_steps,
         num_training_steps=num_updates,
     )
+    if settings.final_ratio:
+        scheduler.lr_lambdas = [partial(_raised, settings, factor) for factor in scheduler.lr_lambdas]
     return scheduler
+
+
+def _raised(settings: OptimizerSpec, factor: Callable[[int], float], update: int) -> float:
+    """Return the share of the peak learning rate at an update. ``factor``: the share where the way down ends at 0."""
+    if update < settings.warmup_steps:
+        return factor(update)
+    return settings.final_ratio + (1 - settings.final_ratio) * factor(update)
 
 
 def moment_names(settings: OptimizerSpec) -> tuple[str, ...]:

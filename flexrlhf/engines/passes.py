@@ -20,6 +20,7 @@ from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.models import base_weights_alone
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training, forbid_update
+from flexrlhf.engines.score_rule import ScoreRule
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 
 
@@ -37,6 +38,7 @@ class Passes:
     dp:          data-parallel group of the model.
     lockstep:    whether ranks of ``dp`` gather weights or reduce gradients during a pass, so that all of them must call
                  the model equally often: a rank with fewer rows makes idle passes up to the largest count.
+    score_rule:  where the score of a text is read.
     """
 
     model: PreTrainedModel
@@ -48,6 +50,7 @@ class Passes:
     temperature: float
     dp: RankGroup
     lockstep: bool
+    score_rule: ScoreRule = ScoreRule()
 
     @torch.no_grad()
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
@@ -182,11 +185,12 @@ class Passes:
         return self.head.scoring(targets, temperature, entropy)
 
     def _call_heads(self, piece: MicroBatch, logits: bool, scores: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Run the model; return the outputs of the requested heads at the response tokens and the one before."""
+        """Run the model; return the outputs of the requested heads at the response tokens and the one before; of a
+        model with a scalar head alone at all tokens."""
         kept = piece.response_width + 1
         if self.heads == "scalar":
             assert not logits, "a scalar head has no log-probs"
-            return None, self._call(piece)[:, -kept:]
+            return None, self._call(piece)
         if self.heads == "causal":
             assert not scores, "a language head has no values or scores"
             return self._call(piece, logits_to_keep=kept, use_cache=False).logits, None
@@ -211,17 +215,17 @@ class Passes:
         return {"logprobs": masked[0]} | ({} if entropy == "none" else {"entropy": masked[1]})
 
     def _from_scores(self, quantity: Quantity, piece: MicroBatch, scores: Tensor) -> Tensor:
-        """Return a quantity of the scalar head, from its output at the response tokens and the one before.
+        """Return a quantity of the scalar head, from its outputs up to the last token of ``piece``.
 
-        scores:       (n,), after the last token of the text, which follows from the mask.
+        scores:       (n,), after the token that ``score_rule`` reads.
         values:       (n, R+1); entry t is the value before response token t, the last one that after the whole text.
         token_scores: (n, R), after each response token.
         """
-        mask = piece.attention_mask[:, -scores.shape[1] :]
         if quantity == "scores":
-            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-            return scores.gather(1, last[:, None]).squeeze(1)
-        values = self._widen(scores * mask, self.lengths.response + 1)
+            width = scores.shape[1]
+            return self.score_rule.scores(scores, piece.tokens[:, -width:], piece.attention_mask[:, -width:])
+        kept = piece.response_width + 1
+        values = self._widen(scores[:, -kept:] * piece.attention_mask[:, -kept:], self.lengths.response + 1)
         return values if quantity == "values" else values[:, 1:]
 
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:

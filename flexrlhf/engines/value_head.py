@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexrlhf.weights.adapter_files import SAVED_HEAD, WEIGHTS, has_adapters
-from flexrlhf.weights.model_files import SCALAR_HEAD, weight_files
+from flexrlhf.weights.model_files import SCALAR_HEAD, own_head_name, weight_files
 
 
 @dataclass
@@ -46,12 +46,14 @@ def saved_value_head(directory: str) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
     is_adapters = has_adapters(directory)
     files = (Path(directory) / WEIGHTS,) if is_adapters else weight_files("model", Path(directory))
-    name = SAVED_HEAD if is_adapters else SCALAR_HEAD
     for file in files:
         with safe_open(file, "pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 - not a mapping, it has only keys()
-                weight: Tensor = tensors.get_tensor(name)
-                return weight
+            found = tensors.keys()  # not a mapping, it has only keys()
+            name = SAVED_HEAD if is_adapters else f"{own_head_name(found)}.weight"
+            for each in (SCALAR_HEAD, name):
+                if each in found:
+                    weight: Tensor = tensors.get_tensor(each)
+                    return weight
     return None
 
 

@@ -36,9 +36,14 @@ def save_model(
     config: Any,
     tokenizer: str | None,
     best: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write config, weights and the tokenizer's files. ``best``: contents of ``best.json``, for a best model."""
-    with _replacing(directory, tokenizer, best) as fresh:
+    """Write config, weights and the tokenizer's files.
+
+    best:   contents of ``best.json``, for a best model.
+    texts:  further files, in the place of the tokenizer's where they have the same name.
+    """
+    with _replacing(directory, tokenizer, best, texts) as fresh:
         config.save_pretrained(fresh)
         save_tensors(weights, fresh / "model.safetensors")
 
@@ -50,10 +55,12 @@ def save_adapters(
     tokenizer: str | None,
     head: Head = "scalar",
     best: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Write a directory that ``peft.PeftModel.from_pretrained(base, directory)`` reads, with a scalar head if any.
 
-    ``head`` "both": the scalar head is in the files alone, since peft reads them as a causal model's.
+    ``head`` "both": the scalar head is in the files alone, since peft reads them as a causal model's. ``best``,
+    ``texts``: as of ``save_model``.
     """
     from peft import LoraConfig
 
@@ -70,13 +77,15 @@ def save_adapters(
         inference_mode=True,
     )
     tensors = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
-    with _replacing(directory, tokenizer, best) as fresh:
+    with _replacing(directory, tokenizer, best, texts) as fresh:
         config.save_pretrained(fresh)
         save_tensors(tensors, fresh / "adapter_model.safetensors")
 
 
 @contextmanager
-def _replacing(directory: Path, tokenizer: str | None, best: Mapping[str, Any] | None) -> Iterator[Path]:
+def _replacing(
+    directory: Path, tokenizer: str | None, best: Mapping[str, Any] | None, texts: Mapping[str, str] | None
+) -> Iterator[Path]:
     """Yield a directory to fill; it gets the tokenizer's files and then replaces ``directory``."""
     fresh = directory.with_name(directory.name + ".writing")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -85,6 +94,8 @@ def _replacing(directory: Path, tokenizer: str | None, best: Mapping[str, Any] |
     for name in TOKENIZER_FILES:
         if tokenizer is not None and (Path(tokenizer) / name).is_file():
             shutil.copy(Path(tokenizer) / name, fresh / name)
+    for name, text in (texts or {}).items():
+        (fresh / name).write_text(text, encoding="utf-8")
     if best is not None:
         (fresh / BEST).write_text(json.dumps(best) + "\n")
     old = directory.with_name(directory.name + ".old")

@@ -12,7 +12,7 @@ from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
-from flexrlhf.execution.samples import append_samples
+from flexrlhf.execution.samples import collect_samples
 from flexrlhf.execution.sampling_settings import evaluation_sampling
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run
@@ -43,28 +43,21 @@ class Evaluator:
         for index, moments in sorted(results.items()):
             run = instruction.instructions[index]
             assert isinstance(run, Run), "moves report nothing"
-            model = self._context.models[run.model]
-            self._recorder.report(step, position, model, run.operator.name, moments, inner=index)
-            record_columns(self._context, run, step, rows.of(run), rows.store, EVALUATION_PREFIX)
-            self._show_samples(run, step, rows)
+            work = self._work(run, rows.shape.mini_batches, rows)
+            count = self._context.plan.spec.samples.count
+            samples = collect_samples(work, rows.store, "evaluation", count, self._operators.decode)
+            self._recorder.report(step, position, work.model, run.operator.name, moments, inner=index, samples=samples)
+            record_columns(self._context, run, step, work.rows, rows.store, EVALUATION_PREFIX)
 
     def _run(self, run: Run, batches: range, rows: EvaluationRows) -> Moments:
         """Execute ``run`` on this rank's rows of ``batches``. Returns its statistics under the names of evaluations."""
-        model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
-        work = OperatorRun(run.operator, model, rows.shape, batches, rank, examples=examples)
-        statistics = run_operator(work, rows.store, self._operators)
+        statistics = run_operator(self._work(run, batches, rows), rows.store, self._operators)
         return {f"eval_{name.removeprefix('eval_')}": value for name, value in statistics.items()}
 
-    def _show_samples(self, run: Run, step: int, rows: EvaluationRows) -> None:
-        """Append some responses as text, the first one of each prompt, if ``run`` has generated them."""
-        if run.operator.kind != "generate" or self._context.rank != run.ranks[0]:
-            return
-        suffix = run.operator.suffix
-        names = (f"tokens{suffix}", "prompt_mask", f"response_mask{suffix}", "scores")
-        shown = rows.of(run)[:: rows.shape.samples_per_prompt]
-        columns = [rows.store.get(name, shown).cpu() for name in names if rows.store.has(name, shown)]
-        version = self._context.models[run.model].version
-        append_samples(self._context.directory, step, version, self._operators.decode, *columns)
+    def _work(self, run: Run, batches: range, rows: EvaluationRows) -> OperatorRun:
+        """Return the operator of ``run`` over ``batches``."""
+        model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
+        return OperatorRun(run.operator, model, rows.shape, batches, rank, examples=examples)
 
 
 class EvaluationRows:

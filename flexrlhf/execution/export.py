@@ -23,14 +23,17 @@ from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, da
 from flexrlhf.checkpoints.piece_files import PieceReader
 from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.comm.weights import merged
-from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec
+from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.data.chat import read_chat_format
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.execution.checkpoint import TOKENIZER_FILES, save_adapters
 from flexrlhf.execution.model_pieces import piece_key
+from flexrlhf.plan.end_tokens import end_tokens, usage_files
+from flexrlhf.plan.inputs import load_tokenizer
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.model_files import weight_files
@@ -46,6 +49,7 @@ class TrainedModel:
     settings:   of the model.
     config:     its Hugging Face config as text.
     tokenizer:  directory with the run's tokenizer; None where that is gone.
+    usage:      further files that say how the model is used (``usage_files``), by name.
     reader:     its tensors.
     origin:     the checkpoint.
     """
@@ -54,6 +58,7 @@ class TrainedModel:
     settings: ModelSpec
     config: str
     tokenizer: str | None
+    usage: Mapping[str, str]
     reader: PieceReader
     origin: Path
 
@@ -90,7 +95,17 @@ def find_trained_model(run: Path, role: str | None) -> TrainedModel:
     paths = [spec.data.tokenizer, *(model.path for _, model in spec.models if model is not None)]
     tokenizer = next((path for path in paths if path is not None and (Path(path) / TOKENIZER_FILES[0]).is_file()), None)
     config = (checkpoint / f"{chosen}.config.json").read_text()
-    return TrainedModel(chosen, settings, config, tokenizer, PieceReader(checkpoint, chosen), checkpoint)
+    usage = {} if tokenizer is None else _usage(spec, chosen, tokenizer)
+    return TrainedModel(chosen, settings, config, tokenizer, usage, PieceReader(checkpoint, chosen), checkpoint)
+
+
+def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:
+    """Return the files that say how ``role`` is used, with the tokenizer in ``directory``."""
+    file, policy = spec.data.chat_template, spec.models.actor if role == "actor" else None
+    template = read_chat_format(spec.data.chat, file if file is not None and Path(file).is_file() else None).template
+    tokenizer = load_tokenizer(directory, policy is not None and policy.trust_remote_code)
+    eos, pad = end_tokens(tokenizer, template, policy), tokenizer.pad_token_id
+    return usage_files(template, policy, eos, eos[0] if pad is None else pad)
 
 
 def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: Dtype) -> None:
@@ -103,7 +118,7 @@ def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: Dtype
     lora = model.settings.lora
     if lora is not None and not merge_adapters:
         tensors = {name: model.tensor(name).to(DTYPES[dtype]) for name in model.names}
-        save_adapters(output, tensors, model.settings, model.tokenizer)
+        save_adapters(output, tensors, model.settings, model.tokenizer, texts=model.usage)
         return
     config = AutoConfig.for_model(**json.loads(model.config))
     with _base_tensors(model.settings) as base:
@@ -115,6 +130,8 @@ def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: Dtype
     for name in TOKENIZER_FILES:
         if model.tokenizer is not None and (Path(model.tokenizer) / name).is_file():
             shutil.copy(Path(model.tokenizer) / name, output / name)
+    for name, text in model.usage.items():
+        (output / name).write_text(text, encoding="utf-8")
 
 
 def _saved_models(run: Path) -> list[str]:

@@ -26,22 +26,26 @@ def input_columns(
         prompt_mask[i, -len(example.prompt) :] = 1
     columns = {"prompts": prompts, "prompt_mask": prompt_mask}
     if examples and examples[0].responses:
-        columns |= _with_responses(columns, [(e.responses[s], e.finished[s]) for e, s in chosen], lengths, pad_token_id)
+        columns |= _with_responses(columns, chosen, lengths, pad_token_id)
     return columns
 
 
 def _with_responses(
-    prompts: dict[str, Tensor], responses: list[tuple[tuple[int, ...], bool]], lengths: Lengths, pad_token_id: int
+    prompts: dict[str, Tensor], chosen: Sequence[tuple[Example, int]], lengths: Lengths, pad_token_id: int
 ) -> dict[str, Tensor]:
-    """Return the columns of prompts with responses, each given as its tokens and whether they end with eos."""
-    padded = torch.full((len(responses), lengths.response), pad_token_id, dtype=torch.int32)
+    """Return the columns of prompts with responses, each given as its example and its number in that."""
+    padded = torch.full((len(chosen), lengths.response), pad_token_id, dtype=torch.int32)
     mask = torch.zeros_like(padded, dtype=torch.uint8)
-    for i, (tokens, _) in enumerate(responses):
+    trained = torch.zeros_like(mask)
+    for i, (example, number) in enumerate(chosen):
+        tokens = example.responses[number]
         padded[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         mask[i, : len(tokens)] = 1
+        trained[i, : len(tokens)] = torch.tensor(example.is_trained(number), dtype=torch.uint8)
     return {
         "tokens": torch.cat([prompts["prompts"], padded], 1),
         "attention_mask": torch.cat([prompts["prompt_mask"], mask], 1),
         "response_mask": mask,
-        "finished": torch.tensor([done for _, done in responses], dtype=torch.uint8),
+        "loss_mask": trained,
+        "finished": torch.tensor([example.finished[number] for example, number in chosen], dtype=torch.uint8),
     }

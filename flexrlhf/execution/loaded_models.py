@@ -40,13 +40,17 @@ class LoadedModel:
     version: int = 0
 
 
-def load_models(plan: Plan, world: World, groups: Groups, wait: Wait) -> dict[ModelName, LoadedModel]:
-    """Load every model that is placed on this rank."""
+def load_models(
+    plan: Plan, world: World, groups: Groups, wait: Wait, pad_token_id: int
+) -> dict[ModelName, LoadedModel]:
+    """Load every model that is placed on this rank. ``pad_token_id``: of the run's tokenizer."""
     placed = plan.placement.on_rank(world.rank)
-    return {model.name: load_model_on_rank(plan, model, world, groups, wait) for model in placed}
+    return {model.name: load_model_on_rank(plan, model, world, groups, wait, pad_token_id) for model in placed}
 
 
-def load_model_on_rank(plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait) -> LoadedModel:
+def load_model_on_rank(
+    plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait, pad_token_id: int | None = None
+) -> LoadedModel:
     """Make the engine of ``model`` and check that this rank stores what is planned.
 
     Raises UserError for a model that cannot be sharded as planned.
@@ -59,7 +63,7 @@ def load_model_on_rank(plan: Plan, model: PlacedModel, world: World, groups: Gro
     engine = make_engine(
         EngineContext(
             placed=model,
-            lengths=plan.lengths,
+            lengths=plan.lengths.of_role(model.role),
             temperature=plan.temperature,
             seed=plan.spec.seed,
             num_updates=plan.num_updates(model.role) if model.trained else 0,
@@ -70,6 +74,7 @@ def load_model_on_rank(plan: Plan, model: PlacedModel, world: World, groups: Gro
             kv_bytes=plan.sizing.kv_bytes(model),
             store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{tp_ranks[0]}", world.store),
             timeout_seconds=plan.spec.timeout_seconds,
+            pad_token_id=pad_token_id,
         )
     )
     return LoadedModel(model, engine, dp, tp, _shape(plan, model, engine.weights(), rank))

@@ -12,6 +12,8 @@ from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorder import Recorder
+from flexrlhf.plan.end_tokens import usage_files
+from flexrlhf.plan.inputs import chat_format
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.weights.reshard import bucket_names, trained_parts
 
@@ -37,10 +39,17 @@ class ModelSaver:
         if not is_writer:
             return
         directory, tokenizer, placed = self._context.directory / name, self._context.data.tokenizer, model.placed
+        texts = self._usage_files(placed.role)
         if placed.settings.lora is None:
-            save_model(directory, weights, model.engine.config, tokenizer, best)
+            save_model(directory, weights, model.engine.config, tokenizer, best, texts)
         else:
-            save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best)
+            save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
+
+    def _usage_files(self, role: str) -> dict[str, str]:
+        """Return what stands next to the weights of a role: see ``usage_files``."""
+        plan, data = self._context.plan, self._context.data
+        policy = plan.model(role) if role == "actor" else None
+        return usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
 
     def _whole_weights(self, model: LoadedModel, ranks: tuple[int, ...], keep: bool) -> dict[str, Tensor]:
         """Return all trained weights, whole, in host memory where ``keep``; else nothing. A collective, by buckets."""

@@ -20,6 +20,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.engines.base import Moments
 from flexrlhf.execution.column_files import record_statistics
 from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.samples import Part, append_samples, merged_samples
 from flexrlhf.execution.step_warnings import StepWarnings
 from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, statistic_name
 from flexrlhf.placement.names import ModelName
@@ -32,7 +33,16 @@ TIMELINE = "timeline"
 
 
 Report = dict[str, Any]
-"""``statistics`` of an operator, and ``labels``: words for the row of metrics."""
+"""``statistics`` of an operator, ``labels``: words for the row of metrics, and ``samples``: parts of samples."""
+
+
+def make_report(
+    statistics: Mapping[str, Triple] | None = None,
+    labels: Mapping[str, str] | None = None,
+    samples: Sequence[Part] = (),
+) -> Report:
+    """Return the report of an operator; without arguments an empty one."""
+    return {"statistics": dict(statistics or {}), "labels": dict(labels or {}), "samples": list(samples)}
 
 
 class Recorder:
@@ -51,7 +61,7 @@ class Recorder:
         self.best: dict[str, float] = {}
         """Best metric of the evaluations so far, by model."""
         self._in_flight: dict[int, dict[str, Report]] = defaultdict(dict)
-        self._warnings = StepWarnings(plan.spec.guards, plan.spec.name)
+        self._warnings = StepWarnings(plan.spec.guards, plan.spec.name, plan.batch.num_rows)
 
     def report(
         self,
@@ -62,10 +72,12 @@ class Recorder:
         moments: Moments,
         labels: Mapping[str, str] | None = None,
         inner: int | None = None,
+        samples: Sequence[Part] = (),
     ) -> dict[str, Triple]:
         """Sum the statistics of ``operator`` over the model's data-parallel group; its first rank publishes them.
 
-        ``moments``: of this rank's rows, under the same names on all ranks of the group. Returns the sums.
+        ``moments``: of this rank's rows, under the same names on all ranks of the group. ``samples``: on the first rank
+        those of all ranks. Returns the sums.
         """
         named = {statistic_name(operator, name): value for name, value in moments.items()}
         names = sorted(named)
@@ -73,35 +85,29 @@ class Recorder:
         table = model.dp.sum(torch.stack([named[name] for name in names])).tolist() if names else []
         statistics: dict[str, Triple] = {name: tuple(row) for name, row in zip(names, table, strict=True)}
         if self._world.rank == model.placed.ranks[0]:
-            self.publish(step, position, statistics, labels or {}, inner)
+            self.publish(step, position, make_report(statistics, labels, samples), inner)
         return statistics
 
-    def publish(
-        self,
-        step: int,
-        position: int,
-        statistics: Mapping[str, Triple],
-        labels: Mapping[str, str],
-        inner: int | None = None,
-    ) -> None:
-        """Publish the statistics of the instruction at ``position`` of the walk.
+    def publish(self, step: int, position: int, report: Report, inner: int | None = None) -> None:
+        """Publish the report of the instruction at ``position`` of the walk.
 
-        ``labels``: words for the row of metrics. ``inner``: index in the list of an Eval, for an instruction there.
+        ``inner``: index in the list of an Eval, for an instruction there.
         """
-        key, report = self._key(step, position, inner), json.dumps({"statistics": statistics, "labels": labels})
-        self._store.set(key, report)
+        key, text = self._key(step, position, inner), json.dumps(report)
+        self._store.set(key, text)
         if inner is not None and self._num_readers:
-            self._store.set(f"best/{key}", report)
+            self._store.set(f"best/{key}", text)
         if inner is None and self._plan.schedule.lag:
-            self._keep(step, position, statistics, labels)
+            self._keep(step, position, report)
 
-    def _keep(self, step: int, position: int, statistics: Mapping[str, Triple], labels: Mapping[str, str]) -> None:
+    def _keep(self, step: int, position: int, report: Report) -> None:
         """Keep a report of a step that is in flight when a checkpoint is written, summed over chunks."""
         run = self._plan.schedule.instructions[position % len(self._plan.schedule.instructions)]
         assert isinstance(run, Run), "only runs report outside evaluations"
-        report = self._in_flight[step].setdefault(run.operator.name, {"statistics": {}, "labels": {}})
-        add(report["statistics"], statistics)
-        report["labels"] |= labels
+        kept = self._in_flight[step].setdefault(run.operator.name, make_report())
+        add(kept["statistics"], report["statistics"])
+        kept["labels"] |= report["labels"]
+        kept["samples"] += report["samples"]
 
     def reports_from(self, step: int) -> dict[int, dict[str, Report]]:
         """Return what this rank has published for ``step`` and later ones, by operator; earlier ones are forgotten."""
@@ -119,9 +125,9 @@ class Recorder:
             pending = dict(operators)
             for index, run in enumerate(self._plan.schedule.instructions):
                 if isinstance(run, Run) and run.lag < self._plan.schedule.lag:
-                    report = pending.pop(run.operator.name, {"statistics": {}, "labels": {}})
+                    report = make_report(**pending.pop(run.operator.name, {}))
                     if self._world.rank == run.ranks[0]:
-                        self.publish(int(step), index, report["statistics"], report["labels"])
+                        self.publish(int(step), index, report)
 
     def improved(self, save: Save, step: int) -> float | None:
         """Return the metric of ``save`` in the evaluation of ``step`` if it is better than all before; else None.
@@ -201,13 +207,17 @@ class Recorder:
         total: dict[str, Triple] = {}
         labels: dict[str, str] = {}
         reporters: dict[str, str] = {}
+        parts: list[Part] = []
         for key, reporter in self._reports(self.next_step).items():
             report = json.loads(self._store.get(key))
             add(total, report["statistics"])
             labels |= report["labels"]
+            parts += report["samples"]
             reporters |= dict.fromkeys(report["statistics"], reporter)
             self._store.delete_key(key)
         now = time.time()
+        if samples := merged_samples(self.next_step, parts):
+            append_samples(self._directory, samples)
         row = {"step": self.next_step, "seconds": now - self._last_time, **evaluate(total)}
         with (self._directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, **labels}) + "\n")

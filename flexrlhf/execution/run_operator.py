@@ -13,11 +13,13 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
+from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.base import Batch, Loss, Moments, Sampling, add_moments, moments
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.execution.external_scores import ExternalScorers
 from flexrlhf.execution.finite_guard import FiniteGuard
 from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.retokenized_columns import retokenized
 from flexrlhf.execution.sampled_check import SampledCheck
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES, settings_of
@@ -38,7 +40,7 @@ class OperatorRun:
     shape:         prompts and mini-batches of the step or evaluation.
     mini_batches:  those that it works on.
     rank:          this rank.
-    examples:      of the prompts of ``shape``, for an operator that scores.
+    examples:      of the prompts of ``shape``, for an operator that reads texts.
     state:         numbers of the operator's controllers.
     """
 
@@ -58,6 +60,10 @@ class OperatorRun:
     def rows(self) -> tuple[int, ...]:
         """Rows that the operator works on."""
         return self.rows_of(self.mini_batches)
+
+    def examples_of_rows(self) -> list[Example]:
+        """Return the example of each row."""
+        return [self.examples[row // self.shape.samples_per_prompt] for row in self.rows]
 
     def segments(self) -> list[slice]:
         """Return the slice of each mini-batch's rows in ``rows``."""
@@ -91,6 +97,7 @@ class OperatorContext:
     decode:    tokens to text, special tokens included.
     guard:     what follows from numbers that are not finite.
     check:     comparison of the first step's log-probs; None: there is none.
+    encoders:  encoders of texts by role, for models with a tokenizer of their own.
     """
 
     spec: Spec
@@ -100,6 +107,7 @@ class OperatorContext:
     decode: Callable[..., str]
     guard: FiniteGuard
     check: SampledCheck | None = None
+    encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
 
 
 def run_operator(
@@ -151,8 +159,10 @@ def _computed(
             written = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
             return run.model.engine.forward(batch, written, operator.adapters), {}
         case "score":
-            examples = [run.examples[row // run.shape.samples_per_prompt] for row in run.rows]
-            return context.scorers.score(operator, batch, examples, run.model.tp)
+            return context.scorers.score(operator, batch, run.examples_of_rows(), run.model.tp)
+        case "retokenize":
+            encoder, decode = context.encoders[operator.function], context.decode
+            return retokenized(operator, batch, run.examples_of_rows(), encoder, decode)
         case "combine":
             return _combine(run, batch, context)
         case "train":

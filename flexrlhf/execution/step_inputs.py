@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
-from flexrlhf.data.order import step_indices
+from flexrlhf.data.order import mixed_indices, step_indices
 from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.operators.columns import plain, qualified
 from flexrlhf.operators.kto import MISMATCHED
@@ -33,7 +33,8 @@ class StepInputs:
 
     def examples(self, step: int) -> list[Example]:
         """Return the example of each prompt of a step."""
-        return self._of_step(self._data.examples, step, self._plan.batch.num_prompts)
+        data, number = self._data, self._plan.batch.num_prompts
+        return [data.examples[i] for i in mixed_indices(self._plan.spec.seed, step, number, data.shares)]
 
     def put(self, step: int, store: RowStore) -> None:
         """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, further texts."""
@@ -44,11 +45,12 @@ class StepInputs:
             mismatched = self._columns(mismatched_examples(self.examples(step), parts), shape.samples_per_prompt)
             self._put(store, {name: mismatched[plain(name)] for name in qualified(mismatched, MISMATCHED)})
         if self._data.texts:
-            texts = self._columns(self._of_step(self._data.texts, step, self._plan.batch.num_rows), 1)
+            texts = self._columns(self._texts(step), 1)
             self._put(store, {name: texts[plain(name)] for name in qualified(texts, PTX)})
 
-    def _of_step(self, examples: Sequence[Example], step: int, count: int) -> list[Example]:
-        return [examples[i] for i in step_indices(self._plan.spec.seed, step, count, len(examples))]
+    def _texts(self, step: int) -> list[Example]:
+        texts, number = self._data.texts, self._plan.batch.num_rows
+        return [texts[i] for i in step_indices(self._plan.spec.seed, step, number, len(texts))]
 
     def _columns(self, examples: Sequence[Example], samples_per_prompt: int) -> dict[str, Tensor]:
         pad = self._data.pad_token_id
@@ -63,10 +65,10 @@ class StepInputs:
 
 def mismatched_examples(examples: Sequence[Example], mini_batches: Sequence[range]) -> list[Example]:
     """Return ``examples``, each with the responses of the one before it in its mini-batch; the first has the last's."""
-    others = {number: part[place - 1] for part in mini_batches for place, number in enumerate(part)}
+    others = {number: examples[part[place - 1]] for part in mini_batches for place, number in enumerate(part)}
     return [
-        replace(example, responses=examples[others[number]].responses, finished=examples[others[number]].finished)
-        for number, example in enumerate(examples)
+        replace(example, responses=other.responses, finished=other.finished, trained=other.trained)
+        for example, other in ((example, others[number]) for number, example in enumerate(examples))
     ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
+from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_arrivals, record_columns
@@ -23,13 +24,16 @@ from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorded_columns import replay_responses
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.restoration import restore
+from flexrlhf.execution.retokenized_columns import make_text_encoders
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.sampled_check import make_sampled_check
+from flexrlhf.execution.samples import Part, collect_samples
 from flexrlhf.execution.sampling_settings import step_sampling
 from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.weight_syncs import WeightSyncs
+from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
@@ -64,11 +68,12 @@ class Trainer:
         self._groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
         wait, decode = self._progress.wait, load_tokenizer(data.tokenizer, data.is_trusted).decode
         self._scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
-        self._models = load_models(plan, world, self._groups, wait)
+        self._models = load_models(plan, world, self._groups, wait, data.pad_token_id)
         meter.reset_peak()
         sampling = step_sampling(plan, data, partial(decode, skip_special_tokens=True))
         guards = make_finite_guard(plan.spec, world), make_sampled_check(plan, decode)
-        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode, *guards)
+        encoders = make_text_encoders(plan, self._models)
+        self._operators = OperatorContext(plan.spec, sampling, world.device, self._scorers, decode, *guards, encoders)
         self._controllers = make_controller_states(plan)
         self._inputs = StepInputs(plan, data, world.rank, world.device)
         self._rows = StepRows(plan, self._inputs, world.device)
@@ -163,7 +168,7 @@ class Trainer:
         record_arrivals(self._context, run, step, work.rows, store)
         span.begin()
         time.sleep(self.plan.spec.debug.run_delay_seconds)
-        examples = self._inputs.examples(step) if run.operator.kind == "score" else ()
+        examples = self._inputs.examples(step) if reads_texts(run.operator) else ()
         work = replace(work, examples=examples, state=self._controllers.state(run.operator))
         ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
         context = replace(self._operators, sampling=replace(self._operators.sampling, step=step))
@@ -172,9 +177,17 @@ class Trainer:
             replay_responses(self.plan.spec.debug.replay, run.operator, step, work.rows, store)
         if run.operator.kind == "train":
             model.version = step + 1
-        statistics = self._recorder.report(step, position, model, run.operator.name, moments, _labels(run, model))
+        labels, samples = _labels(run, model), self._samples(step, work, store)
+        statistics = self._recorder.report(step, position, model, run.operator.name, moments, labels, samples=samples)
         self._controllers.add(run, statistics)
         record_columns(self._context, run, step, work.rows, store)
+
+    def _samples(self, step: int, work: OperatorRun, store: RowStore) -> list[Part]:
+        """Return parts of the samples of a step in which some are kept."""
+        spec = self.plan.spec
+        if step % spec.samples.every and step != spec.steps - 1:
+            return []
+        return collect_samples(work, store, "training", spec.samples.count, self._operators.decode)
 
     def _count_frozen(self, model: LoadedModel, step: int) -> None:
         """Raise the version of a trained model by the batches that it is not to be trained on."""

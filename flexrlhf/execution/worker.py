@@ -26,6 +26,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.failures import ErrorReport
 from flexrlhf.execution.flight_record import FlightRecord
+from flexrlhf.execution.hub_commits import check_commits
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.rank_watch import RankWatch
 from flexrlhf.execution.run_directory import RunStatus, read_status, write_status, writing_to
@@ -33,8 +34,11 @@ from flexrlhf.execution.run_order import RunOrder, load_orders
 from flexrlhf.execution.starting_point import choose_start
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.trainer import Trainer
-from flexrlhf.plan.inputs import load_run_data
+from flexrlhf.plan.data_lines import data_line, data_warnings
+from flexrlhf.plan.data_sources import data_sources
+from flexrlhf.plan.inputs import RunData, load_run_data
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 
 
 def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
@@ -74,6 +78,9 @@ def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests,
     flight = FlightRecord(plan, world, plan.spec.directory)
     with watch.over(flight), writing_to(plan.spec.directory):
         data = load_run_data(plan)
+        check_commits(plan, world)
+        if world.rank == 0:
+            _print_counts(plan, data)
         start = choose_start(plan, world, data, order.candidates)
         trainer = Trainer(plan, world, data, meter, stops, flight, start)
         next_step = trainer.run()
@@ -84,6 +91,14 @@ def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests,
         with writing_to(plan.spec.directory):
             write_status(plan.spec.directory, status)
     return next_step
+
+
+def _print_counts(plan: Plan, data: RunData) -> None:
+    """Print what the limits do to the rows of each data file."""
+    for source in data_sources(plan):
+        print(f"{plan.spec.name}: {data_line(source, data.counts[source.key])}", flush=True)
+        for warning in data_warnings(source, data.counts[source.key]):
+            print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
 
 
 def is_restarted() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -121,12 +121,24 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Inputs of a memory plan. ``shapes``: by role; a role is absent when its shape is known only once it is loaded."""
+    """Inputs of a memory plan.
+
+    placement:  the placed models.
+    shapes:     by role; a role is absent when its shape is known only once it is loaded.
+    texts:      lengths of the rows.
+    sync:       settings of weight syncs.
+    own_texts:  lengths by role, for models with a tokenizer of their own.
+    """
 
     placement: Placement
     shapes: Mapping[str, ModelShape]
     texts: SequenceLengths
     sync: SyncSpec
+    own_texts: Mapping[str, SequenceLengths] = field(default_factory=dict)
+
+    def texts_of(self, role: str) -> SequenceLengths:
+        """Return the lengths of the rows that the models of ``role`` read."""
+        return self.own_texts.get(role, self.texts)
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the state of ``model`` on ``rank``; None before an unknown architecture is loaded."""
@@ -197,7 +209,7 @@ class Sizing:
         """Return the bytes of activations, logits and caches."""
         if shape.sizes is None:
             return {"activations": None}
-        settings, texts = model.settings, self.texts
+        settings, texts = model.settings, self.texts_of(model.role)
         texts = replace(texts, samples_per_prompt=work.samples or texts.samples_per_prompt)
         blocks = Blocks(shape.sizes, item_bytes(model), settings.tp, settings.lora is not None)
         if work.kind == "generate":

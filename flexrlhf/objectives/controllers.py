@@ -17,6 +17,8 @@ State = dict[str, float]
 """Name of a number → value."""
 LEAST_LOGARITHM = -20.0
 """Lower bound of the logarithm of a multiplier, so that one which has decreased for long can increase again."""
+GREATEST_LOGARITHM = 20.0
+"""Upper bound of that of a multiplier without a maximum, so that exp() stays finite."""
 LARGEST_ERROR = 0.2
 """Bound of the relative error of the measured KL that changes the coefficient (Ziegler et al. 2019, section 2.2)."""
 
@@ -31,8 +33,9 @@ def first_state(spec: PolicySpec) -> State:
 def next_state(spec: PolicySpec, state: State, statistics: Mapping[str, Triple]) -> State:
     """Return the numbers after a step. ``statistics``: of its combine, summed over all rows."""
     fresh = dict(state)
-    if spec.kl is not None and "kl" in statistics:
-        fresh["kl_coefficient"] = _adapted_coefficient(spec.kl, state["kl_coefficient"], statistics["kl"])
+    measured = "kl_response_mean" if "kl_response_mean" in statistics else "kl"
+    if spec.kl is not None and measured in statistics:
+        fresh["kl_coefficient"] = _adapted_coefficient(spec.kl, state["kl_coefficient"], statistics[measured])
     if "shaped_score" in statistics:
         fresh |= _with_scores(state, statistics["shaped_score"])
     if isinstance(spec, SafeRlhfSpec):
@@ -64,7 +67,8 @@ def _ascended_multiplier(spec: LagrangeSpec, multiplier: float, costs: Triple) -
     if not num_responses:
         return multiplier
     logarithm = math.log(multiplier) + spec.learning_rate * multiplier * (total / num_responses - spec.limit)
-    return math.exp(max(min(logarithm, math.log(spec.maximum)), LEAST_LOGARITHM))
+    largest = GREATEST_LOGARITHM if spec.maximum is None else math.log(spec.maximum)
+    return math.exp(max(min(logarithm, largest), LEAST_LOGARITHM))
 
 
 def _with_scores(state: State, scores: Triple) -> State:

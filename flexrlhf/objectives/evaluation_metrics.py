@@ -14,8 +14,8 @@ from flexrlhf.objectives.losses import pairs_of
 
 
 def likelihood(_: Any, batch: Batch, __: CombineContext) -> tuple[Columns, Moments]:
-    """Return the negative log-likelihood of response tokens, in nats."""
-    return {}, {"eval_nll": moments(-batch["logprobs"], batch["response_mask"])}
+    """Return the negative log-likelihood of response tokens that are trained on, in nats."""
+    return {}, {"eval_nll": moments(-batch["logprobs"], batch.mask)}
 
 
 def pair_accuracy(_: Any, batch: Batch, __: CombineContext) -> tuple[Columns, Moments]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.kl_penalty import kl_penalty
+from flexrlhf.objectives.kl_penalty import kl_penalty, penalty_to_go
 from flexrlhf.objectives.process_supervision import EPSILON, process_advantages
 from flexrlhf.objectives.reward_shaping import ShapedRewards, shape_rewards
 
@@ -22,12 +22,14 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
 
     It is the response's score, less the KL penalty where that is in the reward, over the baseline of its group, divided
     by the group's deviation with ``scale: group`` (GRPO, Shao et al. 2024, section 4.1.2; RLOO, Ahmadian et al.
-    2024, eq. 9); with ``supervision: process`` see ``process_advantages``. Raises RunStopped for scores that are not
-    finite, with ``invalid_scores: stop``.
+    2024, eq. 9); with ``supervision: process`` see ``process_advantages``. A penalty with ``place: advantages`` differs
+    from token to token: of those from it to the last. Raises RunStopped for scores that are not finite, with
+    ``invalid_scores: stop``.
     """
     shaped = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
-    totals = (shaped.rewards - penalty).sum(1)
+    is_after = spec.kl is not None and spec.kl.place == "advantages"
+    totals = (shaped.rewards if is_after else shaped.rewards - penalty).sum(1)
     centred, deviation = centre_in_groups(totals, shaped.counts, batch.samples_per_prompt, spec.baseline)
     if spec.scale == "group":
         centred = centred / (deviation + EPSILON)
@@ -40,7 +42,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         selected = _selected(spec, batch, shaped, context)
         mask = mask * selected[:, None].to(mask.dtype)
         statistics["group_taken"] = moments(selected.float())
-    advantages = centred[:, None] * mask
+    advantages = (centred[:, None] - penalty_to_go(penalty) if is_after else centred[:, None]) * mask
     if spec.supervision == "process":
         of_steps, step_statistics = process_advantages(spec, batch, shaped)
         advantages, statistics = of_steps * mask, statistics | step_statistics

@@ -1,4 +1,4 @@
-"""KL penalty: estimates of KL(policy || reference), in the reward of each token or in the loss."""
+"""KL penalty: estimates of KL(policy || reference), in the reward or advantage of each token, or in the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LOG_RATIO_CLAMP = 20.0
 def kl_estimate(spec: KlSpec, log_ratio: Tensor) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, in nats (Schulman 2020, "Approximating KL Divergence").
 
-    With r = log policy - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r.
+    With r = log policy - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r. Beyond ``value_clamp`` an estimate
+    is constant, and has no gradient.
 
     ``log_ratio``: r, of any shape.
     """
@@ -25,11 +26,12 @@ def kl_estimate(spec: KlSpec, log_ratio: Tensor) -> Tensor:
     bounded = log_ratio.clamp(-limit, limit)
     match spec.estimator:
         case "k1":
-            return log_ratio if spec.clamp is None else bounded
+            estimate = log_ratio if spec.clamp is None else bounded
         case "k2":
-            return (log_ratio if spec.clamp is None else bounded) ** 2 / 2
+            estimate = (log_ratio if spec.clamp is None else bounded) ** 2 / 2
         case "k3":
-            return (-bounded).exp() - 1 + bounded
+            estimate = (-bounded).exp() - 1 + bounded
+    return estimate if spec.value_clamp is None else estimate.clamp(-spec.value_clamp, spec.value_clamp)
 
 
 def behaviour_logprobs(batch: Batch) -> Tensor:
@@ -41,7 +43,7 @@ def behaviour_logprobs(batch: Batch) -> Tensor:
 
 
 def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str, float]) -> tuple[Tensor, Moments]:
-    """Return the KL penalty (n, R) to subtract from the reward of each token, and statistics of the KL.
+    """Return the KL penalty (n, R) of each token, for its reward or its advantage, and statistics of the KL.
 
     Both are empty without a KL penalty; the penalty is 0 where it is part of the loss.
 
@@ -51,12 +53,19 @@ def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str,
     if spec.kl is None:
         return torch.zeros_like(mask, dtype=torch.float32), {}
     log_ratio = (behaviour_logprobs(batch) - batch["ref_logprobs"]) * mask
-    coefficient = state["kl_coefficient"]
+    coefficient, estimate = state["kl_coefficient"], kl_estimate(spec.kl, log_ratio) * mask
     statistics = {
         "kl": moments(log_ratio.sum(1), mask.any(1)),
         "kl_token": moments(log_ratio, mask),
         "kl_coefficient": moments(log_ratio.new_full((len(batch),), coefficient, dtype=torch.float64)),
     }
+    if spec.kl.target is not None and spec.kl.target_unit == "token":
+        statistics["kl_response_mean"] = moments(estimate.sum(1) / mask.sum(1).clamp(min=1), mask.any(1))
     if spec.kl.place == "loss":
         return torch.zeros_like(log_ratio), statistics
-    return coefficient * kl_estimate(spec.kl, log_ratio) * mask, statistics
+    return coefficient * estimate, statistics
+
+
+def penalty_to_go(penalty: Tensor) -> Tensor:
+    """Sum of the penalties (n, R) of each token and of those after it, which its choice has made possible."""
+    return penalty.flip(1).cumsum(1).flip(1)

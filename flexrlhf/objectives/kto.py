@@ -36,7 +36,7 @@ def reference_point(_: KtoSpec, batch: Batch, context: CombineContext) -> tuple[
     It is the mean log-ratio of responses that belong to other prompts (Ethayarajh et al. 2024, section 4), over all
     rows of the mini-batch, on whichever rank they are.
     """
-    log_ratios = of_responses(batch["logprobs"] - batch["ref_logprobs"], batch["response_mask"], is_mean=False)
+    log_ratios = of_responses(batch["logprobs"] - batch["ref_logprobs"], batch.mask, is_mean=False)
     sums = context.reducer.sum(torch.stack([moments(log_ratios[part]) for part in context.segments]))
     points = torch.zeros_like(log_ratios)
     for part, (count, total, _squares) in zip(context.segments, sums.tolist(), strict=True):

@@ -61,6 +61,8 @@ COLUMNS = {
 }
 
 
+LONGER = 2
+"""How much longer than a row of the policy's tokens a text may be in those of another tokenizer, by default."""
 TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
 
@@ -82,20 +84,46 @@ def qualified(names: Iterable[str], qualifier: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Padded lengths in tokens: P of prompts, R of responses."""
+    """Padded lengths in tokens.
+
+    prompt:    P, of prompts.
+    response:  R, of responses.
+    texts:     (role, length) of whole texts, for models with a tokenizer of their own.
+    """
 
     prompt: int
     response: int
+    texts: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
-        """Return P and R of ``spec``."""
-        return cls(spec.data.max_prompt_tokens, spec.data.max_response_tokens)
+        """Return the lengths of ``spec``."""
+        prompt, response = spec.data.max_prompt_tokens, spec.data.max_response_tokens
+        own = ((role, model) for role, model in spec.models if model is not None and model.retokenize)
+        texts = tuple((role, model.max_text_tokens or LONGER * (prompt + response)) for role, model in own)
+        return cls(prompt, response, texts)
+
+    @property
+    def total(self) -> int:
+        """Tokens of a prompt and a response."""
+        return self.prompt + self.response
+
+    def of_role(self, role: str) -> Lengths:
+        """Return the lengths of what ``role`` reads; whole texts are left-padded and end at the last place."""
+        length = dict(self.texts).get(role)
+        return self if length is None else Lengths(length - 1, 1)
 
     def width(self, column: Column) -> int | None:
         """Return the numbers per row; None for a column without a second dim."""
+        if column.width == "sequence":
+            return self._sequence(column.name)
         widths = {"prompt": self.prompt, "response": self.response, "response+1": self.response + 1}
-        return None if column.width == "row" else widths.get(column.width, self.prompt + self.response)
+        return widths.get(column.width)
+
+    def _sequence(self, name: str) -> int:
+        """Return the width of whole texts; the first qualifier of ``name`` may be a role with texts of its own."""
+        _, _, qualifiers = name.partition(".")
+        return dict(self.texts).get(qualifiers.partition(".")[0], self.prompt + self.response)
 
     def row_bytes(self, name: str) -> int:
         """Return the bytes of one row of the column ``name``."""

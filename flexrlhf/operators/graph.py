@@ -10,22 +10,23 @@ from flexrlhf.config.spec import CallKind, Head
 from flexrlhf.data.forms import Needs
 from flexrlhf.operators.columns import Quantity, column_of
 
-OperatorKind = CallKind | Literal["score", "combine"]
+OperatorKind = CallKind | Literal["score", "retokenize", "combine"]
 
 
 @dataclass(frozen=True)
 class Operator:
     """One step of an algorithm: a model call, or what is computed next to a model.
 
-    A combine is mathematics on columns; a score calls functions and services.
+    A combine is mathematics on columns; a score calls functions and services; a retokenize encodes texts for a model
+    with another tokenizer.
 
     name:         unique in the graph.
-    kind:         generate, forward, train, score or combine.
+    kind:         generate, forward, train, score, retokenize or combine.
     role:         the role whose model computes it, or on whose ranks it runs.
     reads:        columns that it reads.
     writes:       columns that it writes; none for a train and for statistics.
-    function:     the mathematics of a combine, the loss of a train (objectives/functions.py), or the section of the
-                  YAML with the sources of a score.
+    function:     the mathematics of a combine, the loss of a train (objectives/functions.py), the section of the YAML
+                  with the sources of a score, or the role that a retokenize encodes for.
     quantities:   what the loss of a train reads of the model.
     extra_loss:   name of a second loss of a train, on further texts in the same optimizer step; their columns have
                   this name behind a dot.
@@ -62,7 +63,10 @@ class Operator:
     @property
     def call(self) -> CallKind | None:
         """Kind of the model call; None for what no model computes."""
-        return None if self.kind == "combine" or self.kind == "score" else self.kind
+        match self.kind:
+            case "generate" | "forward" | "train":
+                return self.kind
+        return None
 
     @property
     def extra_reads(self) -> tuple[str, ...]:
@@ -142,6 +146,11 @@ class Graph:
             if operator.barrier or any(parent.name in names for parent in self.parents(operator)):
                 names.add(operator.name)
         return frozenset(names)
+
+
+def reads_texts(operator: Operator) -> bool:
+    """Whether ``operator`` reads the rows of the data set as text."""
+    return operator.kind in ("score", "retokenize")
 
 
 def _computed(operator: Operator) -> set[Quantity]:

@@ -23,16 +23,16 @@ def kto(spec: KtoSpec) -> Graph:
         )
         for each in (LOGPROBS, REF_LOGPROBS)
     )
-    compared = qualified(("logprobs", "ref_logprobs", "response_mask"), MISMATCHED)
+    compared = qualified(("logprobs", "ref_logprobs", "loss_mask"), MISMATCHED)
     point = Operator(
         "reference_point", "combine", "actor", compared, ("reference_point",), function="reference_point", suffix=suffix
     )
-    read = (*TEXT, "response_mask", "ref_logprobs", "reference_point")
+    read = (*TEXT, "loss_mask", "ref_logprobs", "reference_point")
     train = Operator("train_actor", "train", "actor", read, function="kto_loss", barrier=spec.epochs > 1)
     return Graph(
         operators=(REF_LOGPROBS, *forwards, point, train),
         roles=("actor", "ref"),
         data="pairs",
-        inputs=(*TEXT, "response_mask", *texts, f"response_mask{suffix}"),
+        inputs=(*TEXT, "loss_mask", *texts, f"loss_mask{suffix}"),
         evaluation=dpo_evaluation(),
     )

@@ -106,7 +106,7 @@ def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple
     inputs: tuple[str, ...] = ("prompts", "prompt_mask")
     operators = _with_selection(spec, operators)
     if spec.ptx is not None:
-        texts = qualified((*TEXT, "response_mask"), PTX)
+        texts = qualified((*TEXT, "loss_mask"), PTX)
         inputs += texts
         operators = tuple(
             _with_extra_texts(operator, texts) if operator.name == "train_actor" else operator for operator in operators

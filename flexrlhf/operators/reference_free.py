@@ -10,9 +10,9 @@ from flexrlhf.operators.graph import Graph, Operator
 
 def reference_free(spec: SimpoSpec | OrpoSpec) -> Graph:
     """Return the graph of an algorithm on preference pairs whose loss reads the policy alone."""
-    read = (*TEXT, "response_mask")
+    read = (*TEXT, "loss_mask")
     train = Operator("train_actor", "train", "actor", read, function=f"{spec.name}_loss", barrier=spec.epochs > 1)
-    compared = ("logprobs", "response_mask")
+    compared = ("logprobs", "loss_mask")
     accuracy = Operator("accuracy", "combine", "actor", compared, function="preference_accuracy")
     return Graph(
         operators=(train,),

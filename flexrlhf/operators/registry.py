@@ -16,6 +16,7 @@ from flexrlhf.operators.raft import raft
 from flexrlhf.operators.reference_free import reference_free
 from flexrlhf.operators.reinforce import reinforce
 from flexrlhf.operators.remax import remax
+from flexrlhf.operators.retokenize import with_retokenized
 from flexrlhf.operators.reward import reward
 from flexrlhf.operators.safe_rlhf import safe_rlhf
 from flexrlhf.operators.sft import sft
@@ -42,9 +43,10 @@ GRAPHS: dict[str, Callable[[Any], Graph]] = {
 
 def make_graph(spec: Spec) -> Graph:
     """Return the graph of the algorithm before its models are placed, with the sources of scores; roles that share
-    another's weights are part of that role. Raises UserError for sources that the algorithm does not use.
+    another's weights are part of that role. Raises UserError for sources that the algorithm does not use, and for
+    models that cannot retokenize.
     """
-    graph = with_sources(GRAPHS[spec.algorithm.name](spec.algorithm), spec)
+    graph = with_retokenized(with_sources(GRAPHS[spec.algorithm.name](spec.algorithm), spec), spec)
     for role in graph.roles:
         model = spec.models.of(role)
         if model is not None and model.share is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from flexrlhf.data.examples import Example, load_examples
-from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import detect_form, text_of
-from flexrlhf.plan.inputs import data_sources, load_tokenizer, tokenizer_path, trusts_tokenizer
+from flexrlhf.data.files import is_present, read_rows
+from flexrlhf.data.forms import detect_form, has_response
+from flexrlhf.plan.data_sources import DataSource, data_sources
+from flexrlhf.plan.inputs import chat_format, load_tokenizer, tokenizer_path, trusts_tokenizer
 from flexrlhf.plan.plan import Plan
 
 MAX_ROWS = 2000
@@ -21,36 +21,40 @@ def response_lengths(plan: Plan) -> tuple[int, ...]:
     From the responses in the run's data file, else in its evaluation file; where neither has any (or they do not exist
     yet) every response has the largest length.
     """
-    for path in [source.path for source in data_sources(plan) if source.key in ("data", "eval")]:
-        lengths = tuple(sorted(len(example.responses[0]) for example in _examples(plan, path, with_responses=True)))
-        if lengths:
-            return lengths
+    for source in data_sources(plan):
+        if source.is_training or source.key == "eval":
+            examples = _examples(plan, source, with_responses=True)
+            if examples:
+                return tuple(sorted(len(example.responses[0]) for example in examples))
     return (plan.lengths.response,)
 
 
 def prompt_lengths(plan: Plan) -> tuple[int, ...]:
-    """Return tokens of a sample of the prompts in the run's data file, sorted."""
-    examples = _examples(plan, plan.spec.data.path, with_responses=False)
+    """Return tokens of a sample of the prompts in the run's data files, sorted."""
+    training = [source for source in data_sources(plan) if source.is_training]
+    examples = [example for source in training for example in _examples(plan, source, with_responses=False)]
     return tuple(sorted(len(example.prompt) for example in examples)) or (plan.lengths.prompt,)
 
 
-def _examples(plan: Plan, path: str, with_responses: bool) -> list[Example]:
+def _examples(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:
     """Return a sample of a file's examples.
 
     None where the file or the tokenizer does not exist yet, or where responses are needed and the file has none.
     """
     data, directory = plan.spec.data, _tokenizer(plan)
-    if directory is None or not Path(path).is_file() or (with_responses and not _has_responses(path, data.form)):
+    if directory is None or not is_present(source.path) or (with_responses and not _has_responses(source)):
         return []
     examples = load_examples(
-        path,
-        form=data.form,
+        source.path,
+        form=source.form,
         needs="responses" if with_responses else "prompts",
         tokenizer=load_tokenizer(directory, trusts_tokenizer(plan)),
         max_prompt_tokens=data.max_prompt_tokens,
         max_response_tokens=data.max_response_tokens,
-        long_prompts="drop",
-    )
+        long_prompts="drop" if data.long_prompts == "error" else data.long_prompts,
+        layout=source.layout,
+        chat=chat_format(plan),
+    ).examples
     return examples[:: max(1, len(examples) // MAX_ROWS)]
 
 
@@ -62,6 +66,7 @@ def _tokenizer(plan: Plan) -> str | None:
     return path if Path(path).is_dir() else None
 
 
-def _has_responses(path: str, form: str) -> bool:
-    first: dict[str, Any] = read_rows(path)[0]
-    return bool(text_of(first, detect_form(first, "responses") if form == "auto" else form).responses)
+def _has_responses(source: DataSource) -> bool:
+    """Whether the first row of a file has a response."""
+    row, form, layout = read_rows(source.path)[0], source.form, source.layout
+    return has_response(row, detect_form(row, "responses", layout) if form == "auto" else form, layout)

@@ -7,8 +7,9 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
-from flexrlhf.config.spec import ModelSpec, RolloutSpec, Spec
+from flexrlhf.config.spec import DataSpec, ModelSpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.sources import SECTIONS
 from flexrlhf.weights.families import check_family
@@ -37,8 +38,20 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
         if filled.get(role) is None:
             hint = f"; or say with {role}: where scores come from" if role in SECTIONS else ""
             raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}{hint}")
+    for role in graph.roles:
+        filled[role] = _with_text_limit(role, filled[role], spec.data)
     models = spec.models.model_copy(update=filled)
     return spec.model_copy(update={"models": models, "rollout": _resolve_rollout(spec.rollout, filled["actor"])})
+
+
+def _with_text_limit(role: str, model: ModelSpec | None, data: DataSpec) -> ModelSpec | None:
+    """Return ``model`` with the longest text that it reads by its own tokenizer, where it does."""
+    if model is None or not model.retokenize or model.max_text_tokens is not None:
+        return model
+    longest = LONGER * (data.max_prompt_tokens + data.max_response_tokens)
+    has_config = model.path is not None and (Path(model.path) / "config.json").is_file()
+    limit = read_config(role, model).get("max_position_embeddings") if has_config else None
+    return model.model_copy(update={"max_text_tokens": min(longest, limit) if isinstance(limit, int) else longest})
 
 
 def _why_none(spec: Spec, role: str, graph: Graph) -> str:
@@ -47,7 +60,8 @@ def _why_none(spec: Spec, role: str, graph: Graph) -> str:
     if section is not None and dict(spec)[section] is not None:
         return f"no source of {section} is this model; add {{model: {role}}} there, or remove it here"
     if role == "ref" and isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is None:
-        return "algorithm.kl is null, so nothing uses a reference model; give algorithm.kl, or remove it here"
+        reason = "" if spec.algorithm.like is None else f" with like: {spec.algorithm.like}"
+        return f"algorithm.kl is null{reason}, so nothing uses a reference model; give algorithm.kl, or remove it here"
     return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
 
 

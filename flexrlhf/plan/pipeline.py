@@ -23,9 +23,11 @@ from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.hub_names import with_snapshots
 from flexrlhf.plan.models import model_shapes, resolve_models
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_graph import run_graph
+from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.choice import STRATEGIES, choose_strategy
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.schedule import Schedule
@@ -58,6 +60,7 @@ class ResolvedSpec:
 
 def resolve(spec: Spec) -> ResolvedSpec:
     """Make the graph of ``spec`` and fill in its models. Raises UserError for models that do not go with it."""
+    spec = with_snapshots(spec)
     graph = make_graph(spec)
     check_evaluation(graph, spec)
     return ResolvedSpec(resolve_models(spec, graph), graph, make_cluster(spec.cluster))
@@ -93,6 +96,7 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Pl
     Raises UserError for everything that a user can mend: models, placement, strategy, engine.
     """
     resolved = resolve(spec)
+    check_tokenizers(resolved.spec, resolved.graph, pending or {})
     placement = resolved.place()
     plan = plan_on(resolved, placement, model_shapes(resolved.spec, resolved.graph, pending or {}))
     _check_warmup(plan)

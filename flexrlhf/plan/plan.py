@@ -114,7 +114,7 @@ class Plan:
     def sizing(self) -> Sizing:
         """Inputs of the memory plan."""
         texts = SequenceLengths(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
-        return Sizing(self.placement, self.shapes, texts, self.spec.sync)
+        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own_texts(self.lengths, texts))
 
     def memory(self, rank: int) -> RankMemory:
         """Return the memory of ``rank`` by model and phase."""
@@ -127,3 +127,9 @@ class Plan:
         alike = first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
         computed = {rank: self.memory(rank) for rank in set(alike.values())}
         return tuple(replace(computed[first], rank=rank) for rank, first in sorted(alike.items()))
+
+
+def own_texts(lengths: Lengths, texts: SequenceLengths) -> dict[str, SequenceLengths]:
+    """Return ``texts`` with the lengths of each role that has a tokenizer of its own."""
+    own = {role: lengths.of_role(role) for role, _ in lengths.texts}
+    return {role: replace(texts, prompt=each.prompt, response=each.response) for role, each in own.items()}

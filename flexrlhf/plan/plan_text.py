@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import Operator
@@ -10,10 +11,14 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.memory_text import planned_memory
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.preset_text import preset_lines
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
-from flexrlhf.text import bytes_text, rank_marks, ranks_text
+from flexrlhf.text import bytes_text, rank_marks, ranks_text, shortened
+
+WIDEST = 100
+"""Characters of a prompt or response that the summary shows."""
 
 
 def format_plan(plan: Plan) -> str:
@@ -24,6 +29,7 @@ def format_plan(plan: Plan) -> str:
     )
     sections = [
         [head, *_without_cluster(plan)],
+        *([_titled("preset", preset_lines(spec))] if spec.algorithm.like is not None else []),
         _titled("batch", _batch(plan)),
         _titled("placement", _placement(plan)),
         _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
@@ -58,6 +64,7 @@ def _batch(plan: Plan) -> list[str]:
         f"rows per chunk       {_range(chunks):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
         f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
         f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded",
+        *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
 
@@ -194,9 +201,9 @@ def _period(every: int) -> str:
 
 
 def format_summary(
-    name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Mapping[str, str]]
+    name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return the first and last three steps of the main metrics, the last evaluation's samples, and the directory."""
+    """Return the first and last three steps of the main metrics, the last samples, and the directory."""
     lines = [f"{name}: {len(rows)} steps, {sum(row['seconds'] for row in rows):.1f} s, results in {directory}"]
     for metric in METRICS:
         values = [row[metric.name] for row in rows if metric.name in row]
@@ -205,8 +212,18 @@ def format_summary(
             first, last = _mean(values[:few]), _mean(values[-few:])
             trend = f"{first:.4g} -> {last:.4g}" if len(values) > 1 else f"{last:.4g}"
             lines.append(f"  {metric.name:<18}{trend:<26}{metric.definition}")
-    lines += [f"  {sample['prompt']} -> {sample['answer']}" for sample in samples]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_sample_line(sample) for sample in _last_samples(samples))])
+
+
+def _last_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the samples of the last evaluation, or without any those of the last step of which some are kept."""
+    of_evaluations = [sample for sample in samples if sample["rows"] == "evaluation"] or samples
+    return [sample for sample in of_evaluations if sample["step"] == of_evaluations[-1]["step"]]
+
+
+def _sample_line(sample: Mapping[str, Any]) -> str:
+    score = f"  (score {sample['score']:.4g})" if sample.get("score") is not None else ""
+    return f"  {shortened(sample['prompt'], WIDEST)} -> {shortened(sample['response'], WIDEST)}{score}"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -222,7 +222,7 @@ def _of_role(model: PlacedModel, shape: ModelShape | None) -> dict[str, list[Any
 
 def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, list[Any]]:
     """Return half of the tokens that are computed together."""
-    settings, texts = model.settings, plan.sizing.texts
+    settings, texts = model.settings, plan.sizing.texts_of(model.role)
     mine = workload(plan.schedule.for_rank(rank), plan.placement, plan.batch, rank)
     calls = [work for work, _ in mine if isinstance(work, Compute) and work.model == model.name]
     passes = [texts.rows_within(settings.micro_batch_tokens, call.rows) for call in calls if call.kind != "generate"]

@@ -72,7 +72,9 @@ def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -
     # a role that is not trained must have no settings of an optimizer
     frozen = {"learning_rate": 0.0, "warmup_steps": 0} if role in plan.graph.trained else {}
     optimizer = model.optimizer.model_copy(update=frozen)
-    return model.model_copy(update={"path": None, "init": init, "optimizer": optimizer, "shadow": None})
+    # seconds are of texts as long as the policy's, whose tokens stand for those of another tokenizer
+    plain = {"path": None, "init": init, "shadow": None, "retokenize": False, "max_text_tokens": None}
+    return model.model_copy(update={**plain, "optimizer": optimizer})
 
 
 def _origin(model: ModelSpec, command_plans: Sequence[Plan]) -> ModelSpec:

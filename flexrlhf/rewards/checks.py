@@ -35,16 +35,18 @@ def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None
                 _check_pattern(pattern, f"{section}.pattern")
 
 
-def check_columns(sources: Sequence[RewardSource], name: str, columns: Collection[str], path: str) -> None:
+def check_columns(
+    sources: Sequence[RewardSource], name: str, columns: Collection[str], path: str, with_functions: bool = True
+) -> None:
     """Raise UserError for the first source of section ``name`` that needs a column that no row of ``path`` has.
 
     A service needs a label that is written in the YAML; a function needs its parameters without a default, where its
-    ``def`` can be read.
+    ``def`` can be read. ``with_functions``: whether the files of functions have been checked, so that they are read.
     """
     for index, source in enumerate(sources):
         section = name if len(sources) == 1 else f"{name}.{index}"
         match source:
-            case FunctionSource():
+            case FunctionSource() if with_functions:
                 needed = [(f"{section}.function: {source.function} takes", key) for key in _needed(source)]
             case ServiceSource() if "label" in source.model_fields_set:
                 needed = [(f"{section}.label:", source.label)]

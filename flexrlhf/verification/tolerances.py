@@ -44,7 +44,7 @@ COUNTED = frozenset(
     {
         *("response_length", "truncated", "score_invalid", "score_failed", "not_counted", "group_taken", "policy_lag"),
         *("rollout_requests", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
-        "eval_score_failed",
+        *("eval_score_failed", "text_cut", "eval_text_cut"),
     }
 )
 """Metrics that count whole things: the same in both runs."""

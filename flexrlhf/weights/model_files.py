@@ -19,6 +19,9 @@ from flexrlhf.errors import UserError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALAR_HEAD = "score.weight"
+SCALAR_BIAS = "score.bias"
+HEAD_NAMES = ("v_head", "value_head", "reward_head", "score_head", "classifier", "v_head.summary")
+"""What other libraries call the linear layer that transformers calls ``score``."""
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are loaded; others are of quantised models or masks."""
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64} | {
@@ -47,11 +50,36 @@ class StoredTensor:
 
 
 def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a model directory by name; none where it has no weights. ``key``: for the message."""
+    """Return the tensors of a model directory by name; none where it has no weights. ``key``: for the message.
+
+    A scalar head of another library's name has the name that transformers gives it.
+    """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(key, directory):
         stored |= _read_header(f"{key} {directory}", file)
-    return stored
+    renamed = _renamed(own_head_name(stored))
+    return {renamed.get(name, name): tensor for name, tensor in stored.items()}
+
+
+def own_head_name(names: Collection[str]) -> str | None:
+    """Return the name of a scalar head among ``names`` of tensors that is not transformers'; None where there is none.
+
+    The name is without ``.weight``.
+    """
+    if SCALAR_HEAD in names:
+        return None
+    return next((name for name in HEAD_NAMES if f"{name}.weight" in names), None)
+
+
+def stored_head_name(key: str, directory: Path) -> str | None:
+    """Return the name of the scalar head in a model's directory where it is not transformers', without ``.weight``."""
+    names = {name for file in weight_files(key, directory) for name in _read_header(f"{key} {directory}", file)}
+    return own_head_name(names)
+
+
+def _renamed(head: str | None) -> dict[str, str]:
+    """Return the names that the tensors of a head get."""
+    return {} if head is None else {f"{head}.weight": SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
 
 
 def weight_files(key: str, directory: Path) -> tuple[Path, ...]:
@@ -178,7 +206,7 @@ def check_stored(
     found = named_as(stored, expected)
     missing = sorted(set(expected) - set(found) - set(optional))
     if SCALAR_HEAD in expected:
-        check_scalar_head(key, found.get(SCALAR_HEAD), SCALAR_HEAD not in missing or len(missing) > 1)
+        check_scalar_head(key, found, SCALAR_HEAD not in missing or len(missing) > 1)
     if missing:
         raise UserError(lacking(key, missing))
     for name in sorted(set(expected) & set(found)):
@@ -194,17 +222,24 @@ def check_stored(
             )
 
 
-def check_scalar_head(key: str, head: StoredTensor | None, may_lack: bool) -> None:
-    """Raise UserError for a scalar head of several numbers, and where there is none unless the model ``may_lack`` it.
+def check_scalar_head(key: str, stored: Mapping[str, StoredTensor], may_lack: bool) -> None:
+    """Raise UserError for a scalar head of several numbers or with a bias, and where there is none unless the model
+    ``may_lack`` it.
 
     ``key``: ``models.ROLE.path DIRECTORY``.
     """
+    head = stored.get(SCALAR_HEAD)
     if head is None and not may_lack:
         raise UserError(no_scalar_head(key))
     if head is not None and head.shape[:1] != (1,):
         raise UserError(
             f"{key}: its head has {head.shape[0] if head.shape else 0} labels (shape {list(head.shape)}); a model of "
             f"scores has one"
+        )
+    if head is not None and SCALAR_BIAS in stored:
+        raise UserError(
+            f"{key}: its head has a bias, which a sequence classifier of transformers does not; train a model of "
+            f"scores with algorithm reward, or remove the bias from its files, which changes no comparison of scores"
         )
 
 

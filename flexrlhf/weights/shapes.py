@@ -164,7 +164,7 @@ def _check_files(
     if computed is not None:
         check_stored(key, stored, _with_head(computed, head, config), optional)
     elif head != "causal":
-        check_scalar_head(key, stored.get(SCALAR_HEAD), new_head)
+        check_scalar_head(key, stored, new_head)
 
 
 def _is_tied(config: dict[str, Any]) -> bool:

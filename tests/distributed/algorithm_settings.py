@@ -23,6 +23,7 @@ EXACT = {"rule": "exact_answer"}
 """A row in three has no right answer, so its responses have no score."""
 TEXTS = {"path": "assets:texts.jsonl", "form": "text"}
 SHARED_REF = {"actor": {"lora": {}, "optimizer": FAST}, "ref": {"share": "actor"}}
+OWN_TOKENIZER = {"path": "assets:models/letters", "retokenize": True}
 SCHEDULED = {"actor": {"optimizer": {"schedule": "linear", "warmup_steps": 1}}}
 PAIRS = {"beta": 0.5}
 
@@ -57,6 +58,13 @@ def _of(name: str, further: Raw | None = None, **changes: Any) -> Raw:
     return {"algorithm": {"name": name, "num_mini_batches": 2, **changes}, **(further or {})}
 
 
+def _chats(file: str) -> Raw:
+    """Chats of several turns, in a prompt and responses that have room for them."""
+    lengths = {"max_prompt_tokens": 8, "max_response_tokens": 20}
+    data = {"path": f"assets:{file}.jsonl", "chat_template": "assets:chat.jinja", **lengths}
+    return {"data": data, "eval": {"path": f"assets:{file}-evaluation.jsonl", "every": 1}}
+
+
 def _scored(*sources: Raw) -> Raw:
     return {"reward": list(sources)}
 
@@ -70,6 +78,12 @@ COMPLETIONS: dict[str, Raw] = {
     # the coefficient rises and falls by up to a fifth of 8 responses to 20
     "adaptive": _of("ppo", {"steps": 5}, kl={"coefficient": 0.2, "target": 0.3, "horizon": 20}),
     "adaptive-masked": _of("ppo", _scored(COUNTED), kl={"coefficient": 0.2, "target": 0.1, "horizon": 10}),
+    # the coefficient falls and rises, where that of a target per response would rise alone
+    "adaptive-token": _of(
+        "ppo", {"steps": 5}, kl={"coefficient": 0.6, "target": 0.09, "target_unit": "token", "horizon": 8}
+    ),
+    # of estimates that are small a limit binds for a share of the tokens
+    "kl-limited": _of("ppo", kl={"coefficient": 0.5, "value_clamp": 0.05}),
     "no-kl": _of("ppo", kl=None, value_clip=None),
     # bounded below the upper clip, so that the bound is what binds
     "dual": _of("ppo", dual_clip=1.02, epochs=2),
@@ -103,6 +117,16 @@ COMPLETIONS: dict[str, Raw] = {
         "ppo",
         importance={"level": "sequence", "reject": {"lower": 0.6, "upper": 1.6}},
         loss_aggregation="seq-mean-token-mean",
+    ),
+    # texts in letters are up to three times as long, so the default limit cuts some
+    "retokenized": _of("ppo", {"models": {"reward": OWN_TOKENIZER}}),
+    "retokenized-second": _of(
+        "ppo",
+        {
+            **_scored({"model": "reward"}, {"model": "reward_second", "weight": 0.5}),
+            "models": {"reward_second": {**OWN_TOKENIZER, "max_text_tokens": 60}},
+        },
+        prompts_per_step=7,
     ),
 }
 """Further settings of PPO, and with it of all that generate responses."""
@@ -138,10 +162,20 @@ ALGORITHMS: dict[str, Raw] = {
     ),
     "grpo-counted": _of("grpo", _scored(COUNTED), kl={"place": "reward", "estimator": "k1", "coefficient": 0.05}),
     "grpo-uneven": _of("grpo", prompts_per_step=5, samples_per_prompt=3, truncation="mask", num_mini_batches=4),
+    # half of the gradient of the penalty is cut off
+    "grpo-limited": _of("grpo", kl=_loss_kl("k3", 0.5, value_clamp=0.002), epochs=2),
+    "grpo-after": _of(
+        "grpo",
+        kl={"place": "advantages", "coefficient": 0.2, "target": 0.05, "target_unit": "token", "horizon": 30},
+        num_mini_batches=4,
+    ),
     "grpo-shared": _of("grpo", {"models": SHARED_REF}),
     "grpo-corrected": _of("grpo", importance={"level": "sequence", "cap": 1.1}, kl=None),
     "grpo-texts": _of("grpo", ptx={**TEXTS, "coefficient": 0.3}, freeze_actor_steps=1),
     "rloo": _of("rloo"),
+    "rloo-after": _of(
+        "rloo", _scored(COUNTED), kl={"place": "advantages", "estimator": "k2", "coefficient": 0.3}, truncation="mask"
+    ),
     "rloo-unknown": _of("rloo", _scored({"model": "reward"}, EXACT), normalise_scores="running"),
     "rloo-clipped": _of("rloo", samples_per_prompt=2, reward_clip=0.5, dual_clip=1.02, epochs=2),
     "gspo": _of("gspo", epochs=2),
@@ -181,6 +215,7 @@ ALGORITHMS: dict[str, Raw] = {
         "reinforce++", _scored(COUNTED), baseline="group", samples_per_prompt=3, prompts_per_step=3
     ),
     "remax": _of("remax"),
+    "remax-retokenized": _of("remax", {"models": {"reward": {**OWN_TOKENIZER, "max_text_tokens": 20}}}),
     "remax-rule": _of("remax", _scored(LENGTH), kl=None, normalise_scores="running", num_mini_batches=4),
     "remax-masked": _of("remax", _scored(COUNTED), whiten="batch", gamma=0.95),
     "remax-cut-off": _of("remax", {"steps": 2}, truncation="mask", min_response_tokens=2, importance={"cap": 1.05}),
@@ -199,6 +234,7 @@ ALGORITHMS: dict[str, Raw] = {
     "safe-steps": _of(
         "safe-rlhf", {"cost": [{**MODEL_STEPS, "model": "cost", "weight": 0.5}, LENGTH]}, lagrange={"limit": 0.2}
     ),
+    "safe-retokenized": _of("safe-rlhf", {"models": {"cost": OWN_TOKENIZER}}, lagrange={"limit": -0.5}),
     "safe-streaming": _of("safe-rlhf", num_mini_batches=4, whiten="mini_batch", truncation="bootstrap"),
     "safe-rule": _of("safe-rlhf", {**_scored(LENGTH), "cost": [COSTS]}, kl=None, value_clip=None),
     "dpo": _of("dpo", **PAIRS),
@@ -216,9 +252,17 @@ ALGORITHMS: dict[str, Raw] = {
     "kto": _of("kto", beta=0.5, desirable_weight=1.3, undesirable_weight=0.7),
     "kto-uneven": _of("kto", beta=0.5, prompts_per_step=7, num_mini_batches=3, epochs=2),
     "kto-shared": _of("kto", {"models": SHARED_REF}, beta=0.5),
+    "sft-chats": _of("sft", _chats("chats")),
+    "sft-chats-mean": _of("sft", _chats("chats"), prompts_per_step=7, loss_aggregation="seq-mean-token-mean"),
+    "dpo-chats": _of("dpo", _chats("chat-pairs"), **PAIRS),
+    "orpo-chats": _of("orpo", _chats("chat-pairs")),
+    "kto-chats": _of("kto", _chats("chat-pairs"), beta=0.5),
 }
 """By algorithm; all begin with the same word."""
-EVALUATED = ("grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "simpo", "orpo", "kto")
+EVALUATED = (
+    *("retokenized", "grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "sft-chats", "dpo-chats"),
+    *("simpo", "orpo", "kto"),
+)
 """Settings that evaluate after every step."""
 
 SCORES = '''"""Scores of texts, for tests."""

@@ -10,8 +10,16 @@ from typing import Any
 
 import torch
 from algorithm_settings import SCORES
+from chat_rows import TEMPLATE, chat_pairs, chats
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 
@@ -33,9 +41,13 @@ SIZES = {
     "bos_token_id": 2,
 }
 """Of the models: the words of a Llama config."""
+LETTERS = {"vocab_size": 32, "pad_token_id": 1, "eos_token_id": 1, "bos_token_id": None}
+"""In which a model of scores with another tokenizer differs."""
 WIDE = {**SIZES, "head_dim": 32}
 """Of an actor that vLLM generates for: on CPUs it takes no narrower heads."""
-EVALUATION_ROWS = {"ppo": 11, "sft": 3, "reward": 11}
+ENDS = [1, *range(5, 64, 6)]
+"""Tokens that end a response of some actors."""
+EVALUATION_ROWS = {"ppo": 11, "sft": 3, "reward": 11, "chats": 5, "chat-pairs": 5}
 """Rows to evaluate with, by file; of 3 the first of 4 ranks has none."""
 
 
@@ -58,10 +70,26 @@ def write_assets(directory: Path) -> None:
     _save(_actor(WIDE), model("wide-actor"))
     for role in ("cost_critic", "cost", "reward_second"):
         _save(LlamaForSequenceClassification(_config(SIZES)), model(role))
+    build_letters(directory / "models" / "letters")
+    # the end token is also padding, so a score is read before it
+    _save(LlamaForSequenceClassification(_config({**SIZES, **LETTERS})), model("letters"))
+    for name, pad in (("reward-ends", SIZES["eos_token_id"]), ("reward-bare", None)):
+        _save(LlamaForSequenceClassification(_config({**SIZES, "pad_token_id": pad})), model(name))
     for name in ("actor", "wide-actor"):
         _add_value_head(model(name), model(f"{name}-with-values"))
+        _add_ends(model(name), model(f"{name}-with-ends"))
     _write_data(directory)
     (directory / "scores.py").write_text(SCORES)
+    (directory / "chat.jinja").write_text(TEMPLATE)
+
+
+def build_letters(directory: Path) -> None:
+    """Save a tokenizer of another vocabulary, with a token for every letter and the space: no bos, no padding."""
+    vocabulary = {token: number for number, token in enumerate(["?", "</s>", " ", *"zyxwvutsrqponmlkjihgfedcba"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    tokenizer.add_special_tokens(["</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
 
 
 def _add_value_head(source: str, destination: str) -> None:
@@ -70,6 +98,12 @@ def _add_value_head(source: str, destination: str) -> None:
     file = Path(destination) / "model.safetensors"
     head = SIZES["initializer_range"] * torch.randn(1, SIZES["hidden_size"])
     save_file({**load_file(file), "score.weight": head}, file, metadata={"format": "pt"})
+
+
+def _add_ends(source: str, destination: str) -> None:
+    """A copy of a causal model that names further tokens that end a response."""
+    shutil.copytree(source, destination)
+    (Path(destination) / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
 
 
 def _actor(sizes: Raw) -> LlamaForCausalLM:
@@ -96,7 +130,7 @@ def _write_data(directory: Path) -> None:
         _write_rows(directory / f"{name}-evaluation.jsonl", rows[: EVALUATION_ROWS.get(name)])
 
 
-def _rows(rng: random.Random, count: int) -> dict[str, list[dict[str, str]]]:
+def _rows(rng: random.Random, count: int) -> dict[str, list[Raw]]:
     def words(shortest: int, longest: int) -> str:
         return " ".join(rng.choices(WORDS, k=rng.randint(shortest, longest)))
 
@@ -109,8 +143,10 @@ def _rows(rng: random.Random, count: int) -> dict[str, list[dict[str, str]]]:
         "sft": [{"prompt": prompt(), "response": words(1, RESPONSE_TOKENS + 2)} for _ in range(count)],
         "reward": [{"prompt": prompt(), "chosen": words(1, 9), "rejected": words(1, 9)} for _ in range(count)],
         "texts": [{"text": words(1, RESPONSE_TOKENS + 2)} for _ in range(count)],
+        "chats": chats(rng, WORDS, count),
+        "chat-pairs": chat_pairs(rng, WORDS, count),
     }
 
 
-def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def _write_rows(path: Path, rows: list[Raw]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

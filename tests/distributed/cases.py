@@ -116,6 +116,8 @@ SETTINGS: dict[str, Raw] = {
     # a text of one word, and two over the border of words
     "stopped": _ppo(num_mini_batches=2, stop=["ta", "o n", "i b"]),
     "stopped-late": _ppo(num_mini_batches=2, stop=["i", "o n"], min_response_tokens=3, importance={"cap": 1.05}),
+    # several tokens end a response, none of them at once
+    "ends": _ppo(num_mini_batches=2, min_response_tokens=2, truncation={"penalty": 1.5}, importance={}),
     "greedy": {**_ppo(num_mini_batches=2), "eval": {"temperature": 0}},
     "cooler": {**_ppo(num_mini_batches=2, temperature=1.3), "eval": {"temperature": 0.5}},
     "sft": {"algorithm": {"name": "sft", "num_mini_batches": 2}},
@@ -130,11 +132,20 @@ SETTINGS: dict[str, Raw] = {
         }
     },
     "reward": {"algorithm": {"name": "reward", "num_mini_batches": 2}},
+    # the end token is also padding, or there is none
+    "reward-ends": {
+        "algorithm": {"name": "reward", "num_mini_batches": 2},
+        "models": {"reward": {"path": "assets:models/reward-ends"}},
+    },
+    "reward-bare": {
+        "algorithm": {"name": "reward", "num_mini_batches": 2},
+        "models": {"reward": {"path": "assets:models/reward-bare"}},
+    },
     "reward-uneven": {"algorithm": {"name": "reward", "prompts_per_step": 7, "num_mini_batches": 4, "epochs": 2}},
     "scheduled": {
         **_ppo(num_mini_batches=2),
         "models": {
-            "actor": {"optimizer": {"schedule": "cosine", "warmup_steps": 2}},
+            "actor": {"optimizer": {"schedule": "cosine", "warmup_steps": 2, "final_ratio": 0.25}},
             "critic": {"optimizer": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.03, "schedule": "linear"}},
         },
     },
@@ -176,8 +187,9 @@ SETTINGS |= {
 SETTINGS |= COMPLETIONS | ALGORITHMS
 NOT_COMPARED = ("slow", "slow-streaming", "deep")
 EVALUATED = (
-    *("four", "samples", "short", "nucleus", "stopped", "greedy", "cooler"),
-    *("sft", "sft-greedy", "sft-epochs", "sft-adapters", "reward", "reward-uneven", "reward-adapters"),
+    *("four", "samples", "short", "nucleus", "stopped", "ends", "greedy", "cooler"),
+    *("sft", "sft-greedy", "sft-epochs", "sft-adapters"),
+    *("reward", "reward-uneven", "reward-adapters", "reward-ends", "reward-bare"),
     *algorithm_settings.EVALUATED,
 )
 """Settings that evaluate after every step."""
@@ -379,6 +391,8 @@ DEFAULT = [
     Case("samples", "six-snapshot", 2),
     Case("sft", "half", 2),
     Case("reward", "all", 2),
+    Case("reward-ends", "all", 2),
+    Case("reward-bare", "half", 2),
     Case("short", "halves", 2),
     Case("uneven", "co-located", 4),
     Case("scarce", "halves", 4),
@@ -419,7 +433,10 @@ DEFAULT = [
     Case("stopped", "six-chunks", 4),
     Case("stopped-late", "co-located", 2),
     Case("greedy", "six", 2),
+    Case("ends", "halves", 2),
+    Case("ends", "six", 4),
     Case("four", "co-located", 2, rollout="vllm"),
+    Case("ends", "co-located", 2, rollout="vllm"),
     Case("corrected", "lag", 2, rollout="vllm"),
     Case("still", "co-located", 2, rollout="vllm-tp"),
     Case("four", "six-chunks", 2, rollout="vllm-child"),
@@ -440,6 +457,8 @@ OF_ALGORITHMS = [
     Case("grpo-dapo", "six", 2),
     Case("grpo-counted", "halves", 2),
     Case("grpo-uneven", "six-chunks", 4),
+    Case("grpo-limited", "halves", 2),
+    Case("grpo-after", "six-chunks", 4),
     Case("grpo-shared", "halves", 2),
     Case("grpo-dynamic", "co-located", 2),
     Case("grpo-corrected", "lag-every-3", 4),
@@ -452,6 +471,7 @@ OF_ALGORITHMS = [
     Case("grpo-masked", "lag", 2),
     Case("grpo-rejected", "lag-every-3", 4),
     Case("one-trunk-rejected", "lag", 2),
+    Case("rloo-after", "pairs", 2),
     Case("raft", "co-located", 2),
     Case("raft", "halves", 2),
     Case("raft-penalised", "six", 4),
@@ -479,12 +499,18 @@ OF_ALGORITHMS = [
     Case("simpo", "half", 2),
     Case("orpo", "all", 2),
     Case("kto", "halves", 2),
+    Case("sft-chats", "all", 2),
+    Case("sft-chats", "half", 4),
+    Case("sft-chats-mean", "all", 4, "torch-3"),
+    Case("dpo-chats", "halves", 2),
     # what completes them, with plain PPO
     Case("kl-k2", "halves", 2),
     Case("kl-clamped", "six", 2),
     Case("kl-k1-loss", "co-located", 2),
     Case("adaptive", "six-chunks", 2),
     Case("adaptive-masked", "halves", 2),
+    Case("adaptive-token", "six", 2),
+    Case("kl-limited", "co-located", 2),
     Case("no-kl", "pairs", 2),
     Case("dual", "co-located", 2),
     Case("normalised", "six", 2),
@@ -499,6 +525,12 @@ OF_ALGORITHMS = [
     Case("steps-models", "six", 4),
     Case("two-rewards", "halves", 4),
     Case("rule", "every-3", 2),
+    Case("retokenized", "co-located", 1),
+    Case("retokenized", "six-chunks", 2),
+    Case("retokenized", "lag", 4),
+    Case("retokenized-second", "halves", 4),
+    Case("remax-retokenized", "six", 2),
+    Case("safe-retokenized", "halves", 2),
 ]
 DEFAULT += OF_ALGORITHMS
 
@@ -585,6 +617,7 @@ class Assets:
             "seed": 7,
             "cluster": {"devices": case.ranks, "device": "cpu"},
             "debug": {"record_columns": True},
+            "samples": {"every": 1, "count": 3},
             "runs": str(self.directory / "runs"),
             "timeout_seconds": 60,
         }
@@ -609,6 +642,8 @@ class Assets:
         name = "wide-actor" if case.has_rollout_engine and role == "actor" else role
         if role == "actor" and algorithm_of(case.setting) == "ac-share":
             name = f"{name}-with-values"
+        if role == "actor" and case.setting == "ends":
+            name = f"{name}-with-ends"
         return {"path": self.model(name), **({"optimizer": optimizer} if trained else {})}
 
     def _in_place(self, raw: Any) -> Any:

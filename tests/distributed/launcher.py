@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flexrlhf.errors import RankFailure
+from flexrlhf.execution.column_files import EVALUATION_PREFIX
 from flexrlhf.execution.launch import launch
-from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.run_directory import prepare_directory, read_lines
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
@@ -44,6 +45,10 @@ class Outcome:
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        return read_lines(self.directory / "samples.jsonl")
 
     @cached_property
     def trace(self) -> dict[str, Any]:
@@ -70,6 +75,14 @@ class Outcome:
                 assert not twice, f"{self.case.name}, step {step}: rows {sorted(twice)} of {name} written twice"
                 values_of.update(zip(numbers, values, strict=True))
         return {name: self._in_order(step, name, parts) for name, parts in rows.items()}
+
+    def evaluated(self, name: str, step: int) -> Tensor:
+        """A column of all evaluation rows in order, as computed after a step."""
+        values: dict[int, Tensor] = {}
+        for file in (self.directory / "columns").glob(f"{EVALUATION_PREFIX}step{step}-*.safetensors"):
+            parts = load_file(file)
+            values |= dict(zip(parts["rows"].tolist(), parts.get(name, ()), strict=False))
+        return torch.stack([values[row] for row in sorted(values)])
 
     def _in_order(self, step: int, name: str, values: dict[int, Tensor]) -> Tensor:
         count = self.plan.batch.num_rows

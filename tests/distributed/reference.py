@@ -116,6 +116,7 @@ class Reference:
             score = response.scores["reward"]
             terms.add("eval_score_invalid", [float(not math.isfinite(score))])
             terms.add("eval_score_failed", [float(failed) for failed in response.has_failed.values()])
+            terms.add("eval_text_cut", [float(cut) for cut in response.is_cut.values()])
             terms.add("eval_truncated", [float(not response.finished)])
             if math.isfinite(score):
                 terms.add("eval_reward_mean", [score])

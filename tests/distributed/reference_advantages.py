@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from reference_experience import Controls, mean_and_deviation, on_tokens, penalties, rewards_of
 from reference_responses import Response
@@ -105,7 +106,7 @@ def grouped(
         counting = [response for response in group if response.counts]
         totals = [sum(rewards_of(spec, response, controls)) for response in counting]
         for response, advantage in zip(counting, compared(spec, totals), strict=True):
-            response.advantages = [advantage] * len(response.tokens)
+            response.advantages = [advantage - cost for cost in costs_to_come(spec, response, controls)]
         if spec.supervision == "process":
             by_steps(spec, counting, controls, terms)
         alike = are_alike([response.scores["reward"] for response in counting])
@@ -136,6 +137,13 @@ def steps_of(rewards: list[float], ends: list[int]) -> dict[int, float]:
     found = {place: rewards[place] for place in places}
     found[places[-1]] += sum(reward for token, reward in enumerate(rewards) if token not in found)
     return found
+
+
+def costs_to_come(spec: GroupSpec, response: Response, controls: Controls) -> list[float]:
+    """Of every token: the KL penalties from it to the last, where they are apart from the scores."""
+    if spec.kl is None or spec.kl.place != "advantages":
+        return [0.0] * len(response.tokens)
+    return list(accumulate(reversed(penalties(spec, response, controls))))[::-1]
 
 
 def compared(spec: GroupSpec, totals: list[float]) -> list[float]:

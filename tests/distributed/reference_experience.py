@@ -41,7 +41,10 @@ def adapted(policy: PolicySpec, coefficient: float, responses: list[Response]) -
     counting = [response for response in responses if response.counts]
     if policy.kl is None or policy.kl.target is None or not counting:
         return coefficient
-    measured = sum(sum(log_ratios_to_ref(policy, response)) for response in counting) / len(counting)
+    if policy.kl.target_unit == "token":
+        measured = sum(mean_estimate(policy.kl, policy, response) for response in counting) / len(counting)
+    else:
+        measured = sum(sum(log_ratios_to_ref(policy, response)) for response in counting) / len(counting)
     error = max(-0.2, min(0.2, measured / policy.kl.target - 1))
     return coefficient * (1 + error * len(counting) / policy.kl.horizon)
 
@@ -53,7 +56,7 @@ def ascended(policy: PolicySpec, multiplier: float, responses: list[Response]) -
     costs = [response.scores["cost"] for response in responses if math.isfinite(response.scores["cost"])]
     excess = sum(costs) / len(costs) - policy.lagrange.limit
     risen = multiplier * math.exp(policy.lagrange.learning_rate * multiplier * excess)
-    return min(risen, policy.lagrange.maximum)
+    return risen if policy.lagrange.maximum is None else min(risen, policy.lagrange.maximum)
 
 
 def shape_scores(spec: Spec, responses: list[Response], controls: Controls, terms: Terms) -> list[float]:
@@ -121,6 +124,8 @@ def mean_and_deviation(numbers: list[float]) -> tuple[float, float]:
 def rewards_of(policy: PolicySpec, response: Response, controls: Controls) -> list[float]:
     """Of every token: its own score where it has one, all else of the response's on the last, less the KL penalty."""
     rewards = on_tokens(response, "reward", response.shaped)
+    if policy.kl is not None and policy.kl.place == "advantages":
+        return rewards
     return [reward - cost for reward, cost in zip(rewards, penalties(policy, response, controls), strict=True)]
 
 
@@ -140,7 +145,7 @@ def log_ratios_to_ref(policy: PolicySpec, response: Response) -> list[float]:
 
 
 def penalties(policy: PolicySpec, response: Response, controls: Controls) -> list[float]:
-    """Of every token in its reward."""
+    """Of every token in its reward, or in its advantage."""
     if policy.kl is None or policy.kl.place == "loss":
         return [0.0] * len(response.tokens)
     return [controls.coefficient * kl_estimate(policy.kl, x) for x in log_ratios_to_ref(policy, response)]
@@ -149,7 +154,14 @@ def penalties(policy: PolicySpec, response: Response, controls: Controls) -> lis
 def kl_estimate(kl: KlSpec, log_ratio: float) -> float:
     """Schulman 2020, of log policy - log ref."""
     x = log_ratio if kl.clamp is None else max(-kl.clamp, min(kl.clamp, log_ratio))
-    return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[kl.estimator]
+    estimate = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[kl.estimator]
+    return estimate if kl.value_clamp is None else max(-kl.value_clamp, min(kl.value_clamp, estimate))
+
+
+def mean_estimate(kl: KlSpec, policy: PolicySpec, response: Response) -> float:
+    """Over the tokens of a response."""
+    estimates = [kl_estimate(kl, x) for x in log_ratios_to_ref(policy, response)]
+    return sum(estimates) / len(estimates)
 
 
 def describe(spec: Spec, responses: list[Response], controls: Controls, terms: Terms) -> None:
@@ -164,6 +176,7 @@ def describe(spec: Spec, responses: list[Response], controls: Controls, terms: T
         if math.isfinite(response.scores.get("cost", math.nan)):
             terms.add("cost_mean", [response.scores["cost"]])
         for each in (response, response.greedy):
+            terms.add("text_cut", [float(cut) for cut in each.is_cut.values()] if each else [])
             terms.add("score_failed", [float(failed) for failed in each.has_failed.values()] if each else [])
         if response.greedy is not None and math.isfinite(response.greedy.scores["reward"]):
             terms.add("greedy_score", [response.greedy.scores["reward"]])
@@ -176,5 +189,8 @@ def describe(spec: Spec, responses: list[Response], controls: Controls, terms: T
             log_ratios, sizes = log_ratios_to_ref(policy, response), list(map(abs, sampled_by(policy, response)))
             terms.add("kl", [sum(log_ratios)], [sum(sizes)])
             terms.add("kl_token", log_ratios, sizes)
+            if policy.kl.target is not None and policy.kl.target_unit == "token":
+                size = sum(sizes) / len(sizes)
+                terms.add("kl_response_mean", [mean_estimate(policy.kl, policy, response)], [size])
     if isinstance(policy, SafeRlhfSpec):
         terms.add("lagrange", [controls.multiplier])

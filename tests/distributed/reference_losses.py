@@ -55,7 +55,8 @@ def policy_loss(spec: Spec, actor: Policy, responses: list[Response], terms: Ter
 def kl_of_tokens(kl: KlSpec, log_ratio: Tensor) -> Tensor:
     """Schulman 2020, with gradients."""
     x = log_ratio if kl.clamp is None else log_ratio.clamp(-kl.clamp, kl.clamp)
-    return {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[kl.estimator]
+    estimate = {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[kl.estimator]
+    return estimate if kl.value_clamp is None else estimate.clamp(-kl.value_clamp, kl.value_clamp)
 
 
 def value_loss(spec: Spec, role: str, critic: Policy | Scorer, responses: list[Response], terms: Terms) -> Tensor:

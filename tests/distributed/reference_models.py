@@ -73,7 +73,7 @@ class Policy:
 
 
 class Scorer:
-    """A language model with a scalar head: the value of a text is the head at its last token."""
+    """A language model with a scalar head: the score of a text is that of plain transformers."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.model = load(AutoModelForSequenceClassification, spec, seed, num_labels=1)
@@ -84,7 +84,7 @@ class Scorer:
         return _judged(self.inner, prompt, response)
 
     def score(self, prompt: list[int], response: list[int]) -> Tensor:
-        return self.everywhere(prompt, response)[-1]
+        return self.model(input_ids=torch.tensor([prompt + response])).logits[0, 0]
 
 
 def inner_of(model: Any) -> Any:
@@ -106,12 +106,12 @@ def value_head(path: str) -> torch.nn.Linear:
 
 
 def learning_rate(settings: OptimizerSpec, update: int, num_updates: int) -> float:
-    """Of optimizer step ``update`` (from 0): a straight line up from 0, then constant or down to 0 at the end."""
+    """Of optimizer step ``update`` (from 0): a straight line up from 0, then constant or down to its end."""
     if update < settings.warmup_steps:
         return settings.learning_rate * update / settings.warmup_steps
     left = (num_updates - update) / (num_updates - settings.warmup_steps)
     shares = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
-    return settings.learning_rate * shares[settings.schedule]
+    return settings.learning_rate * (settings.final_ratio + (1 - settings.final_ratio) * shares[settings.schedule])
 
 
 def make_optimizer(settings: OptimizerSpec, parameters: list[torch.nn.Parameter]) -> Optimizer:

@@ -11,6 +11,7 @@ from reference_terms import Metric
 from torch import Tensor
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.data.chat import read_chat_format
 from flexrlhf.data.examples import Example, load_examples
 
 NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
@@ -25,9 +26,9 @@ class Response:
     ratio to. ``said``: of each of several sources, by column; ``scores``, ``token_scores``: their sums, by section of
     the YAML; ``has_failed``: the sections of which a source said nothing. ``counts``: its scores are numbers, and no
     rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score behind all rules.
-    ``step_ends``: 1 for tokens that end a step. ``kept``: by token, what
-    importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects.
-    ``values``, ``returns``: by critic.
+    ``step_ends``: 1 for tokens that end a step. ``kept``: by token, what importance sampling does not reject;
+    ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``: by critic. ``own_texts``: the text in
+    the tokens of models with their own tokenizer, by role, padded; ``is_cut``: whether its beginning is left out.
     """
 
     prompt: list[int]
@@ -43,6 +44,8 @@ class Response:
     scores: dict[str, float] = field(default_factory=dict)
     token_scores: dict[str, list[float]] = field(default_factory=dict)
     has_failed: dict[str, bool] = field(default_factory=dict)
+    own_texts: dict[str, list[int]] = field(default_factory=dict)
+    is_cut: dict[str, bool] = field(default_factory=dict)
     greedy: Response | None = None
     counts: bool = True
     is_taken: bool = True
@@ -86,7 +89,8 @@ def read_examples(spec: Spec, tokenizer: Any, path: str, needs: str | None = Non
         max_prompt_tokens=spec.data.max_prompt_tokens,
         max_response_tokens=spec.data.max_response_tokens,
         with_columns=True,
-    )
+        chat=read_chat_format(spec.data.chat, spec.data.chat_template),
+    ).examples
 
 
 CRITICS = {"critic": "", "cost_critic": ".cost", "actor": ""}
@@ -146,6 +150,8 @@ def said_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
     for name, said in responses[0].said.items():
         parts = [a.said[name] for a in responses]
         columns[name] = padded(parts, width, 0.0) if isinstance(said, list) else torch.tensor(parts)
+    for role in responses[0].own_texts:
+        columns[f"tokens.{role}"] = torch.tensor([a.own_texts[role] for a in responses])
     for section in responses[0].scores:
         columns[f"scores{SECTIONS[section]}"] = torch.tensor([a.scores[section] for a in responses])
     for section in responses[0].token_scores:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from flexrlhf.config.algorithms import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.verification.tolerances import FLOAT32
+from flexrlhf.weights.adapter_files import base_model
 
 TIE = FLOAT32.tie
 """Two perturbed logits nearer than this are a tie: rounding may decide either way."""
@@ -27,13 +30,22 @@ class NoTie(AssertionError):
     """A forced token that sampling would not have chosen."""
 
 
+def ends_of(spec: Spec, tokenizer: Any) -> list[int]:
+    """Tokens that end a response: the tokenizer's, and those that the actor's directory names."""
+    actor = spec.models.actor
+    assert actor is not None
+    file = Path(str(base_model("actor", actor).path)) / "generation_config.json"
+    listed = json.loads(file.read_text())["eos_token_id"] if file.is_file() else []
+    return [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
+
+
 class Sampler:
     """How responses are sampled. ``temperature`` 0: the likeliest token, always."""
 
     def __init__(self, spec: Spec, tokenizer: Any, temperature: float) -> None:
         settings = spec.algorithm if isinstance(spec.algorithm, SampledSpec) else SampledSpec()
         self.seed, self.temperature, self.tokenizer = spec.seed, temperature, tokenizer
-        self.end, self.longest = tokenizer.eos_token_id, spec.data.max_response_tokens
+        self.ends, self.longest = ends_of(spec, tokenizer), spec.data.max_response_tokens
         self.top_p, self.top_k = settings.top_p, settings.top_k
         self.shortest, self.stop = settings.min_response_tokens, settings.stop
 
@@ -41,7 +53,7 @@ class Sampler:
         """Of what may stand at a place, -inf of what may not: softmax of them is what the token is sampled from."""
         scores = logits / (self.temperature or 1.0)  # a copy
         if position < self.shortest:
-            scores[self.end] = -math.inf
+            scores[self.ends] = -math.inf
         order = scores.argsort(descending=True)[: self.top_k or None]
         likely = scores[order].softmax(0)
         likelier = likely.cumsum(0) - likely
@@ -84,8 +96,8 @@ class Sampler:
         return token, best - second
 
     def finishes(self, response: list[int]) -> bool:
-        """Whether the last token is the end token, or completes a stop string behind the shortest length."""
-        if response[-1] == self.end:
+        """Whether the last token is an end token, or completes a stop string behind the shortest length."""
+        if response[-1] in self.ends:
             return True
         if len(response) <= self.shortest:
             return False

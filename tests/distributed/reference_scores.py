@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from reference_models import Scorer
 from reference_responses import SECTIONS, Response
+from transformers import AutoTokenizer
 
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource
 from flexrlhf.config.spec import Spec
@@ -31,6 +32,11 @@ class Judge:
         self.is_plain = given is None
         self.sources = given or (ModelSource(model=section),)
         self.models = {s.model: Scorer(spec.models.of(s.model), spec.seed) for s in self.sources if is_model(s)}
+        self.own = {
+            role: (AutoTokenizer.from_pretrained(model.path), model.max_text_tokens)
+            for role, model in spec.models
+            if role in self.models and model.retokenize
+        }
         self.by_token = any(source.level != "answer" for source in self.sources)
         self.of_steps = [source for source in self.sources if source.level == "step"]
         self.compares_steps = getattr(spec.algorithm, "supervision", "outcome") == "process"
@@ -79,8 +85,12 @@ class Judge:
 
     def _ask(self, source: Any, response: Response) -> Said:
         if isinstance(source, ModelSource):
-            everywhere = self.models[source.model].everywhere(response.prompt, response.tokens).tolist()
-            return everywhere[-1] if source.level == "answer" else everywhere[1:]
+            model = self.models[source.model]
+            if source.level != "answer":
+                return model.everywhere(response.prompt, response.tokens).tolist()[1:]
+            if source.model in self.own:
+                return model.score([], self._own_text(source.model, response)).item()
+            return model.score(response.prompt, response.tokens).item()
         assert response.example is not None, "the row that the prompt is of"
         if isinstance(source, RuleSource):
             return ruled(source, response, self._text(response))
@@ -94,6 +104,15 @@ class Judge:
             [response.example.text], [self._text(response)], **{name: [columns[name]] for name in accepted}
         )
         return said
+
+    def _own_text(self, role: str, response: Response) -> list[int]:
+        """Prompt and response in the tokens of a model with a tokenizer of its own, without what is too long."""
+        tokenizer, limit = self.own[role]
+        text = self.tokenizer.decode(response.prompt + response.tokens, skip_special_tokens=True)
+        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * response.finished
+        response.own_texts[role] = padded_text(ids[-limit:], limit)
+        response.is_cut[role] = len(ids) > limit
+        return ids[-limit:]
 
     def _text(self, response: Response) -> str:
         return self._text_of(response.tokens)
@@ -139,6 +158,11 @@ class Stepped(list[float]):
 def union(parts: list[list[int]], length: int) -> list[int]:
     ends = {end for part in parts for end in part}
     return [int(token in ends) for token in range(length)]
+
+
+def padded_text(ids: list[int], width: int) -> list[int]:
+    """Left-padded with 0."""
+    return [0] * (width - len(ids)) + ids
 
 
 def is_model(source: Any) -> bool:

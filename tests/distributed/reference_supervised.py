@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from chat_rows import written_by_assistant
 from reference_losses import aggregate
 from reference_models import Policy, Scorer, Trainee, saved
 from reference_preferences import Compared, Pair, loss_of_pair, reward_of, size_of
@@ -93,8 +94,8 @@ class Supervised:
         return self._pair_loss(examples, terms)
 
     def _likelihood_loss(self, sft: SftSpec, examples: Sequence[Example], terms: Terms) -> Tensor:
-        """Negative log-likelihood of the responses."""
-        losses = [-self._logprobs(example, 0) for example in examples]
+        """Negative log-likelihood of the responses, of chats of what the assistant has written."""
+        losses = [-self._trained_logprobs(example) for example in examples]
         for loss in losses:
             terms.add("nll", loss)
         return aggregate(losses, sft.loss_aggregation, self.spec.data.max_response_tokens)
@@ -135,12 +136,24 @@ class Supervised:
             terms.leave_out(name)
 
     def _pair(self, example: Example) -> Pair:
-        """Log-probs of the tokens of both responses, by the policy and, where there is one, by the reference."""
-        chosen, rejected = (
-            Compared(self._logprobs(example, sample), self._ref_logprobs(example, sample) if self.has_ref else None)
-            for sample in (0, 1)
-        )
-        return chosen, rejected
+        """Log-probs of the trained tokens of both responses, by the policy and the reference, where there is one."""
+        compared = []
+        for sample in (0, 1):
+            written = self._written(example, sample)
+            refs = self._ref_logprobs(example, sample)[written] if self.has_ref else None
+            compared.append(Compared(self._logprobs(example, sample)[written], refs))
+        return compared[0], compared[1]
+
+    def _written(self, example: Example, sample: int) -> list[int]:
+        """Places of a response that are trained on."""
+        response = example.responses[sample]
+        if self.spec.data.chat_template is None:
+            return list(range(len(response)))
+        written = written_by_assistant(self.tokenizer, example.prompt, response)
+        return [place for place, is_written in enumerate(written) if is_written]
+
+    def _trained_logprobs(self, example: Example) -> Tensor:
+        return self._logprobs(example, 0)[self._written(example, 0)]
 
     def _logprobs(self, example: Example, sample: int) -> Tensor:
         assert isinstance(self.model, Policy)
@@ -174,7 +187,7 @@ class Supervised:
                 self._count(margins, "eval_accuracy", terms)
             case SftSpec():
                 for example in examples:
-                    terms.add("eval_nll", -self._logprobs(example, 0))
+                    terms.add("eval_nll", -self._trained_logprobs(example))
                 assert isinstance(self.model, Policy)
                 describe_responses(spec, self.model, self.tokenizer, terms)
             case _:

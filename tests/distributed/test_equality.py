@@ -8,8 +8,10 @@ from cases import DEFAULT, Case, every_case
 from comparison import deviations
 from launcher import Launches, Outcome
 from peft import PeftModel, get_peft_model_state_dict
+from reference_responses import read_examples
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 # the first test of a number of ranks waits for the launch of all its cases
 pytestmark = pytest.mark.timeout(3600)
@@ -32,6 +34,40 @@ def test_a_run_equals_the_reference(launches: Launches, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_entropy_is_never_negative(launches: Launches, case: Case) -> None:
     assert all(row.get("entropy", 0.0) >= 0 for row in launches.outcome(case).metrics), case.name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_are_the_same_rows_under_every_placement(launches: Launches, case: Case) -> None:
+    """Those that stand a third of the step apart, as the columns have them, which the reference has."""
+    outcome = launches.outcome(case)
+    found = [sample for sample in outcome.samples if sample["rows"] == "training"]
+    steps = len(outcome.metrics) if outcome.plan.graph.generated else 0
+    assert found == [sample for step in range(steps) for sample in expected_samples(outcome, step)]
+
+
+def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
+    columns, tokenizer = outcome.columns(step), AutoTokenizer.from_pretrained(outcome.plan.spec.data.tokenizer)
+    count, width = outcome.plan.batch.num_rows, outcome.plan.spec.data.max_prompt_tokens
+    samples = []
+    for row in (0, count // 3, 2 * count // 3):
+        tokens, mask = columns["tokens"][row], columns["response_mask"][row].bool()
+        prompt = tokens[:width][columns["attention_mask"][row, :width].bool()]
+        samples.append(
+            {
+                **{"rows": "training", "step": step, "row": row},
+                "weights_version": int(columns["policy_version"][row]),
+                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+                "response": tokenizer.decode(tokens[width:][mask], skip_special_tokens=True),
+                "length": int(mask.sum()),
+                "finished": bool(columns["finished"][row]),
+                **{
+                    field: float(f"{columns[name][row].item():.6g}") if columns[name][row].isfinite() else None
+                    for field, name in (("score", "scores"), ("cost", "scores.cost"))
+                    if name in columns
+                },
+            }
+        )
+    return samples
 
 
 @pytest.mark.parametrize("case", chosen("one"))
@@ -64,6 +100,22 @@ def test_peft_reads_the_adapters_that_a_run_wrote(launches: Launches, case: Case
             assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read), role
             config = model.peft_config["default"]
             assert (config.r, config.lora_alpha) == (lora.rank, lora.alpha), (case.name, role)
+
+
+@pytest.mark.parametrize("case", chosen("reward", "reward-ends", "reward-bare"))
+@torch.no_grad()
+def test_transformers_gives_the_scores_of_a_saved_reward_model(launches: Launches, case: Case) -> None:
+    """The evaluation rows after the last step, in one batch padded on the right with the padding token of the model."""
+    outcome = launches.outcome(case)
+    spec, saved = outcome.plan.spec, outcome.directory / "reward"
+    model = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32).eval()
+    assert spec.eval is not None
+    rows = read_examples(spec, AutoTokenizer.from_pretrained(saved), spec.eval.path)
+    texts = [torch.tensor([*row.prompt, *response]) for row in rows for response in row.responses]
+    ids = pad_sequence(texts, batch_first=True, padding_value=model.config.pad_token_id)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    scores = outcome.evaluated("scores", spec.steps - 1)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits[:, 0], scores, rtol=0, atol=1e-5)
 
 
 def load_adapters(base: str, outcome: Outcome, role: str) -> PeftModel:

@@ -163,13 +163,19 @@ def test_the_best_model_is_that_of_the_best_evaluation(runs: dict[str, Run], nam
 
 
 def test_samples_show_their_scores(runs: dict[str, Run]) -> None:
-    # the first rank shows its own prompts: of two replicas every other one, alone all
-    for name, replicas in (("co-located", 2), ("six-models", 1)):
-        samples = read_lines(runs[name].directory / "samples.jsonl")
-        scores = runs[name].column(0, "scores", "scores")
-        # the first response to each prompt
-        first = scores[:: SAMPLES * replicas]
-        assert [sample["score"] for sample in samples[:4]] == pytest.approx(first[:4].tolist())
+    """Four of all rows of the evaluation set, evenly spaced, the same ones under every placement."""
+    shown = (0, NUM_EVALUATION_ROWS, 2 * NUM_EVALUATION_ROWS, 3 * NUM_EVALUATION_ROWS)
+    for name, run in runs.items():
+        samples = [each for each in read_lines(run.directory / "samples.jsonl") if each["rows"] == "evaluation"]
+        for step in range(len(run.metrics)):
+            scores = run.column(step, "scores", "scores")
+            found = {sample["row"]: sample["score"] for sample in samples if sample["step"] == step}
+            assert found == {row: pytest.approx(float(scores[row]), rel=1e-5) for row in shown}, (name, step)
+    texts = [
+        [(each["step"], each["row"], each["prompt"], each["response"]) for each in read_lines(path)]
+        for path in (runs[name].directory / "samples.jsonl" for name in RUNS if name != "shorter")
+    ]
+    assert all(each == texts[0] for each in texts[1:])
 
 
 def test_only_the_whole_models_are_left(runs: dict[str, Run]) -> None:

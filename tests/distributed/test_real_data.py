@@ -109,6 +109,10 @@ def test_sft_and_ppo_run_under_every_strategy(data: Path, tmp_path: Path) -> Non
     process = start(["run", *make_configs(data, tmp_path)], tmp_path)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-2000:]
+    # what is left out and cut is printed by the run itself, also where its tokenizer is an earlier run's
+    for name, file in (("sft", "alpaca.json"), ("co-located", "hh_pairs.jsonl.gz")):
+        (line,) = [line for line in out.splitlines() if line.startswith(f"{name}: data: {data / file}: form ")]
+        assert " prompts left out" in line and ("responses cut" in line) == (name == "sft"), line
     runs = {name: (tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("sft", *STRATEGIES)}
     rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in runs.items()}
     assert all(len(steps) == 2 and all(map(is_sound, step.values())) for steps in rows.values() for step in steps)

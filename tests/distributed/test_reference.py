@@ -117,6 +117,8 @@ WITHOUT: dict[str, dict[str, object]] = {
     "kl-k1-loss": {"kl": KlSpec(place="loss", coefficient=0.0)},
     "kl-k2-loss": {"kl": KlSpec(place="loss", estimator="k2", coefficient=0.5)},
     "kl-k3-loss": {"kl": KlSpec(place="loss", estimator="k1", coefficient=0.5)},
+    "kl-limited": {"kl": KlSpec(coefficient=0.5)},
+    "adaptive-token": {"kl": KlSpec(coefficient=0.6, target=0.09, horizon=8)},
     "dual": {"dual_clip": None},
     "no-kl": {"value_clip": 0.05},
     "running": {"normalise_scores": "none"},
@@ -129,7 +131,10 @@ WITHOUT: dict[str, dict[str, object]] = {
     "grpo": {"kl": KlSpec(place="loss", estimator="k3", coefficient=0.0)},
     "grpo-dr": {"scale": "group"},
     "grpo-dapo": {"overlong": None},
+    "grpo-limited": {"kl": KlSpec(place="loss", estimator="k3", coefficient=0.5)},
+    "grpo-after": {"kl": KlSpec(coefficient=0.2, target=0.05, target_unit="token", horizon=30)},
     "rloo": {"scale": "group"},
+    "rloo-after": {"kl": KlSpec(estimator="k2", coefficient=0.3)},
     "gspo": {"ratio": "token"},
     "reinforce-group": {"baseline": "none"},
     "remax": {"kl": KlSpec(coefficient=0.0)},
@@ -171,14 +176,15 @@ def test_settings_change_what_is_trained(launches: Launches, setting: str) -> No
         ({"schedule": "linear"}, [8, 6.4, 4.8, 3.2, 1.6]),
         ({"schedule": "linear", "warmup_steps": 1}, [0, 8, 6, 4, 2]),
         ({"schedule": "cosine", "warmup_steps": 1}, [0, 8, 4 + 8**0.5, 4, 4 - 8**0.5]),
+        ({"schedule": "linear", "warmup_steps": 1, "final_ratio": 0.5}, [0, 8, 7, 6, 5]),
     ],
-    ids=["constant", "warm-up", "linear", "warm-up-linear", "warm-up-cosine"],
+    ids=["constant", "warm-up", "linear", "warm-up-linear", "warm-up-cosine", "not-to-zero"],
 )
 def test_learning_rates_follow_the_formula(settings: dict[str, object], rates: list[float]) -> None:
     """Of five updates; a sixth would have none left."""
     spec = OptimizerSpec(learning_rate=8, **settings)
     assert [learning_rate(spec, update, 5) for update in range(5)] == pytest.approx(rates)
-    assert spec.schedule == "constant" or learning_rate(spec, 5, 5) == pytest.approx(0)
+    assert spec.schedule == "constant" or learning_rate(spec, 5, 5) == pytest.approx(8 * spec.final_ratio)
 
 
 def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches) -> None:
@@ -221,7 +227,7 @@ def test_cuts_have_teeth(launches: Launches) -> None:
 def allowed(sampler: Sampler, logits: Tensor) -> int:
     """Number of tokens that may be sampled first."""
     scores = sampler.scores(logits, 0)
-    assert scores[sampler.end] == -math.inf
+    assert all(scores[end] == -math.inf for end in sampler.ends)
     return int(scores.isfinite().sum())
 
 
@@ -230,17 +236,36 @@ def test_stop_strings_have_teeth(launches: Launches, setting: str) -> None:
     """They end some responses, not all; a response has at most one, behind its shortest length and at its end."""
     spec = launches.assets.spec(Case(setting, "co-located", 2))
     sampler, responses = Reference(spec).sampler, [a for step in reference_of(spec).steps for a in step.responses]
-    stopped = [response for response in responses if response.finished and response.tokens[-1] != sampler.end]
+    stopped = [response for response in responses if response.finished and response.tokens[-1] not in sampler.ends]
     assert 3 < len(stopped) < len(responses)
     for response in responses:
         late = [sampler.text(response.tokens[:end]) for end in range(sampler.shortest + 1, len(response.tokens) + 1)]
         early = sampler.text(response.tokens[: sampler.shortest])
         has_stopped = [any(text.count(stop) > early.count(stop) for stop in sampler.stop) for text in late]
         assert not any(has_stopped[:-1])
-        assert (response in stopped) == has_stopped[-1] or response.tokens[-1] == sampler.end
+        assert (response in stopped) == has_stopped[-1] or response.tokens[-1] in sampler.ends
     if setting == "stopped":
         across_words = [stop for stop in sampler.stop if " " in stop]
         assert all(any(stop in sampler.text(response.tokens) for response in stopped) for stop in across_words)
+
+
+def test_several_tokens_end_responses(launches: Launches) -> None:
+    """Some are cut, and of the others many end with another token than the tokenizer's, none at once."""
+    spec = launches.assets.spec(Case("ends", "halves", 2))
+    responses = [response for step in reference_of(spec).steps for response in step.responses]
+    ends = [response.tokens[-1] for response in responses if response.finished]
+    assert 3 < len(ends) < len(responses) and len(set(ends)) > 2
+    assert all(len(response.tokens) > 2 for response in responses)
+
+
+@pytest.mark.parametrize(("setting", "shape", "sample"), [("sft-chats", "all", 0), ("dpo-chats", "halves", 1)])
+def test_chats_are_trained_on_in_part(launches: Launches, setting: str, shape: str, sample: int) -> None:
+    """Responses have several turns, whole and cut; what the package trains on is found here by their words."""
+    reference = Supervised(launches.assets.spec(Case(setting, shape, 2)))
+    found = [(example.is_trained(sample), reference._written(example, sample)) for example in reference.examples]
+    assert all([place for place, yes in enumerate(is_trained) if yes] == written for is_trained, written in found)
+    assert 3 < sum(all(is_trained) for is_trained, _ in found) < len(found) - 3
+    assert sum(example.finished[sample] for example in reference.examples) > 0
 
 
 def test_greedy_responses_repeat_themselves(launches: Launches) -> None:

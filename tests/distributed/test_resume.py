@@ -53,6 +53,7 @@ ALIKE = [
     same("two", "co-located", 2),
     same("two", "lag", 2),
     same("corrected", "lag-every-3", 2),
+    same("retokenized", "lag", 2),
     same("reinforce", "co-located", 2),
     same("running", "six", 2),
     same("safe", "halves", 2),
@@ -84,7 +85,7 @@ CHANGED = [
 """Another placement, number of ranks, engine, ZeRO stage or rollout: equal within the tolerances of the design."""
 
 DEFAULT = [
-    *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "scheduled")),
+    *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "retokenized", "scheduled")),
     *(pair for pair in CHANGED if pair.first.setting in ("gspo", "reinforce", "sft")),
 ]
 
@@ -162,6 +163,7 @@ def cases(*pairs: Pair) -> list[object]:
 def test_the_same_placement_goes_on_to_the_last_bit(resumptions: Resumptions, pair: Pair) -> None:
     whole, resumed = resumptions.whole(pair.first), resumptions.resumed(pair)
     assert [_without_times(row) for row in resumed.metrics] == [_without_times(row) for row in whole.metrics]
+    assert resumed.samples == whole.samples
     for role in whole.plan.graph.trained:
         expected, found = whole.weights(role), resumed.weights(role)
         assert expected.keys() == found.keys() and all(torch.equal(expected[n], found[n]) for n in expected), role
@@ -174,6 +176,8 @@ def test_the_same_placement_goes_on_to_the_last_bit(resumptions: Resumptions, pa
 def test_a_resumed_run_equals_the_reference(resumptions: Resumptions, pair: Pair) -> None:
     first = next((d for d in deviations(resumptions.resumed(pair)) if not d.size <= d.limit), None)
     assert first is None, f"{pair.name}: {first}"
+    kept = [(sample["step"], sample["rows"], sample["row"]) for sample in resumptions.resumed(pair).samples]
+    assert kept == [(s["step"], s["rows"], s["row"]) for s in resumptions.whole(pair.first).samples], pair.name
 
 
 def _without_times(row: dict[str, float]) -> dict[str, float]:

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,6 +50,15 @@ CONFIGS: dict[str, Raw] = {
     | {"models": {"actor": {"path": "llama"}, "critic": {"init": LLAMA}}, "reward": {"rule": "exact_answer"}}
     | {"data": RAW["data"] | {"path": "questions.jsonl"}, "eval": {"path": "prompts.jsonl.gz"}},
     "ptx": RAW | {"algorithm": {"name": "grpo", "ptx": {"path": "texts.jsonl"}}},
+    "tables": RAW
+    | {"eval": {"path": "prompts.csv", "template": "{number} plus {number} is", "columns": {"prompt": "number"}}}
+    | {
+        "data": {
+            **RAW["data"],
+            "path": None,
+            "sources": [{"path": "prompts.parquet", "weight": 3}, {"path": "inputs.json"}],
+        }
+    },
     # no rank starts: its data does not exist, and it has no tokenizer
     "broken": RAW
     | {"name": "broken", "models": {role: {"init": LLAMA} for role in ("actor", "reward")}}
@@ -75,7 +86,11 @@ def _write_data(directory: Path) -> None:
         "pairs.jsonl.gz": [{"prompt": text, "chosen": " is ten", "rejected": " is two"} for text in texts],
         "questions.jsonl": [{"question": text, "answer": "ten"} for text in texts],
         "texts.jsonl": [{"text": text} for text in texts],
+        "inputs.json": [{"input": text, "label": {"is": "ten"}} for text in texts],
     }
+    (directory / "prompts.csv").write_text("number,sum\n" + "".join(f'{word},"ten, {word}"\n' for word in WORDS))
+    table = pyarrow.Table.from_pylist([{"prompt": text, "reward_model": {"ground_truth": "ten"}} for text in texts])
+    pyarrow.parquet.write_table(table, directory / "prompts.parquet")
     for name, items in rows.items():
         text = json.dumps(items) if name.endswith(".json") else "".join(json.dumps(item) + "\n" for item in items)
         (directory / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())

@@ -20,6 +20,7 @@ DATA = {
     "dpo.yaml": ("pairs.jsonl.gz",),
     "rule.yaml": ("questions.jsonl", "prompts.jsonl.gz"),
     "ptx.yaml": ("prompts.jsonl", "texts.jsonl"),
+    "tables.yaml": ("prompts.parquet", "prompts.csv", "inputs.json"),
 }
 """Config → data files that it reads."""
 ROLES = (

@@ -10,9 +10,10 @@ from typing import Any, get_args
 from random_settings import Examples, Raw, random_settings
 from random_specs import INIT, add_tensor_parallel, chance, classes_of, nodes_of, placement_of, rollout_of, settings_of
 
-from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec, PolicySpec
-from flexrlhf.config.presets import OF_GRPO, PRESETS
+from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec
+from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
+from flexrlhf.config.rows import SourceSpec
 from flexrlhf.config.spec import (
     DataSpec,
     EvalSpec,
@@ -47,6 +48,8 @@ TEXTS = (
 )
 """What YAML would read as something else, were it not quoted."""
 URLS = ("http://localhost:9000/score", ["https://a.example/1", "https://b.example/2"])
+READ_BY = ("DataSpec", "SourceSpec", "EvalSpec", "PtxSpec")
+"""Sections that say how rows are read."""
 NOTHING: tuple[Any, ...] = ()
 """Examples of a setting that follows from others, or that is added elsewhere."""
 EXAMPLES: Examples = {
@@ -67,10 +70,17 @@ EXAMPLES: Examples = {
     "OverlongSpec.buffer_tokens": (None, 1, 4),
     "LagrangeSpec.initial": (0.5, 1, 5.0),
     "PtxSpec.path": TEXTS,
-    "DataSpec.path": TEXTS,
+    "DataSpec.path": NOTHING,
+    "DataSpec.sources": NOTHING,
+    "SourceSpec.weight": (1, 0.3, "1/3", 12),
+    "Spec.snapshots": ({}, {"/cache/0123": "acme/tiny@0123"}),
+    **dict.fromkeys([f"{name}.path" for name in ("SourceSpec", "EvalSpec")], TEXTS),
+    **dict.fromkeys([f"{name}.columns" for name in READ_BY], ({}, {"prompt": "question", "0": "a.b"})),
+    **dict.fromkeys([f"{name}.template" for name in READ_BY], ("{a}", "{question}\n#### {{x}}", " {on}: ~")),
+    **dict.fromkeys([f"{name}.system" for name in READ_BY], TEXTS),
     "DataSpec.tokenizer": TEXTS,
+    "DataSpec.chat_template": TEXTS,
     "DataSpec.max_response_tokens": (4, 8, 256),
-    "EvalSpec.path": TEXTS,
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
     "ModelSource.model": NOTHING,
@@ -90,6 +100,7 @@ EXAMPLES: Examples = {
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("tp", "lora", "config", "shadow", "dtype")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens")], NOTHING),
 }
 RULES: tuple[Raw, ...] = (
     {"rule": "exact_answer"},
@@ -97,8 +108,6 @@ RULES: tuple[Raw, ...] = (
     {"rule": "format", "pattern": r"<think>.*</think>\s"},
     {"rule": "length", "target_tokens": 12},
 )
-OF_ANY = tuple(like for like in PRESETS if like not in OF_GRPO)
-"""Presets of every algorithm with a policy."""
 DEEPSPEED: tuple[Raw, ...] = ({"wall_clock_breakdown": True}, {"zero_optimization": {"reduce_bucket_size": 5_000_000}})
 
 
@@ -130,6 +139,8 @@ def make_varied_spec(rng: Random) -> Raw:
     raw: Raw = random_settings(rng, Spec, EXAMPLES, share)
     raw |= {"name": rng.choice(EXAMPLES["Spec.name"]), "algorithm": _algorithm(rng, share)}
     raw["data"] = random_settings(rng, DataSpec, EXAMPLES, share) | {"max_response_tokens": rng.choice((4, 8, 256))}
+    sources = [random_settings(rng, SourceSpec, EXAMPLES, share) for _ in range(rng.randint(1, 3))]
+    raw["data"] |= {"sources": sources} if chance(rng, 0.3) else {"path": rng.choice(TEXTS)}
     raw["cluster"] = _cluster(rng, share)
     raw |= {"models": {}, "rollout": {}, **_sources(rng, raw["algorithm"]["name"], share)}
     if not any(source.get("level") == "step" for source in _listed(raw.get("reward", []))):
@@ -163,8 +174,11 @@ def _algorithm(rng: Random, share: float) -> Raw:
     if settings.get("surrogate", "clip") != "clip":
         for key in ("ratio", "dual_clip"):
             settings.pop(key, None)
-    if issubclass(CLASSES[name], PolicySpec) and chance(rng, 0.6 if name == "grpo" else 0.3):
-        settings["like"] = rng.choice(tuple(PRESETS) + OF_GRPO if name == "grpo" else OF_ANY)
+    likes = [like for like, peer in PEERS.items() if name in peer.trainers]
+    if likes and chance(rng, 0.3):
+        settings["like"] = rng.choice(likes)
+        # those of the preset would be large, and divided otherwise than chunks
+        settings |= {"prompts_per_step": rng.choice((8, 24)), "num_mini_batches": rng.choice((1, 2, 4))}
     if settings.get("importance", {}) and settings["importance"].get("outside") == "mask" and chance(rng, 0.5):
         settings["importance"]["floor"] = 0.25
     if settings.keys() & {"top_p", "top_k", "min_response_tokens"}:

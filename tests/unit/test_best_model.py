@@ -12,7 +12,7 @@ from small_runs import plan_of
 
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.world import World
-from flexrlhf.execution.recorder import Recorder
+from flexrlhf.execution.recorder import Recorder, make_report
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
@@ -46,7 +46,7 @@ def evaluate(recorder: Recorder, step: int, reward: float | None) -> None:
         if isinstance(each, Run):
             told = each.operator.name == "held_out_scores" and reward is not None
             statistics: dict[str, Triple] = {"eval_reward": (2.0, 2 * (reward or 0.0), 0.0)} if told else {}
-            recorder.publish(step, step * len(instructions) + position, statistics, {}, inner)
+            recorder.publish(step, step * len(instructions) + position, make_report(statistics), inner)
 
 
 def test_a_model_is_better_than_all_before_or_it_is_not_kept(recorder: Recorder) -> None:

@@ -29,7 +29,7 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
     """Runs the command line in an empty directory with ``a.yaml`` in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello", "response": "world"}\n')
 
     def call(*arguments: str) -> Result:
         return CliRunner().invoke(app, [*arguments])
@@ -329,6 +329,13 @@ DATA = [
         ("models.actor", "3", "5"),
     ),
     ("no tokenizer", '{"prompt": "hello"}\n', ("--set", "data.tokenizer=nowhere"), ("data.tokenizer nowhere",)),
+    ("no template", '{"messages": [{"role": "user", "content": "hello"}]}\n', (), ("row 1", "no chat template")),
+    (
+        "no file of a template",
+        '{"prompt": "hello"}\n',
+        ("--set", "data.chat_template=no.jinja"),
+        ("data.chat_template",),
+    ),
     ("evaluation set", '{"prompt": "hello"}\n', ("--set", "eval.path=held_out.jsonl"), ("held_out.jsonl",)),
 ]
 
@@ -345,6 +352,30 @@ def test_bad_data_is_one_sentence_before_anything_is_written(
     message = refused(invoke("run", "a.yaml", "--set", tokenizer, *arguments))
     assert all(word in message for word in words), message
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(("text", "words"), [(case[1], case[3]) for case in DATA[1:5]], ids=[c[0] for c in DATA[1:5]])
+def test_a_plan_checks_the_rows_of_data_that_exists(
+    text: str, words: tuple[str, ...], invoke: Invoke, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    for settings in (("data.path=rows.jsonl",), ("eval.path=rows.jsonl",)):
+        message = refused(invoke("plan", "a.yaml", "--set", *settings))
+        assert all(word.replace("prompts.jsonl", "rows.jsonl") in message for word in words), message
+    (tmp_path / "rows.jsonl").unlink()
+    assert invoke("plan", "a.yaml", "--set", "data.path=rows.jsonl").exit_code == 0
+
+
+def test_a_plan_checks_that_rows_have_the_columns_of_rules(invoke: Invoke, tmp_path: Path) -> None:
+    rule = ("--set", "models.reward=null", "--set", "models.critic={init: " + json.dumps(TINY) + "}")
+    rule += ("--set", "reward={rule: exact_answer, answer: reward_model.ground_truht}")
+    row = {"prompt": "hello", "reward_model": {"style": "rule", "ground_truth": "world"}}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    message = refused(invoke("plan", "a.yaml", *rule))
+    assert "reward.answer: 'reward_model.ground_truht', no column of prompts.jsonl" in message
+    assert "(did you mean 'reward_model.ground_truth'?)" in message
+    corrected = (*rule[:-1], rule[-1].replace("truht", "truth"))
+    assert invoke("plan", "a.yaml", *corrected).exit_code == 0
 
 
 def test_a_model_without_a_tokenizer_is_refused(invoke: Invoke) -> None:

@@ -24,7 +24,7 @@ RESPONSES = {"chosen": "yes", "rejected": "no"}
 
 @dataclass
 class WordTokenizer:
-    """One id for each word between white space, counted up from 3."""
+    """One id for each word between white space, counted up from 3. With special tokens bos is before a text."""
 
     bos_token_id: int | None = BOS
     eos_token_id: int | None = EOS
@@ -32,8 +32,8 @@ class WordTokenizer:
     ids: dict[str, int] = field(default_factory=dict)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [self.ids.setdefault(word, len(self.ids) + 3) for word in text.split()]
+        ids = [self.ids.setdefault(word, len(self.ids) + 3) for word in text.split()]
+        return [self.bos_token_id, *ids] if add_special_tokens and self.bos_token_id is not None else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         words = {index: word for word, index in self.ids.items()} | {BOS: "<bos>", EOS: "<eos>"}
@@ -42,7 +42,7 @@ class WordTokenizer:
 
 def load(path: Path, needs: Needs, tokenizer: WordTokenizer | None = None, **settings: object) -> list[Example]:
     limits = {"max_prompt_tokens": 1000, "max_response_tokens": 1000} | settings
-    return load_examples(path, needs=needs, tokenizer=tokenizer or WordTokenizer(), **limits)
+    return load_examples(path, needs=needs, tokenizer=tokenizer or WordTokenizer(), **limits).examples
 
 
 def write_jsonl(path: Path, *rows: object) -> Path:
@@ -89,7 +89,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.csv", b"prompt\nx\n", "its name must end in .jsonl, .jsonl.gz or .json"),
+        ("a.txt", b"prompt\nx\n", "its name must end in .jsonl, .jsonl.gz, .json, .csv or .parquet"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt": "y"}\n', "a.jsonl, line 2: not JSON"),
         ("a.json", b'[\n{"prompt": "x"},\n}]', "a.json, line 3: not JSON"),
@@ -141,7 +141,7 @@ def test_unknown_columns_are_named(tmp_path: Path) -> None:
 
 def test_unknown_form_names_the_nearest() -> None:
     error = message(FIXTURES / "prompts.jsonl", "prompts", form="pair")
-    assert "data.form=pair is not one of auto, pairs," in error and "did you mean 'pairs'?" in error
+    assert "data.form=pair is not one of auto, prompt, messages," in error and "did you mean 'pairs'?" in error
 
 
 def test_prompt_form_is_taken_as_it_is() -> None:
@@ -288,8 +288,8 @@ def test_missing_column_names_row_need_and_keys(
     [(3, "a number"), (["a"], "a list"), ({"a": 1}, "an object"), (None, "null"), (True, "a boolean")],
 )
 def test_wrong_types_are_named(tmp_path: Path, value: object, found: str) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": value})
-    assert message(path, "prompts").endswith(f"row 1: 'prompt' must be a string, found {found}")
+    path = write_jsonl(tmp_path / "a.jsonl", {"question": value})
+    assert message(path, "prompts").endswith(f"row 1: 'question' must be a string, found {found}")
 
 
 def test_long_prompts_are_an_error_with_suggestions_or_dropped(tmp_path: Path) -> None:
@@ -300,6 +300,27 @@ def test_long_prompts_are_an_error_with_suggestions_or_dropped(tmp_path: Path) -
     assert "set data.long_prompts=drop or a larger data.max_prompt_tokens" in error
     kept = load(path, "prompts", max_prompt_tokens=4, long_prompts="drop")
     assert [len(example.prompt) for example in kept] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("long_prompts", "bos", "limit", "prompt"),
+    [
+        ("truncate-left", BOS, 4, "<bos> c d e"),
+        ("truncate-right", BOS, 4, "<bos> a b c"),
+        ("truncate-left", None, 4, "b c d e"),
+        ("truncate-right", None, 4, "a b c d"),
+        ("truncate-left", BOS, 1, "<bos>"),
+        ("truncate-left", BOS, 6, "<bos> a b c d e"),
+    ],
+)
+def test_long_prompts_are_truncated_on_either_side(
+    tmp_path: Path, long_prompts: str, bos: int | None, limit: int, prompt: str
+) -> None:
+    tokenizer = WordTokenizer(bos_token_id=bos)
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a b c d e"}, {"prompt": "a"})
+    first, second = load(path, "prompts", tokenizer, max_prompt_tokens=limit, long_prompts=long_prompts)
+    assert tokenizer.decode(first.prompt) == prompt
+    assert len(second.prompt) == (1 if bos is None else min(limit, 2))
 
 
 def test_nothing_left_after_dropping() -> None:

@@ -341,7 +341,9 @@ def has_key(kinds: list[Any], key: str) -> bool:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.stem)
 def test_settings_exist(document: Path) -> None:
     keys = [word for word in words_in_code(document) if re.fullmatch(r"[a-z_]+(\.\w+)+", word)]
-    own = [key for key in keys if key.split(".")[0] in Spec.model_fields and not key.endswith((".py", ".json"))]
+    own = [
+        key for key in keys if key.split(".")[0] in Spec.model_fields and not key.endswith((".py", ".json", ".jsonl"))
+    ]
     own = [re.sub(r"\.ROLE\b", ".actor", key).removesuffix(".MODEL") for key in own]
     assert [key for key in own if not has_key([Spec], key)] == []
 

@@ -54,6 +54,11 @@ def test_settings_that_change_no_number(setting: str) -> None:
         ("schedule.lag=1", "schedule.lag", 1),
         ("sync.every=2", "sync.every", 2),
         ("algorithm.kl=null", "algorithm.kl", None),
+        ("data.form=question", "data.form", "question"),
+        ("data.system=Be brief.", "data.system", "Be brief."),
+        ("data.template='{prompt}!'", "data.template", "{prompt}!"),
+        ("data.columns.prompt=question", "data.columns.prompt", "question"),
+        ("data.long_prompts=truncate-left", "data.long_prompts", "truncate-left"),
     ],
 )
 def test_settings_that_change_numbers(setting: str, key: str, value: object) -> None:
@@ -87,6 +92,12 @@ def test_steps_count_where_a_learning_rate_ends_with_them() -> None:
 def test_paths_are_the_same_from_here() -> None:
     assert differing(f"data.path={Path('a.jsonl').absolute()}", also=("data.path=a.jsonl",)) == []
     assert [key for key, *_ in differing("data.path=b.jsonl", also=("data.path=a.jsonl",))] == ["data.path"]
+
+
+def test_sources_differ_in_their_shares() -> None:
+    sources = "data={{sources: [{{path: a.jsonl, weight: {}}}, {{path: b.jsonl}}]}}"
+    assert differing(sources.format(2), also=(sources.format(2),)) == []
+    assert differing(sources.format(3), also=(sources.format(2),)) == [("data.sources.0.weight", 2, 3)]
 
 
 def test_the_engine_counts_where_a_shared_trunk_is_stale() -> None:

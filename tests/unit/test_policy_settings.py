@@ -41,7 +41,7 @@ def refused(override: str) -> str:
         ("algorithm.kl={clamp: 0}", "algorithm.kl.clamp: must be greater than 0, found 0"),
         ("algorithm.kl={coefficient: -1}", "algorithm.kl.coefficient: must be greater than or equal to 0, found -1"),
         ("algorithm.kl={estimator: k4}", "algorithm.kl.estimator: expected one of 'k1', 'k2' or 'k3', found 'k4'"),
-        ("algorithm.kl={place: rewards}", "'reward' or 'loss' (did you mean 'reward'?), found 'rewards'"),
+        ("algorithm.kl={place: rewards}", "'reward', 'advantages' or 'loss' (did you mean 'reward'?), found 'rewards'"),
         ("algorithm.kl={coeficient: 1}", "algorithm.kl: unknown key 'coeficient' (did you mean 'coefficient'?)"),
         ("algorithm.kl_coefficient=0.1", "algorithm: unknown key 'kl_coefficient'"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: must be greater than 1, found 1"),
@@ -134,7 +134,7 @@ def test_several_epochs_wait_for_all_chunks() -> None:
 
 def test_only_the_actor_reads_pretraining_texts() -> None:
     graph = ppo(PpoSpec(ptx=PtxSpec(path="texts.jsonl")))
-    texts = ("tokens.ptx", "attention_mask.ptx", "response_mask.ptx")
+    texts = ("tokens.ptx", "attention_mask.ptx", "loss_mask.ptx")
     operators = {operator.name: operator for operator in graph.operators}
     assert operators["train_actor"].extra_reads == texts and operators["train_actor"].extra_loss == "ptx"
     assert graph.inputs == ("prompts", "prompt_mask", *texts)

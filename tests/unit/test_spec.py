@@ -280,6 +280,7 @@ def test_every_field_of_the_optimizer_is_read() -> None:
         "learning_rate": 0.5,
         "schedule": "cosine",
         "warmup_steps": 3,
+        "final_ratio": 0.25,
         "betas": [0.5, 0.75],
         "eps": 0.25,
         "momentum": 0.9,

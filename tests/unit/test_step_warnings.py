@@ -10,12 +10,13 @@ import pytest
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.execution.finite_guard import RareWarnings
 from flexrlhf.execution.step_warnings import LEAST, StepWarnings
+from flexrlhf.metrics import evaluate
 
 Rows = list[dict[str, float]]
 
 
-def lines_of(rows: Rows, capsys: pytest.CaptureFixture[str], **guards: float | None) -> list[str]:
-    warnings = StepWarnings(GuardsSpec.model_validate(guards), "run")
+def lines_of(rows: Rows, capsys: pytest.CaptureFixture[str], num_rows: int = 16, **guards: float | None) -> list[str]:
+    warnings = StepWarnings(GuardsSpec.model_validate(guards), "run", num_rows)
     for step, row in enumerate(rows):
         warnings.observe(step, row)
     return capsys.readouterr().err.splitlines()
@@ -32,7 +33,8 @@ def healthy(steps: int = 300) -> Rows:
         {
             **{"kl_token": rng.uniform(-0.1, 0.4), "update_kl": rng.uniform(0, 0.05)},
             **{"policy_loss": rng.gauss(0, 0.003), "value_loss": around(3, step), "actor_grad_norm": around(5, step)},
-            **{"pair_loss": around(0.7, step)},
+            **{"pair_loss": around(0.7, step), "group_alike": rng.uniform(0, 0.9)},
+            **{"reward_mean": rng.gauss(0, 1), "reward_std": around(1, step), "truncated": rng.uniform(0, 0.4)},
         }
         for step in range(steps)
     ]
@@ -79,3 +81,44 @@ def test_small_losses_in_nats_may_jump(capsys: pytest.CaptureFixture[str]) -> No
     assert lines_of([*rows, {"pair_loss": 0.9, "value_loss": 0.001}], capsys) == []
     assert len(lines_of([*rows, {"pair_loss": 1.1, "value_loss": 0.9}], capsys)) == 2
     assert lines_of([*rows[1:], {"pair_loss": 1.1, "value_loss": 0.9}], capsys) == [], "too few steps before"
+
+
+def scored(*scores: float, steps: int = 1, **further: float) -> Rows:
+    """Rows of metrics of steps with these scores, computed as a run computes them."""
+    total = (float(len(scores)), math.fsum(scores), math.fsum(score * score for score in scores))
+    return [{**evaluate({"reward": total}), **further} for _ in range(steps)]
+
+
+@pytest.mark.parametrize("score", [0.0, -0.1, 1 / 3, 1e6])
+def test_equal_scores_are_reported_with_their_steps_in_a_row(score: float, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*scored(score, 1.5), *scored(*[score] * 7, steps=30), *scored(score, 1.5), *scored(score, score)]
+    first, second = lines_of(rows, capsys)
+    said = f"all responses have the same score {score:.4g}, so that none is better than another"
+    assert first == f"flexrlhf: run: step 1: {said}; samples.jsonl shows some of them"
+    assert second == f"flexrlhf: run: step 21: {said}, for 21 steps in a row; samples.jsonl shows some of them"
+    assert lines_of(rows, capsys, equal_scores=None) == [] == lines_of(rows, capsys, equal_scores=31)
+    third = lines_of(rows, capsys, equal_scores=3)[0]
+    assert third.startswith("flexrlhf: run: step 3: ") and "for 3 steps in a row" in third
+
+
+def test_one_response_has_nothing_to_differ_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lines_of(scored(0.5, steps=3), capsys, num_rows=1) == []
+
+
+def test_groups_without_a_difference_have_no_gradient(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = lines_of(scored(0.0, 0.0, 1.0, 1.0, group_alike=1.0), capsys)
+    assert "step 0: in every group all responses have the same score, so that no gradient follows" in line
+    (line,) = lines_of(scored(0.0, 0.0, group_alike=1.0), capsys)
+    assert "all responses have the same score 0, so that no gradient follows" in line
+    assert lines_of(scored(0.0, 0.0, 1.0, 1.0, group_alike=0.99), capsys) == []
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.0, "all responses are"), (0.51, "51% of the responses are")])
+def test_truncated_responses_are_reported(share: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: Rows = [{"truncated": 0.5}, {"truncated": share}]
+    (line,) = lines_of(rows, capsys)
+    assert line == (
+        f"flexrlhf: run: step 1: {said} truncated at data.max_response_tokens (guards.max_truncated 0.5); "
+        "samples.jsonl shows some of them"
+    )
+    assert lines_of(rows, capsys, max_truncated=None) == []

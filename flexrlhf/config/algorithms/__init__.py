@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import Field
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
 from flexrlhf.config.algorithms.group import DynamicSamplingSpec, GroupSpec, GrpoSpec, GspoSpec, RaftSpec, RlooSpec
 from flexrlhf.config.algorithms.policy import (
+    K3_LIMIT,
     AcShareSpec,
     CovarianceSpec,
+    KlEstimator,
     KlSpec,
     LagrangeSpec,
     OverlongSpec,
@@ -33,6 +35,7 @@ from flexrlhf.config.algorithms.supervised import (
     SftSpec,
     SimpoSpec,
 )
+from flexrlhf.config.presets.filling import PEERS
 
 GroupAlgorithm = GrpoSpec | RlooSpec | GspoSpec | RaftSpec
 PolicyAlgorithm = PpoSpec | AcShareSpec | GroupAlgorithm | ReinforceSpec | RemaxSpec | SafeRlhfSpec
@@ -40,9 +43,20 @@ PreferenceAlgorithm = DpoSpec | SimpoSpec | OrpoSpec | KtoSpec
 AnyAlgorithm = PolicyAlgorithm | PreferenceAlgorithm | SftSpec | RewardSpec
 Algorithm = Annotated[AnyAlgorithm, Field(discriminator="name")]
 ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(AnyAlgorithm))
+_CLASSES: dict[str, type[AlgorithmSpec]] = dict(zip(ALGORITHMS, get_args(AnyAlgorithm), strict=True))
+
+
+def with_preset(written: Any) -> dict[str, Any] | None:
+    """Return the settings of ``algorithm`` with its preset filled in; None where it names none that exists for it."""
+    if not isinstance(written, dict) or not isinstance(written.get("like"), str):
+        return None
+    name, peer = written.get("name"), PEERS.get(written["like"])
+    return _CLASSES[str(name)].with_preset(written) if peer is not None and name in peer.trainers else None
+
 
 __all__ = [
     "ALGORITHMS",
+    "K3_LIMIT",
     "AcShareSpec",
     "Algorithm",
     "AlgorithmSpec",
@@ -54,6 +68,7 @@ __all__ = [
     "GrpoSpec",
     "GspoSpec",
     "ImportanceSpec",
+    "KlEstimator",
     "KlSpec",
     "KtoSpec",
     "LagrangeSpec",
@@ -78,4 +93,5 @@ __all__ = [
     "SftSpec",
     "SimpoSpec",
     "TruncationPenalty",
+    "with_preset",
 ]

@@ -57,7 +57,7 @@ class GroupSpec(PolicySpec):
         if self.supervision == "process":
             if self.baseline == "others":
                 raise ValueError("supervision: process compares steps with the group's mean; use baseline: mean")
-            if self.kl is not None and self.kl.place == "reward":
+            if self.kl is not None and self.kl.place != "loss":
                 raise ValueError("supervision: process has scores of steps alone; use kl.place: loss, or kl: null")
             if self.normalise_scores != "none":
                 raise ValueError("supervision: process normalises scores of steps itself; use normalise_scores: none")
@@ -82,8 +82,6 @@ class GrpoSpec(GroupSpec):
 class RlooSpec(GroupSpec):
     """REINFORCE with the others' mean as baseline (Ahmadian et al. 2024, eq. 9): a response is one action."""
 
-    DEFINING = frozenset({"loss_aggregation"})
-
     name: Literal["rloo"] = "rloo"
     samples_per_prompt: int = Field(4, ge=1)
     baseline: Literal["mean", "others"] = "others"
@@ -93,8 +91,6 @@ class RlooSpec(GroupSpec):
 
 class GspoSpec(GroupSpec):
     """Group sequence policy optimization (Zheng et al. 2025): the ratio of whole responses, clipped narrowly."""
-
-    DEFINING = frozenset({"clip_low", "clip_high", "loss_aggregation"})
 
     name: Literal["gspo"] = "gspo"
     kl: KlSpec | None = None

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from flexrlhf.config.algorithms.base import LossAggregation
 from flexrlhf.config.algorithms.sampled import SampledSpec
-from flexrlhf.config.presets import OF_GRPO, PRESETS, Like, penalty_over, with_preset
+from flexrlhf.config.rows import FILES, TextForm
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
@@ -35,33 +35,63 @@ def _truncation(value: Any) -> Any:
 Truncation = Annotated[TruncationWord | TruncationPenalty, BeforeValidator(_truncation)]
 
 
+KlEstimator = Literal["k1", "k2", "k3"]
+K3_LIMIT = 10.0
+"""Largest k3 estimate of a token: one of log-ratio -20 would be 4.9e8. verl 0.9.1 and OpenRLHF 0.11.2 have the same."""
+
+
 class KlSpec(StrictModel):
     """KL penalty that keeps the policy near the reference model; beta = ``coefficient``.
 
     ``estimator`` of KL(policy || ref) from r = log policy - log ref of a sampled token (Schulman 2020): k1 = r,
     k2 = r^2 / 2, k3 = exp(-r) - 1 + r; in the loss k3 by default, since the gradient of k1 is 0 in the mean.
-    ``target``: beta follows the measured KL of a response (Ziegler et al. 2019, section 2.2), from step to step:
+    ``place: advantages``: of algorithms whose scores are compared within a group; a token's advantage falls by the
+    penalties of itself and of the tokens after it, once scores are compared and scaled.
+    ``target``: beta follows the measured KL (Ziegler et al. 2019, section 2.2), from step to step:
     beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * responses / horizon.
     """
 
-    place: Literal["reward", "loss"] = Field("reward", description="subtracted from the rewards, or added to the loss")
+    place: Literal["reward", "advantages", "loss"] = Field(
+        "reward", description="subtracted from the rewards, or from the advantages of a group; or added to the loss"
+    )
     coefficient: float = Field(0.05, ge=0, description="beta; with a target, that of the first step")
-    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="with place loss k3 by default")
+    estimator: KlEstimator = Field("k1", description="with place loss k3 by default")
     clamp: float | None = Field(None, gt=0, description="r is clamped to [-clamp, clamp]; null: it is not")
-    target: float | None = Field(None, gt=0, description="nats a response; null: the coefficient is fixed")
+    value_clamp: float | None = Field(
+        None,
+        gt=0,
+        description="the estimate is clamped to [-value_clamp, value_clamp], beyond which it has no gradient; null: it "
+        "is not; of k3 10 by default",
+    )
+    target: float | None = Field(None, gt=0, description="KL in nats; null: the coefficient is fixed")
+    target_unit: Literal["response", "token"] = Field(
+        "response",
+        description="KL that target is of: response: sum of r over a response; token: mean of the estimate over its "
+        "tokens; of either the mean over responses",
+    )
     horizon: int = Field(10000, ge=1, description="responses over which an adaptive coefficient follows")
 
     @model_validator(mode="before")
     @classmethod
-    def _estimator_of_a_loss(cls, value: Any) -> Any:
-        is_loss = isinstance(value, dict) and value.get("place") == "loss"
-        return {"estimator": "k3", **value} if is_loss else value
+    def _defaults_of_the_place(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if value.get("place") == "loss":
+            value = {"estimator": "k3", **value}
+        return {"value_clamp": K3_LIMIT, **value} if value.get("estimator") == "k3" else value
 
     @model_validator(mode="after")
-    def _adaptive_in_the_reward(self) -> Self:
+    def _adaptive_where_it_is_measured(self) -> Self:
         if self.target is not None and self.place == "loss":
             raise ValueError("target adapts a penalty in the reward; use place: reward, or remove target")
         return self
+
+
+def penalty_over(default: KlSpec, written: dict[str, Any]) -> dict[str, Any]:
+    """Return a KL penalty with what is ``written`` over ``default``; another place does not inherit its estimator."""
+    moved = written.get("place", default.place) != default.place
+    left_out = {"value_clamp", *(["estimator"] if moved else [])}
+    return {**{key: value for key, value in default if key not in left_out}, **written}
 
 
 class OverlongSpec(StrictModel):
@@ -81,10 +111,9 @@ class PtxSpec(StrictModel):
     responses, at temperature 1. Texts are truncated to the lengths of ``data``, as responses are.
     """
 
-    path: str = Field(description="a .jsonl, .jsonl.gz or .json file with the texts")
-    form: Literal["auto", "prompt", "instruction", "question", "text"] = Field(
-        "auto", description="columns of a row; auto: follows from the first row"
-    )
+    path: str = Field(description=FILES)
+    form: TextForm = Field("auto", description="columns of a row; auto: follows from the first row")
+    columns: dict[str, str] = Field(default_factory=dict, description="name that the form uses: column of the rows")
     coefficient: float = Field(1.0, gt=0, description="factor of this loss")
 
 
@@ -113,7 +142,6 @@ class CovarianceSpec(StrictModel):
 class PolicySpec(SampledSpec):
     """Settings of algorithms that train on sampled responses with a clipped policy gradient."""
 
-    like: Like | None = Field(None, description="engine or paper whose settings are the defaults")
     kl: KlSpec | None = Field(KlSpec(), description="null: no penalty, and no reference model is placed")
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped to at least 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped to at most 1 + clip_high")
@@ -156,29 +184,24 @@ class PolicySpec(SampledSpec):
     def num_prompts(self) -> int:
         return self.prompts_per_step * self.rollouts_per_step
 
-    DEFINING: ClassVar[frozenset[str]] = frozenset()
-    """Settings that define the algorithm: no engine's preset changes them."""
-
     COMPARES_GROUPS: ClassVar[bool] = False
     """Whether the responses to one prompt are compared with each other."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, value: Any) -> Any:
-        """Fill in a preset where nothing is written, and the algorithm's own penalty where a part of one is."""
-        if not isinstance(value, dict):
-            return value
-        if isinstance(value.get("like"), str) and value["like"] in PRESETS:
-            value = with_preset(value, cls.model_fields.keys() - cls.DEFINING)
-        default, written = cls.model_fields["kl"].default, value.get("kl")
-        if isinstance(default, KlSpec) and isinstance(written, dict):
-            value = {**value, "kl": penalty_over(default.model_dump(), written)}
+    def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:
+        """Return what is ``written`` with the preset where nothing is; the algorithm's own penalty completes a part."""
+        value = super().with_preset(written)
+        default, penalty = cls.model_fields["kl"].default, value.get("kl")
+        if isinstance(default, KlSpec) and isinstance(penalty, dict):
+            return {**value, "kl": penalty_over(default, penalty)}
         return value
 
     @model_validator(mode="after")
-    def _forms_of_grpo(self) -> Self:
-        if self.like in OF_GRPO and not self.COMPARES_GROUPS:
-            raise ValueError(f"like: {self.like} is a form of grpo; use that algorithm, or remove like")
+    def _penalty_has_a_place(self) -> Self:
+        if self.kl is not None and self.kl.place == "advantages" and not self.COMPARES_GROUPS:
+            raise ValueError(
+                "kl.place advantages goes with scores that are compared within a group (grpo, rloo, gspo); use reward"
+            )
         return self
 
     @property
@@ -281,11 +304,11 @@ class LagrangeSpec(StrictModel):
     limit: float = Field(0.0, description="the mean cost is to stay below it")
     initial: float = Field(1.0, gt=0, description="lambda of the first step")
     learning_rate: float = Field(0.1, ge=0, description="of log lambda")
-    maximum: float = Field(5.0, gt=0, description="largest lambda")
+    maximum: float | None = Field(5.0, gt=0, description="largest lambda; null: no limit")
 
     @model_validator(mode="after")
     def _starts_within(self) -> Self:
-        if self.initial > self.maximum:
+        if self.maximum is not None and self.initial > self.maximum:
             raise ValueError(f"initial {self.initial:g} exceeds maximum {self.maximum:g}")
         return self
 

@@ -35,6 +35,7 @@ from flexrlhf.engines.optimizers import (
     update_statistics,
 )
 from flexrlhf.engines.passes import Passes
+from flexrlhf.engines.score_rule import score_rule
 from flexrlhf.operators.columns import Column
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
@@ -103,7 +104,7 @@ class DeepSpeedEngine:
         self.num_requests = 0
         self._mpu = _Mpu(context.dp.group or context.alone, context.alone)
         self._deepspeed = _import_deepspeed(context.device)
-        self._model = load_model(placed, context.seed)
+        self._model = load_model(placed, context.seed, context.pad_token_id)
         self.config = self._model.config
         head = use_language_head(self._model, int(self._settings.logits_mb * 1e6 / 4))
         if self._settings.activation_checkpointing and placed.trained:
@@ -126,6 +127,7 @@ class DeepSpeedEngine:
             dp=context.dp,
             # gradients are reduced during backward, and weights of stage 3 gathered layer by layer
             lockstep=placed.trained or self._settings.zero == 3,
+            score_rule=score_rule(self.config, placed.trained),
         )
         self._host_offload = HostOffload(context.device)
         self._usage_at_offload: MemoryUsage | None = None

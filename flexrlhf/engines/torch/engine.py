@@ -28,6 +28,7 @@ from flexrlhf.engines.models import DTYPES, load_model, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import Passes
+from flexrlhf.engines.score_rule import score_rule
 from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes
 from flexrlhf.engines.torch.gradients import Gradients, TrainedParameter
 from flexrlhf.engines.torch.update import Update
@@ -45,7 +46,7 @@ class TorchEngine:
         placed, settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._is_sharded = placed.split != "whole"
-        self._model = load_model(placed, context.seed)
+        self._model = load_model(placed, context.seed, context.pad_token_id)
         self.config = self._model.config
         head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
         partial = _shard(self._model, head, context)
@@ -62,6 +63,7 @@ class TorchEngine:
             temperature=context.temperature,
             dp=context.dp,
             lockstep=self._is_sharded,
+            score_rule=score_rule(self.config, placed.trained),
         )
         self._host_offload = HostOffload(context.device)
         self._usage_at_offload: MemoryUsage | None = None

@@ -38,6 +38,7 @@ from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies import colocated, disaggregated, interleaving
@@ -354,6 +355,6 @@ def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
     roles = candidate.space.roles.all
     has_sizes = any((model := models.of(role)) is not None and model.init is not None for role in roles)
     try:
-        path.write_text("\n".join([*head[: 1 + has_sizes], dump_spec(candidate.spec, short=True)]))
+        path.write_text("\n".join([*head[: 1 + has_sizes], dump_spec(with_names(candidate.spec), short=True)]))
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None

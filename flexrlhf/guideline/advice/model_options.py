@@ -19,12 +19,14 @@ from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
+from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.shapes import ModelShape
 
 T = TypeVar("T")
@@ -78,7 +80,9 @@ class SearchModel:
     @property
     def kinds(self) -> tuple[PlacedCallKind, ...]:
         """Kinds of the calls that the model itself computes."""
-        return tuple(dict.fromkeys(call.kind for call in self.calls if call.kind not in ("combine", "score")))
+        return tuple(
+            dict.fromkeys(call.kind for call in self.calls if call.kind not in ("combine", "score", "retokenize"))
+        )
 
     @property
     def is_offloaded(self) -> bool:
@@ -297,7 +301,7 @@ class OptionEnumerator:
 
     def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
         rows = row_patterns(self.batch, placed.layout, call.mini_batches)
-        if kind == "combine" or kind == "score":
+        if kind == "combine" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
         used = [each for each in rows if any(each)]
@@ -315,11 +319,12 @@ class OptionEnumerator:
         most = max(map(max if kind == "train" else sum, patterns))
         if kind == "generate":
             return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
-        return self._lengths.rows_within(placed.settings.micro_batch_tokens, most)
+        lengths = self._own_lengths.get(placed.role, self._lengths)
+        return lengths.rows_within(placed.settings.micro_batch_tokens, most)
 
     def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int) -> int:
         """Most bytes that a call needs in addition to the resting ones."""
-        if kind == "combine" or kind == "score":
+        if kind == "combine" or kind == "score" or kind == "retokenize":
             return 0
         state = self._state(placed, state_key)
         phases = self._sizing(placed).phases(Compute(kind, placed.name, rows), 0)
@@ -327,12 +332,17 @@ class OptionEnumerator:
 
     def _sizing(self, placed: PlacedModel) -> Sizing:
         shapes = {placed.role: self.shapes[placed.role]}
-        return Sizing(Placement((placed,), len(placed.ranks)), shapes, self._lengths, SyncSpec())
+        return Sizing(Placement((placed,), len(placed.ranks)), shapes, self._lengths, SyncSpec(), self._own_lengths)
 
     @cached_property
     def _lengths(self) -> SequenceLengths:
         data = self.spec.data
         return SequenceLengths(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
+
+    @cached_property
+    def _own_lengths(self) -> dict[str, SequenceLengths]:
+        """Lengths by role, for models with a tokenizer of their own."""
+        return own_texts(Lengths.of(self.spec), self._lengths)
 
 
 def _with(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:

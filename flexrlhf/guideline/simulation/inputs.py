@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -58,7 +59,8 @@ def lengths_for(spec: Spec, mean_response: float | None) -> TextLengths:
     Raises UserError for a mean that no responses can have.
     """
     longest = spec.data.max_response_tokens
-    if mean_response is None and Path(spec.data.path).is_file():
+    paths = [spec.data.path] if spec.data.path is not None else [source.path for source in spec.data.sources]
+    if mean_response is None and is_present(paths[0]):
         return lengths_in_data(make_plan(spec.model_copy(update={"placement": None})))
     if mean_response is None or mean_response == longest:
         return TextLengths(spec.data.max_prompt_tokens, (longest,))

@@ -18,7 +18,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
-from flexrlhf.guideline.simulation.scoring_time import model_free_cost
+from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
 from flexrlhf.memory.budget import SequenceLengths
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
@@ -299,7 +299,10 @@ class Pricer:
 
 
 def source_section(operator: Operator) -> str:
-    """Return the section of the YAML whose sources ``operator`` calls; empty for one that calls none."""
+    """Return the section of the YAML whose sources ``operator`` calls, ``RETOKENIZED`` where it encodes texts;
+    empty for another one."""
+    if operator.kind == "retokenize":
+        return RETOKENIZED
     return operator.function if operator.kind == "score" else ""
 
 

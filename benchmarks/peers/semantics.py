@@ -1,0 +1,40 @@
+"""Core functions of verl and OpenRLHF, imported from their packages, next to this project's, on random inputs.
+
+Their packages go into a folder of their own, without what they depend on:
+
+    pip install --no-deps --target PEERS verl==0.9.1 trl==1.9.0 openrlhf==0.11.2 ray tensordict omegaconf pandas \\
+        antlr4-python3-runtime==4.9.3 pyvers pylatexenc codetiming torchdata hydra-core pyarrow wandb
+    python -m benchmarks.peers.semantics PEERS
+
+Prints a table of the largest differences, and of the presets' defaults that the packages confirm. Ends with an error
+where a difference above 1e-6 has no name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.peers import defaults, openrlhf_rows, verl_rows
+from benchmarks.peers.comparison import print_rows
+from benchmarks.peers.packages import use_packages
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description="Compare verl and OpenRLHF with this project.")
+    parser.add_argument("packages", type=Path, help="folder with the packages")
+    directory = parser.parse_args().packages.resolve()
+    use_packages(directory)
+    unexplained = []
+    for title, rows in (("verl 0.9.1", verl_rows.rows()), ("OpenRLHF 0.11.2", openrlhf_rows.rows())):
+        found = list(rows)
+        print_rows(title, found)
+        unexplained += [row.function for row in found if not row.is_explained and not row.named]
+    defaults.print_defaults(directory)
+    if unexplained:
+        raise SystemExit(f"differences without a name: {', '.join(unexplained)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""``flexrlhf data``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexrlhf.cli.errors import print_error
+from flexrlhf.cli.options import Overrides
+from flexrlhf.cli.planning import plan_runs
+from flexrlhf.cli.specs import load_specs
+from flexrlhf.data.quickstart import prepare_corpus
+from flexrlhf.errors import UserError
+from flexrlhf.plan.data_report import format_inspection
+from flexrlhf.plan.data_sources import data_sources
+from flexrlhf.plan.inputs import load_tokenizer, tokenizer_path, trusts_tokenizer
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.present_data import check_inspection, inspect_source, tokenizer_run
+
+Configs = Annotated[list[Path] | None, typer.Argument(help="YAML files; default: the quick start's")]
+
+
+def data(configs: Configs = None, set_: Overrides = None) -> None:
+    """Print what is in the data files of each run, how many rows its limits drop or cut, and some rows as it has them.
+
+    Exit code 0, or 2 where a row or file cannot be used.
+    """
+    plans = plan_runs(load_specs(configs, None, None, set_))
+    if not configs:
+        prepare_corpus()
+    problems = [problem for index, plan in enumerate(plans) for problem in _report(plan, plans[:index])]
+    if problems:
+        for problem in problems[:-1]:
+            print_error(problem)
+        raise UserError(problems[-1])
+
+
+def _report(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
+    """Print the reports about the files of a run. Returns a sentence for each with which ``run`` would stop."""
+    owner, problems = tokenizer_run(plan, earlier) or plan, []
+    try:
+        tokenizer = load_tokenizer(tokenizer_path(owner), trusts_tokenizer(owner))
+    except UserError as error:
+        return [f"{plan.spec.name}: {error}"]
+    for source in data_sources(plan):
+        try:
+            found = inspect_source(plan, source, tokenizer)
+            typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
+            check_inspection(source, found)
+        except UserError as error:
+            problems.append(f"{plan.spec.name}: {source.key}: {error}")
+    return problems

@@ -1,0 +1,129 @@
+"""Filling in of a preset where the YAML writes nothing: settings of the algorithm, and of trained models' optimizers.
+
+What is written wins, down to single keys of a mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeGuard
+
+from flexrlhf.config.presets.deepspeed_chat import DEEPSPEED_CHAT
+from flexrlhf.config.presets.openrlhf import OPENRLHF
+from flexrlhf.config.presets.papers import DAPO, DR_GRPO
+from flexrlhf.config.presets.safe_rlhf import SAFE_RLHF
+from flexrlhf.config.presets.table import MiniBatchesOf, Peer, PeerTrainer, WarmUp
+from flexrlhf.config.presets.trl import TRL
+from flexrlhf.config.presets.verl import VERL
+
+Like = Literal["verl", "openrlhf", "trl", "deepspeed-chat", "safe-rlhf", "dr-grpo", "dapo"]
+PEERS: Mapping[str, Peer] = {
+    "verl": VERL,
+    "openrlhf": OPENRLHF,
+    "trl": TRL,
+    "deepspeed-chat": DEEPSPEED_CHAT,
+    "safe-rlhf": SAFE_RLHF,
+    "dr-grpo": DR_GRPO,
+    "dapo": DAPO,
+}
+DERIVED_ROLES = ("critic", "cost_critic")
+"""Trained roles that a YAML may leave out, since they start from others."""
+
+
+def trainer_of(like: str, algorithm: str) -> PeerTrainer:
+    """Return the trainer of ``like`` for ``algorithm``. Raises ValueError where it has none, with those that it has."""
+    trainers = PEERS[like].trainers
+    if algorithm not in trainers:
+        raise ValueError(f"like: {like} has no trainer for {algorithm}; it has {', '.join(trainers)}")
+    return trainers[algorithm]
+
+
+def filled_algorithm(written: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``algorithm`` with its preset filled in. Raises ValueError for one that does not exist.
+
+    defaults:  the algorithm's own, by name, with its ``name``.
+    """
+    trainer = trainer_of(written["like"], defaults["name"])
+    own = {cell.key.partition(".")[2]: cell.value for cell in trainer.cells if cell.key.startswith("algorithm.")}
+    settings = {key: _over(value, written[key]) if key in written else value for key, value in own.items()}
+    if isinstance(written.get("kl"), Mapping):
+        settings["kl"] = _penalty(trainer, own.get("kl"), written["kl"])
+    sizes = _sizes({**defaults, **settings, **written})
+    resolved = {key: _number(value, sizes) for key, value in settings.items()}
+    return {**written, **{key: value for key, value in resolved.items() if value is not _UNKNOWN}}
+
+
+def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``models`` of a YAML with the preset's optimizers filled in.
+
+    raw:        the YAML.
+    algorithm:  its algorithm, of which ``like`` is a preset, with all settings that the warm-up depends on.
+    """
+    models, steps = dict(raw["models"]), raw.get("steps", 100)
+    mini_batches, epochs = algorithm.get("num_mini_batches"), algorithm.get("epochs")
+    updates = mini_batches * epochs if _is_count(mini_batches) and _is_count(epochs) else None
+    for role, cells in _by_role(trainer_of(algorithm["like"], algorithm["name"])):
+        written = models.get(role)
+        if written is None and role in DERIVED_ROLES:
+            written = {}
+        if not isinstance(written, Mapping) or not isinstance(written.get("optimizer", {}), Mapping):
+            continue
+        preset = {key: _updates(value, steps, updates) for key, value in cells.items()}
+        known = {key: value for key, value in preset.items() if value is not _UNKNOWN}
+        models[role] = {**written, "optimizer": {**known, **written.get("optimizer", {})}}
+    return models
+
+
+_UNKNOWN = object()
+"""In the place of a number that does not follow, because what it depends on is not valid."""
+
+
+def _over(value: Any, written: Any) -> Any:
+    """Return ``written`` over ``value``, key by key where both are mappings."""
+    if not (isinstance(value, Mapping) and isinstance(written, Mapping)):
+        return written
+    return {**value, **{key: _over(value.get(key), each) for key, each in written.items()}}
+
+
+def _penalty(trainer: PeerTrainer, default: Any, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a KL penalty that the YAML writes in part. ``default``: the peer's, or None."""
+    first = default["place"] if isinstance(default, Mapping) else next(iter(trainer.penalties), None)
+    place = written.get("place", first)
+    return {**({"place": place} if place else {}), **trainer.penalties.get(str(place), {}), **written}
+
+
+def _sizes(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return prompts of a step and samples of a prompt; None where one is not valid."""
+    sizes = settings["prompts_per_step"], settings.get("samples_per_prompt", 1)
+    return sizes if all(_is_count(size) for size in sizes) else None
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _number(value: Any, sizes: tuple[int, int] | None) -> Any:
+    if not isinstance(value, MiniBatchesOf):
+        return value
+    return _UNKNOWN if sizes is None else value.number(*sizes)
+
+
+def _updates(value: Any, steps: Any, updates: int | None) -> Any:
+    if not isinstance(value, WarmUp):
+        return value
+    return value.number(steps, updates) if _is_count(steps) and updates is not None else _UNKNOWN
+
+
+def _by_role(trainer: PeerTrainer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield roles with the preset's settings of their optimizers."""
+    found: dict[str, dict[str, Any]] = {}
+    for cell in trainer.cells:
+        if cell.key.startswith("models."):
+            _, role, _, name = cell.key.split(".")
+            found.setdefault(role, {})[name] = cell.value
+    yield from found.items()
+
+
+def trained_roles(like: str, algorithm: str) -> tuple[str, ...]:
+    """Return the roles whose optimizers a preset sets."""
+    return tuple(role for role, _ in _by_role(trainer_of(like, algorithm)))

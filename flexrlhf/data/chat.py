@@ -1,0 +1,209 @@
+"""Chats as text, rendered by a chat template, and the parts of it that the assistant has written.
+
+A template is a Jinja text that a tokenizer brings; transformers renders it in a sandbox. Which part of a chat is the
+assistant's follows from ``{% generation %}`` markers in the template, else from the prefix rule: the turns before an
+assistant's turn, with the prompt for generation, render to the beginning of the whole chat, and so do the turns up to
+its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flexrlhf.data.forms import TextExample, as_chat
+from flexrlhf.data.messages import Message, is_assistant
+from flexrlhf.errors import UserError
+
+ChatUse = Literal["auto", "always", "never"]
+"""Rows that a chat template renders: those that are chats, all, or none."""
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = (Message("user", "question"), Message("assistant", "reply"))
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Settings by which rows become chats, and chats text.
+
+    use:       rows that the template renders
+    template:  its text; None: the tokenizer's own
+    """
+
+    use: ChatUse = "auto"
+    template: str | None = None
+
+
+DEFAULT_CHAT = ChatFormat()
+
+
+@dataclass(frozen=True)
+class RenderedResponse:
+    """A prompt and a response to it as one text.
+
+    text:    both
+    prompt:  characters of the prompt
+    spans:   ranges of characters behind the prompt that the assistant has written, in order
+    """
+
+    text: str
+    prompt: int
+    spans: tuple[tuple[int, int], ...]
+
+
+def chat_row(row: TextExample, use: ChatUse) -> TextExample:
+    """Return ``row`` as a chat where the template renders it. Raises UserError for a chat that must not be rendered."""
+    if (row.turns or row.completions) and use == "never":
+        raise UserError("the row is a chat, which only a chat template makes a text of: set data.chat=auto")
+    return as_chat(row) if use == "always" else row
+
+
+class ChatTemplate:
+    """A chat template with the tokenizer whose special tokens it writes.
+
+    Raises UserError where the tokenizer has none and no other is given.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = own_template(tokenizer) if template is None else template
+        if self._template is None:
+            raise UserError(
+                "the row is a chat, but the tokenizer has no chat template: name a file with one in "
+                "data.chat_template, or another data.tokenizer"
+            )
+
+    def prompt(self, turns: Sequence[Message]) -> str:
+        """Return the text of a prompt, up to where the assistant begins, or goes on where the last turn is its own."""
+        _check_turns(turns)
+        is_continued = is_assistant(turns[-1])
+        return self._render(turns, generation=not is_continued, continued=is_continued)
+
+    def response(self, turns: Sequence[Message], completion: Sequence[Message]) -> RenderedResponse:
+        """Return ``turns`` and ``completion`` as one text, with what the assistant has written in the latter."""
+        _check_turns(turns)
+        if not any(map(is_assistant, completion)):
+            raise UserError("the response has no assistant turn")
+        marked = self._marked((*turns, *completion)) if _MARKER.search(str(self._template)) else None
+        text, found = marked or (self._render((*turns, *completion)), ())
+        prompt = self._length_of_prefix(text, turns, generation=is_assistant(completion[0]))
+        spans = tuple((max(first, prompt), last) for first, last in found if last > prompt)
+        if marked is None:
+            spans = tuple(self._prefix_spans(text, turns, completion))
+        if not spans:
+            raise UserError("the chat template marks no text of the response with {% generation %}")
+        return RenderedResponse(text, prompt, spans)
+
+    def turn_end(self) -> str:
+        """Return what the template writes behind an assistant's turn; nothing where it cannot be found."""
+        try:
+            text = self._render(_PROBE)
+        except UserError:
+            return ""
+        _, found, end = text.rpartition(_PROBE[-1].content)
+        return end if found else ""
+
+    def _marked(self, turns: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Return ``turns`` as text, and the ranges of characters that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _one_sentence():
+            (text,), (spans,) = render_jinja_template(
+                conversations=[_plain(turns)],
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        return text, spans
+
+    def _prefix_spans(
+        self, text: str, turns: Sequence[Message], completion: Sequence[Message]
+    ) -> Iterator[tuple[int, int]]:
+        messages = (*turns, *completion)
+        for number in range(len(turns), len(messages)):
+            if is_assistant(messages[number]):
+                start = self._length_of_prefix(text, messages[:number], generation=True)
+                yield start, self._length_of_prefix(text, messages[: number + 1], generation=False)
+
+    def _length_of_prefix(self, text: str, turns: Sequence[Message], generation: bool) -> int:
+        """Return the length of the first turns as text, which ``text`` must begin with."""
+        prefix = self._render(turns, generation=generation)
+        if not text.startswith(prefix):
+            raise UserError(
+                f"the chat template renders the first {len(turns)} turns in another way when others follow, so what "
+                "the assistant has written cannot be found: mark it with {% generation %} in a template of your own "
+                "(data.chat_template)"
+            )
+        return len(prefix)
+
+    def _render(self, turns: Sequence[Message], generation: bool = False, continued: bool = False) -> str:
+        with _one_sentence():
+            text: str = self._tokenizer.apply_chat_template(
+                _plain(turns),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation,
+                continue_final_message=continued,
+            )
+        return text
+
+
+def read_chat_format(use: ChatUse, file: str | None) -> ChatFormat:
+    """Return how chats become text, with the template in ``file``. Raises UserError for a file that is none."""
+    if file is None:
+        return ChatFormat(use)
+    try:
+        return ChatFormat(use, Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template {file}: cannot be read ({error})") from None
+
+
+def own_template(tokenizer: Any) -> str | None:
+    """Return the tokenizer's chat template, the default one of several; None where it has none."""
+    template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def encode_with_cuts(
+    text: str, cuts: Sequence[int], encode: Callable[[str], Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of ``text``, and how many of them are before each of ``cuts``, which ascend.
+
+    The ids are those of the whole text. Where a token would reach over a cut, the text behind it is encoded anew, so
+    that the text before a cut always has the ids that it has alone.
+    """
+    ids: list[int] = []
+    counts: list[int] = []
+    start, rest = 0, list(encode(text))
+    for cut in cuts:
+        head = list(encode(text[start:cut]))
+        if rest[: len(head)] != head:
+            ids, start, rest, head = ids + head, cut, list(encode(text[cut:])), []
+        counts.append(len(ids) + len(head))
+    return ids + rest, counts
+
+
+def _check_turns(turns: Sequence[Message]) -> None:
+    if not turns:
+        raise UserError("the chat has no turn before the response")
+
+
+def _plain(turns: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in turns]
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turn what a template raises, or what is wrong with it, into a UserError."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise UserError(f"the chat template is no Jinja: {error.message}, in its line {error.lineno}") from None
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template refuses the turns: {reason:.300}") from None

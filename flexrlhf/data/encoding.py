@@ -1,0 +1,126 @@
+"""Token ids of rows: prompts, responses, and which tokens of a response are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, RenderedResponse, chat_row, encode_with_cuts
+from flexrlhf.data.forms import TextExample
+from flexrlhf.data.messages import Chat
+from flexrlhf.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """Part of a Hugging Face tokenizer that data loading needs; for chats also its template."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def pad_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class EncodedResponse:
+    """A response as token ids.
+
+    ids:         at most as many as responses may have
+    is_finished: whether they are all of it
+    is_trained:  for each token whether it is trained on
+    length:      tokens of all of it
+    """
+
+    ids: tuple[int, ...]
+    is_finished: bool
+    is_trained: tuple[bool, ...]
+    length: int
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row as token ids.
+
+    text:   the prompt as text, as a template renders it
+    turns:  the prompt as a chat, where it is one
+    """
+
+    text: str
+    prompt: tuple[int, ...]
+    responses: tuple[EncodedResponse, ...]
+    turns: Chat = ()
+
+
+class RowEncoder:
+    """Encoding of rows by one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, max_response_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._limit = max_response_tokens
+        self._bos = bos_in_front(tokenizer)
+        self._template: ChatTemplate | None = None
+
+    def encode(self, text: TextExample) -> EncodedRow:
+        """Return the token ids of a row. Raises UserError for a row that has none, or that no template renders."""
+        row = chat_row(text, self._chat.use)
+        if row.turns or row.completions:
+            return self._encode_chat(row)
+        prompt = self._encode_prompt(row)
+        return EncodedRow(row.prompt, prompt, tuple(self._encode_response(response) for response in row.responses))
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode_prompt(self, row: TextExample) -> tuple[int, ...]:
+        """Return bos where the tokenizer writes one, and the text; a text may begin with bos itself."""
+        ids, (bos, eos) = tuple(self._ids(row.prompt)), (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        if ids:
+            return ids if ids[: len(self._bos)] == self._bos else (*self._bos, *ids)
+        if bos is not None:
+            return (bos,)  # a response needs a token before it
+        if row.is_text and eos is not None:
+            return (eos,)  # what separates texts of pretraining, where there is no bos
+        raise UserError("the prompt is empty, and the tokenizer has no bos token to stand for it")
+
+    def _encode_response(self, response: str) -> EncodedResponse:
+        """Return the text with eos behind it, which it may end with itself."""
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise UserError("the tokenizer has no eos token, so a response cannot end")
+        ids = self._ids(response)
+        return self._cut(ids if ids[-1:] == [eos] else [*ids, eos], [True] * (len(ids) + 1))
+
+    def _cut(self, ids: Sequence[int], is_trained: Sequence[bool]) -> EncodedResponse:
+        ids, length = tuple(ids[: self._limit]), len(ids)
+        return EncodedResponse(ids, length <= self._limit, tuple(is_trained[: len(ids)]), length)
+
+    def _encode_chat(self, row: TextExample) -> EncodedRow:
+        template = self._template = self._template or ChatTemplate(self._tokenizer, self._chat.template)
+        if not row.completions:
+            text = template.prompt(row.turns)
+            return EncodedRow(text, tuple(self._ids(text)), (), row.turns)
+        rendered = [template.response(row.turns, completion) for completion in row.completions]
+        prompts, responses = zip(*(self._encode_rendered(each) for each in rendered), strict=True)
+        return EncodedRow(rendered[0].text[: rendered[0].prompt], prompts[0], responses, row.turns)
+
+    def _encode_rendered(self, rendered: RenderedResponse) -> tuple[tuple[int, ...], EncodedResponse]:
+        """Return prompt and response, of which the spans are trained on."""
+        cuts = [rendered.prompt, *(place for span in rendered.spans for place in span)]
+        ids, (start, *bounds) = encode_with_cuts(rendered.text, cuts, self._ids)
+        is_trained = [False] * len(ids)
+        for first, last in zip(bounds[::2], bounds[1::2], strict=True):
+            is_trained[first:last] = [True] * (last - first)
+        return tuple(ids[:start]), self._cut(ids[start:], is_trained[start:])
+
+
+def bos_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return what the tokenizer writes before a text: bos or nothing, whether or not it has such a token."""
+    bos = tokenizer.bos_token_id
+    return () if bos is None or tokenizer.encode("", add_special_tokens=True)[:1] != [bos] else (bos,)

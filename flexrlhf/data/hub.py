@@ -1,0 +1,77 @@
+"""Names on the Hugging Face Hub, and the directories of the local cache that they stand for.
+
+A name is ``org/name``, or ``org/name@revision`` for a branch, a tag or a commit. What is in the cache is taken without
+a connection; anything else is downloaded once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flexrlhf.errors import UserError
+
+Kind = Literal["model", "dataset"]
+_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(?P<parts>(:[\w.-]+)*)", re.ASCII
+)
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+"""Files of a model's repository that are downloaded: no pickled weights, nor those of other formats."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Name of a repository on the Hub.
+
+    name:      ``org/name``
+    revision:  branch, tag or commit; None: the main branch
+    parts:     what follows in a data set's name, each after a colon
+    """
+
+    name: str
+    revision: str | None = None
+    parts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + (f"@{self.revision}" if self.revision else "")
+
+
+def hub_name(text: str) -> HubName | None:
+    """Return the Hub's name in ``text``; None for a path: where a file or a folder ``org`` is here, too."""
+    found = _NAME.fullmatch(text)
+    if found is None or Path(text).exists() or Path(found["name"]).parent.is_dir():
+        return None
+    return HubName(found["name"], found["revision"], tuple(found["parts"].split(":")[1:]))
+
+
+def cached_snapshot(name: HubName, kind: Kind) -> Path | None:
+    """Return the directory of the cache with the files of ``name``; None where it has none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name.name, repo_type=kind, revision=name.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def download_snapshot(name: HubName, kind: Kind, key: str) -> Path:
+    """Download ``name`` into the cache, and return its directory there. ``key``: the setting, for the message."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    files = list(MODEL_FILES) if kind == "model" else None
+    try:
+        return Path(snapshot_download(name.name, repo_type=kind, revision=name.revision, allow_patterns=files))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{key} {name}: neither a path here, nor in the Hub's cache, nor a {kind} that can be downloaded ({reason})"
+        ) from None
+
+
+def commit_of(snapshot: Path) -> str:
+    """Return the commit that a directory of the cache has the files of."""
+    return snapshot.name

@@ -1,0 +1,122 @@
+"""Inspection of a data file: every row is tried, so that all bad ones are counted and not the first one alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flexrlhf.data.chat import ChatFormat
+from flexrlhf.data.columns import RowLayout
+from flexrlhf.data.data_counts import DataCounts, TokenLimits
+from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
+from flexrlhf.data.examples import found_form, truncated
+from flexrlhf.data.files import read_rows
+from flexrlhf.data.forms import Needs, needed_text
+from flexrlhf.errors import UserError
+
+NUM_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used. ``number``: from 1. ``sentence``: why."""
+
+    number: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Rows that an earlier row makes superfluous.
+
+    prompts:  with the prompt of an earlier row
+    rows:     with its responses, too
+    pairs:    whose chosen and rejected response are the same
+    """
+
+    prompts: int
+    rows: int
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Contents of a data file.
+
+    counts:      lengths of the rows that can be used
+    bad:         the others
+    duplicates:  among the rows that can be used
+    samples:     some rows as a run has them, truncated, by their numbers from 1
+    """
+
+    counts: DataCounts
+    bad: tuple[BadRow, ...]
+    duplicates: Duplicates
+    samples: tuple[tuple[int, EncodedRow], ...]
+
+
+def inspect_rows(
+    path: str,
+    *,
+    form: str,
+    needs: Needs,
+    layout: RowLayout,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    limits: TokenLimits,
+    max_rows: int | None = None,
+) -> Inspection:
+    """Read and tokenise every row of a file, or ``max_rows`` evenly spaced ones.
+
+    Raises UserError for a file that cannot be read, and for one whose form is not known.
+    """
+    rows = read_rows(path)
+    form = found_form(path, rows, form, needs, layout)
+    encoder = RowEncoder(tokenizer, chat, sys.maxsize)
+    encoded: dict[int, EncodedRow] = {}
+    bad: list[BadRow] = []
+    for index in spaced(len(rows), len(rows) if max_rows is None else max_rows):
+        try:
+            encoded[index + 1] = encoder.encode(needed_text(rows[index], form, needs, layout))
+        except UserError as error:
+            bad.append(BadRow(index + 1, str(error)))
+    lengths = [tuple(response.length for response in row.responses) for row in encoded.values()]
+    prompts = tuple(len(row.prompt) for row in encoded.values())
+    counts = DataCounts(form, len(rows), prompts, tuple(lengths), limits)
+    samples = _samples(encoded, limits, next(iter(bos_in_front(tokenizer)), None))
+    return Inspection(counts, tuple(bad), find_duplicates(list(encoded.values())), samples)
+
+
+def find_duplicates(rows: Sequence[EncodedRow]) -> Duplicates:
+    """Return how many of ``rows`` repeat another one. A prompt of one token is that of a text without a prompt."""
+    responses = [tuple(response.ids for response in row.responses) for row in rows]
+    prompts = [row.prompt for row in rows if len(row.prompt) > 1]
+    whole = {(row.prompt, ids) for row, ids in zip(rows, responses, strict=True)}
+    equal = sum(len(ids) == 2 and ids[0] == ids[1] for ids in responses)
+    return Duplicates(len(prompts) - len(set(prompts)), len(rows) - len(whole), equal)
+
+
+def spaced(number: int, count: int) -> list[int]:
+    """Return ``count`` of ``number`` indices, evenly spaced from the first one; all where there are no more."""
+    count = min(count, number)
+    return [index * number // count for index in range(count)]
+
+
+def _samples(
+    encoded: dict[int, EncodedRow], limits: TokenLimits, bos: int | None
+) -> tuple[tuple[int, EncodedRow], ...]:
+    """Return some rows that are not left out, as a run truncates them."""
+    kept = [number for number, row in encoded.items() if len(row.prompt) <= limits.max_prompt or not limits.drops]
+    numbers = [kept[index] for index in spaced(len(kept), NUM_SAMPLES)]
+    return tuple((number, _limited(encoded[number], limits, bos)) for number in numbers)
+
+
+def _limited(row: EncodedRow, limits: TokenLimits, bos: int | None) -> EncodedRow:
+    prompt = truncated(row.prompt, limits.max_prompt, limits.long_prompts == "truncate-left", bos)
+    size = limits.max_response
+    responses = tuple(
+        replace(each, ids=each.ids[:size], is_trained=each.is_trained[:size], is_finished=each.length <= size)
+        for each in row.responses
+    )
+    return replace(row, prompt=prompt, responses=responses)

@@ -1,0 +1,80 @@
+"""Place of the token at which a text is scored: where the library that trained the model reads it.
+
+transformers and TRL read the head at the last token that is not ``pad_token_id`` of the model's config, so before a
+final end token where both are the same token. OpenRLHF, and libraries with a head of another name, read it at the last
+token of the text, which they find by the mask. A text is all tokens of the mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OPENRLHF_KEYS = ("normalize_reward", "value_head_prefix")
+"""Settings that OpenRLHF writes into the config of a reward model."""
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """Rule by which the score of a text follows from the outputs of the head at its tokens.
+
+    padding:  token that a score is never read at; None: it is read at the last token, whatever that is.
+    mean:     subtracted from it.
+    std:      what it is then divided by.
+    """
+
+    padding: int | None = None
+    mean: float = 0.0
+    std: float = 1.0
+
+    def scores(self, outputs: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return the scores (n,) of texts. ``outputs``: of the head (n, w); ``tokens`` and ``mask``: (n, w).
+
+        A text of nothing but padding is read at its first token, as in transformers.
+        """
+        at = self._places(tokens, mask.bool())
+        scores = outputs.gather(1, at[:, None]).squeeze(1)
+        return scores if (self.mean, self.std) == (0.0, 1.0) else (scores - self.mean) / self.std
+
+    def _places(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return the place of the token that is read, int64 (n,)."""
+        counted = mask if self.padding is None else mask & (tokens != self.padding)
+        counted = torch.where(counted.any(1, keepdim=True), counted, mask & (mask.cumsum(1) == 1))
+        return mask.shape[1] - 1 - counted.flip(1).int().argmax(1)
+
+
+def score_rule(config: Any, is_trained: bool) -> ScoreRule:
+    """Return the rule of a model with this Hugging Face config, after ``settle_padding``.
+
+    OpenRLHF normalises the scores of a finished reward model by the mean and deviation in its config.
+    """
+    padding = config.get_text_config().pad_token_id
+    if is_trained or not getattr(config, "normalize_reward", False):
+        return ScoreRule(padding)
+    return ScoreRule(padding, float(getattr(config, "mean", 0.0)), float(getattr(config, "std", 1.0)))
+
+
+def settle_padding(config: Any, reads_last: bool, is_trained: bool, pad_token_id: int | None) -> None:
+    """Set ``pad_token_id`` of a config such that transformers reads the scores of the saved model as they are here.
+
+    reads_last:    whether the model's library reads the last token of a text.
+    is_trained:    whether the model is trained, so saved.
+    pad_token_id:  of the run, for a trained model without one, as TRL sets it.
+    """
+    text = config.get_text_config()
+    if reads_last:
+        ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+        if not is_trained or text.pad_token_id in ends:
+            text.pad_token_id = None
+    elif is_trained and text.pad_token_id is None:
+        text.pad_token_id = pad_token_id
+    if is_trained and is_of_openrlhf(config):
+        config.normalize_reward, config.value_head_prefix = False, "score"
+
+
+def is_of_openrlhf(config: Any) -> bool:
+    """Whether OpenRLHF has written ``config``, whose classes read the last token of a text."""
+    return any(hasattr(config, key) for key in OPENRLHF_KEYS)

@@ -1,0 +1,104 @@
+"""Whether the tokenizers of a run agree: one tokenizer's ids are another text to a model of another vocabulary.
+
+Every role is compared with the tokenizer of the run, by the files of both; a directory without a tokenizer has only the
+size of its vocabulary. A model of scores with ``retokenize`` reads texts by its own tokenizer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from filecmp import cmp
+from os.path import realpath
+from pathlib import Path
+
+from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.retokenize import is_scorer
+from flexrlhf.plan.models import origins_first
+from flexrlhf.plan.vocabulary import WHOLE, Vocabulary, has_tokenizer, read_vocabulary
+from flexrlhf.weights.adapter_files import base_model
+from flexrlhf.weights.shapes import read_config
+
+
+def run_tokenizer(spec: Spec, graph: Graph) -> tuple[str, str] | None:
+    """Return how messages name the tokenizer of a run, and its directory; None where nothing names one.
+
+    It is ``data.tokenizer``, else that of the first model with a path.
+    """
+    if spec.data.tokenizer is not None:
+        return f"data.tokenizer {spec.data.tokenizer}", spec.data.tokenizer
+    models = ((role, spec.models.of(role)) for role in graph.roles)
+    paths = ((role, model.path) for role, model in models if model is not None and model.path is not None)
+    return next(((f"models.{role}", path) for role, path in paths), None)
+
+
+def tokenizer_of(role: str, model: ModelSpec) -> Path | None:
+    """Return the directory with the tokenizer of a model: its own, else that of the model under its adapters."""
+    paths = (model.path, base_model(role, model).path)
+    return next((Path(path) for path in paths if path is not None and has_tokenizer(Path(path))), None)
+
+
+def check_tokenizers(spec: Spec, graph: Graph, pending: Collection[Path]) -> None:
+    """Raise UserError for a role that reads other texts in the ids of the run's tokenizer, and for one that has none to
+    retokenize with. ``pending``: directories that an earlier run of the command is to write.
+    """
+    owner = run_tokenizer(spec, graph)
+    if owner is not None and (Path(realpath(owner[1])) in pending or not Path(owner[1]).is_dir()):
+        owner = None
+    for role in origins_first(graph):
+        model = spec.models.of(role)
+        if model is None or (model.path is not None and Path(realpath(model.path)) in pending):
+            continue
+        if model.retokenize:
+            if tokenizer_of(role, model) is None:
+                raise UserError(
+                    f"models.{role}.retokenize: {model.path or 'a model without a path'} has no tokenizer; give a path "
+                    f"with that of the model"
+                )
+        elif model.path is not None and owner is not None:
+            _check_role(role, model, owner, may_retokenize=is_scorer(role) and role not in graph.trained)
+
+
+def _check_role(role: str, model: ModelSpec, owner: tuple[str, str], may_retokenize: bool) -> None:
+    """Compare a role with the tokenizer of the run, ``owner``: its name and directory."""
+    (name, path), own = owner, tokenizer_of(role, model)
+    whole = tokenizer_of("", ModelSpec(path=path)) or Path(path)
+    if own is not None and (realpath(own) == realpath(whole) or _is_same(own / WHOLE, whole / WHOLE)):
+        return
+    vocabulary = read_vocabulary("data.tokenizer", whole)
+    if vocabulary is None:
+        return
+    read = None if own is None else read_vocabulary(f"models.{role}.path", own)
+    if read is None:
+        _check_size(role, model, vocabulary)
+    elif (example := vocabulary.conflict(read)) is not None:
+        raise UserError(
+            f"models.{role}: its tokenizer ({own}) has other ids than that of {name} ({example}), so it would read "
+            f"other texts; {_remedy(role, str(own), name, may_retokenize)}"
+        )
+
+
+def _is_same(first: Path, second: Path) -> bool:
+    """Whether both files exist and have the same bytes."""
+    return first.is_file() and second.is_file() and cmp(first, second, shallow=False)
+
+
+def _check_size(role: str, model: ModelSpec, vocabulary: Vocabulary) -> None:
+    """Raise UserError for a model without an embedding for every token."""
+    config = read_config(role, model)
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    if isinstance(size, int) and size <= vocabulary.largest:
+        raise UserError(
+            f"models.{role}: vocab_size {size} is smaller than the {vocabulary.largest + 1} tokens of the tokenizer"
+        )
+
+
+def _remedy(role: str, own: str, name: str, may_retokenize: bool) -> str:
+    """Return what works: other files, or texts that are encoded again."""
+    if may_retokenize:
+        return f"set models.{role}.retokenize: true, or give a model with the tokenizer of {name.split()[0]}"
+    if name.startswith("data."):
+        return f"set data.tokenizer to {own}, or give a model with that tokenizer"
+    return f"give a model with the tokenizer of {name}"

@@ -1,0 +1,295 @@
+"""Rows as token ids: chats by their templates, what is trained on, and bos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.chat_tokenizers import FAMILIES, build_chat_tokenizer
+from flexrlhf.data.chat import ChatFormat, ChatUse, encode_with_cuts, read_chat_format
+from flexrlhf.data.encoding import EncodedRow, RowEncoder
+from flexrlhf.data.forms import TextExample
+from flexrlhf.data.messages import Message
+from flexrlhf.errors import UserError
+
+SYSTEM = Message("system", "You are a helpful assistant.")
+QUESTION, ANSWER = Message("user", "Name two primes."), Message("assistant", "Two and three.")
+THANKS, WELCOME = Message("user", "Thanks a lot!"), Message("assistant", "You are right.")
+CHAT = (QUESTION, ANSWER, THANKS, WELCOME)
+QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+SMOL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+Pieces = list[tuple[str, bool]]
+"""A rendered chat in order; whether a piece is trained on."""
+
+
+def chat_ml(system: str) -> Pieces:
+    return [
+        (f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nName two primes.<|im_end|>\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("Two and three.<|im_end|>\n", True),
+        ("<|im_start|>user\nThanks a lot!<|im_end|>\n<|im_start|>assistant\n", False),
+        ("You are right.<|im_end|>\n", True),
+    ]
+
+
+def headed(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
+PIECES: dict[str, Pieces] = {
+    "smollm2": chat_ml(SMOL),
+    "qwen2_5": chat_ml(QWEN),
+    "llama3": [
+        (f"<|begin_of_text|>{headed('user')}Name two primes.<|eot_id|>{headed('assistant')}", False),
+        ("Two and three.<|eot_id|>", True),
+        (f"{headed('user')}Thanks a lot!<|eot_id|>{headed('assistant')}", False),
+        ("You are right.<|eot_id|>", True),
+    ],
+    "mistral": [
+        ("<s>[INST] Name two primes. [/INST]", False),
+        ("Two and three.</s>", True),
+        ("[INST] Thanks a lot! [/INST]", False),
+        ("You are right.</s>", True),
+    ],
+    "gemma": [
+        ("<bos><start_of_turn>user\nName two primes.<end_of_turn>\n<start_of_turn>model\n", False),
+        ("Two and three.<end_of_turn>\n", True),
+        ("<start_of_turn>user\nThanks a lot!<end_of_turn>\n<start_of_turn>model\n", False),
+        ("You are right.<end_of_turn>\n", True),
+    ],
+}
+"""Written by hand from the templates."""
+
+
+def encoded(
+    tokenizer: Any, row: TextExample, use: ChatUse = "auto", template: str | None = None, limit: int = 1000
+) -> EncodedRow:
+    return RowEncoder(tokenizer, ChatFormat(use, template), limit).encode(row)
+
+
+def chat_row(*completions: tuple[Message, ...], turns: tuple[Message, ...] = (QUESTION,)) -> TextExample:
+    return TextExample("", turns=turns, completions=completions)
+
+
+def expected(tokenizer: Any, pieces: Pieces) -> tuple[list[int], list[bool]]:
+    """Ids of the whole text, and by the characters of each token whether it is in a piece that is trained on."""
+    by_character = [is_trained for text, is_trained in pieces for _ in text]
+    found = tokenizer("".join(text for text, _ in pieces), add_special_tokens=False, return_offsets_mapping=True)
+    return found["input_ids"], [any(by_character[first:last]) for first, last in found["offset_mapping"]]
+
+
+# --- prompts and masks
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_of_several_turns_has_the_ids_and_the_mask_of_its_template(name: str, tokenizers: Any) -> None:
+    row = encoded(tokenizers[name], chat_row(CHAT[1:]))
+    ids, is_trained = expected(tokenizers[name], PIECES[name])
+    (response,) = row.responses
+    assert [*row.prompt, *response.ids] == ids
+    assert [False] * len(row.prompt) + list(response.is_trained) == is_trained
+    assert response.is_finished and not all(response.is_trained) and response.is_trained[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_response_of_one_turn_is_all_trained_on_and_its_prompt_is_that_of_generation(
+    name: str, tokenizers: Any
+) -> None:
+    tokenizer, first = tokenizers[name], [text for text, _ in PIECES[name]]
+    row = encoded(tokenizer, chat_row((ANSWER,)))
+    prompt = encoded(tokenizer, chat_row())
+    assert row.prompt == prompt.prompt and row.responses[0].is_trained == (True,) * len(row.responses[0].ids)
+    assert prompt.text == row.text == "".join(first[: first.index(next(text for text, yes in PIECES[name] if yes))])
+    messages = [{"role": "user", "content": QUESTION.content}]
+    assert list(row.prompt) == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_responses_of_a_pair_follow_one_prompt(name: str, tokenizers: Any) -> None:
+    row = encoded(tokenizers[name], chat_row((ANSWER,), (WELCOME, THANKS, ANSWER)))
+    chosen, rejected = row.responses
+    pieces = PIECES[name]
+    ids, _ = expected(tokenizers[name], pieces[: [yes for _, yes in pieces].index(True) + 1])
+    assert [*row.prompt, *chosen.ids] == ids
+    assert all(chosen.is_trained) and 0 < sum(rejected.is_trained) < len(rejected.ids)
+
+
+def test_a_system_prompt_takes_the_place_of_the_templates_own(tokenizers: Any) -> None:
+    row = encoded(tokenizers["qwen2_5"], chat_row((ANSWER,), turns=(SYSTEM, QUESTION)))
+    assert row.text.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n") and QWEN not in row.text
+
+
+def test_a_response_is_cut_with_its_mask(tokenizers: Any) -> None:
+    whole = encoded(tokenizers["llama3"], chat_row(CHAT[1:])).responses[0]
+    (cut,) = encoded(tokenizers["llama3"], chat_row(CHAT[1:]), limit=9).responses
+    assert (cut.ids, cut.is_trained) == (whole.ids[:9], whole.is_trained[:9]) and not cut.is_finished
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tokenizers: Any) -> None:
+    begun = (QUESTION, Message("assistant", "Two and"))
+    row = encoded(tokenizers["qwen2_5"], chat_row(turns=begun))
+    assert row.text.endswith("<|im_start|>assistant\nTwo and")
+
+
+MARKED = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|eot_id|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def test_markers_are_read_as_transformers_reads_them(tokenizers: Any) -> None:
+    tokenizer = tokenizers["llama3"]
+    row = encoded(tokenizer, chat_row(CHAT[1:]), template=MARKED)
+    messages = [{"role": message.role, "content": message.content} for message in CHAT]
+    found = tokenizer.apply_chat_template(messages, chat_template=MARKED, return_assistant_tokens_mask=True)
+    (response,) = row.responses
+    assert [*row.prompt, *response.ids] == found["input_ids"]
+    assert [0] * len(row.prompt) + list(response.is_trained) == found["assistant_masks"]
+    # the same place where the prefix rule finds it
+    assert response == encoded(tokenizer, chat_row(CHAT[1:])).responses[0]
+
+
+def test_markers_decide_what_is_trained_on(tokenizers: Any) -> None:
+    """Of a template that marks the text without its end; and turns of the prompt are never trained on."""
+    template = MARKED.replace("<|eot_id|>{% endgeneration %}", "{% endgeneration %}<|eot_id|>")
+    tokenizer = tokenizers["llama3"]
+    (response,) = encoded(tokenizer, chat_row((WELCOME,), turns=CHAT[:3]), template=template).responses
+    assert response.is_trained == (True,) * (len(response.ids) - 1) + (False,)
+
+
+def test_a_token_that_would_reach_over_a_border_is_not_made() -> None:
+    """``encode`` joins two letters to a token; a text always has the ids that it has before whatever follows."""
+
+    def encode(text: str) -> list[int]:
+        return [int.from_bytes(text[i : i + 2].encode(), "big") for i in range(0, len(text), 2)]
+
+    ids, counts = encode_with_cuts("abcdefgh", [2, 3, 6], encode)
+    assert ids == [*encode("ab"), *encode("c"), *encode("de"), *encode("f"), *encode("gh")]
+    assert counts == [1, 2, 4]
+    assert encode_with_cuts("abcd", [2, 4], encode) == (encode("abcd"), [1, 2])
+
+
+# --- which rows are chats
+
+
+def test_always_makes_a_chat_of_a_text_prompt(tokenizers: Any) -> None:
+    tokenizer = tokenizers["qwen2_5"]
+    text = TextExample(QUESTION.content, (ANSWER.content,))
+    assert encoded(tokenizer, text, "always") == encoded(tokenizer, chat_row((ANSWER,)))
+    pretraining = TextExample("", ("Two.",), is_text=True)
+    assert encoded(tokenizer, pretraining, "always") == encoded(tokenizer, pretraining)
+
+
+def test_a_text_row_is_not_rendered_by_itself(tokenizers: Any) -> None:
+    tokenizer = tokenizers["qwen2_5"]
+    row = encoded(tokenizer, TextExample("Name two primes.", ("Two.",)))
+    assert list(row.prompt) == tokenizer.encode("Name two primes.")
+    assert list(row.responses[0].ids) == [*tokenizer.encode("Two."), tokenizer.eos_token_id]
+
+
+NO_TEMPLATE = "the row is a chat, but the tokenizer has no chat template: name a file with one in data.chat_template"
+BROKEN = [
+    (
+        "gemma",
+        None,
+        chat_row((ANSWER,), turns=(SYSTEM, QUESTION)),
+        "auto",
+        "refuses the turns: System role not support",
+    ),
+    (
+        "mistral",
+        None,
+        chat_row((ANSWER,), turns=(SYSTEM, QUESTION)),
+        "auto",
+        "refuses the turns: Conversation roles mu",
+    ),
+    (
+        "mistral",
+        None,
+        chat_row(turns=(QUESTION, THANKS)),
+        "auto",
+        "refuses the turns: Conversation roles must alternate",
+    ),
+    ("qwen2_5", "{% for %}", chat_row(), "auto", "the chat template is no Jinja: "),
+    ("qwen2_5", "{{ messages[9].content }}", chat_row(), "auto", "refuses the turns: "),
+    ("qwen2_5", "{{ 1 + messages[0].content }}", chat_row(), "auto", "refuses the turns: unsupported operand"),
+    ("qwen2_5", "{{ messages.__class__.__mro__ }}", chat_row(), "auto", "refuses the turns: "),
+    ("qwen2_5", "{{ messages[-1].content }}", chat_row((ANSWER,)), "auto", "the first 1 turns in another way"),
+    (
+        "qwen2_5",
+        "{% for m in messages %}{{ m.content if loop.revindex < 3 }}.{% endfor %}",
+        chat_row(CHAT[1:]),
+        "auto",
+        "mark it with {% generation %} in a template of your own (data.chat_template)",
+    ),
+    (
+        "llama3",
+        MARKED.replace("== 'assistant'", "== 'x'"),
+        chat_row((ANSWER,)),
+        "auto",
+        "marks no text of the response",
+    ),
+    ("qwen2_5", None, chat_row((THANKS,)), "auto", "the response has no assistant turn"),
+    ("qwen2_5", None, chat_row((ANSWER,), turns=()), "auto", "the chat has no turn before the response"),
+    ("qwen2_5", None, chat_row((ANSWER,)), "never", "only a chat template makes a text of: set data.chat=auto"),
+]
+
+
+@pytest.mark.parametrize(("name", "template", "row", "use", "sentence"), BROKEN)
+def test_what_no_template_renders_is_one_sentence(
+    name: str, template: str | None, row: TextExample, use: ChatUse, sentence: str, tokenizers: Any
+) -> None:
+    with pytest.raises(UserError) as caught:
+        encoded(tokenizers[name], row, use, template)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_template_is_named(tokenizers: Any, tmp_path: Path) -> None:
+    plain = build_chat_tokenizer("qwen2_5", tmp_path)
+    plain.chat_template = None
+    for use, row in (("auto", chat_row((ANSWER,))), ("always", TextExample("Name two primes."))):
+        with pytest.raises(UserError, match=NO_TEMPLATE):
+            encoded(plain, row, use)  # type: ignore[arg-type]
+    own = encoded(plain, chat_row((ANSWER,)), template=tokenizers["qwen2_5"].chat_template)
+    assert own == encoded(tokenizers["qwen2_5"], chat_row((ANSWER,)))
+
+
+def test_a_file_of_a_template_is_read(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(MARKED)
+    assert read_chat_format("auto", str(tmp_path / "own.jinja")) == ChatFormat("auto", MARKED)
+    with pytest.raises(UserError, match=r"data.chat_template nowhere.jinja: cannot be read"):
+        read_chat_format("auto", "nowhere.jinja")
+
+
+# --- bos
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_text_has_the_ids_of_its_tokenizer(name: str, tokenizers: Any) -> None:
+    """With bos for Llama, Mistral and Gemma; without for SmolLM2, which has a bos, and Qwen, which has none."""
+    tokenizer = tokenizers[name]
+    row = encoded(tokenizer, TextExample("The capital of France"))
+    assert list(row.prompt) == tokenizer("The capital of France")["input_ids"]
+    assert (row.prompt[0] == tokenizer.bos_token_id) == FAMILIES[name].adds_bos
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.bos])
+def test_bos_is_never_twice(name: str, tokenizers: Any) -> None:
+    """In a chat, whose template may write it, and in a prompt that a user has rendered."""
+    tokenizer = tokenizers[name]
+    rendered = encoded(tokenizer, chat_row())
+    assert rendered.prompt[:2].count(tokenizer.bos_token_id) == 1
+    assert encoded(tokenizer, TextExample(rendered.text)).prompt == rendered.prompt
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_eos_is_never_twice(name: str, tokenizers: Any) -> None:
+    tokenizer = tokenizers[name]
+    plain, ended = (
+        encoded(tokenizer, TextExample("Two", (text,))) for text in ("Three.", f"Three.{FAMILIES[name].eos}")
+    )
+    assert plain == ended and plain.responses[0].ids.count(tokenizer.eos_token_id) == 1
