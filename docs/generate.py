@@ -252,6 +252,7 @@ FAMILIES: Mapping[type[BaseModel], str] = {
     algorithms.PolicySpec: "the policy gradient",
     algorithms.GroupSpec: "groups of samples",
     algorithms.ReturnsSpec: "returns without a critic",
+    algorithms.PreferenceSpec: "preference pairs",
 }
 
 

@@ -88,6 +88,7 @@ METRICS = (
     Metric("greedy_score", "greedy_score", "score of the greedy responses, which is the baseline"),
     Metric("group_alike", "group_alike", "share of responses in groups whose scores are all the same"),
     Metric("group_taken", "group_taken", "share of the sampled responses that are in groups that are trained on"),
+    Metric("response_steps", "response_steps", "steps per response that counts, with supervision: process"),
     Metric("cost_mean", "cost", "cost, mean over responses", progress=True),
     Metric("lagrange", "lagrange", "Lagrange multiplier of the limit on the cost"),
     Metric("advantage_mean", "advantage", "advantage before whitening, mean over tokens"),
@@ -95,7 +96,11 @@ METRICS = (
     Metric("return_mean", "return", "advantage + value, mean over tokens"),
     Metric("value_mean", "value", "critic's value before the update, mean over tokens"),
     Metric("policy_loss", "policy_loss", "clipped surrogate, mean over tokens and optimizer steps", progress=True),
-    Metric("ratio_clipped", "ratio_clipped", "share of tokens where the clipped ratio sets the loss"),
+    Metric(
+        "ratio_clipped",
+        "ratio_clipped",
+        "share of tokens where the clipped ratio sets the loss; cispo: where it is clipped",
+    ),
     Metric("update_kl", "update_kl", "k3 estimate of KL(old || new) within the step, mean over tokens (nats)"),
     Metric("entropy", "entropy", "entropy of softmax(logits / T), mean over tokens (nats)"),
     Metric("value_loss", "value_loss", "half the clipped squared error, mean over tokens", progress=True),
@@ -132,8 +137,21 @@ METRICS = (
     Metric("critic_skipped", "train_critic/skipped", SKIPPED, is_problem=True),
     Metric("cost_critic_skipped", "train_cost_critic/skipped", SKIPPED, is_problem=True),
     Metric("reward_skipped", "train_reward/skipped", SKIPPED, is_problem=True),
-    Metric("importance_weight", "importance_weight", "min(pi_old / pi_rollout, cap), mean over tokens or responses"),
-    Metric("importance_clipped", "importance_clipped", "share of importance weights above the cap"),
+    Metric(
+        "importance_weight",
+        "importance_weight",
+        "min(pi_old / pi_rollout, cap), with outside: mask 0 beyond the bounds, mean over tokens or responses",
+    ),
+    Metric(
+        "importance_clipped", "importance_clipped", "share of ratios above cap, with outside: mask also below floor"
+    ),
+    Metric("importance_rejected", "importance_rejected", "share of tokens that importance.reject leaves out"),
+    Metric(
+        "covariance",
+        "covariance",
+        "(log-prob - its mean) * (advantage - its mean), means over a mini-batch, mean over tokens",
+    ),
+    Metric("covariance_selected", "covariance_selected", "share of tokens that are selected by their covariance"),
     Metric(
         "effective_sample_size",
         "importance_weight",
@@ -158,21 +176,44 @@ METRICS = (
     Metric(
         "pair_accuracy",
         "pair_correct",
-        "share of training pairs whose chosen response has the higher score",
+        "share of training pairs whose chosen response has the higher score or implicit reward",
         progress=True,
     ),
-    Metric("preference_loss", "preference_loss", "loss of DPO or IPO, mean over pairs", progress=True),
+    Metric("preference_loss", "preference_loss", "loss of DPO, SimPO, ORPO or KTO, mean over pairs", progress=True),
+    Metric("preference_margin", "preference_margin", "chosen_reward - rejected_reward, mean over pairs"),
     Metric(
-        "preference_margin",
-        "preference_margin",
-        "beta * (log-ratio of chosen - log-ratio of rejected), mean over pairs",
+        "chosen_reward",
+        "chosen_reward",
+        "implicit reward of chosen responses, mean over pairs: beta * log(policy / reference), sum over tokens (with "
+        "length_normalised mean); simpo, orpo: beta * mean log-prob of the tokens",
+    ),
+    Metric("rejected_reward", "rejected_reward", "implicit reward of rejected responses, mean over pairs"),
+    Metric("chosen_logprob", "chosen_logprob", "log-prob of chosen responses, sum over tokens, mean over pairs (nats)"),
+    Metric(
+        "rejected_logprob",
+        "rejected_logprob",
+        "log-prob of rejected responses, sum over tokens, mean over pairs (nats)",
+    ),
+    Metric(
+        "odds_ratio_loss",
+        "odds_ratio_loss",
+        "-log sigmoid(log odds of chosen - log odds of rejected responses), mean over pairs",
+    ),
+    Metric(
+        "chosen_nll", "chosen_nll", "negative log-likelihood of chosen responses, mean over tokens, then pairs (nats)"
+    ),
+    Metric(
+        "reference_point",
+        "reference_point",
+        "KTO's reference point: log(policy / reference) of responses to other prompts, sum over tokens, mean over a "
+        "mini-batch, at least 0 (nats)",
     ),
     Metric("eval_preference_margin", "eval_preference_margin", "preference_margin on the evaluation set"),
     Metric("eval_nll", "eval_nll", "nll on the evaluation set", progress=True, less_is_better=True),
     Metric(
         "eval_accuracy",
         "eval_accuracy",
-        "share of evaluation pairs whose chosen response has the higher score",
+        "share of evaluation pairs whose chosen response has the higher score or implicit reward",
         progress=True,
     ),
     Metric(

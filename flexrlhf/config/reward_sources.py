@@ -10,7 +10,9 @@ from flexrlhf.config.secrets import check_header, check_url, without_secrets
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
 
-Level = Annotated[Literal["answer", "token"], Field(description="one score a response, or one a response token")]
+Level = Annotated[
+    Literal["answer", "token", "step"], Field(description="one score a response, one a response token, or one a step")
+]
 
 
 class _WeightedSource(StrictModel):
@@ -19,27 +21,47 @@ class _WeightedSource(StrictModel):
     weight: float = Field(1.0, description="factor of this source's scores in the sum")
 
 
-class ModelSource(_WeightedSource):
-    """Scalar head of a placed model, at the last token of the response, or after every token of it."""
+class _LevelledSource(_WeightedSource):
+    """Settings of sources that score responses, their tokens, or their steps."""
+
+    level: Level = "answer"
+    separator: str | None = Field(
+        None, min_length=1, description="text that ends a step; null: a function or service returns where steps end"
+    )
+
+    @model_validator(mode="after")
+    def _separator_of_steps(self) -> Self:
+        if self.separator is not None and self.level != "step":
+            raise ValueError(f"separator {shown(self.separator)} goes with level: step; use that, or remove separator")
+        return self
+
+
+class ModelSource(_LevelledSource):
+    """Scalar head of a placed model, at the last token of the response, after every token, or at the ends of steps."""
 
     model: str = Field(description="a role of models: reward, or one named reward_...")
-    level: Level = "answer"
+
+    @model_validator(mode="after")
+    def _steps_have_ends(self) -> Self:
+        if self.level == "step" and self.separator is None:
+            raise ValueError("level: step of a model needs separator, the text that ends a step; use '\\n\\n'")
+        return self
 
 
 class _CalledSource(_WeightedSource):
     """Settings of sources that are no models. They are called with batches of responses."""
 
-    level: Level = "answer"
     batch_size: int = Field(16, ge=1, description="responses of one call")
     seconds: float = Field(0.0, ge=0, description="time of one call that simulate and advise assume")
 
 
-class FunctionSource(_CalledSource):
+class FunctionSource(_LevelledSource, _CalledSource):
     """Python function of the user, called in worker processes: a call that hangs or crashes costs its scores only.
 
     ``function(prompts, responses, **columns) -> list of numbers``: texts, and each column of the data's rows as a list;
-    ``num_tokens`` of the responses too. It receives the columns that it has a parameter for, or all where it takes
-    ``**columns``.
+    ``num_tokens`` of the responses too, and with a separator their ``steps``, a list of texts each. It receives the
+    columns that it has a parameter for, or all where it takes ``**columns``. With level: step it returns for each
+    response one number a step, or without a separator pairs (end of the step in characters, score).
     """
 
     function: str = Field(description="path/to/file.py:name, or module:name")
@@ -47,8 +69,11 @@ class FunctionSource(_CalledSource):
     workers: int = Field(1, ge=1, description="worker processes of one rank")
 
 
-class ServiceSource(_CalledSource):
-    """HTTP service: POST of JSON {query, prompts, labels} as OpenRLHF sends it; the reply is {rewards: [...]}."""
+class ServiceSource(_LevelledSource, _CalledSource):
+    """HTTP service: POST of JSON {query, prompts, labels} as OpenRLHF sends it; the reply is {rewards: [...]}.
+
+    With a separator it also receives {steps: [[...], ...]}.
+    """
 
     url: Annotated[
         tuple[str, ...],

@@ -47,6 +47,11 @@ class Batch:
     @property
     def mask(self) -> Tensor:
         """Response tokens that count for a loss (n, R); a row of zeros is a response that does not count."""
+        return self.columns.get("kept_mask", self.sampled_mask)
+
+    @property
+    def sampled_mask(self) -> Tensor:
+        """Response tokens (n, R) of responses that count, also those that importance sampling rejects."""
         return self.columns["loss_mask"] if "loss_mask" in self.columns else self.columns["response_mask"]
 
     def select(self, part: slice) -> Batch:

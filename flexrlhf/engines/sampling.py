@@ -12,22 +12,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from flexrlhf.engines.base import Sampling
-
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift right logically; int64's own shift copies the sign bit."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Apply the splitmix64 finaliser."""
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+from flexrlhf.engines.hashing import GOLDEN, mixed, place_hash, shift_right
 
 
 def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
@@ -36,11 +21,9 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, voc
     rows:     int64 (n,), row numbers.
     position: decoding position of all rows, or int64 (n,) of each.
     """
-    key = torch.full_like(rows, seed)
-    for part in (torch.full_like(rows, step), rows, torch.zeros_like(rows) + position):
-        key = _mix(key * _GOLDEN + part + 1)
+    key = place_hash(seed, step, rows, position)
     counters = torch.arange(vocabulary, device=rows.device, dtype=torch.int64)
-    bits = _shift(_mix(key[:, None] + (counters[None, :] + 1) * _GOLDEN), 12)
+    bits = shift_right(mixed(key[:, None] + (counters[None, :] + 1) * GOLDEN), 12)
     # 52 bits: with 53 the largest would round to 1 and its noise to infinity
     uniform = (bits.double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))

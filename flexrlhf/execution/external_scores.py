@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +16,12 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.sources import STEP_ENDS
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.scorer import Scorer
+from flexrlhf.rewards.steps import end_tokens, ends_of, split_steps
 
+_DTYPES = {"scores": torch.float32, "token_scores": torch.float32, STEP_ENDS: torch.uint8}
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, without special tokens."""
 
@@ -25,8 +29,12 @@ Decode = Callable[[Sequence[int]], str]
 class ExternalScorers:
     """Scorers of a run, by section of the YAML (reward, cost): tensors in, tensors out."""
 
-    def __init__(self, scorers: Mapping[str, Scorer], decode: Decode) -> None:
+    def __init__(
+        self, scorers: Mapping[str, Scorer], decode: Decode, separators: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        """``separators``: section → model that scores steps → the text that ends one."""
         self._scorers = scorers
+        self._separators = separators or {}
         self._decode = decode
 
     def score(
@@ -37,19 +45,44 @@ class ExternalScorers:
         The first rank of the tensor-parallel group scores for all: two calls for one response may differ.
         """
         mask = batch["response_mask"].bool()
-        totals = torch.zeros(len(batch), dtype=torch.float32)
-        tokens = torch.zeros(mask.shape, dtype=torch.float32)
-        failed = torch.zeros(1)
-        if tp.is_first:
-            scores = self._scorers[operator.function].score(self._samples(batch, examples))
-            totals, failed = torch.tensor(scores.totals, dtype=torch.float32), torch.tensor([float(scores.failed)])
-            _fill(tokens, mask, scores)
-        totals, tokens, failed = (tp.sum(each.to(mask.device)) for each in (totals, tokens, failed))
-        columns = {"scores": totals, "token_scores": tokens}
-        share = failed.double() / max(len(batch), 1)
-        statistics = {"score_failed": moments(share, torch.full_like(share, len(batch)))}
         written = [name.removesuffix(operator.suffix) for name in operator.writes]
-        return {name: columns[plain(name)] for name in written}, statistics
+        columns, failed = self._columns(operator.function, written, mask, batch, examples, tp.is_first)
+        columns = {name: tp.sum(each.to(mask.device)).to(_DTYPES[plain(name)]) for name, each in columns.items()}
+        failed = tp.sum(failed.to(mask.device))
+        if not any(plain(name) == "scores" for name in written):
+            return columns, {}
+        share = failed.double() / max(len(batch), 1)
+        return columns, {"score_failed": moments(share, torch.full_like(share, len(batch)))}
+
+    def _columns(
+        self,
+        section: str,
+        names: Sequence[str],
+        mask: Tensor,
+        batch: Batch,
+        examples: Sequence[Example],
+        is_scoring: bool,
+    ) -> tuple[Columns, Tensor]:
+        """Return the columns called ``names``, and the number (1,) of responses without a score; 0 unless scoring."""
+        shapes = {"scores": (len(batch),), "token_scores": mask.shape, STEP_ENDS: mask.shape}
+        columns = {name: torch.zeros(shapes[plain(name)], dtype=torch.float32) for name in names}
+        failed = torch.zeros(1)
+        if not is_scoring:
+            return columns, failed
+        samples = self._samples(batch, examples)
+        scores = self._scorers[section].score(samples)
+        failed[0] = float(scores.failed)
+        for name, column in columns.items():
+            model = name.partition(".")[2]
+            if plain(name) == "scores":
+                column[:] = torch.tensor(scores.totals, dtype=torch.float32)
+            elif plain(name) == "token_scores":
+                _fill(column, mask, scores)
+            elif model in self._separators.get(section, {}):
+                _mark(column, mask, [_step_ends(each, self._separators[section][model]) for each in samples])
+            else:
+                _mark(column, mask, scores.ends or [])
+        return columns, failed
 
     def _samples(self, batch: Batch, examples: Sequence[Example]) -> list[Sample]:
         """Return the responses of ``batch`` as text, each with the columns of its example."""
@@ -59,7 +92,8 @@ class ExternalScorers:
         samples = []
         for row, example in enumerate(examples):
             response: list[int] = tokens[row, width:][mask[row].cpu()].tolist()
-            samples.append(Sample(example.text, self._decode(response), len(response), example.columns))
+            text, count = self._decode(response), partial(_num_characters, self._decode, response)
+            samples.append(Sample(example.text, text, len(response), example.columns, count))
         return samples
 
     def close(self) -> None:
@@ -77,7 +111,33 @@ def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalS
         )
         for name in sorted(called)
     }
-    return ExternalScorers(scorers, decode)
+    separators = {
+        name: {
+            source.model: source.separator
+            for source in sections[name]
+            if isinstance(source, ModelSource) and source.separator is not None
+        }
+        for name in scorers
+    }
+    return ExternalScorers(scorers, decode, separators)
+
+
+def _num_characters(decode: Decode, response: Sequence[int], count: int) -> int:
+    """Return the characters of the text of the first ``count`` tokens."""
+    return len(decode(response[:count]))
+
+
+def _step_ends(sample: Sample, separator: str) -> set[int]:
+    """Return the places of the tokens that end a step of a response."""
+    ends = ends_of(split_steps(sample.response, separator))
+    return set(end_tokens(ends, sample.num_tokens, sample.num_characters))
+
+
+def _mark(column: Tensor, mask: Tensor, ends: Sequence[set[int]]) -> None:
+    """Write 1 to the places of the mask that end steps."""
+    for row, places in enumerate(ends):
+        positions = mask[row].nonzero().squeeze(1).cpu()
+        column[row, positions[sorted(places)]] = 1.0
 
 
 def _fill(tokens: Tensor, mask: Tensor, scores: Scores) -> None:

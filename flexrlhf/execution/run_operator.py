@@ -189,7 +189,9 @@ def _generate(run: OperatorRun, batch: Batch, sampling: Sampling, ahead: Sequenc
 def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[Columns, Moments]:
     """Return the columns and statistics of a function of ``objectives/``."""
     function = run.operator.function
-    combine_context = CombineContext(run.segments(), run.model.dp, run.state, context.sampling.step)
+    combine_context = CombineContext(
+        run.segments(), run.model.dp, run.state, context.sampling.step, context.sampling.seed
+    )
     with naming_tokens(context.decode, context.sampling.step):
         return COMBINES[function](settings_of(function, context.spec), batch, combine_context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,10 +13,13 @@ from flexrlhf.data.examples import Example
 from flexrlhf.data.order import mixed_indices, step_indices
 from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.operators.columns import plain, qualified
+from flexrlhf.operators.kto import MISMATCHED
 from flexrlhf.operators.policy import PTX
 from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
+
+MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"
 
 
 class StepInputs:
@@ -33,8 +37,13 @@ class StepInputs:
         return [data.examples[i] for i in mixed_indices(self._plan.spec.seed, step, number, data.shares)]
 
     def put(self, step: int, store: RowStore) -> None:
-        """Put the input columns of a step into ``store``: prompts or whole rows, and pretraining texts."""
-        self._put(store, self._columns(self.examples(step), self._plan.batch.samples_per_prompt))
+        """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, further texts."""
+        shape = self._plan.batch
+        self._put(store, self._columns(self.examples(step), shape.samples_per_prompt))
+        if MISMATCHED_TOKENS in self._plan.graph.inputs:
+            parts = [shape.prompts(number) for number in shape.mini_batches]
+            mismatched = self._columns(mismatched_examples(self.examples(step), parts), shape.samples_per_prompt)
+            self._put(store, {name: mismatched[plain(name)] for name in qualified(mismatched, MISMATCHED)})
         if self._data.texts:
             texts = self._columns(self._texts(step), 1)
             self._put(store, {name: texts[plain(name)] for name in qualified(texts, PTX)})
@@ -52,6 +61,15 @@ class StepInputs:
         for name in self._plan.graph.inputs:
             if name in columns:
                 store.put(name, self._rows, columns[name].to(self._device))
+
+
+def mismatched_examples(examples: Sequence[Example], mini_batches: Sequence[range]) -> list[Example]:
+    """Return ``examples``, each with the responses of the one before it in its mini-batch; the first has the last's."""
+    others = {number: examples[part[place - 1]] for part in mini_batches for place, number in enumerate(part)}
+    return [
+        replace(example, responses=other.responses, finished=other.finished, trained=other.trained)
+        for example, other in ((example, others[number]) for number, example in enumerate(examples))
+    ]
 
 
 def rows_with_inputs(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -31,10 +31,12 @@ class CombineContext:
     segments: rows of each mini-batch, as slices of the batch.
     reducer:  collectives over the data-parallel group.
     state:    numbers of the controllers after the step before (objectives/controllers.py).
-    step:     number of the step, for sentences.
+    step:     number of the step.
+    seed:     of the run, for hashes of places.
     """
 
     segments: Sequence[slice]
     reducer: Reducer
     state: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
+    seed: int = 0

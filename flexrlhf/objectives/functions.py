@@ -9,22 +9,28 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
+from flexrlhf.objectives.covariance import covariant_tokens
 from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores, likelihood, pair_accuracy
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
+from flexrlhf.objectives.importance import rejection
+from flexrlhf.objectives.kto import kto_loss, reference_point
 from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, ptx_loss, shared_loss, value_loss
 from flexrlhf.objectives.parity import parity
-from flexrlhf.objectives.preferences import preference_accuracy, preference_loss
+from flexrlhf.objectives.preferences import orpo_loss, preference_accuracy, preference_loss, simpo_loss
 from flexrlhf.objectives.returns import reinforce_advantages, remax_advantages
 from flexrlhf.objectives.safety import safe_advantages
 from flexrlhf.objectives.weighted_scores import weighted_scores
 
 LOSSES: dict[str, Callable[[Any], Loss]] = {
+    "kto_loss": kto_loss,
     "likelihood_loss": likelihood_loss,
+    "orpo_loss": orpo_loss,
     "pair_loss": pair_loss,
     "policy_loss": policy_loss,
     "preference_loss": preference_loss,
     "ptx": ptx_loss,
     "shared_loss": shared_loss,
+    "simpo_loss": simpo_loss,
     "value_loss": value_loss,
 }
 """Function name → settings of the algorithm → loss."""
@@ -34,9 +40,12 @@ COMBINES: dict[str, Combine] = {
     "ppo_advantages": ppo_advantages,
     "group_advantages": group_advantages,
     "best_of_group": best_of_group,
+    "covariant_tokens": covariant_tokens,
+    "rejection": rejection,
     "reinforce_advantages": reinforce_advantages,
     "remax_advantages": remax_advantages,
     "safe_advantages": safe_advantages,
+    "reference_point": reference_point,
     "likelihood": likelihood,
     "pair_accuracy": pair_accuracy,
     "preference_accuracy": preference_accuracy,

@@ -13,19 +13,18 @@ from flexrlhf.config.algorithms import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.kl_penalty import kl_penalty, penalty_to_go
+from flexrlhf.objectives.process_supervision import EPSILON, process_advantages
 from flexrlhf.objectives.reward_shaping import ShapedRewards, shape_rewards
-
-EPSILON = 1e-6
-"""Added to the deviation of a group, as in verl."""
 
 
 def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
-    """Return loss_mask and advantages (n, R), one number for all tokens of a response.
+    """Return loss_mask and advantages (n, R), one number for all tokens of a response, or one for each of its steps.
 
     It is the response's score, less the KL penalty where that is in the reward, over the baseline of its group, divided
     by the group's deviation with ``scale: group`` (GRPO, Shao et al. 2024, section 4.1.2; RLOO, Ahmadian et al.
-    2024, eq. 9). A penalty with ``place: advantages`` differs from token to token: of those from it to the last. Raises
-    RunStopped for scores that are not finite, with ``invalid_scores: stop``.
+    2024, eq. 9); with ``supervision: process`` see ``process_advantages``. A penalty with ``place: advantages`` differs
+    from token to token: of those from it to the last. Raises RunStopped for scores that are not finite, with
+    ``invalid_scores: stop``.
     """
     shaped = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
@@ -44,6 +43,9 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         mask = mask * selected[:, None].to(mask.dtype)
         statistics["group_taken"] = moments(selected.float())
     advantages = (centred[:, None] - penalty_to_go(penalty) if is_after else centred[:, None]) * mask
+    if spec.supervision == "process":
+        of_steps, step_statistics = process_advantages(spec, batch, shaped)
+        advantages, statistics = of_steps * mask, statistics | step_statistics
     statistics["advantage"] = moments(advantages, mask)
     return {"loss_mask": mask, "advantages": advantages}, statistics
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flexrlhf.config.algorithms import (
     AcShareSpec,
-    ImportanceSpec,
     LossAggregation,
     PolicySpec,
     PpoSpec,
@@ -22,7 +21,8 @@ from flexrlhf.config.algorithms import (
     SftSpec,
 )
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
-from flexrlhf.objectives.kl_penalty import LOG_RATIO_CLAMP, kl_estimate
+from flexrlhf.objectives.kl_penalty import kl_estimate
+from flexrlhf.objectives.surrogates import surrogate_losses
 
 
 def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Totals) -> Tensor:
@@ -91,14 +91,14 @@ def pairs_of(numbers: Tensor) -> tuple[Tensor, ...]:
 
 
 def policy_loss(spec: PolicySpec) -> Loss:
-    """Return the clipped surrogate loss (Schulman et al. 2017, eq. 7).
+    """Return the surrogate loss of the settings, by default the clipped one (Schulman et al. 2017, eq. 7).
 
     Less the entropy bonus and plus the KL penalty, where the settings have them.
     """
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         mask, how = batch.mask, spec.loss_aggregation
-        losses, statistics = clipped_surrogate(spec, outputs, batch)
+        losses, statistics = surrogate_losses(spec, outputs, batch)
         loss = aggregate(losses, mask, how, totals)
         assert outputs.entropy is not None
         if spec.entropy_coefficient:
@@ -112,59 +112,6 @@ def policy_loss(spec: PolicySpec) -> Loss:
     if spec.importance is not None:
         statistics += ("importance_weight", "importance_clipped")
     return Loss("logprobs", function, statistics, "gradient" if spec.entropy_coefficient else "value")
-
-
-def clipped_surrogate(spec: PolicySpec, outputs: Outputs, batch: Batch) -> tuple[Tensor, Moments]:
-    """Return losses (n, R) of the tokens, -min(ratio A, clip(ratio) A), and their statistics.
-
-    Reads ``advantages`` and ``logprobs`` (n, R), and ``rollout_logprobs`` for importance weights. With ``dual_clip`` c
-    the loss is at most -c A where the advantage A is negative (Ye et al. 2020, eq. 5). With ``ratio: sequence`` the
-    ratio is that of the whole response, to the power 1 / its length (GSPO, Zheng et al. 2025, eq. 7).
-    """
-    mask, advantages = batch.mask, batch["advantages"]
-    log_ratio = (outputs.quantity - batch["logprobs"]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    used = log_ratio
-    if spec.ratio == "sequence":
-        weights = mask.to(log_ratio.dtype)
-        used = ((log_ratio * weights).sum(1) / weights.sum(1).clamp(min=1))[:, None].expand_as(log_ratio)
-    ratio = used.exp()
-    clipped = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-    plain, bounded = -advantages * ratio, -advantages * clipped
-    losses = torch.maximum(plain, bounded)
-    if spec.dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * spec.dual_clip), losses)
-    weights, importance = importance_weights(spec.importance, batch)
-    losses = losses * weights
-    assert outputs.entropy is not None
-    statistics = {
-        "policy_loss": moments(losses, mask),
-        "ratio_clipped": moments((bounded > plain).float(), mask),
-        "update_kl": moments(log_ratio.exp() - 1 - log_ratio, mask),
-        "entropy": moments(outputs.entropy, mask),
-    }
-    return losses, statistics | importance
-
-
-def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tensor, Moments]:
-    """Return weights (n, R) of the tokens' losses, min(pi_old / pi_rollout, cap), and their statistics.
-
-    The ratio is that of each token or of the whole response. At token level this is truncated importance sampling
-    (Ionides 2008), as AReaL and verl apply it in addition to PPO's own ratio. Without ``spec`` weights are 1.
-    """
-    mask = batch.mask.float()
-    if spec is None:
-        return torch.ones_like(mask), {}
-    log_ratio = (batch["logprobs"] - batch["rollout_logprobs"]) * mask
-    counted = mask
-    if spec.level == "sequence":
-        log_ratio, counted = log_ratio.sum(1, keepdim=True), mask.amax(1, keepdim=True)
-    full = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    weights = full.clamp(max=spec.cap)
-    statistics = {
-        "importance_weight": moments(weights, counted),
-        "importance_clipped": moments((full > spec.cap).float(), counted),
-    }
-    return weights.expand_as(mask), statistics
 
 
 def value_loss(spec: PpoSpec) -> Loss:

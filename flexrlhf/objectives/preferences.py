@@ -1,6 +1,6 @@
-"""Preference losses on pairs of responses: DPO and IPO. Samples 0 and 1 of a prompt are chosen and rejected.
+"""Preference losses on pairs of responses: DPO and its forms, SimPO, ORPO.
 
-Shapes: n rows, R response positions, n / 2 pairs.
+Samples 0 and 1 of a prompt are chosen and rejected. Shapes: n rows, R response positions, n / 2 pairs.
 """
 
 from __future__ import annotations
@@ -9,46 +9,122 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from flexrlhf.config.algorithms import DpoSpec
+from flexrlhf.config.algorithms import DpoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.losses import pairs_of
 
+PAIR_STATISTICS = (
+    *("preference_loss", "preference_margin", "pair_correct", "chosen_reward", "rejected_reward"),
+    *("chosen_logprob", "rejected_logprob"),
+)
+LARGEST_MEAN_LOGPROB = -1e-6
+"""Bound of the mean log-prob in odds, which are infinite at 0."""
+
 
 def preference_loss(spec: DpoSpec) -> Loss:
-    """Return the preference loss, mean over pairs, with h the log-ratio of chosen over rejected (``_log_ratio_gap``).
+    """Return the loss of DPO, mean over pairs; the settings have the formulas.
 
-    sigmoid (DPO): -log sigmoid(beta h), with smoothed labels (Rafailov et al. 2023, eq. 7; cDPO, Mitchell 2023).
-    ipo:           (h - 1 / (2 beta))^2 (Azar et al. 2024, eq. 17).
+    beta h is the difference of the implicit rewards of chosen and rejected response (Rafailov et al. 2023, eq. 5).
     """
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
-        gap = _log_ratio_gap(outputs.quantity, batch)
-        if spec.loss == "ipo":
-            losses = (gap - 1 / (2 * spec.beta)) ** 2
-        else:
-            right, wrong = logsigmoid(spec.beta * gap), logsigmoid(-spec.beta * gap)
-            losses = -(1 - spec.label_smoothing) * right - spec.label_smoothing * wrong
-        return losses.sum() / totals.prompts, {
-            "preference_loss": moments(losses),
-            "preference_margin": moments(spec.beta * gap),
-            "pair_correct": moments((gap > 0).float()),
-        }
+        rewards = implicit_rewards(spec, outputs.quantity, batch)
+        losses = _losses_of_dpo(spec, _difference(rewards))
+        return losses.sum() / totals.prompts, pair_statistics(losses, rewards, outputs.quantity, batch)
 
-    return Loss("logprobs", function, ("preference_loss", "preference_margin", "pair_correct"))
+    return Loss("logprobs", function, PAIR_STATISTICS)
 
 
-def _log_ratio_gap(logprobs: Tensor, batch: Batch) -> Tensor:
-    """Return h (n / 2,): log(policy / reference) of the chosen response less that of the rejected one."""
-    log_ratios = ((logprobs - batch["ref_logprobs"]) * batch.mask).sum(1)
-    chosen, rejected = pairs_of(log_ratios)
+def _losses_of_dpo(spec: DpoSpec, margin: Tensor) -> Tensor:
+    """Return the losses (n / 2,) of pairs. ``margin``: beta h."""
+    if spec.loss == "ipo":
+        return (margin / spec.beta - 1 / (2 * spec.beta)) ** 2
+    right, wrong = logsigmoid(margin), logsigmoid(-margin)
+    if spec.loss == "robust":
+        return (-(1 - spec.label_smoothing) * right + spec.label_smoothing * wrong) / (1 - 2 * spec.label_smoothing)
+    return -(1 - spec.label_smoothing) * right - spec.label_smoothing * wrong
+
+
+def simpo_loss(spec: SimpoSpec) -> Loss:
+    """Return the loss of SimPO, mean over pairs (Meng et al. 2024, eq. 6)."""
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        rewards = implicit_rewards(spec, outputs.quantity, batch)
+        losses = -logsigmoid(_difference(rewards) - spec.gamma)
+        return losses.sum() / totals.prompts, pair_statistics(losses, rewards, outputs.quantity, batch)
+
+    return Loss("logprobs", function, PAIR_STATISTICS)
+
+
+def orpo_loss(spec: OrpoSpec) -> Loss:
+    """Return the loss of ORPO, mean over pairs: NLL of the chosen response and odds ratio (Hong et al. 2024, eq. 6)."""
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        means = of_responses(outputs.quantity, batch.mask, is_mean=True)
+        likelihood = -pairs_of(means)[0]
+        odds_losses = -logsigmoid(_difference(_log_odds(means)))
+        losses = likelihood + spec.beta * odds_losses
+        rewards = implicit_rewards(spec, outputs.quantity, batch)
+        statistics = pair_statistics(losses, rewards, outputs.quantity, batch)
+        statistics |= {"odds_ratio_loss": moments(odds_losses), "chosen_nll": moments(likelihood)}
+        return losses.sum() / totals.prompts, statistics
+
+    return Loss("logprobs", function, (*PAIR_STATISTICS, "odds_ratio_loss", "chosen_nll"))
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """Return log(P / (1 - P)) of log P, without loss of digits near P = 0 or 1 (Maechler 2012)."""
+    bounded = logprobs.clamp(max=LARGEST_MEAN_LOGPROB)
+    near_one = bounded > -torch.log(torch.tensor(2.0))
+    # where, with an argument that is harmless on the side that is not taken: its gradient is 0 times a finite number
+    of_small = torch.log1p(-bounded.where(~near_one, -1.0).exp())
+    of_large = torch.log(-torch.expm1(bounded.where(near_one, -0.1)))
+    return bounded - torch.where(near_one, of_large, of_small)
+
+
+def implicit_rewards(spec: PreferenceSpec, logprobs: Tensor, batch: Batch) -> Tensor:
+    """Return the implicit reward (n,) of each response: beta times a log-ratio to the reference, or a mean log-prob.
+
+    SimPO and ORPO have no reference; their rewards are of mean log-probs (Meng et al. 2024, eq. 4).
+    """
+    if isinstance(spec, SimpoSpec | OrpoSpec):
+        return spec.beta * of_responses(logprobs, batch.mask, is_mean=True)
+    is_mean = isinstance(spec, DpoSpec) and spec.length_normalised
+    return spec.beta * of_responses(logprobs - batch["ref_logprobs"], batch.mask, is_mean)
+
+
+def of_responses(per_token: Tensor, mask: Tensor, is_mean: bool) -> Tensor:
+    """Return the sum (n,) over the tokens of each response, or the mean; 0 for an empty one."""
+    total = (per_token * mask).sum(1)
+    return total / mask.sum(1).clamp(min=1) if is_mean else total
+
+
+def _difference(numbers: Tensor) -> Tensor:
+    """Return (n / 2,): that of the chosen response less that of the rejected one."""
+    chosen, rejected = pairs_of(numbers)
     return chosen - rejected
 
 
-def preference_accuracy(spec: DpoSpec, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
-    """Return the share of pairs in the evaluation set with h > 0, and the mean of beta h."""
-    gap = _log_ratio_gap(batch["logprobs"], batch)
+def pair_statistics(losses: Tensor, rewards: Tensor, logprobs: Tensor, batch: Batch) -> Moments:
+    """Return the statistics of PAIR_STATISTICS. ``rewards`` (n,), ``logprobs`` (n, R)."""
+    chosen, rejected = pairs_of(rewards)
+    chosen_logprob, rejected_logprob = pairs_of(of_responses(logprobs, batch.mask, is_mean=False))
+    return {
+        "preference_loss": moments(losses),
+        "preference_margin": moments(chosen - rejected),
+        "pair_correct": moments((chosen > rejected).float()),
+        "chosen_reward": moments(chosen),
+        "rejected_reward": moments(rejected),
+        "chosen_logprob": moments(chosen_logprob),
+        "rejected_logprob": moments(rejected_logprob),
+    }
+
+
+def preference_accuracy(spec: PreferenceSpec, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
+    """Return the share of evaluation pairs whose chosen response has the higher implicit reward, and the margins."""
+    margins = _difference(implicit_rewards(spec, batch["logprobs"], batch))
     return {}, {
-        "eval_accuracy": moments((gap > 0).to(torch.float32)),
-        "eval_preference_margin": moments(spec.beta * gap),
+        "eval_accuracy": moments((margins > 0).to(torch.float32)),
+        "eval_preference_margin": moments(margins),
     }

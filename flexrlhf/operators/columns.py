@@ -51,8 +51,12 @@ COLUMNS = {
         Column("values", "response+1", "float32", "values"),
         Column("scores", "row", "float32", "scores"),
         Column("token_scores", "response", "float32", "token_scores"),
+        Column("step_ends", "response", "uint8"),
         Column("advantages", "response", "float32"),
         Column("returns", "response", "float32"),
+        Column("kept_mask", "response", "uint8"),
+        Column("selected_tokens", "response", "uint8"),
+        Column("reference_point", "row", "float32"),
     )
 }
 

@@ -83,9 +83,28 @@ def train_critic(spec: PolicySpec, role: str = "critic", suffix: str = "") -> Op
     )
 
 
+def _with_selection(spec: PolicySpec, operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return ``operators`` with the selection of tokens by their covariance between advantages and training."""
+    if not spec.selects_tokens:
+        return operators
+    read, written = ("logprobs", "advantages", "loss_mask"), ("selected_tokens",)
+    selection = Operator("covariance", "combine", "actor", read, written, function="covariant_tokens")
+    operators = tuple(
+        replace(each, reads=(*each.reads, *written)) if each.name == "train_actor" else each for each in operators
+    )
+    return after(operators, "advantages", selection)
+
+
+def after(operators: tuple[Operator, ...], name: str, further: Operator) -> tuple[Operator, ...]:
+    """Return ``operators`` with ``further`` behind the one called ``name``."""
+    place = [operator.name for operator in operators].index(name) + 1
+    return (*operators[:place], further, *operators[place:])
+
+
 def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple[str, ...]) -> Graph:
     """Return a graph that generates responses to the prompts of the data set, with its evaluation."""
     inputs: tuple[str, ...] = ("prompts", "prompt_mask")
+    operators = _with_selection(spec, operators)
     if spec.ptx is not None:
         texts = qualified((*TEXT, "loss_mask"), PTX)
         inputs += texts

@@ -10,8 +10,10 @@ from flexrlhf.operators.ac_share import ac_share
 from flexrlhf.operators.dpo import dpo
 from flexrlhf.operators.graph import Graph, share_weights
 from flexrlhf.operators.group import group
+from flexrlhf.operators.kto import kto
 from flexrlhf.operators.ppo import ppo
 from flexrlhf.operators.raft import raft
+from flexrlhf.operators.reference_free import reference_free
 from flexrlhf.operators.reinforce import reinforce
 from flexrlhf.operators.remax import remax
 from flexrlhf.operators.retokenize import with_retokenized
@@ -31,6 +33,9 @@ GRAPHS: dict[str, Callable[[Any], Graph]] = {
     "remax": remax,
     "safe-rlhf": safe_rlhf,
     "dpo": dpo,
+    "simpo": reference_free,
+    "orpo": reference_free,
+    "kto": kto,
     "sft": sft,
     "reward": reward,
 }

@@ -15,6 +15,7 @@ from flexrlhf.config.spec import ParitySpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.policy import after
 
 LEAST_TEMPERATURE = 0.01
 """vLLM silently raises smaller temperatures other than 0 to this one."""
@@ -76,7 +77,19 @@ def _not_writing(operator: Operator, column: str) -> Operator:
 def _logprobs_from_both(graph: Graph, importance: ImportanceSpec | None) -> Graph:
     """Return ``graph`` with log-probs of the tokens from the engine and from the trained copy."""
     corrected = [_corrected(operator) if importance is not None else operator for operator in graph.operators]
-    return replace(graph, operators=tuple(_also_writing(operator, "rollout_logprobs") for operator in corrected))
+    operators = tuple(_also_writing(operator, "rollout_logprobs") for operator in corrected)
+    if importance is not None and importance.reject is not None:
+        operators = _with_rejection(operators)
+    return replace(graph, operators=operators)
+
+
+def _with_rejection(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return ``operators`` with the rejection of responses behind the advantages; the actor trains on what is kept."""
+    written, compared = ("kept_mask",), ("logprobs", "rollout_logprobs", "loss_mask")
+    rejection = Operator("rejection", "combine", "actor", compared, written, function="rejection")
+    reading = ("train_actor", "covariance")
+    kept = tuple(replace(o, reads=(*o.reads, *written)) if o.name in reading else o for o in operators)
+    return after(kept, "advantages", rejection)
 
 
 def _also_writing(operator: Operator, column: str) -> Operator:
@@ -121,7 +134,7 @@ def _corrected(operator: Operator) -> Operator:
     penalty in the reward is that of the policy that sampled the tokens, and the loss reads both."""
     if "logprobs" in operator.writes:
         return replace(operator, on_trained=True)
-    if operator.kind == "combine" and "logprobs" in operator.reads:
+    if operator.kind == "combine" and {"logprobs", "ref_logprobs"} <= set(operator.reads):
         reads = tuple("rollout_logprobs" if name == "logprobs" else name for name in operator.reads)
         return replace(operator, reads=reads)
     if operator.kind == "train" and "logprobs" in operator.reads:

@@ -6,10 +6,10 @@ responses are. Without any model the role goes, and the ratio vector loses its e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from flexrlhf.config.reward_sources import ModelSource, Sources
+from flexrlhf.config.reward_sources import ModelSource, RewardSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import plain
@@ -18,6 +18,8 @@ from flexrlhf.operators.graph import Graph, Operator
 SECTIONS = ("reward", "cost")
 CALLED = "called"
 """Qualifier of columns that functions, services and rules write."""
+STEP_ENDS = "step_ends"
+"""Column of the tokens that end a step."""
 
 
 def with_sources(graph: Graph, spec: Spec) -> Graph:
@@ -28,7 +30,15 @@ def with_sources(graph: Graph, spec: Spec) -> Graph:
         if not any(_scores(operator, section) for operator in graph.operators):
             raise UserError(f"{section}: {spec.algorithm.name} uses no such scores; remove it")
         graph = _with(graph, section, sources)
+    if _reads_ends(graph.operators) and STEP_ENDS not in graph.producers:
+        raise UserError(
+            "algorithm.supervision: process needs a source of reward with level: step; give one, or use outcome"
+        )
     return graph
+
+
+def _reads_ends(operators: Sequence[Operator]) -> bool:
+    return any(STEP_ENDS in operator.reads for operator in operators)
 
 
 def _is_plain(sources: Sources, section: str) -> bool:
@@ -45,10 +55,11 @@ def _with(graph: Graph, section: str, sources: Sources) -> Graph:
     _check_names(section, sources, models)
 
     def all_of(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+        with_ends = _reads_ends(operators)
         return tuple(
             each
             for operator in operators
-            for each in (_replaced(operator, section, sources) if _scores(operator, section) else [operator])
+            for each in (_replaced(operator, section, sources, with_ends) if _scores(operator, section) else [operator])
         )
 
     index = graph.roles.index(section)
@@ -68,36 +79,41 @@ def _check_names(section: str, sources: Sources, models: tuple[str, ...]) -> Non
         raise UserError(f"{section}: a model stands there twice; give each of {', '.join(models)} once")
 
 
-def _replaced(operator: Operator, section: str, sources: Sources) -> Iterator[Operator]:
-    """Yield the operators that take the place of ``operator``, a forward of the section's model."""
+def _replaced(operator: Operator, section: str, sources: Sources, with_ends: bool) -> Iterator[Operator]:
+    """Yield the operators that take the place of ``operator``, a forward of the section's model.
+
+    ``with_ends``: whether the ends of steps are read, too.
+    """
     models = [source for source in sources if isinstance(source, ModelSource)]
     called = [source for source in sources if not isinstance(source, ModelSource)]
     (column,) = operator.writes
     suffix = column.removeprefix("scores")
-    by_token = any(source.level == "token" for source in sources)
-    own = (column, f"token_scores{suffix}") if by_token else (column,)
-    texts = (*operator.reads, f"response_mask{operator.suffix}")
+    own = _columns_of(sources, "", suffix, with_ends)
+    texts = (*operator.reads, f"response_mask{operator.suffix}", f"finished{operator.suffix}")
     call = replace(operator, kind="score", role="actor", function=section, suffix=suffix)
     if not models:
-        yield replace(call, reads=(*texts, f"finished{operator.suffix}"), writes=own)
+        yield replace(call, reads=texts, writes=own)
         return
     parts: list[str] = []
     for source in models:
-        name = f"{'token_scores' if source.level == 'token' else 'scores'}.{source.model}{suffix}"
+        name = f"{'scores' if source.level == 'answer' else 'token_scores'}.{source.model}{suffix}"
         yield replace(operator, name=f"{operator.name}_{source.model}", role=source.model, writes=(name,))
         parts.append(name)
-    if called:
-        names = [f"scores.{CALLED}{suffix}"]
-        if any(source.level == "token" for source in called):
-            names.append(f"token_scores.{CALLED}{suffix}")
-        yield replace(
-            call,
-            name=f"{operator.name}_{CALLED}",
-            reads=(*texts, f"finished{operator.suffix}"),
-            writes=tuple(names),
-        )
-        parts += names
+    further = _columns_of(called, f".{CALLED}", suffix, with_ends) if called else ()
+    further += tuple(f"{STEP_ENDS}.{source.model}{suffix}" for source in models if source.level == "step")
+    if further:
+        yield replace(call, name=f"{operator.name}_{CALLED}", reads=texts, writes=further)
+    parts += further
     yield replace(call, kind="combine", reads=(*parts, f"response_mask{operator.suffix}"), writes=own)
+
+
+def _columns_of(sources: Sequence[RewardSource], qualifier: str, suffix: str, with_ends: bool) -> tuple[str, ...]:
+    """Return the names of the columns with the weighted scores of ``sources``."""
+    levels = {source.level for source in sources}
+    kinds = ["scores", *(["token_scores"] if levels - {"answer"} else [])]
+    if with_ends and "step" in levels:
+        kinds.append(STEP_ENDS)
+    return tuple(f"{kind}{qualifier}{suffix}" for kind in kinds)
 
 
 def _with_token_scores(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-Score = float | list[float] | None
-"""Score of one response by one source: a number, a number for each of its tokens, or None without one."""
+from flexrlhf.rewards.steps import StepScores, split_steps
+
+Score = float | list[float] | StepScores | None
+"""Score of one response by one source: a number, a number for each of its tokens or steps, or None without one."""
+
+
+def _no_text(_: int) -> int:
+    return 0
 
 
 @dataclass(frozen=True)
@@ -18,12 +24,14 @@ class Sample:
     response:    text of the response
     num_tokens:  tokens of the response, its end token included
     columns:     all columns of the prompt's row in the data file
+    num_characters: number of tokens from the first one → characters of their text, for the ends of steps
     """
 
     prompt: str
     response: str
     num_tokens: int
     columns: Mapping[str, Any]
+    num_characters: Callable[[int], int] = field(default=_no_text, compare=False)
 
 
 @dataclass(frozen=True)
@@ -31,13 +39,15 @@ class Scores:
     """Scores of samples, each the weighted sum over the sources.
 
     totals:  one a sample; NaN where a source returned NaN or no score
-    tokens:  for each sample one number a token, where a source has level token; else None
+    tokens:  for each sample one number a token, where a source has level token or step; else None
     failed:  number of samples without a score of every source (calls that hung or crashed, unusable replies)
+    ends:    for each sample the places of the tokens that end a step, where a source has level step; else None
     """
 
     totals: list[float]
     tokens: list[list[float]] | None
     failed: int
+    ends: list[set[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,31 +82,34 @@ class ScoreBatch:
     responses:   texts of the responses
     num_tokens:  tokens of the responses, end tokens included
     columns:     the data rows' columns as lists, None where a row lacks one
+    steps:       the responses split into steps, where the source has a separator
     """
 
     prompts: list[str]
     responses: list[str]
     num_tokens: list[int]
     columns: dict[str, list[Any]]
+    steps: list[list[str]] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
 
 
-def make_batch(samples: Sequence[Sample]) -> ScoreBatch:
-    """Return ``samples`` column by column."""
+def make_batch(samples: Sequence[Sample], separator: str | None = None) -> ScoreBatch:
+    """Return ``samples`` column by column. ``separator``: of the steps; None: they are not split."""
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     return ScoreBatch(
         prompts=[sample.prompt for sample in samples],
         responses=[sample.response for sample in samples],
         num_tokens=[sample.num_tokens for sample in samples],
         columns={name: [sample.columns.get(name) for sample in samples] for name in names},
+        steps=None if separator is None else [split_steps(sample.response, separator) for sample in samples],
     )
 
 
-def make_batches(samples: Sequence[Sample], batch_size: int) -> list[ScoreBatch]:
-    """Split ``samples`` into batches of at most ``batch_size``."""
-    return [make_batch(samples[start : start + batch_size]) for start in range(0, len(samples), batch_size)]
+def make_batches(samples: Sequence[Sample], batch_size: int, separator: str | None = None) -> list[ScoreBatch]:
+    """Split ``samples`` into batches of at most ``batch_size``. ``separator``: as in ``make_batch``."""
+    return [make_batch(samples[start : start + batch_size], separator) for start in range(0, len(samples), batch_size)]
 
 
 def failed_reply(batch: ScoreBatch, failure: ScoreFailure) -> Reply:

@@ -47,7 +47,7 @@ def check_columns(
         section = name if len(sources) == 1 else f"{name}.{index}"
         match source:
             case FunctionSource() if with_functions:
-                needed = [(f"{section}.function: {source.function} takes", key) for key in _needed(source.function)]
+                needed = [(f"{section}.function: {source.function} takes", key) for key in _needed(source)]
             case ServiceSource() if "label" in source.model_fields_set:
                 needed = [(f"{section}.label:", source.label)]
             case RuleSource(rule="exact_answer" | "gsm8k"):
@@ -62,17 +62,18 @@ def check_columns(
                 )
 
 
-def _needed(reference: str) -> list[str]:
+def _needed(source: FunctionSource) -> list[str]:
     """Return the columns that a function cannot be called without; none where its parameters are not certain.
 
     A decorator, or a second ``def``, may change its parameters.
     """
-    place, _, name = reference.rpartition(":")
+    own = OWN_COLUMNS if source.separator is None else (*OWN_COLUMNS, "steps")
+    place, _, name = source.function.rpartition(":")
     file = _file(place, "function")
     nodes = [node for other, node in _defined(ast.parse(file.read_bytes()).body) if other == name] if file else []
     match nodes:
         case [ast.FunctionDef(args=parameters, decorator_list=[])]:
-            return [column for column in _without_default(parameters) if column not in OWN_COLUMNS]
+            return [column for column in _without_default(parameters) if column not in own]
     return []
 
 

@@ -16,8 +16,8 @@ from flexrlhf.rewards.workers import Workers
 class UserFunction:
     """A function that worker processes call as ``function(prompts, responses, **columns)``; see ``workers`` for faults.
 
-    Columns are the data rows' own, as lists, and ``num_tokens``, the responses' tokens. A column that the function has
-    no parameter for is left out, unless it takes ``**columns``.
+    Columns are the data rows' own, as lists; ``num_tokens``, the responses' tokens; with a separator ``steps``. One
+    that the function has no parameter for is left out, unless it takes ``**columns``.
     """
 
     def __init__(self, source: FunctionSource, warn: WarnOnce) -> None:
@@ -27,7 +27,9 @@ class UserFunction:
     def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
         """Return one score a sample; bounded in time as ``Workers.replies``."""
         function = partial(call, self._source.function, self._source.level)
-        replies = self._workers.replies(function, make_batches(samples, self._source.batch_size), deadline)
+        replies = self._workers.replies(
+            function, make_batches(samples, self._source.batch_size, self._source.separator), deadline
+        )
         for reply in replies:
             self._warn(reply.failure)
         return [score for reply in replies for score in reply.scores]

@@ -6,6 +6,7 @@
 | None (null) for a response                  | none for that response                    |
 | level token: a list of another length       | none for that response                    |
 | level token: a list with None               | none for that response                    |
+| level step: the same, or ends out of order  | none for that response                    |
 | a text, a mapping ... instead of a number   | BadReply: none for the batch              |
 | no list, or one of another length           | BadReply: none for the batch              |
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flexrlhf.rewards.base import Reply, Score, ScoreFailure
+from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure
+from flexrlhf.rewards.steps import StepScores, ends_of
 
 NO_SCORE = ScoreFailure("none", "returned no score for a response")
 
@@ -24,13 +26,17 @@ class BadReply(ValueError):
     """A reply that is not a list of one score a response."""
 
 
-def read_reply(reply: Any, num_tokens: Sequence[int], level: str) -> Reply:
-    """Return the scores of a batch whose responses have ``num_tokens`` tokens. Raises BadReply."""
+def read_reply(reply: Any, batch: ScoreBatch, level: str) -> Reply:
+    """Return the scores of a batch. Raises BadReply."""
     values = _as_list(reply, "scores")
-    if len(values) != len(num_tokens):
-        raise BadReply(f"returned {len(values)} scores for {len(num_tokens)} responses")
+    if len(values) != len(batch):
+        raise BadReply(f"returned {len(values)} scores for {len(batch)} responses")
     if level == "token":
-        return _reply([_tokens(value, count) for value, count in zip(values, num_tokens, strict=True)])
+        return _reply([_tokens(value, count) for value, count in zip(values, batch.num_tokens, strict=True)])
+    if level == "step" and batch.steps is not None:
+        return _reply([_steps(value, steps) for value, steps in zip(values, batch.steps, strict=True)])
+    if level == "step":
+        return _reply([_ended_steps(value, text) for value, text in zip(values, batch.responses, strict=True)])
     return _reply([_number(value) for value in values])
 
 
@@ -58,6 +64,36 @@ def _tokens(value: Any, count: int) -> list[float] | ScoreFailure:
         return ScoreFailure("tokens", f"returned {len(numbers)} numbers for a response of {count} tokens")
     missing = next((number for number in numbers if isinstance(number, ScoreFailure)), None)
     return missing or [number for number in numbers if isinstance(number, float)]
+
+
+def _steps(value: Any, steps: Sequence[str]) -> StepScores | ScoreFailure:
+    """Read one score for each of ``steps``."""
+    if value is None:
+        return NO_SCORE
+    numbers = [_number(number) for number in _as_list(value, "numbers, one a step")]
+    if len(numbers) != len(steps):
+        return ScoreFailure("steps", f"returned {len(numbers)} numbers for a response of {len(steps)} steps")
+    return _scored_steps(ends_of(steps), numbers)
+
+
+def _ended_steps(value: Any, response: str) -> StepScores | ScoreFailure:
+    """Read pairs of a step's end, in characters of ``response``, and its score."""
+    if value is None:
+        return NO_SCORE
+    pairs = [_as_list(pair, "pairs of end and score") for pair in _as_list(value, "pairs of end and score")]
+    if any(len(pair) != 2 or not isinstance(pair[0], int) for pair in pairs):
+        raise BadReply(f"returned {value!r:.60} instead of pairs of a step's end, in characters, and its score")
+    ends = tuple(end for end, _ in pairs)
+    if list(ends) != sorted(set(ends)) or any(not 0 < end <= len(response) for end in ends):
+        return ScoreFailure(
+            "ends", f"returned step ends {list(ends)!r:.60} in a response of {len(response)} characters"
+        )
+    return _scored_steps(ends, [_number(score) for _, score in pairs])
+
+
+def _scored_steps(ends: tuple[int, ...], numbers: Sequence[float | ScoreFailure]) -> StepScores | ScoreFailure:
+    missing = next((number for number in numbers if isinstance(number, ScoreFailure)), None)
+    return missing or StepScores(ends, tuple(number for number in numbers if isinstance(number, float)))
 
 
 def _as_list(value: Any, content: str) -> list[Any]:

@@ -12,6 +12,7 @@ from flexrlhf.rewards.functions import UserFunction
 from flexrlhf.rewards.limits import Deadline, ScoreSource
 from flexrlhf.rewards.rules import make_rule
 from flexrlhf.rewards.services import HttpService
+from flexrlhf.rewards.steps import StepScores, end_tokens
 from flexrlhf.rewards.warn_once import WarnOnce
 
 
@@ -29,7 +30,7 @@ class Scorer:
         self._settings = tuple(sources)
         self._sources = [_make_source(source, name) for source in sources]
         self._deadline_seconds = deadline_seconds
-        self._per_token = any(source.level == "token" for source in sources)
+        self._levels = {source.level for source in sources}
 
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Return the scores of ``samples``, which may be none.
@@ -37,17 +38,20 @@ class Scorer:
         Takes ``deadline_seconds`` at most, and a few to end what hangs.
         """
         if not samples or not self._sources:
-            return Scores([0.0] * len(samples), None if not self._per_token else [], 0)
+            return Scores([0.0] * len(samples), None if self._levels <= {"answer"} else [], 0)
         deadline = Deadline.after(self._deadline_seconds)
         with ThreadPoolExecutor(len(self._sources)) as threads:
             columns = list(threads.map(lambda source: source.score(samples, deadline), self._sources))
         rows = list(zip(*columns, strict=True))
         return Scores(
             totals=[self._total(row) for row in rows],
-            tokens=[self._tokens(row, sample.num_tokens) for row, sample in zip(rows, samples, strict=True)]
-            if self._per_token
+            tokens=[self._tokens(row, sample) for row, sample in zip(rows, samples, strict=True)]
+            if self._levels & {"token", "step"}
             else None,
             failed=sum(None in row for row in rows),
+            ends=[_ends(row, sample) for row, sample in zip(rows, samples, strict=True)]
+            if "step" in self._levels
+            else None,
         )
 
     def close(self) -> None:
@@ -59,22 +63,40 @@ class Scorer:
         if None in row:
             return math.nan
         return sum(
-            source.weight * (sum(score) if isinstance(score, list) else score)
+            source.weight * _total(score)
             for source, score in zip(self._settings, row, strict=True)
             if score is not None
         )
 
-    def _tokens(self, row: Sequence[Score], num_tokens: int) -> list[float]:
-        """Return one number a token; the score of a whole response is added to its last token."""
+    def _tokens(self, row: Sequence[Score], sample: Sample) -> list[float]:
+        """Return one number a token; the score of a whole response is added to its last token, a step's to its own."""
         if None in row:
-            return [math.nan] * num_tokens
-        tokens = [0.0] * num_tokens
+            return [math.nan] * sample.num_tokens
+        tokens = [0.0] * sample.num_tokens
         for source, score in zip(self._settings, row, strict=True):
             if isinstance(score, list):
                 tokens = [token + source.weight * value for token, value in zip(tokens, score, strict=True)]
+            elif isinstance(score, StepScores):
+                places = end_tokens(score.ends, sample.num_tokens, sample.num_characters)
+                for place, value in zip(places, score.values, strict=bool(tokens)):
+                    tokens[place] += source.weight * value
             elif score is not None and tokens:
                 tokens[-1] += source.weight * score
         return tokens
+
+
+def _total(score: float | list[float] | StepScores) -> float:
+    if isinstance(score, StepScores):
+        return sum(score.values)
+    return sum(score) if isinstance(score, list) else score
+
+
+def _ends(row: Sequence[Score], sample: Sample) -> set[int]:
+    """Return the places of the tokens that end a step, by any source; none without scores."""
+    if None in row:
+        return set()
+    ends = [end for score in row if isinstance(score, StepScores) for end in score.ends]
+    return set(end_tokens(ends, sample.num_tokens, sample.num_characters))
 
 
 def _make_source(source: ExternalSource, name: str) -> ScoreSource:

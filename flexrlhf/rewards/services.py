@@ -1,7 +1,8 @@
 """An HTTP service as a source of scores, in the form of OpenRLHF's remote reward models.
 
 Request: POST of JSON ``{"query": [prompt + response, ...], "prompts": [...], "labels": [...]}``; with level token also
-``"num_tokens": [...]``. Reply: ``{"rewards": [...]}``, ``{"scores": [...]}`` or the list alone.
+``"num_tokens": [...]``, with a separator ``"steps": [[...], ...]``. Reply: ``{"rewards": [...]}``,
+``{"scores": [...]}`` or the list alone.
 
 | the service                                   | what happens                                                    |
 |-----------------------------------------------|-----------------------------------------------------------------|
@@ -12,7 +13,7 @@ Request: POST of JSON ``{"query": [prompt + response, ...], "prompts": [...], "l
 | another number of scores, or no numbers       |                                                                 |
 | returns NaN or an infinity for a response     | the response has that score; no retry                           |
 | returns null for a response, or, with level   | no score for that response; no retry                            |
-| token, a list of another length               |                                                                 |
+| token or step, a list of another length       |                                                                 |
 | failed 1 + retries times                      | no scores for the batch                                         |
 | no usable reply in deadline_seconds           | no scores for the batch                                         |
 | timed out for three batches in a row          | no scores for the step's batches that are not yet under way     |
@@ -87,7 +88,9 @@ class HttpService:
 
         Not from a thread with an event loop.
         """
-        replies = asyncio.run(self._replies(make_batches(samples, self._source.batch_size), deadline))
+        replies = asyncio.run(
+            self._replies(make_batches(samples, self._source.batch_size, self._source.separator), deadline)
+        )
         for reply in replies:
             self._warn(reply.failure)
         return [score for reply in replies for score in reply.scores]
@@ -134,7 +137,7 @@ class HttpService:
                 response = await client.post(
                     expanded_url(url, "url"), content=content, headers={"Content-Type": "application/json"}
                 )
-            return read_reply(_scores(response), batch.num_tokens, self._source.level)
+            return read_reply(_scores(response), batch, self._source.level)
         except (httpx.HTTPError, OSError, BadReply) as error:
             failures.append(self._failure(url, error))
             raise RequestFailed(failures[-1]) from None
@@ -145,7 +148,8 @@ class HttpService:
         queries = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
         content = {"query": queries, "prompts": batch.prompts, "labels": labels}
         lengths = {"num_tokens": batch.num_tokens} if self._source.level == "token" else {}
-        return json.dumps(content | lengths).encode()
+        steps = {} if batch.steps is None else {"steps": batch.steps}
+        return json.dumps(content | lengths | steps).encode()
 
     def _retrying(self) -> AsyncRetrying:
         return AsyncRetrying(

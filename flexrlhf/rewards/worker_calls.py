@@ -30,8 +30,9 @@ def call(reference: str, level: str, batch: ScoreBatch) -> Reply:
     """Return the function's scores of a batch; whatever it raises is a reply with a failure."""
     with _Caught("raise", "raised") as caught:
         function = function_of(reference)
-        columns = _accepted(function, {**batch.columns, "num_tokens": batch.num_tokens})
-        return read_reply(function(batch.prompts, batch.responses, **columns), batch.num_tokens, level)
+        steps = {} if batch.steps is None else {"steps": batch.steps}
+        columns = _accepted(function, {**batch.columns, "num_tokens": batch.num_tokens, **steps})
+        return read_reply(function(batch.prompts, batch.responses, **columns), batch, level)
     assert caught.failure is not None, "a call that neither returned nor raised"
     return failed_reply(batch, caught.failure)
 

@@ -12,6 +12,10 @@ FAST = {"learning_rate": 0.01, "eps": 1e-4}
 """Of adapters, which start at nothing."""
 COUNTED = {"function": "assets:scores.py:counted"}
 BY_TOKEN = {"function": "assets:scores.py:by_token", "level": "token"}
+BY_STEP = {"function": "assets:scores.py:by_step", "level": "step", "separator": "i"}
+"""A step ends behind a word in i."""
+BY_ENDS = {"function": "assets:scores.py:by_ends", "level": "step"}
+MODEL_STEPS = {"model": "reward", "level": "step", "separator": "u"}
 COSTS = {"function": "assets:scores.py:costs"}
 LENGTH = {"rule": "length", "target_tokens": 5}
 """Ties are many: eight lengths have five scores."""
@@ -42,6 +46,9 @@ DEFAULTS: dict[str, Raw] = {
     "reinforce++": {"prompts_per_step": 8, **CLIPS, "kl": {"coefficient": 0.1}},
     "remax": {"prompts_per_step": 8, **CLIPS, "kl": {"coefficient": 0.1}},
     "dpo": {"prompts_per_step": 8},
+    "simpo": {"prompts_per_step": 8},
+    "orpo": {"prompts_per_step": 8},
+    "kto": {"prompts_per_step": 8},
     "sft": {"prompts_per_step": 8},
     "reward": {"prompts_per_step": 8},
 }
@@ -96,10 +103,21 @@ COMPLETIONS: dict[str, Raw] = {
     "tokens-called": _of("ppo", _scored({**BY_TOKEN, "weight": 2.0}, LENGTH), truncation={"penalty": 1.0}),
     "tokens-bootstrap": _of("ppo", _scored({"model": "reward", "level": "token"}), truncation="bootstrap"),
     "tokens-mixed": _of("ppo", _scored({"model": "reward"}, {**BY_TOKEN, "weight": 0.5}), gamma=0.9),
+    "steps": _of("ppo", _scored(BY_STEP), gamma=0.95),
+    "steps-models": _of("ppo", _scored(MODEL_STEPS, {**BY_ENDS, "weight": 0.5}), reward_clip=1.0),
     "two-rewards": _of(
         "ppo", _scored({"model": "reward", "weight": 0.7}, {"model": "reward_second", "weight": -0.4}, LENGTH)
     ),
     "rule": _of("ppo", _scored(LENGTH), kl=None),
+    "cispo": _of("ppo", surrogate="cispo", prompts_per_step=7, epochs=2),
+    "clip-cov": _of("ppo", surrogate="clip-cov", covariance={"share": 0.2, "lower": 0.2, "upper": 2.0}, epochs=2),
+    "masked-sequences": _of("ppo", importance={"level": "sequence", "outside": "mask", "floor": 0.7, "cap": 1.4}),
+    "rejected": _of("ppo", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}, kl=None),
+    "rejected-sequences": _of(
+        "ppo",
+        importance={"level": "sequence", "reject": {"lower": 0.6, "upper": 1.6}},
+        loss_aggregation="seq-mean-token-mean",
+    ),
     # texts in letters are up to three times as long, so the default limit cuts some
     "retokenized": _of("ppo", {"models": {"reward": OWN_TOKENIZER}}),
     "retokenized-second": _of(
@@ -118,6 +136,7 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-streaming": _of("ac-share", num_mini_batches=4, whiten="mini_batch", kl=_loss_kl("k3", 0.3)),
     "one-trunk-uneven": _of("ac-share", prompts_per_step=7, truncation="bootstrap", gamma=0.98),
     "one-trunk-corrected": _of("ac-share", importance={"cap": 1.05}),
+    "one-trunk-rejected": _of("ac-share", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}),
     "one-trunk-adapters": _of("ac-share", {"models": SHARED_REF}),
     "one-trunk-texts": _of("ac-share", _scored(LENGTH), ptx=TEXTS, samples_per_prompt=2, prompts_per_step=4),
     "grpo": _of("grpo"),
@@ -161,6 +180,30 @@ ALGORITHMS: dict[str, Raw] = {
     "rloo-clipped": _of("rloo", samples_per_prompt=2, reward_clip=0.5, dual_clip=1.02, epochs=2),
     "gspo": _of("gspo", epochs=2),
     "gspo-masked": _of("gspo", _scored(COUNTED), truncation="mask", kl=_loss_kl("k2", 0.3), normalise_scores="batch"),
+    # advantages that differ inside a response, so that the gradient is not that of one ratio
+    "gspo-token": _of("gspo", _scored(BY_STEP), ratio="sequence-token", supervision="process", epochs=2),
+    "grpo-process": _of("grpo", _scored(BY_STEP), supervision="process"),
+    "grpo-process-models": _of(
+        "grpo",
+        _scored({**MODEL_STEPS, "weight": 0.5}, {**BY_ENDS, "weight": 2.0}, LENGTH),
+        supervision="process",
+        scale="none",
+        truncation={"penalty": 0.5},
+        prompts_per_step=3,
+        samples_per_prompt=3,
+    ),
+    "grpo-cispo": _of("grpo", surrogate="cispo", epochs=2),
+    "grpo-clip-cov": _of(
+        "grpo", surrogate="clip-cov", covariance={"share": 0.2, "lower": 0.2, "upper": 2.0}, prompts_per_step=5
+    ),
+    "grpo-kl-cov": _of("grpo", surrogate="kl-cov", covariance={"share": 0.15, "coefficient": 0.7}, epochs=2),
+    "grpo-masked": _of("grpo", kl=None, importance={"outside": "mask", "floor": 0.9, "cap": 1.1}),
+    "grpo-rejected": _of(
+        "grpo",
+        surrogate="kl-cov",
+        covariance={"share": 0.15},
+        importance={"cap": 1.05, "reject": {"level": "geometric", "lower": 0.95, "upper": 1.05}},
+    ),
     "raft": _of("raft", _scored(COUNTED)),
     "raft-penalised": _of("raft", kl={"coefficient": 0.3}, truncation="mask", epochs=2),
     "reinforce": _of("reinforce++", num_mini_batches=4, kl={"coefficient": 0.1, "target": 0.2, "horizon": 20}),
@@ -177,6 +220,7 @@ ALGORITHMS: dict[str, Raw] = {
     "remax-masked": _of("remax", _scored(COUNTED), whiten="batch", gamma=0.95),
     "remax-cut-off": _of("remax", {"steps": 2}, truncation="mask", min_response_tokens=2, importance={"cap": 1.05}),
     "remax-two": _of("remax", _scored({"model": "reward"}, {"model": "reward_second", "level": "token"}, LENGTH)),
+    "remax-steps": _of("remax", _scored(MODEL_STEPS, BY_STEP)),
     "remax-corrected": _of("remax", importance={"cap": 1.05}),
     "safe": _of("safe-rlhf", lagrange={"limit": -0.5, "learning_rate": 0.5}),
     "safe-texts": _of(
@@ -187,6 +231,9 @@ ALGORITHMS: dict[str, Raw] = {
         {**_scored(COUNTED), "cost": [COSTS, {"model": "cost", "weight": 0.5}]},
         lagrange={"limit": 0.2, "learning_rate": 5.0, "maximum": 1.2},
     ),
+    "safe-steps": _of(
+        "safe-rlhf", {"cost": [{**MODEL_STEPS, "model": "cost", "weight": 0.5}, LENGTH]}, lagrange={"limit": 0.2}
+    ),
     "safe-retokenized": _of("safe-rlhf", {"models": {"cost": OWN_TOKENIZER}}, lagrange={"limit": -0.5}),
     "safe-streaming": _of("safe-rlhf", num_mini_batches=4, whiten="mini_batch", truncation="bootstrap"),
     "safe-rule": _of("safe-rlhf", {**_scored(LENGTH), "cost": [COSTS]}, kl=None, value_clip=None),
@@ -194,12 +241,28 @@ ALGORITHMS: dict[str, Raw] = {
     "dpo-ipo": _of("dpo", **PAIRS, loss="ipo"),
     "dpo-smoothed": _of("dpo", **PAIRS, label_smoothing=0.2, prompts_per_step=7, epochs=2),
     "dpo-shared": _of("dpo", {"models": SHARED_REF}, **PAIRS),
+    "dpo-robust": _of("dpo", **PAIRS, loss="robust", label_smoothing=0.2),
+    "dpo-normalised": _of("dpo", beta=2.0, length_normalised=True, prompts_per_step=7, num_mini_batches=3),
+    "dpo-ipo-normalised": _of("dpo", **PAIRS, loss="ipo", length_normalised=True),
+    "simpo": _of("simpo", gamma=0.5, epochs=2),
+    "simpo-uneven": _of("simpo", prompts_per_step=7, num_mini_batches=4),
+    "orpo": _of("orpo", beta=1.5),
+    "orpo-adapters": _of("orpo", {"models": {"actor": {"lora": {}, "optimizer": FAST}}}),
+    # in the first step policy and reference differ already, so that the reference point is not 0
+    "kto": _of("kto", beta=0.5, desirable_weight=1.3, undesirable_weight=0.7),
+    "kto-uneven": _of("kto", beta=0.5, prompts_per_step=7, num_mini_batches=3, epochs=2),
+    "kto-shared": _of("kto", {"models": SHARED_REF}, beta=0.5),
     "sft-chats": _of("sft", _chats("chats")),
     "sft-chats-mean": _of("sft", _chats("chats"), prompts_per_step=7, loss_aggregation="seq-mean-token-mean"),
     "dpo-chats": _of("dpo", _chats("chat-pairs"), **PAIRS),
+    "orpo-chats": _of("orpo", _chats("chat-pairs")),
+    "kto-chats": _of("kto", _chats("chat-pairs"), beta=0.5),
 }
 """By algorithm; all begin with the same word."""
-EVALUATED = ("retokenized", "grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "sft-chats", "dpo-chats")
+EVALUATED = (
+    *("retokenized", "grpo-rule", "one-trunk", "dpo", "dpo-smoothed", "dpo-shared", "sft-chats", "dpo-chats"),
+    *("simpo", "orpo", "kto"),
+)
 """Settings that evaluate after every step."""
 
 SCORES = '''"""Scores of texts, for tests."""
@@ -215,6 +278,20 @@ def counted(prompts, responses):
 def by_token(prompts, responses, num_tokens):
     """A number for each token, by its place and the whole text."""
     return [[0.25 * ((place + len(text)) % 5) for place in range(n)] for text, n in zip(responses, num_tokens)]
+
+
+def by_step(prompts, responses, steps):
+    """A number for each step, by its place and length; none for a response that begins with an m.
+
+    Sums of them are no multiples of their mean, so that no advantage is 0 but for rounding.
+    """
+    scores = [[math.sin(1 + place + 2 * len(step)) for place, step in enumerate(each)] for each in steps]
+    return [None if text.strip().startswith("m") else each for text, each in zip(responses, scores)]
+
+
+def by_ends(prompts, responses):
+    """Where words end in o, how many characters the text has up to there."""
+    return [[(end + 1, 0.1 * (end % 7)) for end, sign in enumerate(text) if sign == "o"] for text in responses]
 
 
 def costs(prompts, responses, num_tokens):

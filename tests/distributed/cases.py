@@ -28,6 +28,9 @@ ROLES = {
     "remax": ("actor", "ref", "reward"),
     "safe-rlhf": ("actor", "critic", "cost_critic", "ref", "reward", "cost"),
     "dpo": ("actor", "ref"),
+    "kto": ("actor", "ref"),
+    "simpo": ("actor",),
+    "orpo": ("actor",),
     "sft": ("actor",),
     "reward": ("reward",),
 }
@@ -37,7 +40,7 @@ TRAINED = {name: ("actor",) for name in ROLES} | {
     "safe-rlhf": ("actor", "critic", "cost_critic"),
     "reward": ("reward",),
 }
-FILES = {"sft": "sft", "reward": "reward", "dpo": "reward"}
+FILES = {"sft": "sft", "reward": "reward", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "reward")}
 """Data of algorithms that generate no responses; the others read prompts."""
 KIN = {"cost_critic": "critic", "cost": "reward", "reward_second": "reward"}
 """Whose place and settings a role has where a shape names none for it."""
@@ -196,9 +199,9 @@ def algorithm_of(setting: str) -> str:
     return SETTINGS[setting]["algorithm"]["name"]
 
 
-SUPERVISED = tuple(name for name in SETTINGS if algorithm_of(name) in ("sft", "reward"))
+SUPERVISED = tuple(name for name in SETTINGS if algorithm_of(name) in ("sft", "reward", "simpo", "orpo"))
 """Settings with one model."""
-PREFERENCES = tuple(name for name in SETTINGS if algorithm_of(name) == "dpo")
+PREFERENCES = tuple(name for name in SETTINGS if algorithm_of(name) in ("dpo", "kto"))
 """Settings with two, and no shadows."""
 
 SIX = [0.5] * 6
@@ -460,6 +463,14 @@ OF_ALGORITHMS = [
     Case("grpo-dynamic", "co-located", 2),
     Case("grpo-corrected", "lag-every-3", 4),
     Case("rloo", "pairs", 4),
+    Case("gspo-token", "halves", 2),
+    Case("grpo-process-models", "halves", 4),
+    Case("grpo-cispo", "co-located", 2),
+    Case("grpo-clip-cov", "halves", 4),
+    Case("grpo-kl-cov", "six-chunks", 2),
+    Case("grpo-masked", "lag", 2),
+    Case("grpo-rejected", "lag-every-3", 4),
+    Case("one-trunk-rejected", "lag", 2),
     Case("rloo-after", "pairs", 2),
     Case("raft", "co-located", 2),
     Case("raft", "halves", 2),
@@ -484,6 +495,10 @@ OF_ALGORITHMS = [
     Case("dpo-smoothed", "halves", 4),
     Case("dpo-ipo", "pairs", 2),
     Case("dpo-shared", "co-located", 4),
+    Case("dpo-normalised", "pairs", 4),
+    Case("simpo", "half", 2),
+    Case("orpo", "all", 2),
+    Case("kto", "halves", 2),
     Case("sft-chats", "all", 2),
     Case("sft-chats", "half", 4),
     Case("sft-chats-mean", "all", 4, "torch-3"),
@@ -507,6 +522,7 @@ OF_ALGORITHMS = [
     Case("tokens-called", "co-located", 2),
     Case("tokens-bootstrap", "six", 2),
     Case("tokens-mixed", "halves", 2),
+    Case("steps-models", "six", 4),
     Case("two-rewards", "halves", 4),
     Case("rule", "every-3", 2),
     Case("retokenized", "co-located", 1),

@@ -23,7 +23,10 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.verification.tolerances import FLOAT32
 
 RELATIVE = FLOAT32.numbers
-EXACT = ("tokens", "response_mask", "finished", "policy_version", "loss_mask")
+EXACT = (
+    *("tokens", "response_mask", "finished", "policy_version"),
+    *("loss_mask", "step_ends", "kept_mask", "selected_tokens"),
+)
 """Columns of whole numbers; of several alike without what stands behind their dots."""
 NOT_REFERENCED = ("attention_mask", "trainer_logprobs")
 """Columns that the reference has none of: the masks are those of the tokens, the gate compares the others."""
@@ -42,7 +45,14 @@ COUNTED = (
     *("score_invalid", "score_failed", "text_cut", "eval_text_cut", "not_counted", "group_alike", "group_taken"),
     *("eval_accuracy", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
     *("eval_pass_at_1", "eval_pass_at_k", "eval_score_failed"),
-    *("importance_clipped", "policy_lag", "rollout_requests"),
+    *(
+        "importance_clipped",
+        "importance_rejected",
+        "covariance_selected",
+        "response_steps",
+        "policy_lag",
+        "rollout_requests",
+    ),
 )
 
 

@@ -19,6 +19,7 @@ from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
 from reference_responses import Response, Result, Step, pad_columns, read_examples
 from reference_sampling import Sampler, describe_responses
 from reference_scores import Judge
+from reference_surrogates import reject, select
 from reference_terms import Metric, Terms
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -94,6 +95,8 @@ class Reference:
             greedy = [response.greedy for response in responses if response.greedy is not None]
             shape_scores(self.spec, greedy, self.controls, Terms())
         estimate_advantages(self.policy, responses, self.controls, self._mini_batches(), terms)
+        reject(self.policy.importance, responses, terms)
+        select(self.spec, step, responses, self._mini_batches(), terms)
         describe(self.spec, responses, self.controls, terms)
         self._train(step, responses, terms)
         self.controls = next_controls(self.policy, self.controls, responses, ruled)

@@ -107,12 +107,36 @@ def grouped(
         totals = [sum(rewards_of(spec, response, controls)) for response in counting]
         for response, advantage in zip(counting, compared(spec, totals), strict=True):
             response.advantages = [advantage - cost for cost in costs_to_come(spec, response, controls)]
+        if spec.supervision == "process":
+            by_steps(spec, counting, controls, terms)
         alike = are_alike([response.scores["reward"] for response in counting])
         terms.add("group_alike", [float(alike)] * len(counting))
     if spec.dynamic_sampling is not None:
         for rows in mini_batches:
             leave_out(spec, responses, rows)
         terms.add("group_taken", [float(response.is_taken) for response in responses])
+
+
+def by_steps(spec: GroupSpec, group: list[Response], controls: Controls, terms: Terms) -> None:
+    """Shao et al. 2024, section 4.1.3: of all steps of the group; a token has those that end at or behind it."""
+    rewards = [steps_of(rewards_of(spec, response, controls), response.step_ends) for response in group]
+    terms.add("response_steps", [float(len(each)) for each in rewards])
+    flat = [reward for each in rewards for reward in each.values()]
+    mean, deviation = mean_and_deviation(flat) if flat else (0.0, 0.0)
+    scale = deviation + 1e-6 if spec.scale == "group" else 1.0
+    for response, each in zip(group, rewards, strict=True):
+        response.advantages = [
+            sum((reward - mean) / scale for end, reward in each.items() if end >= token)
+            for token in range(len(response.tokens))
+        ]
+
+
+def steps_of(rewards: list[float], ends: list[int]) -> dict[int, float]:
+    """The reward of every step by its end; what stands elsewhere belongs to the last step."""
+    places = [token for token, is_end in enumerate(ends) if is_end] or [len(rewards) - 1]
+    found = {place: rewards[place] for place in places}
+    found[places[-1]] += sum(reward for token, reward in enumerate(rewards) if token not in found)
+    return found
 
 
 def costs_to_come(spec: GroupSpec, response: Response, controls: Controls) -> list[float]:

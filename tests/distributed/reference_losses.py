@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from reference_models import Policy, Scorer
 from reference_responses import CRITICS, Response
+from reference_surrogates import surrogate
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.config.algorithms import AcShareSpec, ImportanceSpec, KlSpec, PolicySpec, PpoSpec
+from flexrlhf.config.algorithms import AcShareSpec, KlSpec, PolicySpec, PpoSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 
 
 def aggregate(losses: list[Tensor], how: str, longest: int) -> Tensor:
-    """The loss of a mini-batch from the losses of its tokens, sequence by sequence."""
+    """The loss of a mini-batch from the losses of its tokens, sequence by sequence; those without tokens are none."""
+    losses = [loss for loss in losses if len(loss)]
     if not losses:
         return torch.tensor(0.0)
     match how:
@@ -40,34 +40,16 @@ def policy_loss(spec: Spec, actor: Policy, responses: list[Response], terms: Ter
     losses, entropies, penalties = [], [], []
     for response in responses:
         logprobs, entropy = actor.logprobs(response.prompt, response.tokens)
-        losses.append(surrogate(policy, response, logprobs, terms))
-        entropies.append(entropy)
-        terms.add("entropy", entropy)
+        kept = torch.tensor(response.kept or [True] * len(response.tokens))
+        losses.append(surrogate(policy, response, logprobs, kept, terms))
+        entropies.append(entropy[kept])
+        terms.add("entropy", entropy[kept])
         if policy.kl is not None and policy.kl.place == "loss":
             log_ratio = logprobs - torch.tensor(response.ref_logprobs)
-            penalties.append(policy.kl.coefficient * kl_of_tokens(policy.kl, log_ratio))
+            penalties.append(policy.kl.coefficient * kl_of_tokens(policy.kl, log_ratio)[kept])
     how = policy.loss_aggregation
     bonus = policy.entropy_coefficient * aggregate(entropies, how, longest)
     return aggregate(losses, how, longest) - bonus + aggregate(penalties, how, longest)
-
-
-def surrogate(policy: PolicySpec, response: Response, logprobs: Tensor, terms: Terms) -> Tensor:
-    """The loss of every token."""
-    advantages, log_ratio = torch.tensor(response.advantages), logprobs - torch.tensor(response.logprobs)
-    # GSPO, eq. 7: the geometric mean over the response stands for each of its tokens
-    ratio = log_ratio.exp() if policy.ratio == "token" else log_ratio.mean().exp().expand(len(log_ratio))
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - policy.clip_low, 1 + policy.clip_high)
-    losses = torch.maximum(plain, clipped)
-    if policy.dual_clip is not None:
-        # Ye et al. 2020, eq. 5
-        bounded = torch.minimum(losses, -policy.dual_clip * advantages)
-        losses = torch.stack([b if a < 0 else x for a, b, x in zip(advantages, bounded, losses, strict=True)])
-    losses = losses * importance_of(policy, response, terms)
-    terms.add("policy_loss", losses)
-    terms.add("ratio_clipped", (clipped > plain).float())
-    terms.add("update_kl", log_ratio.exp() - 1 - log_ratio, [1.0] * len(ratio))
-    return losses
 
 
 def kl_of_tokens(kl: KlSpec, log_ratio: Tensor) -> Tensor:
@@ -75,24 +57,6 @@ def kl_of_tokens(kl: KlSpec, log_ratio: Tensor) -> Tensor:
     x = log_ratio if kl.clamp is None else log_ratio.clamp(-kl.clamp, kl.clamp)
     estimate = {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[kl.estimator]
     return estimate if kl.value_clamp is None else estimate.clamp(-kl.value_clamp, kl.value_clamp)
-
-
-def importance_of(policy: PolicySpec, response: Response, terms: Terms) -> Tensor:
-    """Weight of each token's loss; of one number all tokens have it."""
-    settings = policy.importance
-    if settings is None:
-        return torch.tensor([1.0])
-    ratios = importance_ratios(settings, response)
-    weights = [min(ratio, settings.cap) for ratio in ratios]
-    terms.add("importance_weight", weights)
-    terms.add("importance_clipped", [float(ratio > settings.cap) for ratio in ratios])
-    return torch.tensor(weights)
-
-
-def importance_ratios(spec: ImportanceSpec, response: Response) -> list[float]:
-    """pi_old / pi_rollout of every token, or of the response as one."""
-    log_ratios = [old - sampled for old, sampled in zip(response.logprobs, response.rollout_logprobs, strict=True)]
-    return [math.exp(x) for x in (log_ratios if spec.level == "token" else [sum(log_ratios)])]
 
 
 def value_loss(spec: Spec, role: str, critic: Policy | Scorer, responses: list[Response], terms: Terms) -> Tensor:
@@ -109,6 +73,10 @@ def value_loss(spec: Spec, role: str, critic: Policy | Scorer, responses: list[R
             clipped = (old + (values - old).clamp(-ppo.value_clip, ppo.value_clip) - returns) ** 2
             moved_far = (values - old).abs() > ppo.value_clip
         losses.append(0.5 * torch.maximum(plain, clipped))
+        if role == "actor" and response.kept:
+            # one trunk: what is rejected is left out of both of its losses
+            kept = torch.tensor(response.kept)
+            losses[-1], plain, clipped, moved_far = losses[-1][kept], plain[kept], clipped[kept], moved_far[kept]
         of = "cost_" if role == "cost_critic" else ""
         terms.add(f"{of}value_loss", losses[-1])
         terms.add(f"{of}value_clipped", moved_far.logical_and(clipped > plain).float())

@@ -14,7 +14,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import read_chat_format
 from flexrlhf.data.examples import Example, load_examples
 
-NEEDS = {"sft": "responses", "reward": "pairs", "dpo": "pairs"}
+NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
 """Of a row of the data; all other algorithms generate their responses."""
 
 
@@ -26,8 +26,9 @@ class Response:
     ratio to. ``said``: of each of several sources, by column; ``scores``, ``token_scores``: their sums, by section of
     the YAML; ``has_failed``: the sections of which a source said nothing. ``counts``: its scores are numbers, and no
     rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score behind all rules.
-    ``values``, ``returns``: by critic. ``own_texts``: the text in the tokens of models with their own tokenizer, by
-    role, padded; ``is_cut``: whether its beginning is left out.
+    ``step_ends``: 1 for tokens that end a step. ``kept``: by token, what importance sampling does not reject;
+    ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``: by critic. ``own_texts``: the text in
+    the tokens of models with their own tokenizer, by role, padded; ``is_cut``: whether its beginning is left out.
     """
 
     prompt: list[int]
@@ -49,6 +50,9 @@ class Response:
     counts: bool = True
     is_taken: bool = True
     shaped: float = 0.0
+    step_ends: list[int] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
+    selected: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] = field(default_factory=list)
     returns: dict[str, list[float]] = field(default_factory=dict)
@@ -112,10 +116,19 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
         own = sampled_columns(spec, greedy, pad) | said_columns(greedy, behind)
         columns |= {f"{name}.greedy": column for name, column in own.items()}
     columns |= said_columns(responses, behind)
+    if first.step_ends:
+        columns["step_ends"] = padded([a.step_ends for a in responses], behind, 0)
     for role in first.values:
         columns[f"values{CRITICS[role]}"] = right([a.values[role] for a in responses], behind + 1)
     columns["loss_mask"] = padded([[int(a.is_trained)] * len(a.tokens) for a in responses], behind, 0)
     columns["advantages"] = right([a.advantages if a.is_trained else [] for a in responses])
+    for name, parts in (
+        ("kept_mask", [a.kept for a in responses]),
+        ("selected_tokens", [a.selected for a in responses]),
+    ):
+        if first.tokens and any(parts):
+            counted = [[int(x and a.is_trained) for x in part] for a, part in zip(responses, parts, strict=True)]
+            columns[name] = padded(counted, behind, 0)
     for role in first.values:
         columns[f"returns{CRITICS[role]}"] = right([a.returns[role] if a.is_trained else [] for a in responses])
     return columns

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,26 +37,56 @@ class Judge:
             for role, model in spec.models
             if role in self.models and model.retokenize
         }
-        self.by_token = any(source.level == "token" for source in self.sources)
+        self.by_token = any(source.level != "answer" for source in self.sources)
+        self.of_steps = [source for source in self.sources if source.level == "step"]
+        self.compares_steps = getattr(spec.algorithm, "supervision", "outcome") == "process"
         self.calls_others = len(self.models) < len(self.sources)
 
     @torch.no_grad()
     def judge(self, response: Response) -> None:
         """Fill in what is said of ``response``."""
-        said = [(source, self._ask(source, response)) for source in self.sources]
+        found = [(source, self._ask(source, response)) for source in self.sources]
+        ends = {id(source): self._ends(source, response, each) for source, each in found if source.level == "step"}
+        # of steps a number stands on the token that ends each
+        said = [(source, at_ends(each, ends[id(source)]) if id(source) in ends else each) for source, each in found]
         called = [(source, each) for source, each in said if not is_model(source)]
         if self.models and not self.is_plain:
-            response.said |= self._columns(said, called, len(response.tokens))
+            response.said |= self._columns([x for x in found if is_model(x[0])], called, len(response.tokens))
+            response.said |= self._ends_by_source(ends, len(response.tokens))
+        if self.compares_steps and self.of_steps:
+            response.step_ends = union(list(ends.values()), len(response.tokens))
         response.scores[self.section] = weighted_total(said)
         if self.by_token:
             response.token_scores[self.section] = weighted_tokens(said, len(response.tokens))
         if called:
             response.has_failed[self.section] = any(each is None for _, each in called)
 
+    def _ends_by_source(self, ends: dict[int, list[int]], length: int) -> dict[str, Any]:
+        suffix = SECTIONS[self.section]
+        columns = {f"step_ends.{s.model}{suffix}": union([ends[id(s)]], length) for s in self.of_steps if is_model(s)}
+        called = [ends[id(source)] for source in self.of_steps if not is_model(source)]
+        if called and self.compares_steps:
+            columns[f"step_ends.called{suffix}"] = union(called, length)
+        return columns
+
+    def _ends(self, source: Any, response: Response, said: Said) -> list[int]:
+        """The tokens that end steps: the first behind which the text is as long; the last token ends the last step."""
+        if said is None:
+            return []
+        text = self._text(response)
+        if source.separator is None:
+            assert isinstance(said, list)
+            characters = [end for end, _ in said]
+        else:
+            characters = list(itertools.accumulate(map(len, steps_of(text, source.separator))))
+        lengths = [len(self._text_of(response.tokens[:count])) for count in range(1, len(response.tokens) + 1)]
+        last = len(response.tokens) - 1
+        return [last if end == len(text) else next(t for t, n in enumerate(lengths) if n >= end) for end in characters]
+
     def _ask(self, source: Any, response: Response) -> Said:
         if isinstance(source, ModelSource):
             model = self.models[source.model]
-            if source.level == "token":
+            if source.level != "answer":
                 return model.everywhere(response.prompt, response.tokens).tolist()[1:]
             if source.model in self.own:
                 return model.score([], self._own_text(source.model, response)).item()
@@ -65,6 +97,8 @@ class Judge:
         assert isinstance(source, FunctionSource)
         function = function_of(source.function)
         columns = {"num_tokens": len(response.tokens), **response.example.columns}
+        if source.separator is not None:
+            columns["steps"] = steps_of(self._text(response), source.separator)
         accepted = [name for name in list(inspect.signature(function).parameters)[2:] if name in columns]
         (said,) = function(
             [response.example.text], [self._text(response)], **{name: [columns[name]] for name in accepted}
@@ -81,20 +115,49 @@ class Judge:
         return ids[-limit:]
 
     def _text(self, response: Response) -> str:
-        return self.tokenizer.decode(response.tokens, skip_special_tokens=True)
+        return self._text_of(response.tokens)
+
+    def _text_of(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _columns(self, said: list[tuple[Any, Said]], called: list[tuple[Any, Said]], length: int) -> dict[str, Any]:
         """Columns of several sources one by one; all that are no models together."""
         suffix, columns = SECTIONS[self.section], {}
         for source, each in said:
             if is_model(source):
-                kind = "token_scores" if source.level == "token" else "scores"
+                kind = "scores" if source.level == "answer" else "token_scores"
                 columns[f"{kind}.{source.model}{suffix}"] = each
         if called:
             columns[f"scores.called{suffix}"] = weighted_total(called)
-            if any(source.level == "token" for source, _ in called):
+            if any(source.level != "answer" for source, _ in called):
                 columns[f"token_scores.called{suffix}"] = weighted_tokens(called, length)
         return columns
+
+
+def steps_of(text: str, separator: str) -> list[str]:
+    """A step is something, up to a separator, and all separators and blanks around it."""
+    end = re.escape(separator)
+    something = rf"(?:(?!{end}).)+(?:{end}(?:\s*{end})*(?:\s*$)?|$)"
+    return re.findall(rf"^(?:\s|{end})*$|^(?:\s*{end})*{something}|{something}", text, re.DOTALL) or [""]
+
+
+def at_ends(said: Any, ends: list[int]) -> Said:
+    """Of every token, a model's; of every step; or pairs of a step's end and its score."""
+    if said is None:
+        return None
+    values = [each[1] if isinstance(each, tuple) else each for each in said]
+    scores = [values[end] for end in ends] if len(values) > len(ends) else values
+    length = max(ends, default=-1) + 1
+    return Stepped([sum(x for x, end in zip(scores, ends, strict=True) if end == t) for t in range(length)])
+
+
+class Stepped(list[float]):
+    """Numbers up to the token that ends the last step."""
+
+
+def union(parts: list[list[int]], length: int) -> list[int]:
+    ends = {end for part in parts for end in part}
+    return [int(token in ends) for token in range(length)]
 
 
 def padded_text(ids: list[int], width: int) -> list[int]:
@@ -120,6 +183,7 @@ def weighted_tokens(said: list[tuple[Any, Said]], length: int) -> list[float]:
     tokens = [0.0] * length
     for source, each in said:
         spread = each if isinstance(each, list) else [0.0] * (length - 1) + [each]
+        spread = [*spread, *[0.0] * (length - len(spread))]
         tokens = [token + source.weight * value for token, value in zip(tokens, spread, strict=True)]
     return tokens
 

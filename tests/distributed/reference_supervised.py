@@ -1,21 +1,23 @@
-"""What trains on responses of the data set, in one process, sequence by sequence: SFT, reward models, DPO."""
+"""What trains on responses of the data set, in one process, sequence by sequence: SFT, reward models, preferences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from chat_rows import written_by_assistant
 from reference_losses import aggregate
 from reference_models import Policy, Scorer, Trainee, saved
+from reference_preferences import Compared, Pair, loss_of_pair, reward_of, size_of
 from reference_responses import Result, Step, padded, read_examples
 from reference_sampling import TIE, describe_responses
 from reference_terms import Terms
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from flexrlhf.config.algorithms import DpoSpec, SftSpec
+from flexrlhf.config.algorithms import DpoSpec, KtoSpec, PreferenceSpec, SftSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import step_indices
@@ -32,6 +34,7 @@ class Supervised:
         self.model = Scorer(settings, spec.seed) if self.role == "reward" else Policy(settings, spec.seed, 1.0)
         ref = spec.models.ref
         self.ref = Policy(ref, spec.seed, 1.0) if ref is not None and ref.share is None else None
+        self.has_ref = isinstance(spec.algorithm, DpoSpec | KtoSpec)
         self.trainee = Trainee(self.role, self.model.model, spec)
 
     def run(self) -> Result:
@@ -42,25 +45,50 @@ class Supervised:
         terms, algorithm = Terms(), self.spec.algorithm
         prompts, count = algorithm.prompts_per_step, algorithm.num_mini_batches
         batch = [self.examples[i] for i in step_indices(self.spec.seed, step, prompts, len(self.examples))]
+        parts = [batch[i * prompts // count : (i + 1) * prompts // count] for i in range(count)]
         columns = self._columns(batch)
+        points = [0.0] * count
+        if isinstance(algorithm, KtoSpec):
+            points = self._mismatch(parts, columns, terms)
         for _ in range(algorithm.epochs):
-            for i in range(count):
-                part = batch[i * prompts // count : (i + 1) * prompts // count]
-                self.trainee.update(self._loss(part, terms), terms)
+            for part, point in zip(parts, points, strict=True):
+                self.trainee.update(self._loss(part, point, terms), terms)
         self._evaluate(terms)
         return Step(columns, terms.metrics())
 
     def _columns(self, batch: Sequence[Example]) -> dict[str, Tensor]:
         """What the step computes before it trains."""
-        if not isinstance(self.spec.algorithm, DpoSpec):
+        if not self.has_ref:
             return {}
         found = [self._ref_logprobs(e, sample).tolist() for e in batch for sample in (0, 1)]
         return {"ref_logprobs": padded(found, self.spec.data.max_response_tokens, 0.0)}
 
-    def _loss(self, examples: Sequence[Example], terms: Terms) -> Tensor:
+    @torch.no_grad()
+    def _mismatch(self, parts: list[list[Example]], columns: dict[str, Tensor], terms: Terms) -> list[float]:
+        """Reference points of KTO, one a mini-batch: responses stand behind the prompt after their own, in a circle."""
+        points: list[float] = []
+        own: list[list[float]] = []
+        refs: list[list[float]] = []
+        for part in parts:
+            turned = [replace(e, responses=before.responses) for e, before in zip(part, part[-1:] + part, strict=False)]
+            pairs = [response for example in turned for response in self._pair(example)]
+            own += [response.logprobs.tolist() for response in pairs]
+            refs += [response.ref_logprobs.tolist() for response in pairs if response.ref_logprobs is not None]
+            points.append(max(0.0, sum(float(response.log_ratio()) for response in pairs) / len(pairs)))
+            size = sum(float(response.logprobs.abs().sum()) for response in pairs) / len(pairs)
+            terms.add("reference_point", points[-1:] * len(pairs), [size] * len(pairs))
+        width = self.spec.data.max_response_tokens
+        columns["logprobs.mismatched"], columns["ref_logprobs.mismatched"] = (
+            padded(found, width, 0.0) for found in (own, refs)
+        )
+        rows = [point for part, point in zip(parts, points, strict=True) for _ in range(2 * len(part))]
+        columns["reference_point"] = torch.tensor(rows)
+        return points
+
+    def _loss(self, examples: Sequence[Example], point: float, terms: Terms) -> Tensor:
         match self.spec.algorithm:
-            case DpoSpec():
-                return self._preference_loss(self.spec.algorithm, examples, terms)
+            case PreferenceSpec():
+                return self._preference_loss(self.spec.algorithm, examples, point, terms)
             case SftSpec():
                 return self._likelihood_loss(self.spec.algorithm, examples, terms)
         return self._pair_loss(examples, terms)
@@ -80,20 +108,25 @@ class Supervised:
         terms.add("pair_accuracy", (gaps > 0).float())
         return losses.mean()
 
-    def _preference_loss(self, dpo: DpoSpec, examples: Sequence[Example], terms: Terms) -> Tensor:
-        """DPO, eq. 7, with labels that are wrong for a share of the pairs; IPO, eq. 17."""
-        gaps = torch.stack([self._gap(example) for example in examples])
-        sizes = [self._size(example) for example in examples]
-        smoothing = dpo.label_smoothing
-        if dpo.loss == "ipo":
-            losses = (gaps - 0.5 / dpo.beta).square()
-        else:
-            right = torch.sigmoid(dpo.beta * gaps)
-            losses = -((1 - smoothing) * right.log() + smoothing * (1 - right).log())
+    def _preference_loss(self, spec: PreferenceSpec, examples: Sequence[Example], point: float, terms: Terms) -> Tensor:
+        pairs = [self._pair(example) for example in examples]
+        losses = torch.stack([loss_of_pair(spec, pair, point, terms) for pair in pairs])
         terms.add("preference_loss", losses)
-        terms.add("preference_margin", dpo.beta * gaps, [dpo.beta * size for size in sizes])
-        self._count(gaps, "pair_accuracy", terms)
+        margins = self._describe(spec, pairs, terms)
+        self._count(margins, "pair_accuracy", terms)
         return losses.mean()
+
+    def _describe(self, spec: PreferenceSpec, pairs: list[Pair], terms: Terms) -> Tensor:
+        """Implicit rewards and log-probs of both responses. Returns the margins of the rewards."""
+        rewards = [[reward_of(spec, response) for response in pair] for pair in pairs]
+        sizes = [[size_of(spec, response) for response in pair] for pair in pairs]
+        for sample, name in enumerate(("chosen", "rejected")):
+            own = [pair[sample] for pair in pairs]
+            terms.add(f"{name}_reward", torch.stack([each[sample] for each in rewards]), [s[sample] for s in sizes])
+            terms.add(f"{name}_logprob", torch.stack([each.logprobs.sum() for each in own]))
+        margins = torch.stack([chosen - rejected for chosen, rejected in rewards])
+        terms.add("preference_margin", margins, [sum(size) for size in sizes])
+        return margins
 
     def _count(self, gaps: Tensor, name: str, terms: Terms) -> None:
         """Of gaps near 0 rounding decides the sign, and their metric is left out; one has adapters that start at 0."""
@@ -102,11 +135,14 @@ class Supervised:
         else:
             terms.leave_out(name)
 
-    def _gap(self, example: Example) -> Tensor:
-        """log-ratio to the reference of the chosen response less that of the rejected one."""
-        log_ratios = [self._logprobs(example, sample) - self._ref_logprobs(example, sample) for sample in (0, 1)]
-        chosen, rejected = (ratio[self._written(example, sample)].sum() for sample, ratio in enumerate(log_ratios))
-        return chosen - rejected
+    def _pair(self, example: Example) -> Pair:
+        """Log-probs of the trained tokens of both responses, by the policy and the reference, where there is one."""
+        compared = []
+        for sample in (0, 1):
+            written = self._written(example, sample)
+            refs = self._ref_logprobs(example, sample)[written] if self.has_ref else None
+            compared.append(Compared(self._logprobs(example, sample)[written], refs))
+        return compared[0], compared[1]
 
     def _written(self, example: Example, sample: int) -> list[int]:
         """Places of a response that are trained on."""
@@ -118,11 +154,6 @@ class Supervised:
 
     def _trained_logprobs(self, example: Example) -> Tensor:
         return self._logprobs(example, 0)[self._written(example, 0)]
-
-    @torch.no_grad()
-    def _size(self, example: Example) -> float:
-        """What the log-ratios are differences of."""
-        return sum(float(self._ref_logprobs(example, sample).abs().sum()) for sample in (0, 1))
 
     def _logprobs(self, example: Example, sample: int) -> Tensor:
         assert isinstance(self.model, Policy)
@@ -149,11 +180,11 @@ class Supervised:
             return
         examples = read_examples(spec, self.tokenizer, spec.eval.path)
         match spec.algorithm:
-            case DpoSpec():
-                gaps = torch.stack([self._gap(example) for example in examples])
-                sizes = [spec.algorithm.beta * self._size(example) for example in examples]
-                terms.add("eval_preference_margin", spec.algorithm.beta * gaps, sizes)
-                self._count(gaps, "eval_accuracy", terms)
+            case PreferenceSpec():
+                pairs = [self._pair(example) for example in examples]
+                margins = self._describe(spec.algorithm, pairs, own := Terms())
+                terms.take(own, "preference_margin", "eval_preference_margin")
+                self._count(margins, "eval_accuracy", terms)
             case SftSpec():
                 for example in examples:
                     terms.add("eval_nll", -self._trained_logprobs(example))

@@ -32,6 +32,10 @@ class Terms:
         self._terms[name] += plain
         self._sizes[name] += map(abs, plain) if sizes is None else sizes
 
+    def take(self, other: Terms, name: str, own: str) -> None:
+        """The terms of metric ``name`` of ``other``, as those of ``own``."""
+        self.add(own, other._terms[name], other._sizes[name])
+
     def leave_out(self, name: str) -> None:
         """A metric of this step that rounding decides."""
         self._left_out.add(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from cases import OF_ALGORITHMS, PREFERENCES, Case
+from cases import OF_ALGORITHMS, SUPERVISED, Case
 from comparison import reference_of
 from launcher import Launches
 from reference import Reference
@@ -14,7 +14,7 @@ from reference_sampling import NoTie, Sampler
 from reference_supervised import Supervised
 from torch import Tensor
 
-from flexrlhf.config.algorithms import KlSpec, LagrangeSpec
+from flexrlhf.config.algorithms import KlSpec, LagrangeSpec, PolicySpec
 from flexrlhf.config.spec import OptimizerSpec, Spec
 
 FOUR = Case("four", "co-located", 1)
@@ -58,6 +58,11 @@ PARTLY = (
     *(("unknown_six_4", "score_failed"), ("rloo-unknown_co-located_2", "score_failed")),
     *(("masked-streaming_six-chunks_4", "not_counted"), ("normalised_six_2", "reward_clipped")),
     *(("dpo_co-located_2", "pair_accuracy"), ("dpo_co-located_2", "eval_accuracy")),
+    *(("simpo_half_2", "pair_accuracy"), ("orpo_all_2", "pair_accuracy"), ("kto_halves_2", "pair_accuracy")),
+    *(("grpo-cispo_co-located_2", "ratio_clipped"), ("gspo-token_halves_2", "ratio_clipped")),
+    *(("grpo-clip-cov_halves_4", "covariance_selected"), ("grpo-kl-cov_six-chunks_2", "covariance_selected")),
+    *(("grpo-masked_lag_2", "importance_clipped"), ("grpo-rejected_lag-every-3_4", "importance_rejected")),
+    *(("one-trunk-rejected_lag_2", "importance_rejected"), ("grpo-process-models_halves_4", "truncated")),
 )
 """Shares that must be neither nothing nor all in some step: else nothing would be cut, masked or left out."""
 
@@ -71,6 +76,19 @@ def test_what_cuts_and_masks_does_so_in_part(launches: Launches, name: str, metr
 
 def values_of(spec: Spec, metric: str) -> list[float]:
     return [step.metrics[metric].value for step in reference_of(spec).steps if metric in step.metrics]
+
+
+def test_steps_have_teeth(launches: Launches) -> None:
+    """Responses have several steps, and their tokens several advantages."""
+    result = reference_of(launches.assets.spec(Case("gspo-token", "halves", 2)))
+    assert all(1 < step.metrics["response_steps"].value < 4 for step in result.steps)
+    several = [len(set(response.advantages)) > 1 for response in result.steps[0].responses]
+    assert 0.3 < sum(several) / len(several) < 1
+
+
+def test_a_reference_point_has_teeth(launches: Launches) -> None:
+    """Responses to other prompts are likelier than under the reference in some step, so that it is not 0."""
+    assert max(values_of(launches.assets.spec(Case("kto", "halves", 2)), "reference_point")) > 0.01
 
 
 @pytest.mark.parametrize(
@@ -123,6 +141,16 @@ WITHOUT: dict[str, dict[str, object]] = {
     "safe": {"lagrange": LagrangeSpec(learning_rate=0.0)},
     "dpo-ipo": {"loss": "sigmoid"},
     "dpo-smoothed": {"label_smoothing": 0.0},
+    "dpo-robust": {"loss": "sigmoid"},
+    "dpo-normalised": {"length_normalised": False},
+    "simpo": {"gamma": 3.0},
+    "orpo": {"beta": 0.1},
+    "kto": {"undesirable_weight": 1.3},
+    "gspo-token": {"ratio": "sequence"},
+    "grpo-cispo": {"surrogate": "clip"},
+    "grpo-clip-cov": {"surrogate": "clip"},
+    "grpo-kl-cov": {"surrogate": "clip"},
+    "grpo-process": {"supervision": "outcome"},
 }
 """A setting → what would be another run."""
 
@@ -131,10 +159,12 @@ WITHOUT: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("setting", WITHOUT)
 def test_settings_change_what_is_trained(launches: Launches, setting: str) -> None:
     """Were the setting ignored, the equality of its cases would fail."""
-    spec = launches.assets.spec(Case(setting, "co-located", 2))
+    shape = "all" if setting in SUPERVISED else "co-located"
+    spec = launches.assets.spec(Case(setting, shape, 2))
     other = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update=WITHOUT[setting])})
     found = reference_of(spec)
-    left = (Supervised if setting in PREFERENCES else Reference)(other).run()
+    is_sampled = isinstance(spec.algorithm, PolicySpec)
+    left = (Reference if is_sampled else Supervised)(other).run()
     assert max(distance(left.weights[role], weights) for role, weights in found.weights.items()) > 1e-4
 
 

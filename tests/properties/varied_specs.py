@@ -84,6 +84,8 @@ EXAMPLES: Examples = {
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
     "ModelSource.model": NOTHING,
+    **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service")], NOTHING),
+    "ImportanceSpec.floor": NOTHING,
     "FunctionSource.function": ("scores.py:score", "package.module:score"),
     "ServiceSource.url": URLS,
     "ServiceSource.headers": ({"Authorization": "Bearer ${REWARD_TOKEN}"}, {"X-Run": "on"}),
@@ -141,6 +143,8 @@ def make_varied_spec(rng: Random) -> Raw:
     raw["data"] |= {"sources": sources} if chance(rng, 0.3) else {"path": rng.choice(TEXTS)}
     raw["cluster"] = _cluster(rng, share)
     raw |= {"models": {}, "rollout": {}, **_sources(rng, raw["algorithm"]["name"], share)}
+    if not any(source.get("level") == "step" for source in _listed(raw.get("reward", []))):
+        raw["algorithm"].pop("supervision", None)
     graph = make_graph(parse_spec(raw))
     shadows = graph.can_shadow and chance(rng, 0.5)
     raw["models"] = _models(rng, graph, shadows, share) | _scoring_models(raw)
@@ -153,6 +157,10 @@ def make_varied_spec(rng: Random) -> Raw:
     return raw | _instructions(rng, raw, shadows, share)
 
 
+def _listed(sources: Any) -> list[Raw]:
+    return [sources] if isinstance(sources, dict) else sources
+
+
 def _split_nodes(rng: Random, nodes: list[Raw], share: float) -> None:
     """Make two machines of some nodes with an even number of devices."""
     for node in nodes:
@@ -163,11 +171,16 @@ def _split_nodes(rng: Random, nodes: list[Raw], share: float) -> None:
 def _algorithm(rng: Random, share: float) -> Raw:
     name = rng.choice(ALGORITHMS)
     settings = random_settings(rng, CLASSES[name], EXAMPLES, share / 2)
+    if settings.get("surrogate", "clip") != "clip":
+        for key in ("ratio", "dual_clip"):
+            settings.pop(key, None)
     likes = [like for like, peer in PEERS.items() if name in peer.trainers]
     if likes and chance(rng, 0.3):
         settings["like"] = rng.choice(likes)
         # those of the preset would be large, and divided otherwise than chunks
         settings |= {"prompts_per_step": rng.choice((8, 24)), "num_mini_batches": rng.choice((1, 2, 4))}
+    if settings.get("importance", {}) and settings["importance"].get("outside") == "mask" and chance(rng, 0.5):
+        settings["importance"]["floor"] = 0.25
     if settings.keys() & {"top_p", "top_k", "min_response_tokens"}:
         settings["importance"] = random_settings(rng, ImportanceSpec, EXAMPLES, share)
     if name == "safe-rlhf" and chance(rng, share):
@@ -191,11 +204,14 @@ def _sources(rng: Random, algorithm: str, share: float) -> Raw:
     """Where scores come from: nothing said, one source or a list; costs from a model and a function."""
     if algorithm == "safe-rlhf" and chance(rng, share):
         return {"cost": [{"model": "cost"}, {"function": "costs.py:cost", "weight": 0.5}]}
-    if algorithm in ("sft", "reward", "dpo") or not chance(rng, 0.4):
+    if algorithm in ("sft", "reward", "dpo", "simpo", "orpo", "kto") or not chance(rng, 0.4):
         return {}
     sources: list[Raw] = [_called(rng, share) for _ in range(rng.randint(0, 2))]
     names = rng.sample(("reward", "reward_help", "reward_v2-1"), rng.randint(0 if sources else 1, 2))
     sources += [random_settings(rng, ModelSource, EXAMPLES, share) | {"model": name} for name in names]
+    for source in sources:
+        if source.get("level") == "step" and ("model" in source or chance(rng, 0.5)):
+            source["separator"] = rng.choice(("\n\n", "Step "))
     return {"reward": sources[0] if len(sources) == 1 and chance(rng, 0.5) else sources}
 
 

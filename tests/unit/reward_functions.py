@@ -39,6 +39,14 @@ def per_token(prompts: list[str], responses: list[str], num_tokens: list[int]) -
     return [[float(position) for position in range(count)] for count in num_tokens]
 
 
+def by_step(prompts: list[str], responses: list[str], steps: list[list[str]]) -> list[list[float]]:
+    return [[float(len(step)) for step in each] for each in steps]
+
+
+def by_end(prompts: list[str], responses: list[str]) -> list[list[tuple[int, float]]]:
+    return [[(end + 1, 1.0) for end, sign in enumerate(text) if sign == "."] for text in responses]
+
+
 def one_token_short(prompts: list[str], responses: list[str], num_tokens: list[int]) -> list[list[float]]:
     return [[1.0] * (count - (response == "short")) for response, count in zip(responses, num_tokens, strict=True)]
 

@@ -130,6 +130,8 @@ ALGORITHMS = {
         "reward=[{model: reward}, {rule: gsm8k}]",
     ),
     "dpo": (),
+    "kto": (),
+    "simpo": (),
     "ppo whose shadow has an engine of its own": (
         "models.actor.engine=deepspeed",
         "models.actor.shadow={engine: torch, dtype: float32}",
@@ -138,7 +140,7 @@ ALGORITHMS = {
 """Name, which begins with that of the algorithm → settings that change its graph, or how it is timed."""
 OWN_SHADOW = "ppo whose shadow has an engine of its own"
 ONLY_SHADOWED = ("remax, rarely in sync", OWN_SHADOW)
-NO_ROLLOUT = ("dpo", OWN_SHADOW)
+NO_ROLLOUT = ("dpo", "kto", "simpo", OWN_SHADOW)
 
 
 def overrides_of(name: str) -> tuple[str, ...]:
@@ -336,6 +338,8 @@ def advice_of(*overrides: str, model: str = "qwen2.5-1.5b", **options: str) -> A
         ("gspo", "actor reward"),
         ("safe-rlhf", "actor critic cost_critic ref reward cost"),
         ("dpo", "actor ref"),
+        ("kto", "actor ref"),
+        ("orpo", "actor"),
         ("sft", "actor"),
     ],
 )
@@ -345,7 +349,7 @@ def test_every_algorithm_is_advised_on_from_its_name(name: str, roles: str) -> N
     assert found.best.candidate.space.roles.all == tuple(roles.split())
     whole = make_plan(found.best.candidate.spec)
     assert simulate(whole, AnalyticCosts()).seconds == pytest.approx(found.best.seconds, rel=1e-12)
-    assert whole.batch.samples_per_prompt == {"grpo": 8, "gspo": 8, "dpo": 2}.get(name, 1)
+    assert whole.batch.samples_per_prompt == {"grpo": 8, "gspo": 8, "dpo": 2, "kto": 2, "orpo": 2}.get(name, 1)
     assert "\nsearch\n" in format_advice(found, "figures")
     assert "split" not in {item.candidate.name for item in (*found.feasible, *found.rejected)}
 

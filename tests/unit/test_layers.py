@@ -57,7 +57,7 @@ LAYERS = (
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors", torch=True),
     Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),
     Layer("engines", "engines comm.reduce memory weights placement operators config errors", torch=True),
-    Layer("objectives", "objectives engines.base operators config metrics errors", torch=True),
+    Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
     Layer(
         "execution",
         f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
@@ -70,7 +70,9 @@ LAYERS = (
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
 RULES = (
     # loaded by the processes that call a user's code
-    Layer("rewards.base rewards.worker_calls rewards.replies", "rewards.base rewards.replies"),
+    Layer(
+        "rewards.base rewards.worker_calls rewards.replies rewards.steps", "rewards.base rewards.replies rewards.steps"
+    ),
     # costs take no plans, and the search takes neither plans nor costs
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
     Layer("guideline.simulation", f"guideline.costs guideline.simulation plan strategies memory timeline {PLANNING}"),

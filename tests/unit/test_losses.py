@@ -17,17 +17,21 @@ from flexrlhf.config.algorithms import (
     DpoSpec,
     ImportanceSpec,
     KlSpec,
+    KtoSpec,
     LossAggregation,
+    OrpoSpec,
     PpoSpec,
     PtxSpec,
     RewardSpec,
     SftSpec,
+    SimpoSpec,
 )
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import LOSSES
+from flexrlhf.objectives.importance import importance_weights
 from flexrlhf.objectives.kl_penalty import kl_estimate
-from flexrlhf.objectives.losses import aggregate, importance_weights
+from flexrlhf.objectives.losses import aggregate
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 
@@ -101,12 +105,18 @@ def case_of(name: str, how: LossAggregation, **settings: Any) -> Case:
             return Case(LOSSES[name](spec), noise(16, 6), batch_of(**columns))
         case "preference_loss":
             return Case(LOSSES[name](DpoSpec()), noise(16, 6), batch_of(2, **columns))
+        case "simpo_loss":
+            return Case(LOSSES[name](SimpoSpec()), noise(16, 6), batch_of(2, **columns))
+        case "orpo_loss":
+            return Case(LOSSES[name](OrpoSpec()), -noise(16, 6).abs(), batch_of(2, **columns))
+        case "kto_loss":
+            return Case(LOSSES[name](KtoSpec()), noise(16, 6), batch_of(2, **columns, reference_point=noise(16)))
         case _:
             assert name == "pair_loss", f"give {name} a case of its own"
             return Case(LOSSES[name](RewardSpec()), noise(16), batch_of(2, **columns))
 
 
-ONE_FORM = ("pair_loss", "preference_loss", "ptx")
+ONE_FORM = ("pair_loss", "preference_loss", "simpo_loss", "orpo_loss", "kto_loss", "ptx")
 """Losses with a fixed aggregation."""
 CASES = [(name, how) for name in LOSSES for how in AGGREGATIONS if name not in ONE_FORM or how == "token-mean"]
 PARTS = {

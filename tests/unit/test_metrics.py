@@ -10,18 +10,32 @@ import pytest
 from replicas import mask_of
 from scored_batches import context_of, scored_batch
 
-from flexrlhf.config.algorithms import AcShareSpec, DpoSpec, ImportanceSpec, PpoSpec, PtxSpec, RewardSpec, SftSpec
+from flexrlhf.config.algorithms import (
+    AcShareSpec,
+    DpoSpec,
+    ImportanceSpec,
+    KtoSpec,
+    OrpoSpec,
+    PpoSpec,
+    PtxSpec,
+    RewardSpec,
+    SftSpec,
+    SimpoSpec,
+)
 from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.plan.plan_text import format_summary
 
 SPECS = {
+    "kto_loss": KtoSpec(),
     "likelihood_loss": SftSpec(),
+    "orpo_loss": OrpoSpec(),
     "pair_loss": RewardSpec(),
     "policy_loss": PpoSpec(),
     "preference_loss": DpoSpec(),
     "ptx": PpoSpec(ptx=PtxSpec(path="texts.jsonl")),
     "shared_loss": AcShareSpec(),
+    "simpo_loss": SimpoSpec(),
     "value_loss": PpoSpec(),
 }
 

@@ -46,7 +46,10 @@ def refused(override: str) -> str:
         ("algorithm.kl_coefficient=0.1", "algorithm: unknown key 'kl_coefficient'"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: must be greater than 1, found 1"),
         ("algorithm.clip_low=0", "algorithm.clip_low: must be greater than 0, found 0"),
-        ("algorithm.ratio=answer", "algorithm.ratio: expected 'token' or 'sequence', found 'answer'"),
+        (
+            "algorithm.ratio=answer",
+            "expected one of 'token', 'sequence' or 'sequence-token', found 'answer'",
+        ),
         ("algorithm.entropy_coefficient=-1", "algorithm.entropy_coefficient: must be greater than or equal to 0"),
         ("algorithm.normalise_scores=step", "expected one of 'none', 'running' or 'batch', found 'step'"),
         ("algorithm.invalid_scores=ignore", "algorithm.invalid_scores: expected 'mask' or 'stop', found 'ignore'"),

@@ -25,7 +25,7 @@ from flexrlhf.execution.external_scores import make_external_scorers
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.rewards import workers
-from flexrlhf.rewards.base import Sample, Scores
+from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer
@@ -351,6 +351,11 @@ def test_a_list_of_another_length_costs_that_response(capsys: pytest.CaptureFixt
 # --- replies
 
 
+def replied(*num_tokens: int) -> ScoreBatch:
+    """Responses with so many tokens."""
+    return make_batch([sample("", count) for count in num_tokens])
+
+
 @pytest.mark.parametrize(
     ("said", "entries"),
     [
@@ -362,7 +367,7 @@ def test_a_list_of_another_length_costs_that_response(capsys: pytest.CaptureFixt
     ],
 )
 def test_a_reply_of_one_number_a_response(said: Any, entries: list[float | None]) -> None:
-    assert read_reply(said, [3, 3], "answer").scores == entries
+    assert read_reply(said, replied(3, 3), "answer").scores == entries
 
 
 @pytest.mark.parametrize(
@@ -371,15 +376,15 @@ def test_a_reply_of_one_number_a_response(said: Any, entries: list[float | None]
 )
 def test_a_reply_that_is_none(said: Any) -> None:
     with pytest.raises(BadReply):
-        read_reply(said, [3, 3], "answer")
+        read_reply(said, replied(3, 3), "answer")
 
 
 def test_a_reply_of_one_number_a_token() -> None:
-    found = read_reply([[1, 2], [1], None, [1, None], []], [2, 2, 2, 2, 0], "token")
+    found = read_reply([[1, 2], [1], None, [1, None], []], replied(2, 2, 2, 2, 0), "token")
     assert found.scores == [[1, 2], None, None, None, []]
     assert found.failure is not None and found.failure.text == "returned 1 numbers for a response of 2 tokens"
     with pytest.raises(BadReply):
-        read_reply([1.0], [2], "token")
+        read_reply([1.0], replied(2), "token")
 
 
 # --- rules

@@ -610,7 +610,10 @@ def test_a_ratio_vector_of_the_command_line() -> None:
             ("algorithm.importance.level=tokens",),
             "algorithm.importance.level: expected 'token' or 'sequence' (did you mean 'token'?), found 'tokens'",
         ),
-        (("algorithm.importance.most=2",), "algorithm.importance: unknown key 'most'; known: cap, level"),
+        (
+            ("algorithm.importance.most=2",),
+            "algorithm.importance: unknown key 'most'; known: cap, floor, level, outside, reject",
+        ),
     ],
 )
 def test_a_rollout_that_cannot_be_is_refused_in_plain_words(overrides: tuple[str, ...], sentence: str) -> None:

@@ -1,58 +1,17 @@
-"""Algorithms as a user writes them: one class each, with every default on its field."""
+"""Algorithms that train on sampled responses with a clipped policy gradient: their settings, and those with a critic
+or with returns alone."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from flexrlhf.config.presets.filling import PEERS, Like, filled_algorithm
+from flexrlhf.config.algorithms.base import LossAggregation
+from flexrlhf.config.algorithms.sampled import SampledSpec
 from flexrlhf.config.rows import FILES, TextForm
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import shown
-
-
-class AlgorithmSpec(StrictModel):
-    """Settings of every algorithm: the size of a step and of its mini-batches."""
-
-    like: Like | None = Field(
-        None, description="engine or paper whose trainer's defaults stand where nothing is written"
-    )
-    prompts_per_step: int = Field(32, ge=1, description="prompts of one training step, over all replicas")
-    num_mini_batches: int = Field(1, ge=1, description="optimizer steps per epoch of one step")
-    epochs: int = Field(1, ge=1, description="passes over the rows of one step")
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts whose rows one step trains on."""
-        return self.prompts_per_step
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, value: Any) -> Any:
-        return cls.with_preset(value) if isinstance(value, dict) else value
-
-    @classmethod
-    def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:
-        """Return what is ``written`` with the preset ``like`` where nothing is, as yet unvalidated."""
-        like = written.get("like")
-        if not isinstance(like, str) or like not in PEERS:
-            return written
-        return filled_algorithm(written, {name: field.default for name, field in cls.model_fields.items()})
-
-    @model_validator(mode="after")
-    def _mini_batches_have_rows(self) -> Self:
-        if self.num_mini_batches > self.prompts_per_step:
-            raise ValueError(
-                f"num_mini_batches {self.num_mini_batches} exceeds prompts_per_step {self.prompts_per_step}: "
-                f"use at most {self.prompts_per_step}"
-            )
-        return self
-
-
-LossAggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
 
 
 class TruncationPenalty(StrictModel):
@@ -73,59 +32,7 @@ def _truncation(value: Any) -> Any:
     raise ValueError(f"expected {forms} or a mapping such as {{penalty: 1.0}}, found {shown(value)}")
 
 
-def _as_list(value: Any) -> Any:
-    """Make a list of one text."""
-    return (value,) if isinstance(value, str) else value
-
-
 Truncation = Annotated[TruncationWord | TruncationPenalty, BeforeValidator(_truncation)]
-
-
-StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
-
-
-class ImportanceSpec(StrictModel):
-    """Truncated importance sampling (Ionides 2008; Espeholt et al. 2018): corrects for responses of another policy.
-
-    Weight = min(pi_old / pi_rollout, cap) of each token, or of the whole response; pi_old: the weights that training of
-    the step starts from, pi_rollout: the distribution that the response was sampled from.
-    """
-
-    level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a response")
-    cap: float = Field(2.0, ge=1, description="largest weight")
-
-
-class SampledSpec(AlgorithmSpec):
-    """Settings of algorithms that generate: how responses are sampled, and the correction for another policy's."""
-
-    samples_per_prompt: int = Field(1, ge=1, description="responses to each prompt")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this total probability")
-    top_k: int = Field(0, ge=0, description="sample from this many most likely tokens; 0: from all")
-    min_response_tokens: int = Field(0, ge=0, description="no end token before this many tokens")
-    stop: StopStrings = Field(
-        (), description="strings that end a response, of which they stay a part; compared without special tokens"
-    )
-    importance: ImportanceSpec | None = Field(None, description="null: no importance weights")
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether responses are sampled from a part of the policy's distribution, so that their log-probs differ."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_response_tokens > 0
-
-    @model_validator(mode="after")
-    def _cuts_are_corrected(self) -> Self:
-        if self.is_cut and self.importance is None:
-            name, plain = next(
-                (name, plain)
-                for name, plain in (("top_p", 1), ("top_k", 0), ("min_response_tokens", 0))
-                if getattr(self, name) != plain
-            )
-            raise ValueError(
-                f"{name} {getattr(self, name):g} samples from another distribution than the policy's; "
-                f"use {plain}, or correct for it with importance: {{}}"
-            )
-        return self
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -210,6 +117,28 @@ class PtxSpec(StrictModel):
     coefficient: float = Field(1.0, gt=0, description="factor of this loss")
 
 
+class CovarianceSpec(StrictModel):
+    """Tokens of high covariance of log-prob and advantage, which lower the entropy most (Cui et al. 2025, section 4.2).
+
+    Covariance of a token: (log-prob - mean) (advantage - mean), with means over the tokens of the mini-batch and
+    log-probs of the policy that the step starts from. Of a mini-batch are selected, at least one token each:
+    clip-cov: ``share`` of its tokens, by a hash, among those with a covariance between ``lower`` and ``upper``; they
+    have no gradient. kl-cov: the ``share`` of its tokens with the highest covariance; their loss has
+    ``coefficient`` abs(log ratio) added.
+    """
+
+    share: float = Field(0.0002, gt=0, le=1, description="share of the tokens that is selected")
+    lower: float = Field(1.0, description="clip-cov: smallest covariance that may be selected")
+    upper: float = Field(5.0, description="clip-cov: largest covariance that may be selected")
+    coefficient: float = Field(1.0, ge=0, description="kl-cov: factor of the penalty")
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.lower >= self.upper:
+            raise ValueError(f"lower {self.lower:g} is not below upper {self.upper:g}")
+        return self
+
+
 class PolicySpec(SampledSpec):
     """Settings of algorithms that train on sampled responses with a clipped policy gradient."""
 
@@ -219,7 +148,17 @@ class PolicySpec(SampledSpec):
     dual_clip: float | None = Field(
         None, gt=1, description="largest ratio where the advantage is negative; null: no limit"
     )
-    ratio: Literal["token", "sequence"] = Field("token", description="sequence: one ratio of the whole response (GSPO)")
+    surrogate: Literal["clip", "cispo", "clip-cov", "kl-cov"] = Field(
+        "clip",
+        description="clip: PPO's; cispo: clipped weights of log-probs; clip-cov: clip, without the loss of some tokens "
+        "of high covariance; kl-cov: no clip, a penalty on the tokens of highest covariance",
+    )
+    ratio: Literal["token", "sequence", "sequence-token"] = Field(
+        "token",
+        description="sequence: one ratio of the whole response (GSPO); sequence-token: its value, with the gradient of "
+        "each token's own (GSPO-token)",
+    )
+    covariance: CovarianceSpec = Field(CovarianceSpec(), description="of surrogate: clip-cov and kl-cov")
     entropy_coefficient: float = Field(0.0, ge=0, description="factor of the entropy bonus in the loss")
     loss_aggregation: LossAggregation = Field("token-mean", description="from the losses of tokens to that of a batch")
     reward_clip: float | None = Field(
@@ -245,6 +184,9 @@ class PolicySpec(SampledSpec):
     def num_prompts(self) -> int:
         return self.prompts_per_step * self.rollouts_per_step
 
+    COMPARES_GROUPS: ClassVar[bool] = False
+    """Whether the responses to one prompt are compared with each other."""
+
     @classmethod
     def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:
         """Return what is ``written`` with the preset where nothing is; the algorithm's own penalty completes a part."""
@@ -256,10 +198,24 @@ class PolicySpec(SampledSpec):
 
     @model_validator(mode="after")
     def _penalty_has_a_place(self) -> Self:
-        if self.kl is not None and self.kl.place == "advantages" and not isinstance(self, GroupSpec):
+        if self.kl is not None and self.kl.place == "advantages" and not self.COMPARES_GROUPS:
             raise ValueError(
                 "kl.place advantages goes with scores that are compared within a group (grpo, rloo, gspo); use reward"
             )
+        return self
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether tokens are selected by their covariance."""
+        return self.surrogate in ("clip-cov", "kl-cov")
+
+    @model_validator(mode="after")
+    def _surrogate_of_tokens(self) -> Self:
+        if self.surrogate != "clip":
+            if self.ratio != "token":
+                raise ValueError(f"surrogate: {self.surrogate} takes ratios of tokens; use ratio: token")
+            if self.dual_clip is not None and self.surrogate != "clip-cov":
+                raise ValueError(f"dual_clip {self.dual_clip:g} bounds a clipped loss; use null, or surrogate: clip")
         return self
 
     @model_validator(mode="after")
@@ -295,100 +251,14 @@ class AcShareSpec(PpoSpec):
     freeze_actor_steps: Literal[0] = 0
 
 
-class DynamicSamplingSpec(StrictModel):
-    """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2).
-
-    ``rounds`` times as many groups are sampled as a step trains on; those whose responses all have the same score are
-    left out. The number of rounds is fixed, so that it can be planned: a mini-batch with more groups than its share
-    trains on the first of them, one with fewer on fewer.
-    """
-
-    rounds: int = Field(2, ge=2, description="groups that are sampled for each that is trained on")
-
-
-class GroupSpec(PolicySpec):
-    """Settings of algorithms that compare the responses to one prompt, without a critic."""
-
-    samples_per_prompt: int = Field(8, ge=1, description="responses to each prompt: the size of a group")
-    baseline: Literal["mean", "others"] = Field(
-        "mean", description="mean score of the group, or of its other responses"
-    )
-    scale: Literal["group", "none"] = Field("group", description="group: divide by the group's standard deviation")
-    dynamic_sampling: DynamicSamplingSpec | None = Field(None, description="null: all groups are trained on")
-
-    @property
-    def num_prompts(self) -> int:
-        rounds = 1 if self.dynamic_sampling is None else self.dynamic_sampling.rounds
-        return rounds * super().num_prompts
-
-    @model_validator(mode="after")
-    def _groups_compare(self) -> Self:
-        if self.samples_per_prompt == 1:
-            raise ValueError(
-                "samples_per_prompt 1: a single response has no others to be compared with; use at least 2"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _no_values(self) -> Self:
-        return _without_values(self)
-
-
 Policy = TypeVar("Policy", bound=PolicySpec)
 
 
-def _without_values(spec: Policy) -> Policy:
+def without_values(spec: Policy) -> Policy:
     """Return ``spec``; raise ValueError for a setting that needs a critic."""
     if spec.truncation == "bootstrap":
         raise ValueError("truncation: bootstrap needs the values of a critic; use none, mask or a penalty")
     return spec
-
-
-class GrpoSpec(GroupSpec):
-    """Group relative policy optimization (DeepSeekMath, Shao et al. 2024, section 4.1), outcome supervision.
-
-    ``like: dr-grpo`` and ``like: dapo`` are its later forms.
-    """
-
-    name: Literal["grpo"] = "grpo"
-    kl: KlSpec | None = KlSpec(place="loss", coefficient=0.04, estimator="k3")
-    loss_aggregation: LossAggregation = "seq-mean-token-mean"
-
-
-class RlooSpec(GroupSpec):
-    """REINFORCE with the others' mean as baseline (Ahmadian et al. 2024, eq. 9): a response is one action."""
-
-    name: Literal["rloo"] = "rloo"
-    samples_per_prompt: int = Field(4, ge=1)
-    baseline: Literal["mean", "others"] = "others"
-    scale: Literal["group", "none"] = "none"
-    loss_aggregation: LossAggregation = "seq-mean-token-sum"
-
-
-class GspoSpec(GroupSpec):
-    """Group sequence policy optimization (Zheng et al. 2025): the ratio of whole responses, clipped narrowly."""
-
-    name: Literal["gspo"] = "gspo"
-    kl: KlSpec | None = None
-    ratio: Literal["token", "sequence"] = "sequence"
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    clip_high: float = Field(4e-4, gt=0)
-    loss_aggregation: LossAggregation = "seq-mean-token-mean"
-
-
-class RaftSpec(PolicySpec):
-    """Reward-ranked fine-tuning (Dong et al. 2023): only the response with the best score of each group is trained on.
-
-    Its advantage is 1.
-    """
-
-    name: Literal["raft"] = "raft"
-    samples_per_prompt: int = Field(8, ge=2)
-    kl: KlSpec | None = None
-
-    @model_validator(mode="after")
-    def _no_values(self) -> Self:
-        return _without_values(self)
 
 
 class ReturnsSpec(PolicySpec):
@@ -399,7 +269,7 @@ class ReturnsSpec(PolicySpec):
 
     @model_validator(mode="after")
     def _no_values(self) -> Self:
-        return _without_values(self)
+        return without_values(self)
 
 
 class ReinforceSpec(ReturnsSpec):
@@ -451,55 +321,3 @@ class SafeRlhfSpec(PpoSpec):
 
     name: Literal["safe-rlhf"] = "safe-rlhf"  # type: ignore[assignment]
     lagrange: LagrangeSpec = LagrangeSpec()
-
-
-class SftSpec(AlgorithmSpec):
-    """Supervised fine-tuning: the negative log-likelihood of the responses."""
-
-    name: Literal["sft"] = "sft"
-    samples_per_prompt: Literal[1] = 1
-    loss_aggregation: LossAggregation = "token-mean"
-
-
-class RewardSpec(AlgorithmSpec):
-    """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
-
-    name: Literal["reward"] = "reward"
-    samples_per_prompt: Literal[2] = 2
-
-
-class DpoSpec(AlgorithmSpec):
-    """Direct preference optimization (Rafailov et al. 2023, eq. 7) on pairs. A pair is one prompt with two samples."""
-
-    name: Literal["dpo"] = "dpo"
-    samples_per_prompt: Literal[2] = 2
-    beta: float = Field(0.1, gt=0, description="strength of the implicit KL penalty")
-    loss: Literal["sigmoid", "ipo"] = Field(
-        "sigmoid",
-        description="ipo: squared distance of the log-ratios' difference to 1 / (2 beta) (Azar et al. 2024, eq. 17)",
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="share of pairs with the labels swapped (cDPO, Mitchell 2023); sigmoid only"
-    )
-
-    @model_validator(mode="after")
-    def _smoothing_of_sigmoid(self) -> Self:
-        if self.label_smoothing and self.loss == "ipo":
-            raise ValueError(f"label_smoothing {self.label_smoothing:g} goes with loss: sigmoid; ipo needs none: use 0")
-        return self
-
-
-GroupAlgorithm = GrpoSpec | RlooSpec | GspoSpec | RaftSpec
-PolicyAlgorithm = PpoSpec | AcShareSpec | GroupAlgorithm | ReinforceSpec | RemaxSpec | SafeRlhfSpec
-AnyAlgorithm = PolicyAlgorithm | DpoSpec | SftSpec | RewardSpec
-Algorithm = Annotated[AnyAlgorithm, Field(discriminator="name")]
-ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(AnyAlgorithm))
-_CLASSES: dict[str, type[AlgorithmSpec]] = dict(zip(ALGORITHMS, get_args(AnyAlgorithm), strict=True))
-
-
-def with_preset(written: Any) -> dict[str, Any] | None:
-    """Return the settings of ``algorithm`` with its preset filled in; None where it names none that exists for it."""
-    if not isinstance(written, dict) or not isinstance(written.get("like"), str):
-        return None
-    name, peer = written.get("name"), PEERS.get(written["like"])
-    return _CLASSES[str(name)].with_preset(written) if peer is not None and name in peer.trainers else None

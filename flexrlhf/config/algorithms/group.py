@@ -1,0 +1,115 @@
+"""Algorithms that compare the responses to one prompt, without a critic."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from flexrlhf.config.algorithms.base import LossAggregation
+from flexrlhf.config.algorithms.policy import KlSpec, PolicySpec, without_values
+from flexrlhf.config.strict_model import StrictModel
+
+
+class DynamicSamplingSpec(StrictModel):
+    """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2).
+
+    ``rounds`` times as many groups are sampled as a step trains on; those whose responses all have the same score are
+    left out. The number of rounds is fixed, so that it can be planned: a mini-batch with more groups than its share
+    trains on the first of them, one with fewer on fewer.
+    """
+
+    rounds: int = Field(2, ge=2, description="groups that are sampled for each that is trained on")
+
+
+class GroupSpec(PolicySpec):
+    """Settings of algorithms that compare the responses to one prompt, without a critic."""
+
+    COMPARES_GROUPS = True
+
+    samples_per_prompt: int = Field(8, ge=1, description="responses to each prompt: the size of a group")
+    baseline: Literal["mean", "others"] = Field(
+        "mean", description="mean score of the group, or of its other responses"
+    )
+    scale: Literal["group", "none"] = Field("group", description="group: divide by the group's standard deviation")
+    supervision: Literal["outcome", "process"] = Field(
+        "outcome",
+        description="outcome: one advantage a response; process: scores of steps are compared, and a token's advantage "
+        "is the sum of those that end at or behind it (Shao et al. 2024, section 4.1.3)",
+    )
+    dynamic_sampling: DynamicSamplingSpec | None = Field(None, description="null: all groups are trained on")
+
+    @property
+    def num_prompts(self) -> int:
+        rounds = 1 if self.dynamic_sampling is None else self.dynamic_sampling.rounds
+        return rounds * super().num_prompts
+
+    @model_validator(mode="after")
+    def _groups_compare(self) -> Self:
+        if self.samples_per_prompt == 1:
+            raise ValueError(
+                "samples_per_prompt 1: a single response has no others to be compared with; use at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_compare(self) -> Self:
+        if self.supervision == "process":
+            if self.baseline == "others":
+                raise ValueError("supervision: process compares steps with the group's mean; use baseline: mean")
+            if self.kl is not None and self.kl.place != "loss":
+                raise ValueError("supervision: process has scores of steps alone; use kl.place: loss, or kl: null")
+            if self.normalise_scores != "none":
+                raise ValueError("supervision: process normalises scores of steps itself; use normalise_scores: none")
+        return self
+
+    @model_validator(mode="after")
+    def _no_values(self) -> Self:
+        return without_values(self)
+
+
+class GrpoSpec(GroupSpec):
+    """Group relative policy optimization (DeepSeekMath, Shao et al. 2024, section 4.1), outcome or process supervision.
+
+    ``like: dr-grpo`` and ``like: dapo`` are its later forms.
+    """
+
+    name: Literal["grpo"] = "grpo"
+    kl: KlSpec | None = KlSpec(place="loss", coefficient=0.04, estimator="k3")
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
+
+
+class RlooSpec(GroupSpec):
+    """REINFORCE with the others' mean as baseline (Ahmadian et al. 2024, eq. 9): a response is one action."""
+
+    name: Literal["rloo"] = "rloo"
+    samples_per_prompt: int = Field(4, ge=1)
+    baseline: Literal["mean", "others"] = "others"
+    scale: Literal["group", "none"] = "none"
+    loss_aggregation: LossAggregation = "seq-mean-token-sum"
+
+
+class GspoSpec(GroupSpec):
+    """Group sequence policy optimization (Zheng et al. 2025): the ratio of whole responses, clipped narrowly."""
+
+    name: Literal["gspo"] = "gspo"
+    kl: KlSpec | None = None
+    ratio: Literal["token", "sequence", "sequence-token"] = "sequence"
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    clip_high: float = Field(4e-4, gt=0)
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
+
+
+class RaftSpec(PolicySpec):
+    """Reward-ranked fine-tuning (Dong et al. 2023): only the response with the best score of each group is trained on.
+
+    Its advantage is 1.
+    """
+
+    name: Literal["raft"] = "raft"
+    samples_per_prompt: int = Field(8, ge=2)
+    kl: KlSpec | None = None
+
+    @model_validator(mode="after")
+    def _no_values(self) -> Self:
+        return without_values(self)

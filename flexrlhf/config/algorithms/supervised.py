@@ -1,0 +1,105 @@
+"""Algorithms that train on responses of the data set: SFT, reward models, and preferences."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
+
+
+class SftSpec(AlgorithmSpec):
+    """Supervised fine-tuning: the negative log-likelihood of the responses."""
+
+    name: Literal["sft"] = "sft"
+    samples_per_prompt: Literal[1] = 1
+    loss_aggregation: LossAggregation = "token-mean"
+
+
+class RewardSpec(AlgorithmSpec):
+    """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
+
+    name: Literal["reward"] = "reward"
+    samples_per_prompt: Literal[2] = 2
+
+
+class PreferenceSpec(AlgorithmSpec):
+    """Settings of algorithms that train a policy on preference pairs. A pair is one prompt with two samples."""
+
+    samples_per_prompt: Literal[2] = 2
+    beta: float = Field(0.1, gt=0, description="factor of the implicit rewards")
+
+
+class DpoSpec(PreferenceSpec):
+    """Direct preference optimization (Rafailov et al. 2023, eq. 7) on pairs. A pair is one prompt with two samples.
+
+    With h = log-ratio (policy to reference) of the chosen response less that of the rejected one:
+    sigmoid: -log sigmoid(beta h), with ``label_smoothing`` e (cDPO, Mitchell 2023)
+    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
+    robust: (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e) (rDPO, Chowdhury et al. 2024).
+    ipo: (h - 1 / (2 beta))^2 (Azar et al. 2024, eq. 17).
+    """
+
+    name: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0, description="strength of the implicit KL penalty")
+    loss: Literal["sigmoid", "robust", "ipo"] = Field("sigmoid", description="function of the log-ratios' difference")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="share of pairs whose labels are wrong; sigmoid and robust only"
+    )
+    length_normalised: bool = Field(
+        False, description="log-ratios are means over tokens, not sums (Lambert et al. 2024, section 5; TRL's ipo)"
+    )
+
+    @model_validator(mode="after")
+    def _smoothing_goes_with_the_loss(self) -> Self:
+        if self.label_smoothing and self.loss == "ipo":
+            raise ValueError(f"label_smoothing {self.label_smoothing:g} goes with loss: sigmoid; ipo needs none: use 0")
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError("loss: robust needs label_smoothing, the share of wrong labels; use 0.1, or loss: sigmoid")
+        return self
+
+
+class SimpoSpec(PreferenceSpec):
+    """Simple preference optimization (Meng et al. 2024, eq. 6), without a reference model.
+
+    -log sigmoid(beta (m_chosen - m_rejected) - gamma), with m the mean log-prob of a response's tokens.
+    """
+
+    name: Literal["simpo"] = "simpo"
+    beta: float = Field(2.0, gt=0, description="factor of the mean log-probs")
+    gamma: float = Field(1.0, ge=0, description="margin by which the chosen response is to be better")
+
+
+class OrpoSpec(PreferenceSpec):
+    """Odds ratio preference optimization (Hong et al. 2024, eqs. 3 to 7), without a reference model.
+
+    Negative log-likelihood of the chosen response - beta log sigmoid(log odds ratio), with
+    P = exp(mean log-prob of a response's tokens) and odds = P / (1 - P).
+    """
+
+    name: Literal["orpo"] = "orpo"
+    beta: float = Field(0.1, gt=0, description="lambda of the paper: factor of the odds-ratio loss")
+
+
+class KtoSpec(PreferenceSpec):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, eq. 7): each response is desirable or not.
+
+    Of a pair the chosen response is desirable, the rejected one is not. With r = log-ratio (policy to reference) of a
+    response: desirable_weight (1 - sigmoid(beta (r - z))), and undesirable_weight (1 - sigmoid(beta (z - r))), mean
+    over responses. z = max(0, mean log-ratio of the mini-batch's responses, each to the prompt before its own), under
+    the policy that the step starts from.
+    """
+
+    name: Literal["kto"] = "kto"
+    desirable_weight: float = Field(1.0, gt=0, description="factor of the losses of chosen responses")
+    undesirable_weight: float = Field(1.0, gt=0, description="factor of the losses of rejected responses")
+
+    @model_validator(mode="after")
+    def _prompts_are_mismatched(self) -> Self:
+        if self.prompts_per_step < 2 * self.num_mini_batches:
+            raise ValueError(
+                f"prompts_per_step {self.prompts_per_step} leaves a mini-batch with one prompt, so its responses have "
+                f"no other prompt: use at least {2 * self.num_mini_batches}"
+            )
+        return self
