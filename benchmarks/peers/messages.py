@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 Message = dict[str, str]
 Row = dict[str, list[Message]]
@@ -50,5 +49,6 @@ def of_sharegpt(turn: dict[str, str]) -> Message:
 
 def of_dialogue(text: str) -> list[Message]:
     """Return the turns of a dialogue as hh-rlhf writes them."""
-    parts: list[Any] = TURN.split(text)[1:]
-    return [message(ROLES["human" if who == "Human" else "gpt"], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    parts: list[str] = TURN.split(text)[1:]
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [message("user" if speaker == "Human" else "assistant", words.strip()) for speaker, words in turns]

@@ -13,7 +13,7 @@ FILES = {"alpaca.json": 16, "dpo_pairs.json": 16, "hh_pairs.jsonl.gz": 32, "gsm8
 
 
 def split_files(source: Path, target: Path) -> None:
-    """Write each file's training rows to ``target/NAME.jsonl`` and its last ones to ``target/NAME-evaluation.jsonl``."""
+    """Write each file's rows to ``NAME.jsonl`` in ``target``, its last ones to ``NAME-evaluation.jsonl``."""
     missing = [name for name in FILES if not (source / name).is_file()]
     if missing:
         raise UserError(f"--data {source}: has no {', '.join(missing)}; docs/real.md describes these files")

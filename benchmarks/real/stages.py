@@ -31,6 +31,6 @@ STAGES = (
     Stage("dpo", "[1, 0.5]", PREFERENCES),
     Stage("reward", "{reward: {ratio: 1, row_shares: [1, 2]}}", PAIRS),
     Stage("ppo", "[0.5, 0.5, 0.5, 0.5, 0.5, 0.5]", POLICY),
-    Stage("grpo", "[0.5, 0.5, 0.5]", POLICY),
+    Stage("grpo", "[1, 0.5]", POLICY),
 )
 """In an order in which each finds the models that it starts from."""
