@@ -30,6 +30,7 @@ from benchmarks.peers.messages import read_dialogues, read_instructions, read_pa
 from flexrlhf.data.order import step_indices
 
 LIMIT = 1e-4
+STEPS = 5
 SEED = 0
 BETA = 0.1
 OPTIMIZER = {"learning_rate": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
@@ -43,6 +44,8 @@ class Comparison:
     """One algorithm on both sides.
 
     name:     of the algorithm in flexrlhf
+    rows:     examples of a step
+    tokens:   longest prompt with its response
     role:     model that is trained
     loss:     metric of flexrlhf with the loss
     norm:     metric of flexrlhf with the gradient norm
@@ -51,6 +54,8 @@ class Comparison:
     """
 
     name: str
+    rows: int
+    tokens: int
     role: str
     loss: str
     norm: str
@@ -59,35 +64,21 @@ class Comparison:
 
 
 COMPARISONS = (
-    Comparison("sft", "actor", "nll", "actor_grad_norm", SFTTrainer, SFTConfig),
-    Comparison("dpo", "actor", "preference_loss", "actor_grad_norm", DPOTrainer, DPOConfig),
-    Comparison("reward", "reward", "pair_loss", "reward_grad_norm", RewardTrainer, RewardConfig),
+    Comparison("sft", 4, 192, "actor", "nll", "actor_grad_norm", SFTTrainer, SFTConfig),
+    Comparison("dpo", 2, 192, "actor", "preference_loss", "actor_grad_norm", DPOTrainer, DPOConfig),
+    Comparison("reward", 4, 96, "reward", "pair_loss", "reward_grad_norm", RewardTrainer, RewardConfig),
 )
 
 
-@dataclass(frozen=True)
-class Size:
-    """Size of a comparison.
-
-    steps:   training steps
-    rows:    examples of a step
-    tokens:  longest prompt with its response
-    """
-
-    steps: int
-    rows: int
-    tokens: int
-
-
-def rows_of(comparison: Comparison, data: Path, size: Size, tokenizer: Any) -> list[Row]:
-    """Return as many rows of the data as the steps take, none of them longer than ``size.tokens``."""
+def rows_of(comparison: Comparison, data: Path, tokenizer: Any) -> list[Row]:
+    """Return as many rows of the data as the steps take, none of them too long."""
     read = {"sft": read_instructions, "dpo": read_pairs, "reward": read_dialogues}[comparison.name]
-    needed = size.steps * size.rows
+    needed = STEPS * comparison.rows
     rows: list[Row] = []
     for row in read(data):
-        if len(rows) < needed and longest(row, tokenizer) <= size.tokens:
+        if len(rows) < needed and longest(row, tokenizer) <= comparison.tokens:
             rows.append(row)
-    assert len(rows) == needed, f"{len(rows)} rows of {comparison.name} have at most {size.tokens} tokens"
+    assert len(rows) == needed, f"{len(rows)} rows of {comparison.name} have at most {comparison.tokens} tokens"
     return rows
 
 
@@ -97,17 +88,17 @@ def longest(row: Row, tokenizer: Any) -> int:
     return max(len(tokenizer.apply_chat_template(row["prompt"] + end)["input_ids"]) for end in ends)
 
 
-def trace_flexrlhf(comparison: Comparison, model: Path, rows: Sequence[Row], size: Size, directory: Path) -> Trace:
+def trace_flexrlhf(comparison: Comparison, model: Path, rows: Sequence[Row], directory: Path) -> Trace:
     """Train by ``flexrlhf run``; return what its metrics say."""
     data = directory / f"{comparison.name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = {
         "name": comparison.name,
-        "algorithm": {"name": comparison.name, "prompts_per_step": size.rows}
+        "algorithm": {"name": comparison.name, "prompts_per_step": comparison.rows}
         | ({"beta": BETA} if comparison.name == "dpo" else {}),
         "models": {comparison.role: {"path": str(model), "optimizer": OPTIMIZER}},
-        "data": {"path": str(data), "max_prompt_tokens": size.tokens, "max_response_tokens": size.tokens},
-        "steps": size.steps,
+        "data": {"path": str(data), "max_prompt_tokens": comparison.tokens, "max_response_tokens": comparison.tokens},
+        "steps": STEPS,
         "seed": SEED,
         "runs": str(directory / "runs"),
     }
@@ -119,12 +110,12 @@ def trace_flexrlhf(comparison: Comparison, model: Path, rows: Sequence[Row], siz
     return [(step[comparison.loss], step[comparison.norm]) for step in map(json.loads, lines)]
 
 
-def trace_trl(comparison: Comparison, model: Path, rows: Sequence[Row], size: Size, directory: Path) -> Trace:
+def trace_trl(comparison: Comparison, model: Path, rows: Sequence[Row], directory: Path) -> Trace:
     """Train by TRL's trainer; return what it logs."""
     settings = comparison.config(
         output_dir=str(directory / "trl"),
-        max_steps=size.steps,
-        per_device_train_batch_size=size.rows,
+        max_steps=STEPS,
+        per_device_train_batch_size=comparison.rows,
         train_sampling_strategy="sequential",
         learning_rate=OPTIMIZER["learning_rate"],
         adam_beta1=OPTIMIZER["betas"][0],
@@ -143,7 +134,7 @@ def trace_trl(comparison: Comparison, model: Path, rows: Sequence[Row], size: Si
         disable_tqdm=True,
         **({"beta": BETA} if comparison.name == "dpo" else {}),
     )
-    indices = [i for step in range(size.steps) for i in step_indices(SEED, step, size.rows, len(rows))]
+    indices = [i for step in range(STEPS) for i in step_indices(SEED, step, comparison.rows, len(rows))]
     kind = AutoModelForSequenceClassification if comparison.name == "reward" else AutoModelForCausalLM
     trainer = comparison.trainer(
         model=kind.from_pretrained(model, dtype=torch.float32),
@@ -185,11 +176,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", choices=[each.name for each in COMPARISONS])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=192)
     options = parser.parse_args()
-    size, tokenizer = Size(options.steps, options.rows, options.tokens), AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     print(f"{'':<8} step  {'loss':>11} {'of TRL':>11} {'relative':>9}  {'norm':>11} {'of TRL':>11} {'relative':>9}")
     largest = 0.0
     for each in COMPARISONS:
@@ -198,9 +186,9 @@ def main() -> None:
                 directory, model = Path(name), options.model
                 if each.name == "reward":
                     model = with_head(model, tokenizer, directory)
-                rows = rows_of(each, options.data, size, tokenizer)
-                ours = trace_flexrlhf(each, model, rows, size, directory)
-                largest = max(largest, report(each.name, ours, trace_trl(each, model, rows, size, directory)))
+                rows = rows_of(each, options.data, tokenizer)
+                ours = trace_flexrlhf(each, model, rows, directory)
+                largest = max(largest, report(each.name, ours, trace_trl(each, model, rows, directory)))
     print(f"largest difference {largest:.1e}, limit {LIMIT:g}")
     sys.exit(largest > LIMIT)
 
