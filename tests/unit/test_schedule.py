@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise, takewhile
+from os.path import realpath
 from pathlib import Path
 
 import pytest
@@ -469,7 +470,8 @@ def test_rank_marks() -> None:
 def config_plan(path: Path) -> Plan:
     """A plan without models on disk: a path that names no directory is an architecture that only loading can tell."""
     spec = load_spec(path)
-    return make_plan(spec, {model: ModelSpec(init={"model_type": "unknown"}) for model in missing_models(spec)})
+    missing = [Path(realpath(model)) for model in missing_models(spec)]
+    return make_plan(spec, {model: ModelSpec(init={"model_type": "unknown"}) for model in missing})
 
 
 def missing_models(spec: Spec) -> list[str]:

@@ -1,0 +1,77 @@
+"""Runs of ``flexrlhf run`` in a working directory, and what they leave there."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real.stages import Stage
+from flexrlhf.verification.tolerances import IN_NATS, NOT_COMPARED
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "real"
+OTHER = "-other-placement"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run.
+
+    name:       of the run
+    placement:  as printed
+    seconds:    of the whole command
+    metrics:    of each step
+    """
+
+    name: str
+    placement: str
+    seconds: float
+    metrics: Sequence[dict[str, Any]]
+
+
+def run_stage(stage: Stage, work: Path) -> tuple[Outcome, Outcome]:
+    """Train under both placements. Of the second run no models are kept."""
+    first = _run(stage.name, stage, (), work)
+    second = _run(stage.name + OTHER, stage, (f"placement={stage.against}",), work)
+    for model in (work / second.name).glob("*/model.safetensors"):
+        shutil.rmtree(model.parent)
+    return first, second
+
+
+def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome:
+    """Run in the directory ``work``, where paths of the configs lead to data and models; ends as the command does."""
+    shutil.rmtree(work / name, ignore_errors=True)
+    words = [word for change in (f"name={name}", *stage.changes, *changes) for word in ("--set", change)]
+    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(CONFIGS / f"{stage.name}.yaml"), *words]
+    begin = time.monotonic()
+    code = subprocess.run(command, cwd=work).returncode
+    if code:
+        sys.exit(code)
+    seconds = time.monotonic() - begin
+    lines = (work / name / "metrics.jsonl").read_text().splitlines()
+    placement = changes[0].partition("=")[2] if changes else "every model on both ranks"
+    return Outcome(name, placement, seconds, [json.loads(line) for line in lines])
+
+
+def largest_difference(first: Outcome, second: Outcome) -> tuple[float, str]:
+    """Return the largest difference of a metric between two runs and its name.
+
+    Relative to the metric's root mean square over the steps, or to 1 nat where it is a difference of log-probs.
+    """
+    names = {name for step in first.metrics for name in step} - NOT_COMPARED
+    return max((_difference(name, first, second), name) for name in sorted(names))
+
+
+def _difference(name: str, first: Outcome, second: Outcome) -> float:
+    steps = [each for each in zip(first.metrics, second.metrics, strict=True) if name in each[0]]
+    pairs = [(float(one[name]), float(two[name])) for one, two in steps]
+    scale = math.sqrt(sum(one * one for one, _ in pairs) / len(pairs))
+    least = 1.0 if name in IN_NATS else 1e-6
+    return max(abs(one - two) for one, two in pairs) / max(scale, least)
