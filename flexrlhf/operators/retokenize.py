@@ -77,6 +77,6 @@ def _check(role: str, graph: Graph, spec: Spec) -> None:
     written = {column_of(name).quantity for operator in operators if operator.role == role for name in operator.writes}
     if "token_scores" in written:
         raise UserError(
-            f"models.{role}.retokenize: level token needs a score for each token of the policy, which another "
-            f"tokenizer does not have; use level answer"
+            f"models.{role}.retokenize: level token needs a score for each token of the policy, as level step "
+            f"does, which another tokenizer does not have; use level answer"
         )

@@ -67,20 +67,21 @@ class Supervised:
     def _mismatch(self, parts: list[list[Example]], columns: dict[str, Tensor], terms: Terms) -> list[float]:
         """Reference points of KTO, one a mini-batch: responses stand behind the prompt after their own, in a circle."""
         points: list[float] = []
-        own: list[list[float]] = []
-        refs: list[list[float]] = []
+        found: dict[str, list[list[float]]] = {"logprobs.mismatched": [], "ref_logprobs.mismatched": []}
         for part in parts:
-            turned = [replace(e, responses=before.responses) for e, before in zip(part, part[-1:] + part, strict=False)]
-            pairs = [response for example in turned for response in self._pair(example)]
-            own += [response.logprobs.tolist() for response in pairs]
-            refs += [response.ref_logprobs.tolist() for response in pairs if response.ref_logprobs is not None]
-            points.append(max(0.0, sum(float(response.log_ratio()) for response in pairs) / len(pairs)))
-            size = sum(float(response.logprobs.abs().sum()) for response in pairs) / len(pairs)
-            terms.add("reference_point", points[-1:] * len(pairs), [size] * len(pairs))
-        width = self.spec.data.max_response_tokens
-        columns["logprobs.mismatched"], columns["ref_logprobs.mismatched"] = (
-            padded(found, width, 0.0) for found in (own, refs)
-        )
+            log_ratios, sizes = list[float](), list[float]()
+            for example, before in zip(part, [*part[-1:], *part[:-1]], strict=True):
+                turned = replace(example, responses=before.responses)
+                for sample in (0, 1):
+                    own, ref = self._logprobs(turned, sample), self._ref_logprobs(turned, sample)
+                    written = self._written(before, sample)
+                    log_ratios.append(float((own - ref)[written].sum()))
+                    sizes.append(float(own.abs().sum()))
+                    found["logprobs.mismatched"].append(own.tolist())
+                    found["ref_logprobs.mismatched"].append(ref.tolist())
+            points.append(max(0.0, sum(log_ratios) / len(log_ratios)))
+            terms.add("reference_point", points[-1:] * len(sizes), sizes)
+        columns |= {name: padded(each, self.spec.data.max_response_tokens, 0.0) for name, each in found.items()}
         rows = [point for part, point in zip(parts, points, strict=True) for _ in range(2 * len(part))]
         columns["reference_point"] = torch.tensor(rows)
         return points
