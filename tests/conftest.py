@@ -1,14 +1,30 @@
-"""What the processes of one test run share: files stay whole, and all users of the launches are one process."""
+"""What the processes of one test run share: each file is one process's, and so are all that read common launches."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+LAUNCHES = "launches: Launches"
+"""Parameter of tests that read the outcomes of common launches."""
 
 
-# before xdist reads the groups
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests by file, as fixtures are; those that read the outcomes of common launches are one group."""
-    for item in items:
-        names = getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("launches" if "launches" in names else item.path.stem))
+class FileScheduling(LoadScopeScheduling):
+    """Distribution of test files to processes; files that share launches are one unit."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = self.config.rootpath / nodeid.partition("::")[0]
+        return LAUNCHES if reads_launches(file) else str(file)
+
+
+@cache
+def reads_launches(file: Path) -> bool:
+    return LAUNCHES in file.read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    return FileScheduling(config, log)
