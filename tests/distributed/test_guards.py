@@ -176,6 +176,7 @@ def test_an_architecture_that_is_decoded_wrongly_is_named(one_rank: Printed, two
         assert len(left.metrics(name)) == 2
 
 
+@pytest.mark.full
 def test_a_run_whose_responses_never_have_a_score_ends(assets: Path) -> None:
     """Each rank has a worker of its own whose function raises; the run would have 1,000 steps."""
     raw = unscored(assets, "unscored", 2)

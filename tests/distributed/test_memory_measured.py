@@ -32,7 +32,7 @@ ENGINES = [
     pytest.param("torch", 0, marks=pytest.mark.full),
     ("torch", 3),
     pytest.param("deepspeed", 0, marks=pytest.mark.full),
-    ("deepspeed", 3),
+    pytest.param("deepspeed", 3, marks=pytest.mark.full),
 ]
 _OUTCOMES: dict[tuple[str, int], Outcome] = {}
 

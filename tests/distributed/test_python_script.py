@@ -35,6 +35,7 @@ def run(arguments: list[str], directory: Path, program: Sequence[str] = PROGRAM)
     return out
 
 
+@pytest.mark.full
 def test_a_script_trains_as_the_command_does(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """The script's config has other weights and no placement: its arguments replace both."""
     assets = make_assets(tmp_path_factory.mktemp("script"))

@@ -86,7 +86,7 @@ CHANGED = [
 
 DEFAULT = [
     *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "retokenized", "scheduled")),
-    *(pair for pair in CHANGED if pair.first.setting in ("gspo", "reinforce", "sft")),
+    *(pair for pair in CHANGED if pair.first.setting in ("gspo", "sft")),
 ]
 
 

@@ -17,6 +17,7 @@ def num_threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
+@pytest.mark.full
 def test_groups_end_with_their_run(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """Each group has threads and sockets of its own; hundreds of runs would use up both."""
     spec = make_assets(tmp_path_factory.mktemp("several")).spec(Case("two", "halves", 2))
