@@ -97,6 +97,10 @@ class ChatTemplate:
             raise UserError("the chat template marks no text of the response with {% generation %}")
         return RenderedResponse(text, prompt, spans)
 
+    def chat(self, turns: Sequence[Message]) -> str:
+        """Return a whole chat as text."""
+        return self._render(turns)
+
     def turn_end(self) -> str:
         """Return what the template writes behind an assistant's turn; nothing where it cannot be found."""
         try:

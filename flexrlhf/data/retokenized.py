@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flexrlhf.data.chat import ChatTemplate, own_template
 from flexrlhf.data.examples import Example
-from flexrlhf.data.messages import Message
+from flexrlhf.data.messages import Chat, Message, is_assistant
 from flexrlhf.errors import UserError
-
-ASSISTANT_ROLE = "assistant"
 
 
 @dataclass(frozen=True)
@@ -43,24 +41,23 @@ class TextEncoder:
             raise UserError(f"{self.key}: its tokenizer has no token for an empty text; give a model with an end token")
         return ids
 
-    def _chat(self, turns: Sequence[Message], response: str) -> list[int]:
+    def _chat(self, turns: Chat, response: str) -> list[int]:
         """Return the tokens of a chat; a last turn of the assistant goes on with the response."""
-        from jinja2 import TemplateError
-
-        if not getattr(self.tokenizer, "chat_template", None):
+        if own_template(self.tokenizer) is None:
             raise UserError(
                 f"{self.key}: the data is chat, and its tokenizer has no chat template; copy that of the model into "
                 f"its directory"
             )
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        if messages[-1]["role"] == ASSISTANT_ROLE:
-            messages[-1]["content"] += response
-        else:
-            messages.append({"role": ASSISTANT_ROLE, "content": response})
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{self.key}: its chat template refuses the turns ({reason:.300})") from None
+            text = ChatTemplate(self.tokenizer).chat(_with_response(turns, response))
+        except UserError as error:
+            raise UserError(f"{self.key}: {error}") from None
         # a template writes bos itself
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _with_response(turns: Chat, response: str) -> Chat:
+    last = turns[-1]
+    if is_assistant(last):
+        return (*turns[:-1], replace(last, content=last.content + response))
+    return (*turns, Message("assistant", response))

@@ -224,7 +224,7 @@ class Letters:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(letter) for letter in text]
 
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         if messages[0]["role"] == "system":
             raise ValueError("no system role")
         return "".join(f"<{each['role'][0]}>{each['content']}" for each in messages)
@@ -253,5 +253,5 @@ def test_a_chat_is_rendered_by_the_models_own_template(monkeypatch: pytest.Monke
     monkeypatch.setattr(Letters, "chat_template", "given")
     assert encoded(chat, "you", True) == ("<u>hi<a>you", False)
     assert encoded(row("", ("user", "hi"), ("assistant", "so ")), "you", True) == ("<u>hi<a>so you", False)
-    with pytest.raises(UserError, match=r"^models.reward.retokenize: its chat template refuses the turns \(no system"):
+    with pytest.raises(UserError, match=r"^models.reward.retokenize: the chat template refuses the turns: no system"):
         encoded(row("", ("system", "be good"), ("user", "hi")), "you", True)
