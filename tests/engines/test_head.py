@@ -463,6 +463,8 @@ def rank_main(rank: int, directory: Path) -> None:
         "fsdp": {tied: fsdp_model(mesh, tied) for tied in (False, True)},
     }
     torch.save(result, directory / f"{rank}.pt")
+    # a rank that leaves while the other one still reads from it ends that one
+    dist.barrier()
     dist.destroy_process_group()
 
 
