@@ -17,6 +17,8 @@ PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose attention in transformers takes any mask, where no window restricts it."""
 EQUAL_WIDTH = 4096
 """Width at which dense attention over a row is taken to cost as much as all else: 6 times a hidden size of 683."""
+PASS_COST = 64
+"""Tokens that cost about as much as one more pass."""
 WIDTHS = (1.0, 1.15, 1.4, 2.0, 3.0)
 """Widths of a row that are tried, over its longest text."""
 SMALLEST_PASS = 1024
@@ -118,7 +120,8 @@ def packed(units: Sequence[Sequence[TextGroup]], budget: int, together: bool = T
             longest = _longest(units[order[0]])
             widths = dict.fromkeys(ceil(longest * factor) for factor in WIDTHS)
             fits = [width for width in widths if width <= max(budget, longest)]
-            best = min((_filled(units, order, width, budget) for width in fits), key=_Filling.cost)
+            fillings = [_filled(units, order, width, budget) for width in fits]
+            best = min(fillings, key=lambda filling: (filling.above(budget), filling.cost()))
         else:
             best = _apart(units, order, budget)
         passes.append(best.as_pass())
@@ -163,9 +166,13 @@ class _Filling:
         self.real += sum(group.tokens for group in unit)
         return True
 
+    def above(self, budget: int) -> int:
+        """Return the tokens above ``budget``, where a unit alone has so many."""
+        return max(0, self.as_pass().tokens - budget)
+
     def cost(self) -> float:
         """Return the cost of a real token."""
-        return len(self.rows) * _row_cost(self.width) / max(1, self.real)
+        return (PASS_COST + len(self.rows) * _row_cost(self.width)) / max(1, self.real)
 
     def as_pass(self) -> PackedPass:
         """Return the rows, as wide as the fullest of them."""

@@ -49,11 +49,11 @@ def engine_of(role: str = "actor", num_updates: int = 100, head: Head | None = N
     return engine_for(placed(role, head, **settings), num_updates)
 
 
-def engine_for(model: PlacedModel, num_updates: int = 100) -> TorchEngine:
+def engine_for(model: PlacedModel, num_updates: int = 100, lengths: Lengths = LENGTHS) -> TorchEngine:
     return TorchEngine(
         EngineContext(
             placed=model,
-            lengths=LENGTHS,
+            lengths=lengths,
             temperature=1.0,
             seed=SEED,
             num_updates=num_updates,

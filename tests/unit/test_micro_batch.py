@@ -1,113 +1,170 @@
-"""Micro-batches: within the budget, without columns of padding, samples of a prompt together."""
+"""Micro-batches: tokens, positions, attention and the places of outputs, of packed rows and of rows with one text."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS = Lengths(prompt=4, response=6)
+APART = PassSettings(LENGTHS, 1000)
+PACKED = replace(APART, packs=True)
+SHARED = replace(PACKED, shares=True)
 
 
-def batch_of(texts: list[tuple[int, int]], samples_per_prompt: int = 1) -> Batch:
-    """Rows with so many prompt and response tokens; the token is 100 * row + column, also where the mask is 0."""
-    columns = torch.arange(10)
+def batch_of(texts: list[tuple[int, int]], samples_per_prompt: int = 1, same_prompts: bool = False) -> Batch:
+    """Rows with so many prompt and response tokens; the token is 100 * row + column, also where the mask is 0.
+
+    ``same_prompts``: tokens of prompts are 100 * prompt + column.
+    """
+    columns, rows = torch.arange(10), torch.arange(len(texts))
     prompts, responses = (torch.tensor([text[i] for text in texts]).view(-1, 1) for i in range(2))
     mask = ((columns >= 4 - prompts) & (columns < 4 + responses)).to(torch.uint8)
-    tokens = (torch.arange(len(texts))[:, None] * 100 + columns).int()
-    return Batch({"tokens": tokens, "attention_mask": mask}, torch.arange(len(texts)), samples_per_prompt)
+    tokens = (rows[:, None] * 100 + columns).int()
+    if same_prompts:
+        tokens[:, :4] = (rows[:, None] // samples_per_prompt * 100 + columns[:4]).int()
+    return Batch({"tokens": tokens, "attention_mask": mask}, rows, samples_per_prompt)
 
 
-def split(texts: list[tuple[int, int]], budget: int, samples_per_prompt: int = 1) -> list[MicroBatch]:
-    return list(micro_batches(batch_of(texts, samples_per_prompt), LENGTHS, budget))
+def split(texts: list[tuple[int, int]], settings: PassSettings = APART, samples: int = 1) -> list[MicroBatch]:
+    return list(micro_batches(batch_of(texts, samples, same_prompts=True), settings))
 
 
-def rows(pieces: list[MicroBatch]) -> list[list[int]]:
-    return [piece.batch.rows.tolist() for piece in pieces]
+def texts_of(piece: MicroBatch) -> list[list[int]]:
+    """Tokens of each text, by the places at which outputs are read."""
+    return [tokens[mask].tolist() for tokens, mask in zip(piece.text_tokens, piece.text_mask, strict=True)]
 
 
-def test_columns_that_are_padding_in_all_rows_are_left_out() -> None:
-    (piece,) = split([(2, 3), (1, 1)], 1000)
-    assert (piece.first, piece.last, piece.response_width) == (2, 7, 3)
-    assert piece.tokens.tolist() == [[2, 3, 4, 5, 6], [102, 103, 104, 105, 106]]
-    assert piece.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]
+def seen(piece: MicroBatch) -> Tensor:
+    """Tokens (m, W, W) that each token attends to."""
+    m, width = piece.tokens.shape
+    causal = torch.ones(width, width, dtype=torch.bool).tril().expand(m, width, width)
+    mask = piece.attention_mask
+    if mask is None:
+        return causal
+    return causal & mask.bool()[:, None] if mask.dim() == 2 else mask[:, 0] == 0
 
 
-def test_positions_count_from_the_first_token_of_the_text() -> None:
-    (piece,) = split([(3, 1), (1, 2)], 1000)
-    assert piece.position_ids.tolist() == [[0, 1, 2, 3, 3], [0, 0, 0, 1, 2]]
+def contexts(piece: MicroBatch) -> list[list[list[int]]]:
+    """Tokens that each token of each text attends to, itself included, in the order of their positions."""
+    mask, tokens = seen(piece), piece.tokens
+    found = []
+    for places, inside in zip(piece.places, piece.text_mask, strict=True):
+        of_text = []
+        for place in places[inside].tolist():
+            row, column = divmod(place, piece.width)
+            order = piece.position_ids[row][mask[row, column]].argsort()
+            of_text.append(tokens[row][mask[row, column]][order].tolist())
+        found.append(of_text)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("budget", "expected"),
-    [
-        (1000, [[0, 1, 2, 3]]),
-        (20, [[0, 1, 2, 3]]),
-        (19, [[0, 1, 2], [3]]),
-        (10, [[0, 1], [2, 3]]),
-        (1, [[0], [1], [2], [3]]),
-    ],
-)
-def test_rows_are_taken_until_the_budget_is_full(budget: int, expected: list[list[int]]) -> None:
-    """Each row is 2 + 3 tokens; one row alone may exceed the budget."""
-    assert rows(split([(2, 3)] * 4, budget)) == expected
+def test_prompt_and_response_adjoin() -> None:
+    """Rows sorted by length, the longest first in the pass; the batch keeps its order."""
+    (piece,) = split([(1, 1), (2, 3)])
+    assert piece.tokens.tolist() == [[102, 103, 104, 105, 106], [3, 4, 0, 0, 0]]
+    assert piece.attention_mask is not None
+    assert piece.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert piece.order.tolist() == [0, 1]
+    assert texts_of(piece) == [[3, 4], [102, 103, 104, 105, 106]]
 
 
-def test_a_long_row_widens_all_rows_of_its_micro_batch() -> None:
-    assert rows(split([(1, 1), (1, 1), (4, 6), (1, 1)], 20)) == [[0, 1], [2, 3]]
-    assert rows(split([(1, 1), (1, 1), (4, 6), (1, 1)], 19)) == [[0, 1], [2], [3]]
+def test_packed_rows_by_hand() -> None:
+    (piece,) = split([(1, 1), (2, 3), (1, 2)], PACKED)
+    assert piece.tokens.tolist() == [[102, 103, 104, 105, 106], [203, 204, 205, 3, 4]]
+    assert piece.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]]
+    assert seen(piece)[1].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+    assert piece.state_mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
+    assert piece.state_places[piece.state_mask].tolist() == [8, 9, 1, 2, 3, 4, 5, 6, 7]
+    assert piece.response_tokens[piece.response_mask].tolist() == [4, 104, 105, 106, 204, 205]
 
 
-def test_a_micro_batch_is_as_wide_as_its_own_rows() -> None:
-    pieces = split([(4, 6), (1, 1), (1, 1)], 10)
-    assert [(piece.first, piece.last) for piece in pieces] == [(0, 10), (3, 5)]
+def test_samples_share_their_prompt_by_hand() -> None:
+    (piece,) = split([(2, 1), (2, 2)], SHARED, samples=2)
+    assert piece.tokens.tolist() == [[2, 3, 4, 104, 105]]
+    assert piece.position_ids.tolist() == [[0, 1, 2, 2, 3]]
+    assert seen(piece)[0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
+    assert piece.state_places[0, :2].tolist() == [1, 2]
+    assert piece.state_places[1].tolist() == [1, 3, 4]
+
+
+def test_one_text_in_each_row_needs_no_mask() -> None:
+    (piece,) = split([(2, 3), (2, 3)], PACKED)
+    assert piece.attention_mask is None and piece.tokens.shape == (2, 5)
+
+
+def test_other_prompts_are_not_shared() -> None:
+    """Whole texts of another tokenizer end at the prompt's last place, and those of a unit differ."""
+    (piece,) = micro_batches(batch_of([(3, 1), (3, 1)], 2), SHARED)
+    assert texts_of(piece) == [[1, 2, 3, 4], [101, 102, 103, 104]]
+    (piece,) = micro_batches(batch_of([(3, 1), (2, 1)], 2, same_prompts=True), SHARED)
+    assert texts_of(piece) == [[1, 2, 3, 4], [2, 3, 104]]
+
+
+@pytest.mark.parametrize("settings", [APART, PACKED, SHARED], ids=["apart", "packed", "shared"])
+def test_random_texts_see_themselves_alone(settings: PassSettings) -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        samples = rng.randint(1, 3)
+        prompts = [rng.randint(1, 4) for _ in range(rng.randint(1, 8))]
+        texts = [(prompt, rng.randint(0, 6)) for prompt in prompts for _ in range(samples)]
+        batch = batch_of(texts, samples, same_prompts=True)
+        pieces = list(micro_batches(batch, replace(settings, budget=rng.randint(1, 80))))
+        assert sorted(row for piece in pieces for row in piece.order.tolist()) == list(range(len(texts)))
+        for piece in pieces:
+            assert piece.batch.rows.tolist() == piece.order.tolist() == sorted(piece.order.tolist())
+            assert len(piece.batch) % samples == 0
+            expected = [batch["tokens"][row][batch["attention_mask"][row].bool()].tolist() for row in piece.order]
+            assert texts_of(piece) == expected
+            assert contexts(piece) == [[text[: end + 1] for end in range(len(text))] for text in expected]
+            counts = [texts[row][1] for row in piece.order.tolist()]
+            assert piece.response_mask.sum(1).tolist() == counts
+            assert piece.state_mask.sum(1).tolist() == [count + 1 for count in counts]
 
 
 def test_samples_of_a_prompt_stay_together() -> None:
-    assert rows(split([(2, 3)] * 6, 1, samples_per_prompt=3)) == [[0, 1, 2], [3, 4, 5]]
-    assert rows(split([(2, 3)] * 6, 29, samples_per_prompt=3)) == [[0, 1, 2], [3, 4, 5]]
-    assert rows(split([(2, 3)] * 6, 30, samples_per_prompt=3)) == [[0, 1, 2, 3, 4, 5]]
+    for budget, expected in ((1, [[0, 1, 2], [3, 4, 5]]), (29, [[0, 1, 2], [3, 4, 5]]), (30, [[0, 1, 2, 3, 4, 5]])):
+        pieces = split([(2, 3)] * 6, replace(APART, budget=budget), samples=3)
+        assert [piece.order.tolist() for piece in pieces] == expected
 
 
 def test_an_empty_batch_has_no_micro_batch() -> None:
-    assert split([], 100) == []
+    assert list(micro_batches(batch_of([(1, 1)]).select(slice(0, 0)), APART)) == []
 
 
-@pytest.mark.parametrize("texts", [[(2, 0)], [(2, 0), (1, 0)], [(0, 0)], [(0, 3)]])
-def test_the_last_prompt_place_and_one_response_place_are_always_kept(texts: list[tuple[int, int]]) -> None:
-    (piece,) = split(texts, 100)
-    assert piece.first <= 3
-    assert piece.last >= 5
-    assert piece.response_width >= 1
-
-
-def test_random_batches_are_covered_within_the_budget() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        samples = rng.randint(1, 3)
-        texts = [(rng.randint(1, 4), rng.randint(0, 6)) for _ in range(samples * rng.randint(1, 8))]
-        budget = rng.randint(1, 80)
-        pieces = split(texts, budget, samples)
-        assert [row for piece in rows(pieces) for row in piece] == list(range(len(texts)))
-        for piece in pieces:
-            size = len(piece.batch)
-            assert size % samples == 0
-            assert size * (piece.last - piece.first) <= budget or size == samples
-            kept = piece.batch["attention_mask"].clone()
-            kept[:, piece.first : piece.last] = 0
-            assert not kept.any(), "a token of the text is missing"
+@pytest.mark.parametrize("settings", [APART, PACKED, SHARED], ids=["apart", "packed", "shared"])
+@pytest.mark.parametrize("texts", [[(2, 0)], [(2, 0), (1, 0)], [(0, 0)], [(0, 3)], [(0, 0), (2, 2)]])
+def test_texts_without_prompt_or_response_have_places(texts: list[tuple[int, int]], settings: PassSettings) -> None:
+    (piece,) = split(texts, settings)
+    assert piece.state_places.shape == piece.state_mask.shape == (len(texts), max(r for _, r in texts) + 1)
+    assert piece.response_mask.sum(1).tolist() == [response for _, response in texts]
+    assert (piece.text_lengths > 0).all()
+    assert int(piece.state_places.max()) < piece.tokens.numel()
 
 
 def test_an_idle_micro_batch_is_one_row_of_two_tokens() -> None:
     """The last place of the prompt and the first of the response, for a rank that must call without rows."""
-    piece = idle_micro_batch(LENGTHS, torch.device("cpu"))
-    assert piece.idle and not split([(2, 3)], 100)[0].idle
-    assert (piece.first, piece.last, piece.response_width) == (3, 5, 1)
-    assert piece.attention_mask.tolist() == [[1, 1]]
-    assert piece.position_ids.tolist() == [[0, 1]]
-    assert piece.tokens.shape == (1, 2)
+    for settings in (APART, SHARED):
+        piece = idle_micro_batch(settings, torch.device("cpu"))
+        assert piece.idle and not split([(2, 3)], settings)[0].idle
+        assert piece.position_ids.tolist() == [[0, 1]]
+        assert piece.tokens.shape == (1, 2)

@@ -1,0 +1,114 @@
+"""Layout of texts in passes: every text once, within the budget, with little padding, prompts once where shared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import chain
+
+import pytest
+
+from flexrlhf.engines.packing import PackedPass, TextGroup, may_pack, packed, shared
+
+BUDGET = 8192
+
+
+def uneven(count: int, seed: int = 0) -> list[tuple[TextGroup, ...]]:
+    """Texts as those of people: prompts of 129 tokens in the mean and up to 512, responses of 40."""
+    rng = random.Random(seed)
+    prompts = [min(512, max(8, int(rng.lognormvariate(4.6, 0.75)))) for _ in range(count)]
+    return [(TextGroup(prompt, (max(1, int(rng.expovariate(1 / 40))),)),) for prompt in prompts]
+
+
+def padding(units: Sequence[Sequence[TextGroup]], passes: Sequence[PackedPass]) -> float:
+    """Computed tokens for each real one."""
+    return sum(each.tokens for each in passes) / sum(group.tokens for group in chain(*units))
+
+
+@pytest.mark.parametrize("count", [16, 64, 128, 1024])
+def test_few_computed_tokens_are_padding(count: int) -> None:
+    units = uneven(count)
+    assert padding(units, packed(units, BUDGET)) <= 1.1
+    apart = packed(units, BUDGET, together=False)
+    assert padding(units, apart) <= 1.2
+    assert all(len(row) == 1 for each in apart for row in each.rows)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_every_group_has_one_place_within_the_budget(together: bool) -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        samples = rng.randint(1, 4)
+        units = [
+            tuple(TextGroup(rng.randint(0, 9), (rng.randint(1, 9),)) for _ in range(samples))
+            for _ in range(rng.randint(1, 12))
+        ]
+        budget = rng.randint(1, 120)
+        passes = packed(units, budget, together)
+        places = [place for each in passes for row in each.rows for place in row]
+        assert sorted(places) == [(unit, index) for unit in range(len(units)) for index in range(samples)]
+        for each in passes:
+            tokens = [sum(units[place.unit][place.group].tokens for place in row) for row in each.rows]
+            assert max(tokens) == each.width
+            largest = max(samples * max(group.tokens for group in units[unit]) for unit in each.units)
+            assert each.tokens <= max(budget, largest)
+        units_of_passes = [unit for each in passes for unit in each.units]
+        assert sorted(units_of_passes) == list(range(len(units))), "a unit in two passes"
+
+
+def test_rows_by_hand() -> None:
+    """10 tokens in rows as wide as the longest text: 6 | 4 2, or apart 6 | 4 | 2."""
+    units = [(TextGroup(1, (1,)),), (TextGroup(4, (2,)),), (TextGroup(3, (1,)),)]
+    (each,) = packed(units, 100)
+    assert (each.rows, each.width) == ((((1, 0),), ((2, 0), (0, 0))), 6)
+    (apart,) = packed(units, 100, together=False)
+    assert (apart.rows, apart.width) == ((((1, 0),), ((2, 0),), ((0, 0),)), 6)
+    first, second = packed(units, 6)
+    assert (first.rows, second.rows) == ((((1, 0),),), (((2, 0), (0, 0)),))
+
+
+def test_a_text_above_the_budget_is_alone() -> None:
+    units = [(TextGroup(90, (20,)),), (TextGroup(3, (2,)),)]
+    assert [(each.units, each.tokens) for each in packed(units, 50)] == [((0,), 110), ((1,), 5)]
+
+
+def test_a_prompt_is_computed_once_for_its_samples() -> None:
+    group = TextGroup(512, (64,) * 8)
+    assert shared(group, BUDGET) == (group,)
+    assert 8 * (512 + 64) / group.tokens == 4.5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "number", "budget"),
+    [(100, 2048, 16, BUDGET), (512, 64, 8, 800), (4, 500, 64, 100)],
+    ids=["long responses", "a small budget", "texts above the budget"],
+)
+def test_samples_that_would_make_a_row_too_long_get_copies(
+    prompt: int, response: int, number: int, budget: int
+) -> None:
+    parts = shared(TextGroup(prompt, (response,) * number), budget)
+    assert len(parts) > 1
+    assert sum(len(part.responses) for part in parts) == number
+    assert all(part.tokens <= max(budget, prompt + response) for part in parts)
+    # attention over long rows costs more than the copies
+    assert max(part.tokens for part in parts) < 2 * (prompt + 2 * response)
+
+
+def test_the_same_texts_have_the_same_places() -> None:
+    assert packed(uneven(200), 3000) == packed(uneven(200), 3000)
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "expected"),
+    [
+        ("llama", None, True),
+        ("qwen3", None, True),
+        ("mistral", 64, True),
+        ("mistral", 63, False),
+        ("gemma2", None, False),
+        ("gpt2", None, False),
+    ],
+)
+def test_families_that_pack(family: str, window: int | None, expected: bool) -> None:
+    """A window as long as the longest text restricts none."""
+    assert may_pack(family, window, 64) is expected
