@@ -291,6 +291,8 @@ COMPUTE: dict[str, Raw] = {
     "torch-3": _everywhere(zero=3),
     **{f"deepspeed-{stage}": _everywhere(engine="deepspeed", zero=stage) for stage in range(4)},
     "recomputed": _everywhere(zero=3) | {r: {"zero": 3, "activation_checkpointing": True} for r in ("actor", "critic")},
+    "unpacked": _everywhere(pack_texts=False),
+    "unshared": _everywhere(share_prompts=False),
     "tp": _everywhere(tp=2),
     "tp-3": _everywhere(tp=2, zero=3),
     # each side in its own way
@@ -414,6 +416,8 @@ DEFAULT = [
     Case("one", "pairs", 4, "mixed"),
     Case("two", "co-located", 4, "tp"),
     Case("one", "co-located", 4, "tp-3"),
+    Case("samples", "halves", 4, "unpacked"),
+    Case("samples", "six", 4, "unshared"),
     Case("penalty", "six", 4, "crossed"),
     Case("epochs", "halves", 4, "recomputed"),
     Case("four", "tight", 2),
