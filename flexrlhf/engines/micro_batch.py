@@ -119,14 +119,18 @@ def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
     if not len(batch):
         return
     texts = _Texts.of(batch, settings.lengths)
-    units = texts.units(settings)
-    for each in packed(units, settings.budget, settings.packs):
-        starts = [
-            start
+    units = [texts.unit(number, settings) for number in range(len(texts.same))]
+    for each in packed([unit.groups for unit in units], settings.budget, settings.packs):
+        starts = {
+            start.row: start
             for number, row in enumerate(each.rows)
-            for start in _starts(number * each.width, row, units, texts.samples)
-        ]
-        yield _laid_out(batch, sorted(starts), texts, each, settings)
+            for start in _starts(number * each.width, row, units)
+        }
+        num_texts = len(starts)
+        for unit in each.units:
+            starts |= {row: starts[first]._replace(row=row) for row, first in units[unit].repeated.items()}
+        numbers = [starts[row] for row in sorted(starts)]
+        yield _laid_out(batch, numbers, num_texts, texts, each, settings)
 
 
 def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch:
@@ -142,37 +146,61 @@ def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch
 
 
 @dataclass(frozen=True)
+class _Unit:
+    """Texts of one prompt, which stay together.
+
+    groups:    the texts, in groups that share a copy of the prompt.
+    rows:      of the batch, of these texts in order.
+    repeated:  further rows → the row with the same text, which is computed once.
+    """
+
+    groups: tuple[TextGroup, ...]
+    rows: tuple[int, ...]
+    repeated: dict[int, int]
+
+
+@dataclass(frozen=True)
 class _Texts:
     """Texts of a batch.
 
     prompts:    tokens of each prompt.
     responses:  tokens of each response.
-    samples:    texts of a unit, which stay together.
+    contents:   bytes that two texts have in common only if all their tokens are the same.
+    samples:    texts of a unit.
     same:       of each unit, whether its texts have the same prompt.
     """
 
     prompts: list[int]
     responses: list[int]
+    contents: list[bytes]
     samples: int
     same: list[bool]
 
     @classmethod
     def of(cls, batch: Batch, lengths: Lengths) -> _Texts:
         mask, samples = batch["attention_mask"].bool(), batch.samples_per_prompt
-        prompt = mask[:, : lengths.prompt]
-        counts, responses = prompt.sum(1), mask[:, lengths.prompt :].sum(1)
+        counts, responses = mask[:, : lengths.prompt].sum(1), mask[:, lengths.prompt :].sum(1)
         # a row without any token has a place all the same
         counts = counts.clamp(min=(counts + responses == 0).long())
-        shown = torch.where(prompt, batch["tokens"][:, : lengths.prompt], -1).unflatten(0, (-1, samples))
-        same = (shown == shown[:, :1]).all(2).all(1)
-        return cls(counts.tolist(), responses.tolist(), samples, same.tolist())
+        shown = torch.where(mask, batch["tokens"], -1)
+        prompt = shown[:, : lengths.prompt].unflatten(0, (-1, samples))
+        same = (prompt == prompt[:, :1]).all(2).all(1)
+        contents = [row.tobytes() for row in shown.cpu().numpy()]
+        return cls(counts.tolist(), responses.tolist(), contents, samples, same.tolist())
 
-    def units(self, settings: PassSettings) -> list[tuple[TextGroup, ...]]:
-        """Return the texts of every unit, in groups that share a prompt."""
-        return [self._unit(number, settings) for number in range(len(self.same))]
+    def unit(self, number: int, settings: PassSettings) -> _Unit:
+        """Return the texts of one prompt. Where rows are packed, the same text is computed once.
 
-    def _unit(self, number: int, settings: PassSettings) -> tuple[TextGroup, ...]:
+        Rounding depends on the place in a row, and group advantages would enlarge the difference of equal texts.
+        """
         rows = range(number * self.samples, (number + 1) * self.samples)
+        firsts: dict[bytes, int] = {}
+        first = {row: firsts.setdefault(self.contents[row], row) if settings.packs else row for row in rows}
+        distinct = tuple(row for row in rows if first[row] == row)
+        repeated = {row: first[row] for row in rows if first[row] != row}
+        return _Unit(self._groups(number, distinct, settings), distinct, repeated)
+
+    def _groups(self, number: int, rows: Sequence[int], settings: PassSettings) -> tuple[TextGroup, ...]:
         if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
             group = TextGroup(self.prompts[rows[0]], tuple(self.responses[row] for row in rows))
             return shared(group, settings.budget)
@@ -194,22 +222,22 @@ class _Start(NamedTuple):
     number: int
 
 
-def _starts(place: int, row: Sequence[Place], units: Sequence[Sequence[TextGroup]], samples: int) -> Iterator[_Start]:
-    """Yield the texts of one row of a pass, whose first token is at ``place``. ``samples``: texts of a unit."""
+def _starts(place: int, row: Sequence[Place], units: Sequence[_Unit]) -> Iterator[_Start]:
+    """Yield the texts of one row of a pass, whose first token is at ``place``."""
     for unit, index in row:
-        group = units[unit][index]
-        first = unit * samples + sum(len(other.responses) for other in units[unit][:index])
+        groups = units[unit].groups
+        group, before = groups[index], sum(len(other.responses) for other in groups[:index])
         prompt, is_alone = place, len(group.responses) == 1
         place += group.prompt
-        for sample, response in enumerate(group.responses):
-            yield _Start(first + sample, prompt, place, prompt if is_alone else place)
+        for number, response in zip(units[unit].rows[before:], group.responses, strict=False):
+            yield _Start(number, prompt, place, prompt if is_alone else place)
             place += response
 
 
 def _laid_out(
-    batch: Batch, starts: Sequence[_Start], texts: _Texts, each: PackedPass, settings: PassSettings
+    batch: Batch, starts: Sequence[_Start], num_texts: int, texts: _Texts, each: PackedPass, settings: PassSettings
 ) -> MicroBatch:
-    """Build the micro-batch of one pass. ``starts``: in the order of the batch's rows."""
+    """Build the micro-batch of one pass. ``starts``: in the order of the batch; ``num_texts``: different ones."""
     device, shape = batch.rows.device, (len(each.rows), each.width)
     order, prompt, response, number = torch.tensor(starts, device=device).t()
     prompts, responses = (torch.tensor(all_, device=device)[order] for all_ in (texts.prompts, texts.responses))
@@ -234,7 +262,7 @@ def _laid_out(
         order=order,
         tokens=filled(own, torch.zeros_like(nothing)),
         position_ids=positions,
-        attention_mask=_mask(numbers, filled(prompt[:, None], nothing), len(starts), settings),
+        attention_mask=_mask(numbers, filled(prompt[:, None], nothing), num_texts, settings),
         places=places,
         prompt_lengths=prompts,
         text_lengths=length,

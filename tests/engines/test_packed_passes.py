@@ -44,6 +44,9 @@ def groups(seed: int = 0, prompts: int = 4) -> Batch:
     for name in ("tokens", "attention_mask"):
         columns[name] = columns[name].clone()
         columns[name][:, :4] = columns[name][::SAMPLES, :4].repeat_interleave(SAMPLES, 0)
+        # two samples of the first prompt are the same
+        columns[name][1] = columns[name][0]
+    columns["response_mask"] = columns["attention_mask"][:, 4:]
     return Batch(columns, batch.rows, SAMPLES)
 
 

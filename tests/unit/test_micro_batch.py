@@ -161,6 +161,19 @@ def test_texts_without_prompt_or_response_have_places(texts: list[tuple[int, int
     assert int(piece.state_places.max()) < piece.tokens.numel()
 
 
+def test_the_same_text_is_computed_once() -> None:
+    """So that equal samples of a group have equal scores, to the last bit."""
+    batch = batch_of([(2, 1), (2, 2), (2, 1)], 3, same_prompts=True)
+    batch["tokens"][2] = batch["tokens"][0]
+    (piece,) = micro_batches(batch, SHARED)
+    assert piece.tokens.tolist() == [[2, 3, 4, 104, 105]]
+    assert torch.equal(piece.places[0], piece.places[2]) and piece.order.tolist() == [0, 1, 2]
+    (piece,) = micro_batches(batch, PACKED)
+    assert piece.tokens.numel() == 8 and texts_of(piece) == [[2, 3, 4], [2, 3, 104, 105], [2, 3, 4]]
+    (piece,) = micro_batches(batch, APART)
+    assert len(piece.tokens) == 3
+
+
 def test_an_idle_micro_batch_is_one_row_of_two_tokens() -> None:
     """The last place of the prompt and the first of the response, for a rank that must call without rows."""
     for settings in (APART, SHARED):
