@@ -100,7 +100,7 @@ def make_spec(rng: Random) -> Raw:
         "rollout": rollout,
     }
     if name == "ppo":
-        rollout["logprobs"] = rng.choice(("auto", "auto", "recompute", "reuse"))
+        _set_logprobs(Random(repr(spec)), spec)
     if chance(rng, 0.1):
         spec["schedule"]["strategy"] = strategy
     if chance(rng, 0.3):
@@ -109,6 +109,13 @@ def make_spec(rng: Random) -> Raw:
             spec["eval"]["samples_per_prompt"] = rng.choice((None, 1, 2, 3))
             spec["save"]["best"] = rng.choice((None, "eval_reward_mean"))
     return spec
+
+
+def _set_logprobs(rng: Random, spec: Raw) -> None:
+    """Choose where they come from, by numbers of its own, and whether rewards need them before training."""
+    spec["rollout"]["logprobs"] = rng.choice(("auto", "auto", "auto", "recompute", "reuse"))
+    if chance(rng, 0.4):
+        spec["algorithm"]["kl"] = {"place": "loss"}
 
 
 def chance(rng: Random, probability: float) -> bool:
@@ -194,8 +201,6 @@ def _algorithm(rng: Random, name: str) -> Raw:
         algorithm["samples_per_prompt"] = rng.randint(1, 3)
         if chance(rng, 0.3):
             algorithm["importance"] = {"level": rng.choice(("token", "sequence"))}
-        if chance(rng, 0.4):
-            algorithm["kl"] = {"place": "loss"}
     return algorithm
 
 
