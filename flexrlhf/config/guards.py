@@ -10,7 +10,8 @@ from flexrlhf.config.strict_model import StrictModel
 
 
 class GuardsSpec(StrictModel):
-    """Numbers that end a run or are warned of. They never change a number of a run without such events."""
+    """Numbers that end a run or are warned of. They never change a number of a run without such events,
+    but for the rounding of log-probs (``rollout.logprobs``)."""
 
     non_finite: Literal["stop", "skip"] = Field(
         "stop",

@@ -411,6 +411,12 @@ class ParitySpec(StrictModel):
 class RolloutSpec(StrictModel):
     """Engine that generates: transformers with the actor's own weights, or vLLM with a copy of them."""
 
+    logprobs: Literal["auto", "recompute", "reuse"] = Field(
+        "auto",
+        description="of the policy that ratios are taken to: recompute: by a forward pass; reuse: as generation has "
+        "computed them, in any type of numbers; auto: without a pass of their own where numbers stay the same but for "
+        "the rounding of float32",
+    )
     engine: Literal["transformers", "vllm"] = Field("transformers", description="the settings below are for vllm")
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine")
     dtype: Dtype | None = Field(None, description="type of weights and passes; null: the actor's")
@@ -433,7 +439,8 @@ class RolloutSpec(StrictModel):
     @model_validator(mode="after")
     def _settings_of_vllm(self) -> Self:
         plain = type(self).model_construct()
-        set_ones = [name for name in type(self).model_fields if getattr(self, name) != getattr(plain, name)]
+        fields = [name for name in type(self).model_fields if name != "logprobs"]
+        set_ones = [name for name in fields if getattr(self, name) != getattr(plain, name)]
         if self.engine == "transformers" and set_ones:
             raise ValueError(
                 f"{set_ones[0]} goes with engine vllm; transformers generates with the settings of models.actor: "

@@ -59,6 +59,10 @@ class Batch:
         columns = {name: tensor[part] for name, tensor in self.columns.items()}
         return Batch(columns, self.rows[part], self.samples_per_prompt)
 
+    def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
+        """Return the same rows with further ``columns``."""
+        return Batch({**self.columns, **columns}, self.rows, self.samples_per_prompt)
+
 
 @dataclass(frozen=True)
 class Sampling:

@@ -19,6 +19,8 @@ from flexrlhf.operators.graph import Operator
 FILE_NAME = re.compile(r"step\d+-(?P<operator>.+)-chunk\d+-rank(?P<rank>\d+)\.safetensors")
 NOT_REPLAYED = ("policy_version",)
 """Columns of a generate that say who generated, not what."""
+OF_TOKENS = {"rollout_logprobs": "logprobs", "logprobs": "rollout_logprobs"}
+"""Log-probs of the tokens → the column in which a run with another source of them has recorded theirs."""
 
 
 @dataclass
@@ -90,7 +92,7 @@ def replay_responses(run: str, operator: Operator, step: int, rows: Sequence[int
     """Replace what a generate ``operator`` wrote for ``rows`` by what the run in the directory ``run`` recorded."""
     recorded = read_columns(Path(run), step)
     for name in operator.writes:
-        column = recorded.get(name)
+        column = recorded.get(name) or recorded.get(OF_TOKENS.get(name, name))
         if name in NOT_REPLAYED or not rows:
             continue
         if column is None or not set(rows) <= column.values.keys():

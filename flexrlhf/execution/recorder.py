@@ -124,7 +124,8 @@ class Recorder:
         for step, operators in reports.items():
             pending = dict(operators)
             for index, run in enumerate(self._plan.schedule.instructions):
-                if isinstance(run, Run) and run.lag < self._plan.schedule.lag:
+                is_due = run.due(int(step), self._plan.spec.steps)
+                if isinstance(run, Run) and run.lag < self._plan.schedule.lag and is_due:
                     report = make_report(**pending.pop(run.operator.name, {}))
                     if self._world.rank == run.ranks[0]:
                         self.publish(int(step), index, report)

@@ -68,8 +68,9 @@ def _needed(plan: Plan, rank: int) -> Mapping[str, set[int]]:
 
 
 def _generating_runs(plan: Plan, rank: int) -> Iterable[Run]:
-    mine = plan.schedule.for_rank(rank)
-    return [each for each in mine if isinstance(each, Run) and each.lag < plan.schedule.lag]
+    """Return the runs of every step that write columns of steps in flight; rare ones write what they alone read."""
+    runs = [each for each in plan.schedule.for_rank(rank) if isinstance(each, Run)]
+    return [run for run in runs if run.lag < plan.schedule.lag and run.operator.every == 1]
 
 
 def _rows_of(plan: Plan, run: Run, rank: int) -> Sequence[int]:

@@ -19,6 +19,7 @@ from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.parity import LogprobDifferences, compare_logprobs
 from flexrlhf.operators.graph import Operator
+from flexrlhf.operators.old_logprobs import COMPARED
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
@@ -26,6 +27,8 @@ from flexrlhf.strategies.instructions import Run
 LIMIT, LIMIT_16_BITS = 1e-3, 0.05
 """Mean difference in nats at temperature 1 that rounding does not reach."""
 SAMPLED, COMPUTED = "rollout_logprobs", "logprobs"
+OF_WHOLE_TEXTS = frozenset({COMPUTED, COMPARED})
+"""Columns of a forward that are compared; the second is computed for this alone."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,10 @@ class SampledCheck:
         kept, rows = f"{SAMPLED}.{model.placed.name}", batch.rows.tolist()
         if samples(operator):
             store.put(kept, rows, columns[SAMPLED])
-        elif COMPUTED in operator.writes:
-            mask = batch["attention_mask"][:, -columns[COMPUTED].shape[1] :]
-            self._compare(model, batch, mask, store.get(kept, rows), columns[COMPUTED])
+            return
+        for name in OF_WHOLE_TEXTS.intersection(operator.writes):
+            mask = batch["attention_mask"][:, -columns[name].shape[1] :]
+            self._compare(model, batch, mask, store.get(kept, rows), columns[name])
 
     def before_training(self, model: LoadedModel, batch: Batch) -> None:
         """Compare the columns of both log-probs, where one copy has sampled the tokens and another is trained."""
@@ -108,6 +112,7 @@ def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> Sa
         return None
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
     sampling = {run.model for run in runs if samples(run.operator)}
-    computing = {run.model for run in runs if run.operator.kind == "forward" and COMPUTED in run.operator.writes}
+    forwards = [run for run in runs if run.operator.kind == "forward"]
+    computing = {run.model for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
     models = frozenset(sampling & computing)
     return SampledCheck(guards.sampled_logprobs, guards.max_logprob_difference, plan.temperature, models, decode)

@@ -14,7 +14,16 @@ from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores,
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
 from flexrlhf.objectives.importance import rejection
 from flexrlhf.objectives.kto import kto_loss, reference_point
-from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, ptx_loss, shared_loss, value_loss
+from flexrlhf.objectives.losses import (
+    likelihood_loss,
+    on_policy_loss,
+    on_policy_shared_loss,
+    pair_loss,
+    policy_loss,
+    ptx_loss,
+    shared_loss,
+    value_loss,
+)
 from flexrlhf.objectives.parity import parity
 from flexrlhf.objectives.preferences import orpo_loss, preference_accuracy, preference_loss, simpo_loss
 from flexrlhf.objectives.returns import reinforce_advantages, remax_advantages
@@ -24,6 +33,8 @@ from flexrlhf.objectives.weighted_scores import weighted_scores
 LOSSES: dict[str, Callable[[Any], Loss]] = {
     "kto_loss": kto_loss,
     "likelihood_loss": likelihood_loss,
+    "on_policy_loss": on_policy_loss,
+    "on_policy_shared_loss": on_policy_shared_loss,
     "orpo_loss": orpo_loss,
     "pair_loss": pair_loss,
     "policy_loss": policy_loss,

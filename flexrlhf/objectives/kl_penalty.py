@@ -45,25 +45,32 @@ def behaviour_logprobs(batch: Batch) -> Tensor:
 def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str, float]) -> tuple[Tensor, Moments]:
     """Return the KL penalty (n, R) of each token, for its reward or its advantage, and statistics of the KL.
 
-    Both are empty without a KL penalty; the penalty is 0 where it is part of the loss.
+    Both are empty without a KL penalty; the penalty is 0 where it is part of the loss. A loss that computes the
+    policy's log-probs itself reports the KL itself, too.
 
     mask:  (n, R), tokens that count.
     state: of the controllers, with the coefficient of this step.
     """
+    nothing = torch.zeros_like(mask, dtype=torch.float32)
     if spec.kl is None:
-        return torch.zeros_like(mask, dtype=torch.float32), {}
+        return nothing, {}
+    coefficient = state["kl_coefficient"]
+    used = {"kl_coefficient": moments(nothing.new_full((len(batch),), coefficient, dtype=torch.float64))}
+    if "ref_logprobs" not in batch.columns:
+        return nothing, used
     log_ratio = (behaviour_logprobs(batch) - batch["ref_logprobs"]) * mask
-    coefficient, estimate = state["kl_coefficient"], kl_estimate(spec.kl, log_ratio) * mask
-    statistics = {
-        "kl": moments(log_ratio.sum(1), mask.any(1)),
-        "kl_token": moments(log_ratio, mask),
-        "kl_coefficient": moments(log_ratio.new_full((len(batch),), coefficient, dtype=torch.float64)),
-    }
+    estimate = kl_estimate(spec.kl, log_ratio) * mask
+    statistics = measured_kl(log_ratio, mask) | used
     if spec.kl.target is not None and spec.kl.target_unit == "token":
         statistics["kl_response_mean"] = moments(estimate.sum(1) / mask.sum(1).clamp(min=1), mask.any(1))
     if spec.kl.place == "loss":
         return torch.zeros_like(log_ratio), statistics
     return coefficient * estimate, statistics
+
+
+def measured_kl(log_ratio: Tensor, mask: Tensor) -> Moments:
+    """Statistics of the KL to the reference, from log-ratios (n, R) that are 0 outside ``mask`` (n, R)."""
+    return {"kl": moments(log_ratio.sum(1), mask.any(1)), "kl_token": moments(log_ratio, mask)}
 
 
 def penalty_to_go(penalty: Tensor) -> Tensor:

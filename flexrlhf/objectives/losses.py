@@ -21,8 +21,9 @@ from flexrlhf.config.algorithms import (
     SftSpec,
 )
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
-from flexrlhf.objectives.kl_penalty import kl_estimate
+from flexrlhf.objectives.kl_penalty import kl_estimate, measured_kl
 from flexrlhf.objectives.surrogates import surrogate_losses
+from flexrlhf.operators.old_logprobs import reports_kl
 
 
 def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Totals) -> Tensor:
@@ -112,6 +113,34 @@ def policy_loss(spec: PolicySpec) -> Loss:
     if spec.importance is not None:
         statistics += ("importance_weight", "importance_clipped")
     return Loss("logprobs", function, statistics, "gradient" if spec.entropy_coefficient else "value")
+
+
+def on_policy_loss(spec: PolicySpec) -> Loss:
+    """Return the surrogate loss of the only pass of a step, which the policy that the step starts from is that of.
+
+    Ratios are 1, with the gradient of the log-probs; importance weights are those of the pass's log-probs, too. Where
+    the KL penalty is part of the loss, it also reports the KL.
+    """
+    return _on_policy(spec, policy_loss(spec))
+
+
+def on_policy_shared_loss(spec: AcShareSpec) -> Loss:
+    """Return the shared loss of the only pass of a step (``on_policy_loss``)."""
+    return _on_policy(spec, shared_loss(spec))
+
+
+def _on_policy(spec: PolicySpec, loss: Loss) -> Loss:
+    """Return ``loss`` with the log-probs of its own pass in place of the column ``logprobs``."""
+    reports = reports_kl(spec)
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+        own = outputs.quantity.detach()
+        contribution, statistics = loss.function(outputs, batch.with_columns({"logprobs": own}), totals)
+        if reports:
+            statistics |= measured_kl((own - batch["ref_logprobs"]) * batch.mask, batch.mask)
+        return contribution, statistics
+
+    return replace(loss, function=function, statistics=loss.statistics + (("kl", "kl_token") if reports else ()))
 
 
 def value_loss(spec: PpoSpec) -> Loss:

@@ -108,9 +108,9 @@ def compare_logprobs(
 
 def _logprobs_of_both(batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-probs (n, R) of the engine and of the trainer; operators/rollout.py chooses their columns."""
-    if "trainer_logprobs" in batch.columns:
-        return batch["logprobs"], batch["trainer_logprobs"]
-    return batch["rollout_logprobs"], batch["logprobs"]
+    engine = "rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"
+    trainer = "trainer_logprobs" if "trainer_logprobs" in batch.columns else "logprobs"
+    return batch[engine], batch[trainer]
 
 
 def _as_integers(values: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ COLUMNS = {
         Column("rollout_logprobs", "response", "float32"),
         Column("logprobs", "response", "float32", "logprobs"),
         Column("trainer_logprobs", "response", "float32", "logprobs"),
+        Column("computed_logprobs", "response", "float32", "logprobs"),
         Column("ref_logprobs", "response", "float32", "logprobs"),
         Column("values", "response+1", "float32", "values"),
         Column("scores", "row", "float32", "scores"),

@@ -75,6 +75,18 @@ class Operator:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A column that no operator computes by itself, since another pass does.
+
+    column: its name.
+    reason: why, in words.
+    """
+
+    column: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Graph:
     """Operators of one step, in the order a person would read them.
 
@@ -83,6 +95,7 @@ class Graph:
     inputs:      columns that come from the data set.
     evaluation:  operators that run on the evaluation set.
     can_shadow:  whether inference may run on a copy while the trained weights change.
+    left_out:    columns that need no operator of their own.
     """
 
     operators: tuple[Operator, ...]
@@ -91,6 +104,7 @@ class Graph:
     inputs: tuple[str, ...]
     evaluation: tuple[Operator, ...] = ()
     can_shadow: bool = False
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def trained(self) -> tuple[str, ...]:

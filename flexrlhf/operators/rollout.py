@@ -2,7 +2,7 @@
 
 Column ``logprobs``: of the sampled tokens under the weights that training of the step starts from, which the loss takes
 its ratio to. ``rollout_logprobs``: under the distribution that they were sampled from. Where nothing corrects for their
-difference one of them serves for both, and a gate (``parity``) compares the two engines.
+difference one of them serves for both (operators/old_logprobs.py), and a gate (``parity``) compares the two engines.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flexrlhf.config.spec import ParitySpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.old_logprobs import also_writing, check_setting, from_generation, from_training, logprob_source
 from flexrlhf.operators.policy import after
 
 LEAST_TEMPERATURE = 0.01
@@ -22,21 +23,30 @@ LEAST_TEMPERATURE = 0.01
 
 
 def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
-    """Return ``graph`` for the rollout engine of ``spec``. ``is_remote``: it is on other ranks than the trained copy.
+    """Return ``graph`` for the rollout engine of ``spec``. ``is_remote``: inference is on other ranks than training.
 
     Raises UserError for settings of rollouts that do not go with the algorithm.
     """
     check_rollout(graph, spec)
+    if graph.generated is None:
+        return graph
     algorithm, rollout = spec.algorithm, spec.rollout
     importance = algorithm.importance if isinstance(algorithm, SampledSpec) else None
     is_separate = rollout.engine != "transformers"
-    if importance is None and not is_separate:
-        return graph
-    from_engine = importance is None and is_remote
-    graph = _logprobs_from_engine(graph) if from_engine else _logprobs_from_both(graph, importance)
+    if importance is not None:
+        graph = _corrected_graph(graph, importance)
+    source = logprob_source(graph, spec, is_remote)
+    match source.kind:
+        case "generation":
+            graph = from_generation(graph, source, spec)
+        case "training":
+            graph = from_training(graph, source, spec)
+        case "forward" if is_separate and importance is None:
+            graph = replace(graph, operators=also_writing(graph.operators, "rollout_logprobs"))
     if is_separate and rollout.parity is not None:
-        graph = _with_parity(graph, rollout.parity, spec, from_engine)
-    return _after_late_forwards(graph, is_separate and is_remote) if spec.schedule.lag else graph
+        graph = _with_parity(graph, rollout.parity, spec)
+    is_late = spec.schedule.lag > 0 and (is_separate or importance is not None)
+    return _after_late_forwards(graph, is_separate and is_remote) if is_late else graph
 
 
 def check_rollout(graph: Graph, spec: Spec) -> None:
@@ -45,6 +55,7 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
     generates = any(operator.kind == "generate" for operator in graph.evaluation)
     if spec.eval is not None and spec.eval.temperature is not None and not generates:
         raise UserError(f"eval.temperature: evaluations of {algorithm.name} generate nothing; remove it")
+    check_setting(graph, spec)
     if rollout.engine == "transformers":
         return
     if isinstance(algorithm, SampledSpec) and algorithm.temperature < LEAST_TEMPERATURE:
@@ -64,21 +75,10 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         )
 
 
-def _logprobs_from_engine(graph: Graph) -> Graph:
-    """Return ``graph`` without the forward of ``logprobs``: the engine's log-probs are the policy's."""
-    kept = [_not_writing(operator, "logprobs") for operator in graph.operators if operator.writes != ("logprobs",)]
-    return replace(graph, operators=tuple(_also_writing(operator, "logprobs") for operator in kept))
-
-
-def _not_writing(operator: Operator, column: str) -> Operator:
-    return replace(operator, writes=tuple(name for name in operator.writes if name != column))
-
-
-def _logprobs_from_both(graph: Graph, importance: ImportanceSpec | None) -> Graph:
-    """Return ``graph`` with log-probs of the tokens from the engine and from the trained copy."""
-    corrected = [_corrected(operator) if importance is not None else operator for operator in graph.operators]
-    operators = tuple(_also_writing(operator, "rollout_logprobs") for operator in corrected)
-    if importance is not None and importance.reject is not None:
+def _corrected_graph(graph: Graph, importance: ImportanceSpec) -> Graph:
+    """Return ``graph`` under importance correction, with log-probs from engine and trained copy."""
+    operators = also_writing((_corrected(operator) for operator in graph.operators), "rollout_logprobs")
+    if importance.reject is not None:
         operators = _with_rejection(operators)
     return replace(graph, operators=operators)
 
@@ -92,26 +92,21 @@ def _with_rejection(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     return after(kept, "advantages", rejection)
 
 
-def _also_writing(operator: Operator, column: str) -> Operator:
-    """Return ``operator``; if it generates what is trained on, it also writes ``column``."""
-    is_sampled = operator.kind == "generate" and not operator.is_greedy
-    return replace(operator, writes=(*operator.writes, column)) if is_sampled else operator
-
-
-def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, from_engine: bool) -> Graph:
+def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec) -> Graph:
     """Return ``graph`` with the parity gate, at steps in which engine and trained copy hold the same weights.
 
     The engine generates batch b with the weights after k * floor(max(0, b - lag) / k) batches, k = sync.every. With a
-    lag that is step 0 alone; else also the first step after a sync, which may have gone wrong. ``from_engine``: the
-    engine's log-probs stand for the policy's, so the trained copy computes its own for the gate.
+    lag that is step 0 alone; else also the first step after a sync, which may have gone wrong. Where no forward writes
+    ``logprobs``, the trained copy computes its own for the gate.
     """
     role, k = _role_of(graph), spec.sync.every
     every, also = (spec.steps, 0) if spec.schedule.lag else (lcm(parity.every, k), k)
     operators = list(graph.operators)
-    compared = ("rollout_logprobs", "logprobs")
-    if from_engine:
-        compared = ("logprobs", "trainer_logprobs")
+    of_engine = "rollout_logprobs" if "rollout_logprobs" in graph.producers else "logprobs"
+    compared = (of_engine, "logprobs")
+    if "logprobs" not in graph.producers or graph.producers["logprobs"].kind == "generate":
         own = ("trainer_logprobs",)
+        compared = (of_engine, *own)
         operators.append(Operator(own[0], "forward", role, TEXT, own, every=every, also=also, on_trained=True))
     operators.append(
         Operator(

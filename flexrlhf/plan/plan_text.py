@@ -35,6 +35,7 @@ def format_plan(plan: Plan) -> str:
         _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
         _titled("overlap", _overlap(plan)),
         _titled("process groups", _groups(plan)),
+        *([_titled("left out", _left_out(plan))] if plan.graph.left_out else []),
         _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
     ]
     return "\n\n".join("\n".join(section) for section in sections)
@@ -132,6 +133,11 @@ def _groups(plan: Plan) -> list[str]:
     lines = [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups if not group.alone]
     lines += [f"{'alone, each':<24} {ranks_text(alone)}"] if alone else []
     return lines or ["none: one rank"]
+
+
+def _left_out(plan: Plan) -> list[str]:
+    """Return a line for each column that another pass computes, and why it needs none of its own."""
+    return [f"{each.column}: {each.reason}" for each in plan.graph.left_out]
 
 
 def schedule_table(plan: Plan) -> list[str]:

@@ -17,9 +17,8 @@ def run_graph(spec: Spec, placement: Placement) -> Graph:
 
     Raises UserError for settings of rollouts that do not go with the algorithm.
     """
-    graph = make_graph(spec)
-    graph = _on_both_copies(graph, spec, shadowed={model.role for model in placement.shadows})
-    return with_rollout(graph, spec, is_remote=any(model.rollout is not None for model in placement.shadows))
+    graph, shadowed = make_graph(spec), {model.role for model in placement.shadows}
+    return with_rollout(_on_both_copies(graph, spec, shadowed), spec, is_remote=graph.generated in shadowed)
 
 
 def _on_both_copies(graph: Graph, spec: Spec, shadowed: set[str]) -> Graph:

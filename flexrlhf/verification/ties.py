@@ -23,8 +23,8 @@ SAMPLED = ("rollout_logprobs", "logprobs")
 def find_tie(first: Columns, second: Columns, seed: int, step: int, num_prompt_tokens: int, limit: float) -> Tie | None:
     """Return the tie where every response that differs parts at a token whose margin is at most ``limit``."""
     tokens = [run.get("tokens") for run in (first, second)]
-    name = next((name for name in SAMPLED if name in first and name in second), None)
-    if tokens[0] is None or tokens[1] is None or name is None:
+    sampled = [next((run[name] for name in SAMPLED if name in run), None) for run in (first, second)]
+    if tokens[0] is None or tokens[1] is None or sampled[0] is None or sampled[1] is None:
         return None
     margins: dict[int, float] = {}
     for row in sorted(tokens[0].values.keys() & tokens[1].values.keys()):
@@ -36,7 +36,7 @@ def find_tie(first: Columns, second: Columns, seed: int, step: int, num_prompt_t
         if position < 0:
             return None
         noise = _noise(seed, step, row, position, int(one[places[0]]), int(other[places[0]]))
-        chosen = [float(run[name].values[row][position]) for run in (first, second)]
+        chosen = [float(run.values[row][position]) for run in (sampled[0], sampled[1])]
         margins[row] = abs(chosen[0] + noise[0] - chosen[1] - noise[1])
     if not margins or max(margins.values()) > limit:
         return None

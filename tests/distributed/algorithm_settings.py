@@ -130,6 +130,7 @@ COMPLETIONS: dict[str, Raw] = {
     ),
 }
 """Further settings of PPO, and with it of all that generate responses."""
+RECOMPUTED: Raw = {"rollout": {"logprobs": "recompute"}}
 ALGORITHMS: dict[str, Raw] = {
     "one-trunk": _of("ac-share"),
     "one-trunk-epochs": _of("ac-share", epochs=2, entropy_coefficient=0.02, value_coefficient=1.5, value_clip=None),
@@ -140,6 +141,14 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-adapters": _of("ac-share", {"models": SHARED_REF}),
     "one-trunk-texts": _of("ac-share", _scored(LENGTH), ptx=TEXTS, samples_per_prompt=2, prompts_per_step=4),
     "grpo": _of("grpo"),
+    # the only pass of a step computes the log-probs that its ratios are taken to, and the KL
+    "grpo-alone": _of("grpo", num_mini_batches=1),
+    "gspo-alone": _of("gspo", num_mini_batches=1),
+    "one-trunk-alone": _of("ac-share", num_mini_batches=1, kl=_loss_kl("k2", 0.3), entropy_coefficient=0.02),
+    "corrected-alone": _of("ppo", num_mini_batches=1, importance={"cap": 1.05}),
+    # each pass by itself
+    "grpo-recomputed": _of("grpo", RECOMPUTED, num_mini_batches=1),
+    "one-trunk-recomputed": _of("ac-share", RECOMPUTED),
     "grpo-rule": _of("grpo", {**_scored(LENGTH), "eval": {"pass_at": 2, "pass_score": 0.8}}, epochs=2),
     "grpo-dr": _of("grpo", kl=None, scale="none", loss_aggregation="seq-mean-token-sum-norm"),
     # three groups of six are trained on, where so many differ

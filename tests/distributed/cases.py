@@ -86,6 +86,7 @@ SETTINGS: dict[str, Raw] = {
     # over 4 ranks a mini-batch of 3 prompts leaves one rank without rows, one of 1 or 2 prompts leaves more
     "uneven": _ppo(prompts_per_step=7, num_mini_batches=2),
     "scarce": _ppo(prompts_per_step=3, num_mini_batches=2, whiten="mini_batch"),
+    "recomputed": {**_ppo(num_mini_batches=2), "rollout": {"logprobs": "recompute"}},
     "samples": _ppo(prompts_per_step=6, num_mini_batches=2, samples_per_prompt=2, loss_aggregation="token-sum"),
     "four-samples": _ppo(prompts_per_step=4, num_mini_batches=2, samples_per_prompt=4),
     "epochs": _ppo(num_mini_batches=2, epochs=2, loss_aggregation="seq-mean-token-mean"),
@@ -442,6 +443,7 @@ DEFAULT = [
     Case("four", "six-chunks", 2, rollout="vllm-child"),
     Case("adapters", "halves", 2, "deepspeed-3", rollout="vllm"),
     Case("four-samples", "six", 4, rollout="vllm"),
+    Case("grpo-alone", "co-located", 2, rollout="vllm"),
     Case("four", "six", 4, rollout="vllm-tp"),
 ]
 
@@ -453,6 +455,13 @@ OF_ALGORITHMS = [
     Case("one-trunk-corrected", "lag", 2),
     Case("one-trunk-adapters", "six", 4),
     Case("grpo", "co-located", 4),
+    Case("grpo-alone", "co-located", 4, "torch-3"),
+    Case("grpo-alone", "six", 2),
+    Case("grpo-recomputed", "six", 2),
+    Case("one-trunk-alone", "halves", 2),
+    Case("one-trunk-recomputed", "co-located", 2),
+    Case("corrected-alone", "lag", 2),
+    Case("recomputed", "halves", 2),
     Case("grpo-rule", "pairs", 4),
     Case("grpo-dapo", "six", 2),
     Case("grpo-counted", "halves", 2),
@@ -700,7 +709,7 @@ def _with_rollout(raw: Raw, rollout: Raw) -> Raw:
         placement = {name.replace("actor.shadow", "actor.rollout"): entry for name, entry in placement.items()}
     if not {"top_p", "top_k", "min_response_tokens"}.isdisjoint(algorithm):
         rollout = rollout | {"parity": None}
-    return {**raw, "placement": placement, "rollout": rollout}
+    return {**raw, "placement": placement, "rollout": raw.get("rollout", {}) | rollout}
 
 
 def make_assets(directory: Path) -> Assets:

@@ -28,8 +28,8 @@ EXACT = (
     *("loss_mask", "step_ends", "kept_mask", "selected_tokens"),
 )
 """Columns of whole numbers; of several alike without what stands behind their dots."""
-NOT_REFERENCED = ("attention_mask", "trainer_logprobs")
-"""Columns that the reference has none of: the masks are those of the tokens, the gate compares the others."""
+NOT_REFERENCED = ("attention_mask", "trainer_logprobs", "computed_logprobs")
+"""Columns that the reference has none of: the masks are those of the tokens, the others are compared in the run."""
 UNREFERENCED_METRICS = re.compile("step|seconds|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped")
 """Metrics that the reference may have none of: times, the gate's, what rounding decides, what only 16 bits have."""
 COUNTED = (
@@ -147,15 +147,19 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
 
 
 def _check_written(outcome: Outcome, written: set[str], expected: set[str]) -> None:
-    """All that a run writes is compared; of the reference's columns a run may lack one alone.
+    """All that a run writes is compared; of the reference's columns a run may lack two alone.
 
-    Log-probs of the rollout are a column where something else computes those of the policy.
+    Log-probs of the rollout are a column where something else computes those of the policy, which are none where the
+    training pass does.
     """
     spec, producers = outcome.plan.spec, outcome.plan.graph.producers
     is_corrected = isinstance(spec.algorithm, SampledSpec) and spec.algorithm.importance is not None
-    is_compared = spec.rollout.engine != "transformers" and "trainer_logprobs" not in producers
-    assert ("rollout_logprobs" in producers) == (is_corrected or is_compared), sorted(producers)
-    assert expected - written <= {"rollout_logprobs"}, f"{outcome.case.name} wrote no {sorted(expected - written)}"
+    writer = producers.get("logprobs")
+    is_compared = spec.rollout.engine != "transformers" and writer is not None and writer.kind == "forward"
+    has_both = is_corrected or is_compared or (writer is None and isinstance(spec.algorithm, PolicySpec))
+    assert ("rollout_logprobs" in producers) == has_both, sorted(producers)
+    missing = expected - written - ({"rollout_logprobs"} if writer is not None else {"logprobs"})
+    assert not missing, f"{outcome.case.name} wrote no {sorted(missing)}"
     further = {name for name in written - expected if name.partition(".")[0] not in NOT_REFERENCED}
     assert not further, f"{outcome.case.name} wrote {sorted(further)}, which nothing is compared with"
 

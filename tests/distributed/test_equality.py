@@ -8,6 +8,7 @@ from cases import DEFAULT, Case, every_case
 from comparison import deviations
 from launcher import Launches, Outcome
 from peft import PeftModel, get_peft_model_state_dict
+from reference_models import distance
 from reference_responses import read_examples
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
@@ -75,6 +76,27 @@ def test_the_ratio_is_one_at_the_first_update(launches: Launches, case: Case) ->
     """At temperature 0.7, with the whole step as one mini-batch: old and new log-probs are of the same distribution."""
     for row in launches.outcome(case).metrics:
         assert abs(row["update_kl"]) < 1e-6 and row["ratio_clipped"] == 0, (case.name, row)
+
+
+@pytest.mark.parametrize("case", chosen("grpo-alone", "one-trunk-alone", "corrected-alone"))
+def test_the_ratio_of_the_only_pass_is_one_to_the_last_bit(launches: Launches, case: Case) -> None:
+    """It is taken to the log-probs of that pass, with the gradient of these: the equality above is of the weights."""
+    assert "logprobs" not in launches.outcome(case).plan.graph.producers
+    for row in launches.outcome(case).metrics:
+        assert row["update_kl"] == row["ratio_clipped"] == 0, (case.name, row)
+
+
+def test_leaving_out_a_forward_changes_no_number(launches: Launches) -> None:
+    """Directly, run by run: a forward without gradients and a training pass compute the same log-probs."""
+    full, short = (launches.outcome(Case(name, "six", 2)) for name in ("grpo-recomputed", "grpo-alone"))
+    assert "logprobs" in full.plan.graph.producers and "logprobs" not in short.plan.graph.producers
+    assert distance(short.weights("actor"), full.weights("actor")) < 1e-6
+    for one, other in zip(short.metrics, full.metrics, strict=True):
+        assert one.keys() == other.keys()
+        assert {name: one[name] for name in ("kl", "kl_token", "policy_loss", "actor_grad_norm")} == {
+            name: pytest.approx(other[name], rel=1e-5, abs=1e-7)
+            for name in ("kl", "kl_token", "policy_loss", "actor_grad_norm")
+        }
 
 
 @pytest.mark.parametrize("case", chosen("still"))

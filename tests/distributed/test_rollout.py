@@ -40,9 +40,9 @@ def params(cases: list[Case]) -> list[object]:
 def told_by_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of a step's tokens: the engine's and the trained copy's."""
     columns = outcome.columns(step)
-    if "rollout_logprobs" in columns:
-        return columns["rollout_logprobs"], columns["logprobs"]
-    return columns["logprobs"], columns["trainer_logprobs"]
+    engine = "rollout_logprobs" if "rollout_logprobs" in columns else "logprobs"
+    trainer = "trainer_logprobs" if "trainer_logprobs" in columns else "logprobs"
+    return columns[engine], columns[trainer]
 
 
 def fresh_steps(outcome: Outcome) -> list[int]:

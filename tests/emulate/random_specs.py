@@ -99,6 +99,8 @@ def make_spec(rng: Random) -> Raw:
         "save": {"every": rng.choice((None, 1, 2))},
         "rollout": rollout,
     }
+    if name == "ppo":
+        _set_logprobs(Random(repr(spec)), spec)
     if chance(rng, 0.1):
         spec["schedule"]["strategy"] = strategy
     if chance(rng, 0.3):
@@ -107,6 +109,13 @@ def make_spec(rng: Random) -> Raw:
             spec["eval"]["samples_per_prompt"] = rng.choice((None, 1, 2, 3))
             spec["save"]["best"] = rng.choice((None, "eval_reward_mean"))
     return spec
+
+
+def _set_logprobs(rng: Random, spec: Raw) -> None:
+    """Choose where they come from, by numbers of its own, and whether rewards need them before training."""
+    spec["rollout"]["logprobs"] = rng.choice(("auto", "auto", "auto", "recompute", "reuse"))
+    if chance(rng, 0.4):
+        spec["algorithm"]["kl"] = {"place": "loss"}
 
 
 def chance(rng: Random, probability: float) -> bool:
@@ -327,6 +336,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "rollout": [_rollout_kind(plan), *(["same ranks, asleep, little memory"] if _sleeps_tight(plan) else [])],
         "rollout tp": [str(m.layout.tp) for m in placement.models if m.rollout is not None],
         "gate": [_gate(plan)],
+        "log-probs": [_logprobs(plan)] if plan.graph.generated else [],
         "importance": [getattr(getattr(algorithm, "importance", None), "level", "none")],
         "merged": ["some" if _is_merged(plan) else "none"],
         "begun ahead": ["some" if any(map(plan.ahead, _runs(plan))) else "none"],
@@ -343,6 +353,12 @@ def _is_tight(plan: Plan) -> bool:
 
 def _sleeps_tight(plan: Plan) -> bool:
     return _is_tight(plan) and _rollout_kind(plan) == "same ranks, asleep"
+
+
+def _logprobs(plan: Plan) -> str:
+    """What computes those that ratios are taken to."""
+    writer = plan.graph.producers.get("logprobs")
+    return "train" if writer is None else writer.kind
 
 
 def _rollout_kind(plan: Plan) -> str:

@@ -182,6 +182,7 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
         "rollout": (15, ["apart, inline", "apart, child", "same ranks, asleep", "same ranks, awake"]),
         "rollout tp": (8, ["1", "2"]),
         "gate": (15, ["none", "every 1", "every 2", "at step 0"]),
+        "log-probs": (10, ["forward", "generate", "train"]),
         "importance": (30, ["none", "token", "sequence"]),
         "merged": (20, ["none", "some"]),
         "begun ahead": (50, ["none", "some"]),
@@ -204,6 +205,7 @@ SHARED: dict[str, Any] = {"actor": {"lora": {}, "zero": 3}, "ref": {"share": "ac
 VLLM: dict[str, Any] = {"engine": "vllm", "parity": {"every": 2}}
 HALVES: dict[str, Any] = VLLM | {"tp": 2}
 CHILD: dict[str, Any] = VLLM | {"process": "child"}
+RECOMPUTE: dict[str, Any] = {"logprobs": "recompute"}
 STREAM: dict[str, Any] = {"num_chunks": 4}
 PAIR: dict[str, Any] = {"samples_per_prompt": 2}
 
@@ -231,6 +233,12 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
         pytest.param(lambda: ppo_plan(None, 4, rollout=HALVES, models=SHARDED), id="rollout-of-shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, rollout=HALVES, models=SHARED), id="rollout-merged"),
         pytest.param(lambda: ppo_plan(None, 2, importance={}), id="importance"),
+        pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=RECOMPUTE), id="recompute-lag-1"),
+        pytest.param(lambda: ppo_plan(SIX[:5], 4, num_mini_batches=1, kl=None), id="one-pass"),
+        pytest.param(
+            lambda: ppo_plan(SIX, 4, {"lag": 1}, sync_every=2, num_mini_batches=1, importance={}), id="one-pass-lag-1"
+        ),
+        pytest.param(lambda: ppo_plan(None, 2, rollout=VLLM, num_mini_batches=1, importance={}), id="one-pass-rollout"),
         pytest.param(lambda: ppo_plan(SIX, 4, STREAM, rollout=CHILD, whiten="none"), id="six-child"),
         pytest.param(lambda: ppo_plan(SIX, 8, rollout=HALVES, sync_every=3), id="six-rollout-every-3"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=CHILD, importance={}), id="six-rollout-lag-1"),
@@ -563,7 +571,8 @@ def test_two_instructions_swapped_on_one_rank_are_reported() -> None:
 
 
 def test_replay_marks_the_stuck_cells_of_a_bad_schedule() -> None:
-    deadlock = find_deadlock(swapped_streams(ppo_plan([1, 1, 1, 1], 2), rank=1, first=6))
+    plan = ppo_plan([1, 1, 1, 1], 2, rollout=RECOMPUTE)
+    deadlock = find_deadlock(swapped_streams(plan, rank=1, first=6))
     assert deadlock is not None
     assert deadlock.grid().splitlines() == [
         "step  rank 0    rank 1",

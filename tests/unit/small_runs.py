@@ -46,6 +46,15 @@ def plan_of(placement: object = None, devices: int = 2, *overrides: str) -> Plan
     return make_plan(spec_of(placement, devices, *overrides))
 
 
+RECOMPUTE = "rollout.logprobs=recompute"
+"""Every operator of the algorithm runs: none is left out because another pass computes the same."""
+
+
+def whole_plan_of(placement: object = None, devices: int = 2, *overrides: str) -> Plan:
+    """The plan of a run whose every operator runs."""
+    return plan_of(placement, devices, *overrides, RECOMPUTE)
+
+
 def placed_model(name: str, ranks: tuple[int, ...], **settings: Any) -> PlacedModel:
     """A placed model by itself, such as ``actor`` or ``actor.shadow``; ``settings`` as in the YAML."""
     model, role = ModelSpec(**settings), name.partition(".")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import pytest
@@ -30,8 +30,9 @@ from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_mom
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import LOSSES
 from flexrlhf.objectives.importance import importance_weights
-from flexrlhf.objectives.kl_penalty import kl_estimate
+from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import aggregate
+from flexrlhf.operators.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 
@@ -90,10 +91,10 @@ def case_of(name: str, how: LossAggregation, **settings: Any) -> Case:
     }
     further = {"loss_aggregation": how} | settings
     match name:
-        case "policy_loss":
+        case "policy_loss" | "on_policy_loss":
             spec: Any = PpoSpec.model_validate({"entropy_coefficient": 0.1} | further)
             return Case(LOSSES[name](spec), noise(16, 6), batch_of(**columns))
-        case "shared_loss":
+        case "shared_loss" | "on_policy_shared_loss":
             spec = AcShareSpec.model_validate({"entropy_coefficient": 0.1} | further)
             return Case(LOSSES[name](spec), noise(16, 6), batch_of(**columns), noise(16, 7))
         case "value_loss":
@@ -145,6 +146,53 @@ def test_what_lies_outside_the_mask_has_no_gradient(name: str) -> None:
     gradient = case.contributions([slice(0, 16)])[1]
     outside = case.batch["response_mask"] == 0
     assert not gradient[:, :6][outside].any()
+
+
+ON_POLICY = [
+    ("policy_loss", {}),
+    ("policy_loss", {"dual_clip": 3.0, "clip_low": 1e-4, "clip_high": 1e-4}),
+    ("policy_loss", {"surrogate": "cispo"}),
+    ("policy_loss", {"ratio": "sequence"}),
+    ("policy_loss", {"ratio": "sequence-token"}),
+    ("policy_loss", {"kl": {"place": "loss", "coefficient": 0.3}}),
+    ("policy_loss", {"importance": {"cap": 1.1}}),
+    ("policy_loss", {"importance": {"level": "sequence", "outside": "mask", "cap": 1.1, "floor": 0.5}}),
+    ("shared_loss", {}),
+]
+"""Losses, and settings of theirs, with what the only pass of a step computes."""
+
+
+@pytest.mark.parametrize(("name", "settings"), ON_POLICY)
+def test_the_only_pass_of_a_step_has_the_loss_of_its_own_log_probs(name: str, settings: dict[str, Any]) -> None:
+    """To the last bit that of a forward pass before it: contribution, gradient and statistics."""
+    plain, alone = (case_of(each, "token-mean", **settings) for each in (name, ON_POLICY_LOSSES[name]))
+    sampled = plain.quantity + 0.1 * plain.batch["logprobs"]
+    before = plain.batch.with_columns({"logprobs": plain.quantity, "rollout_logprobs": sampled})
+    without = {name: values for name, values in before.columns.items() if name != "logprobs"}
+    expected = replace(plain, batch=before).contributions(PARTS[4])
+    found = replace(alone, batch=Batch(without, before.rows, 1)).contributions(PARTS[4])
+    assert found[0] == expected[0] and torch.equal(found[1], expected[1]) and expected[1].any()
+    assert all(torch.equal(found[2][name], values) for name, values in expected[2].items())
+    assert set(found[2]) == set(alone.loss.statistics)
+    assert float(found[2]["update_kl"][1]) == float(found[2]["ratio_clipped"][1]) == 0
+
+
+def test_the_only_pass_reports_the_kl_that_advantages_would_have_reported() -> None:
+    """Where the penalty is part of the loss; else the log-probs that they read are another pass's."""
+    settings = {"kl": {"place": "loss"}, "loss_aggregation": "token-mean"}
+    case, spec = case_of("on_policy_loss", "token-mean", **settings), PpoSpec.model_validate(settings)
+    counted = {**case.batch.columns, "loss_mask": case.batch["response_mask"], "logprobs": case.quantity}
+    batch, state = Batch(counted, case.batch.rows, 1), {"kl_coefficient": 0.05}
+    penalty, expected = kl_penalty(spec, batch, batch.mask, state)
+    _, _, found = case.contributions([slice(0, 16)])
+    assert {name: found[name].tolist() for name in ("kl", "kl_token")} == {
+        name: pytest.approx(expected[name].tolist()) for name in ("kl", "kl_token")
+    }
+    left = Batch({"response_mask": batch["response_mask"]}, batch.rows, 1)
+    nothing, used = kl_penalty(spec, left, batch.mask, state)
+    assert torch.equal(nothing, penalty) and set(used) == {"kl_coefficient"}
+    assert torch.equal(used["kl_coefficient"], expected["kl_coefficient"])
+    assert "kl" not in case_of("on_policy_loss", "token-mean").loss.statistics
 
 
 def test_aggregation_by_hand() -> None:

@@ -14,6 +14,7 @@ from flexrlhf.config.algorithms import (
     AcShareSpec,
     DpoSpec,
     ImportanceSpec,
+    KlSpec,
     KtoSpec,
     OrpoSpec,
     PpoSpec,
@@ -29,6 +30,8 @@ from flexrlhf.plan.plan_text import format_summary
 SPECS = {
     "kto_loss": KtoSpec(),
     "likelihood_loss": SftSpec(),
+    "on_policy_loss": PpoSpec(kl=KlSpec(place="loss")),
+    "on_policy_shared_loss": AcShareSpec(),
     "orpo_loss": OrpoSpec(),
     "pair_loss": RewardSpec(),
     "policy_loss": PpoSpec(),

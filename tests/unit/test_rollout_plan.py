@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from small_runs import plan_of, spec_of
+from small_runs import RECOMPUTE, plan_of, spec_of
 
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
@@ -325,7 +325,7 @@ TOLD = ["generate", *PLAIN[2:6], "trainer_logprobs", "parity", *PLAIN[6:]]
 
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_generation_by_transformers_changes_no_graph(is_remote: bool) -> None:
-    assert graph_of(is_remote=is_remote) == make_graph(spec_of())
+    assert graph_of(RECOMPUTE, is_remote=is_remote) == make_graph(spec_of())
 
 
 @pytest.mark.parametrize(
@@ -335,11 +335,11 @@ def test_generation_by_transformers_changes_no_graph(is_remote: bool) -> None:
         ((VLLM, UNCOMPARED), False, PLAIN),
         ((VLLM,), True, TOLD),
         ((VLLM, UNCOMPARED), True, [name for name in PLAIN if name != "logprobs"]),
-        ((IMPORTANCE,), False, PLAIN),
-        ((IMPORTANCE,), True, PLAIN),
-        ((VLLM, IMPORTANCE), False, COMPARED),
-        ((VLLM, IMPORTANCE), True, COMPARED),
-        ((VLLM, IMPORTANCE, UNCOMPARED), True, PLAIN),
+        ((IMPORTANCE, RECOMPUTE), False, PLAIN),
+        ((IMPORTANCE, RECOMPUTE), True, PLAIN),
+        ((VLLM, IMPORTANCE, RECOMPUTE), False, COMPARED),
+        ((VLLM, IMPORTANCE, RECOMPUTE), True, COMPARED),
+        ((VLLM, IMPORTANCE, UNCOMPARED, RECOMPUTE), True, PLAIN),
     ],
 )
 def test_the_operators_of_each_case(overrides: tuple[str, ...], is_remote: bool, names: list[str]) -> None:
@@ -370,7 +370,7 @@ def test_an_engine_beside_the_actor_is_compared_with_what_the_actor_computes_any
 @pytest.mark.parametrize("overrides", [(), (VLLM,)])
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_a_correction_reads_both_log_probs(overrides: tuple[str, ...], is_remote: bool) -> None:
-    operators = named(graph_of(IMPORTANCE, *overrides, is_remote=is_remote))
+    operators = named(graph_of(IMPORTANCE, RECOMPUTE, *overrides, is_remote=is_remote))
     assert operators["generate"].writes == (*GENERATED, "rollout_logprobs")
     assert operators["logprobs"].on_trained
     assert {"logprobs", "rollout_logprobs"} <= set(operators["train_actor"].reads)
@@ -404,8 +404,16 @@ def test_a_shared_reference_stays_the_actor_without_adapters() -> None:
                 "parity": "actor",
             },
         ),
-        (SIX, (VLLM, IMPORTANCE), {"generate": "actor.rollout", "logprobs": "actor", "advantages": "actor.rollout"}),
-        (SIX, (IMPORTANCE,), {"generate": "actor.shadow", "logprobs": "actor", "advantages": "actor.shadow"}),
+        (
+            SIX,
+            (VLLM, IMPORTANCE, RECOMPUTE),
+            {"generate": "actor.rollout", "logprobs": "actor", "advantages": "actor.rollout"},
+        ),
+        (
+            SIX,
+            (IMPORTANCE, RECOMPUTE),
+            {"generate": "actor.shadow", "logprobs": "actor", "advantages": "actor.shadow"},
+        ),
         ([0.5] * 5, (VLLM, *SHARED), {"ref_logprobs": "actor", "advantages": "actor.rollout"}),
         ([0.5] * 5, (VLLM, *SHARED, LAG), {"ref_logprobs": "actor", "advantages": "actor"}),
         ([1, 1, 1], (VLLM, *SHARED), {"generate": "actor.rollout", "ref_logprobs": "actor", "logprobs": "actor"}),
@@ -576,7 +584,7 @@ def test_a_seldom_sync_needs_an_engine_apart() -> None:
 
 
 def test_an_engine_apart_generates_while_the_last_batch_trains() -> None:
-    lines = overlapping_operators(plan_of(SIX, 2, VLLM, LAG, IMPORTANCE).schedule)
+    lines = overlapping_operators(plan_of(SIX, 2, VLLM, LAG, IMPORTANCE, RECOMPUTE).schedule)
     assert "generate" in lines[0] and lines[0].startswith("logprobs, train_actor, train_critic with")
 
 

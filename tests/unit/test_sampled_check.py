@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_runs import plan_of
+from small_runs import RECOMPUTE, plan_of
 
 from flexrlhf.config.spec import ModelSpec, ShadowSpec
 from flexrlhf.execution.sampled_check import default_limit, make_sampled_check
@@ -18,7 +18,11 @@ SIX = [0.5] * 6
         (SIX, (), {"actor.shadow"}),
         (None, ("algorithm.importance={cap: 2}",), {"actor"}),
         # the trained copy computes what the shadow has sampled: compared before training
-        (SIX, ("algorithm.importance={cap: 2}",), set()),
+        (SIX, ("algorithm.importance={cap: 2}", RECOMPUTE), set()),
+        # log-probs that need no forward pass are computed for the comparison alone, where they were sampled
+        (SIX, ("algorithm.importance={cap: 2}",), {"actor.shadow"}),
+        (None, ("algorithm.kl=null", "models.actor.dtype=bfloat16"), {"actor"}),
+        (None, (RECOMPUTE,), {"actor"}),
         (None, ("rollout.engine=vllm",), None),
         (None, ("algorithm.importance={cap: 2}", "algorithm.top_p=0.9"), None),
         (None, ("guards.sampled_logprobs=off",), None),

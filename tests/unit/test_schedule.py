@@ -10,7 +10,7 @@ from os.path import realpath
 from pathlib import Path
 
 import pytest
-from small_runs import plan_of
+from small_runs import plan_of, whole_plan_of
 
 from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.spec_file import load_spec
@@ -72,7 +72,7 @@ def moves(plan: Plan) -> list[Move]:
 
 def test_the_schedule_of_interleaving() -> None:
     """Both moves stand before the first reader of their wave, so that the halves overlap."""
-    assert shown(plan_of([1, 1, 0.5, 0.5], 2)) == [
+    assert shown(whole_plan_of([1, 1, 0.5, 0.5], 2)) == [
         "##  run  generate on actor",
         "##  move  tokens, attention_mask actor -> ref, reward  all_gather",
         "##  run  logprobs on actor",
@@ -112,7 +112,7 @@ def test_the_schedule_of_an_engine_beside_the_actor() -> None:
 
 def test_the_schedule_of_an_engine_apart_with_a_correction() -> None:
     """What the loss is corrected with moves with the rest; the log-probs of the trained copy never leave it."""
-    assert shown(plan_of(SIX, 2, VLLM, LAG, "algorithm.importance={}")) == [
+    assert shown(whole_plan_of(SIX, 2, VLLM, LAG, "algorithm.importance={}")) == [
         "##  move  tokens, attention_mask, loss_mask actor.rollout -> actor, critic  point_to_point",
         "##  move  response_mask, rollout_logprobs, advantages actor.rollout -> actor  point_to_point",
         "##  move  values, returns critic.shadow, actor.rollout -> critic  point_to_point",
@@ -133,13 +133,13 @@ def test_the_schedule_of_an_engine_apart_with_a_correction() -> None:
 
 
 def test_on_eight_ranks_both_moves_are_all_to_all() -> None:
-    plan = plan_of([1, 1, 0.5, 0.5], 8, "algorithm.prompts_per_step=64")
+    plan = whole_plan_of([1, 1, 0.5, 0.5], 8, "algorithm.prompts_per_step=64")
     assert [move.primitive for move in moves(plan)] == ["all_to_all", "all_to_all"]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_co_located_has_eight_runs_and_no_move(devices: int) -> None:
-    plan = plan_of([1, 1, 1, 1], devices)
+    plan = whole_plan_of([1, 1, 1, 1], devices)
     assert plan.strategy == "co-located"
     assert [run.label for run in runs(plan)] == OPERATORS
     assert not moves(plan)
@@ -150,12 +150,12 @@ def test_co_located_has_eight_runs_and_no_move(devices: int) -> None:
     ("placement", "devices"), [([1, 1, 0.5, 0.5], 2), ([0.5] * 4, 2), (SIX, 2), (SIX_APART, 4), ([1] * 4, 3)]
 )
 def test_every_strategy_runs_every_operator_once(placement: list[float], devices: int) -> None:
-    names = [run.operator.name for run in runs(plan_of(placement, devices))]
+    names = [run.operator.name for run in runs(whole_plan_of(placement, devices))]
     assert sorted(names) == sorted(label.split()[0] for label in OPERATORS)
 
 
 def test_with_shadows_inference_runs_on_the_copies() -> None:
-    models = {run.operator.name: run.model for run in runs(plan_of(SIX, 2))}
+    models = {run.operator.name: run.model for run in runs(whole_plan_of(SIX, 2))}
     assert models["generate"] == models["logprobs"] == models["advantages"] == "actor.shadow"
     assert models["values"] == "critic.shadow"
     assert models["train_actor"] == "actor"
@@ -164,7 +164,7 @@ def test_with_shadows_inference_runs_on_the_copies() -> None:
 
 def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
     """Else a rank at the second move would wait for one that still runs the first reader."""
-    for plan in (plan_of([1, 1, 0.5, 0.5], 2), plan_of(SIX_APART, 4), plan_of([0.5] * 4, 4)):
+    for plan in (whole_plan_of([1, 1, 0.5, 0.5], 2), whole_plan_of(SIX_APART, 4), whole_plan_of([0.5] * 4, 4)):
         waves = plan.graph.waves
         last_wave = 0
         for instruction in plan.schedule.instructions:
@@ -185,7 +185,7 @@ def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
 def test_with_lag_only_syncs_join_the_sides_after_the_first_moves(
     placement: list[float], devices: int, chunks: tuple[str, ...]
 ) -> None:
-    plan = plan_of(placement, devices, LAG, *chunks)
+    plan = whole_plan_of(placement, devices, LAG, *chunks)
     training = {rank for name in ("actor", "critic") for rank in plan.placement[name].ranks}
 
     def joins(instruction: Instruction) -> bool:
@@ -201,13 +201,13 @@ def test_with_lag_only_syncs_join_the_sides_after_the_first_moves(
 
 
 def test_with_lag_syncs_stand_behind_all_training() -> None:
-    plan = plan_of(SIX_APART, 4, LAG)
+    plan = whole_plan_of(SIX_APART, 4, LAG)
     kinds = [type(x).__name__ for x in plan.schedule.instructions]
     assert kinds[-4:] == ["Sync", "Sync", "Save", "Save"]
 
 
 def test_with_lag_a_rank_walks_batches_behind_each_other() -> None:
-    plan = plan_of(SIX, 2, LAG)
+    plan = whole_plan_of(SIX, 2, LAG)
     labels = [(step, x.label) for _, step, x in walk(plan.schedule, 0, steps=2) if isinstance(x, Run)]
     assert labels == [(step, label) for step in (0, 1) for label in OPERATORS[6:]]
     generated = [(loop // len(plan.schedule.instructions), step) for loop, step, x in walk(plan.schedule, 1, 2)]
@@ -217,7 +217,7 @@ def test_with_lag_a_rank_walks_batches_behind_each_other() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_the_walk_of_a_rank_is_ordered_and_names_it(rank: int) -> None:
-    plan = plan_of(SIX_APART, 4, LAG, "sync.every=2")
+    plan = whole_plan_of(SIX_APART, 4, LAG, "sync.every=2")
     walked = list(walk(plan.schedule, rank, steps=5))
     assert [position for position, _, _ in walked] == sorted({position for position, _, _ in walked})
     assert all(rank in x.ranks and 0 <= step < 5 for _, step, x in walked)
@@ -250,29 +250,29 @@ def test_chunks_end_at_a_barrier(
     placement: list[float], devices: int, settings: tuple[str, ...], streamed: tuple[str, ...]
 ) -> None:
     """Without a shadow a chunk must not be generated by weights that another chunk has trained."""
-    plan = plan_of(placement, devices, *CHUNKS, *settings)
+    plan = whole_plan_of(placement, devices, *CHUNKS, *settings)
     chunked = {*INFERENCE, *streamed} - (set() if plan.placement.shadows else set(TRAINING))
     assert chunks_of(plan) == {name: [0, 1, 2, 3] if name in chunked else [None] for name in chunks_of(plan)}
 
 
 def test_without_shadows_training_stands_behind_all_inference() -> None:
     for placement in ([1] * 4, [1, 1, 0.5, 0.5], [0.5] * 4):
-        names = [run.operator.name for run in runs(plan_of(placement, 2, *STREAM))]
+        names = [run.operator.name for run in runs(whole_plan_of(placement, 2, *STREAM))]
         assert set(names[-2:]) == set(TRAINING)
 
 
 def test_a_barrier_waits_for_the_last_chunk() -> None:
-    names = [(run.operator.name, run.chunk) for run in runs(plan_of(SIX, 2, *CHUNKS))]
+    names = [(run.operator.name, run.chunk) for run in runs(whole_plan_of(SIX, 2, *CHUNKS))]
     assert names[-3:] == [("advantages", None), ("train_actor", None), ("train_critic", None)]
 
 
 def test_the_plan_says_what_a_barrier_keeps_from_streaming() -> None:
-    assert "not chunked: advantages, train_actor, train_critic" in format_plan(plan_of(SIX, 2, *CHUNKS))
-    assert "not chunked" not in format_plan(plan_of(SIX, 2, *STREAM))
+    assert "not chunked: advantages, train_actor, train_critic" in format_plan(whole_plan_of(SIX, 2, *CHUNKS))
+    assert "not chunked" not in format_plan(whole_plan_of(SIX, 2, *STREAM))
 
 
 def test_a_chunk_is_generated_ahead_and_trained_before_later_ones_are_scored() -> None:
-    order = {(run.operator.name, run.chunk): i for i, run in enumerate(runs(plan_of(SIX, 2, *STREAM)))}
+    order = {(run.operator.name, run.chunk): i for i, run in enumerate(runs(whole_plan_of(SIX, 2, *STREAM)))}
     assert order["generate", 1] < order["logprobs", 0]
     assert order["generate", 2] < order["advantages", 0] < order["logprobs", 1]
     assert order["generate", 3] < order["train_actor", 0] < order["advantages", 1] < order["logprobs", 2]
@@ -280,7 +280,7 @@ def test_a_chunk_is_generated_ahead_and_trained_before_later_ones_are_scored() -
 
 def test_columns_leave_right_behind_the_runs_that_wrote_them() -> None:
     """Else the next chunk's generation would hold back what other ranks wait for."""
-    instructions = plan_of(SIX_APART, 4, *STREAM).schedule.instructions
+    instructions = whole_plan_of(SIX_APART, 4, *STREAM).schedule.instructions
     for earlier, move in pairwise(instructions):
         if isinstance(earlier, Run) and isinstance(move, Move):
             assert move.chunk == earlier.chunk and set(move.columns) <= columns_of_wave(instructions, earlier)
@@ -314,7 +314,7 @@ def rows_by_move(plan: Plan) -> list[tuple[str, int, int, int]]:
 @pytest.mark.parametrize("whiten", ["batch", "mini_batch"])
 def test_chunks_change_no_row(placement: list[float], devices: int, whiten: str) -> None:
     plans = [
-        plan_of(
+        whole_plan_of(
             placement,
             devices,
             "algorithm.prompts_per_step=13",
@@ -357,7 +357,7 @@ def test_instructions_are_due_after_each_so_many_batches_and_operators_before(
 
 @pytest.mark.parametrize("settings", [(), STREAM])
 def test_a_sync_stands_behind_the_last_train_of_its_role(settings: tuple[str, ...]) -> None:
-    plan = plan_of(SIX_APART, 4, *settings)
+    plan = whole_plan_of(SIX_APART, 4, *settings)
     tail = [x.label for x in plan.schedule.instructions][-6:]
     assert tail == [
         "train_actor on actor",
@@ -370,7 +370,7 @@ def test_a_sync_stands_behind_the_last_train_of_its_role(settings: tuple[str, ..
 
 
 def test_save_and_eval_default_to_the_last_step() -> None:
-    plan = plan_of([1] * 4, 2, "eval.path=held_out.jsonl", "steps=5")
+    plan = whole_plan_of([1] * 4, 2, "eval.path=held_out.jsonl", "steps=5")
     closing = [x for x in plan.schedule.instructions if isinstance(x, Save | Eval)]
     assert [type(x) for x in closing] == [Eval, Save, Save]
     for instruction in closing:
@@ -378,7 +378,7 @@ def test_save_and_eval_default_to_the_last_step() -> None:
 
 
 def test_the_table_says_how_often() -> None:
-    table = "\n".join(schedule_table(plan_of(SIX, 2, "sync.every=3", "save.every=2", "steps=5", LAG)))
+    table = "\n".join(schedule_table(whole_plan_of(SIX, 2, "sync.every=3", "save.every=2", "steps=5", LAG)))
     assert all(words in table for words in ("every 3 steps", "every 2 steps", "of the last batch"))
 
 
@@ -420,11 +420,11 @@ OVERLAPS = [
     ("placement", "settings", "expected"), [case[1:] for case in OVERLAPS], ids=[case[0] for case in OVERLAPS]
 )
 def test_operators_that_overlap(placement: list[float], settings: tuple[str, ...], expected: list[str]) -> None:
-    assert overlapping_operators(plan_of(placement, 2, *settings).schedule) == expected
+    assert overlapping_operators(whole_plan_of(placement, 2, *settings).schedule) == expected
 
 
 def test_models_apart_overlap_more() -> None:
-    lines = overlapping_operators(plan_of(SIX_APART, 4, LAG, *STREAM).schedule)
+    lines = overlapping_operators(whole_plan_of(SIX_APART, 4, LAG, *STREAM).schedule)
     assert "train_actor with train_critic" in lines
     assert any("scores, values with generate" in line and line.endswith("of a later chunk") for line in lines)
 
@@ -436,7 +436,7 @@ PLANS = [([1] * 4, 4, ()), ([1, 1, 0.5, 0.5], 4, CHUNKS), (SIX, 4, (LAG,)), (SIX
 
 @pytest.mark.parametrize(("placement", "devices", "settings"), PLANS)
 def test_no_group_serves_two_purposes(placement: list[float], devices: int, settings: tuple[str, ...]) -> None:
-    plan = plan_of(placement, devices, *settings)
+    plan = whole_plan_of(placement, devices, *settings)
     assert len(set(plan.groups)) == len(plan.groups)
     groups = {(group.purpose, group.ranks) for group in plan.groups}
     wanted = {(f"compute {model.name}", model.ranks) for model in plan.placement.models}
@@ -446,7 +446,7 @@ def test_no_group_serves_two_purposes(placement: list[float], devices: int, sett
 
 
 def test_one_rank_needs_no_group() -> None:
-    assert plan_of([1] * 4, 1).groups == ()
+    assert whole_plan_of([1] * 4, 1).groups == ()
 
 
 # --- as a person reads it

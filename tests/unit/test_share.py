@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_runs import plan_of, spec_of
+from small_runs import RECOMPUTE, plan_of, spec_of
 
 from flexrlhf.config.algorithms import PpoSpec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
@@ -95,7 +95,7 @@ def test_its_log_probs_are_made_where_the_policy_infers(vector: list[float], mod
 
 
 def test_the_schedule_on_two_devices() -> None:
-    assert [" ".join(line.split()) for line in schedule_table(shared_plan([1, 1, 0.5], 2))] == [
+    assert [" ".join(line.split()) for line in schedule_table(shared_plan([1, 1, 0.5], 2, RECOMPUTE))] == [
         "## run generate on actor",
         "## move tokens, attention_mask actor -> reward point_to_point 240 B",
         "## run logprobs on actor",

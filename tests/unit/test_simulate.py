@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import Result
-from small_runs import PPO, TINY, plan_of
+from small_runs import PPO, TINY, plan_of, whole_plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
@@ -83,7 +83,7 @@ def times(simulation: Simulation, steps: int = 1) -> dict[tuple[str, int, int | 
 
 
 def test_co_located_models_run_one_after_another() -> None:
-    simulation = simulate(plan_of(), Fixed())
+    simulation = simulate(whole_plan_of(), Fixed())
     assert times(simulation) == {
         ("generate", 0, None): (0, 8),
         ("logprobs", 0, None): (8, 10),
@@ -101,7 +101,7 @@ def test_co_located_models_run_one_after_another() -> None:
 
 def test_interleaved_models_overlap() -> None:
     """ref and reward at the same time; what they write comes back while values are computed."""
-    simulation = simulate(plan_of([1, 1, 0.5, 0.5]), Fixed(moved=0.5))
+    simulation = simulate(whole_plan_of([1, 1, 0.5, 0.5]), Fixed(moved=0.5))
     found = times(simulation)
     assert found["logprobs", 0, None] == (8, 10)
     assert found["ref_logprobs", 0, None] == found["scores", 0, None] == (10, 12)
@@ -113,7 +113,7 @@ def test_interleaved_models_overlap() -> None:
 
 
 def test_what_travels_longer_than_the_work_beside_it_is_waited_for() -> None:
-    simulation = simulate(plan_of([1, 1, 0.5, 0.5]), Fixed(moved=5))
+    simulation = simulate(whole_plan_of([1, 1, 0.5, 0.5]), Fixed(moved=5))
     first = {span.label: span for span in spans_of(simulation, 1) if span.rank == 0}
     # tokens leave at 8; logprobs go on meanwhile; ref waits from 10 to 13; the way back takes from 15 to 20
     assert (first["ref_logprobs on ref"].start, first["ref_logprobs on ref"].waited) == (13, 3)
@@ -123,14 +123,14 @@ def test_what_travels_longer_than_the_work_beside_it_is_waited_for() -> None:
 
 
 def test_without_lag_the_two_sides_take_turns() -> None:
-    simulation = simulate(plan_of([0.5] * 6, 2), Fixed(synced=1))
+    simulation = simulate(whole_plan_of([0.5] * 6, 2), Fixed(synced=1))
     # inference: 8 + 4 forwards of 2; training 4 + 4; a sync behind each
     assert simulation.seconds == 8 + 8 + 4 + 1 + 4 + 1
     assert simulation.model_shares["actor.shadow"] == pytest.approx(10 / 26)
 
 
 def test_with_lag_training_overlaps_the_next_generation() -> None:
-    simulation = simulate(plan_of([0.5] * 6, 2, "schedule.lag=1"), Fixed())
+    simulation = simulate(whole_plan_of([0.5] * 6, 2, "schedule.lag=1"), Fixed())
     found = times(simulation, 3)
     assert found["generate", 1, None] == (16, 24)
     assert found["train_actor", 0, None] == (16, 20)
@@ -150,26 +150,26 @@ def test_the_last_batches_of_a_run_that_lags_are_not_taken_for_a_step() -> None:
 
 def test_chunks_travel_one_behind_the_other() -> None:
     costs = Fixed({"generate": 2, "forward": 0.25, "train": 1})
-    simulation = simulate(plan_of([0.5] * 6, 2, *CHUNKED), costs)
+    simulation = simulate(whole_plan_of([0.5] * 6, 2, *CHUNKED), costs)
     found = times(simulation)
     generated = [found["generate", 0, chunk] for chunk in range(4)]
     assert [end - start for start, end in generated] == [2] * 4
     # the third chunk is generated while the first is trained on
     assert generated[2][0] < found["train_actor", 0, 0][1] < generated[3][1]
-    whole = simulate(plan_of([0.5] * 6, 2), Fixed({"generate": 8, "forward": 1, "train": 4}))
+    whole = simulate(whole_plan_of([0.5] * 6, 2), Fixed({"generate": 8, "forward": 1, "train": 4}))
     assert simulation.seconds < whole.seconds
 
 
 def test_a_sync_every_few_steps_costs_its_share() -> None:
     often, rarely = (
-        simulate(plan_of([0.5] * 6, 2, f"sync.every={every}"), Fixed(synced=3)).seconds for every in (1, 2)
+        simulate(whole_plan_of([0.5] * 6, 2, f"sync.every={every}"), Fixed(synced=3)).seconds for every in (1, 2)
     )
     assert often == 24 + 6
     assert rarely < often
 
 
 def test_saving_is_in_the_timeline_and_not_in_the_seconds_of_a_step() -> None:
-    simulation = simulate(plan_of(None, 1, "save.every=2"), Fixed())
+    simulation = simulate(whole_plan_of(None, 1, "save.every=2"), Fixed())
     assert simulation.seconds == 24
     assert [type(item.instruction) for item in simulation.rare] == [Save, Save]
     assert [span.step for span in spans_of(simulation, 3, "save")] == [1, 1, 2, 2]
@@ -185,19 +185,19 @@ def test_a_reader_waits_for_what_is_under_way() -> None:
 
 
 PLANS: dict[str, Callable[[], Plan]] = {
-    "co-located": lambda: plan_of(None, 2),
-    "interleaving": lambda: plan_of([1, 1, 0.5, 0.5], 4, *CHUNKED),
-    "side by side": lambda: plan_of([0.5, 0.5, 0.5, 0.5], 2),
-    "six models": lambda: plan_of([0.5] * 6, 4, *CHUNKED),
-    "lag": lambda: plan_of([0.5] * 6, 4, "schedule.lag=1", *CHUNKED),
-    "rare syncs": lambda: plan_of([0.5] * 6, 2, "sync.every=2", "schedule.lag=1"),
-    "saves": lambda: plan_of(None, 2, "save.every=2", "eval.path=held_out.jsonl", "eval.every=3"),
-    "sharded": lambda: plan_of([1, 1, 0.5, 0.5], 4, "models.actor.zero=3", "models.ref.tp=2"),
+    "co-located": lambda: whole_plan_of(None, 2),
+    "interleaving": lambda: whole_plan_of([1, 1, 0.5, 0.5], 4, *CHUNKED),
+    "side by side": lambda: whole_plan_of([0.5, 0.5, 0.5, 0.5], 2),
+    "six models": lambda: whole_plan_of([0.5] * 6, 4, *CHUNKED),
+    "lag": lambda: whole_plan_of([0.5] * 6, 4, "schedule.lag=1", *CHUNKED),
+    "rare syncs": lambda: whole_plan_of([0.5] * 6, 2, "sync.every=2", "schedule.lag=1"),
+    "saves": lambda: whole_plan_of(None, 2, "save.every=2", "eval.path=held_out.jsonl", "eval.every=3"),
+    "sharded": lambda: whole_plan_of([1, 1, 0.5, 0.5], 4, "models.actor.zero=3", "models.ref.tp=2"),
     "rollout": lambda: plan_of(None, 2, *VLLM),
     "rollout apart": lambda: plan_of([0.5] * 6, 2, "schedule.lag=1", *VLLM),
-    "short of memory": lambda: plan_of([1, 1, 0.5, 0.5], 2, "cluster.memory_gb=0.00008"),
-    "shadows short of memory": lambda: plan_of([0.5] * 6, 2, "schedule.lag=1", "cluster.memory_gb=0.00009"),
-    "mixed": lambda: plan_of(
+    "short of memory": lambda: whole_plan_of([1, 1, 0.5, 0.5], 2, "cluster.memory_gb=0.00008"),
+    "shadows short of memory": lambda: whole_plan_of([0.5] * 6, 2, "schedule.lag=1", "cluster.memory_gb=0.00009"),
+    "mixed": lambda: whole_plan_of(
         None, 4, "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]}",
         "placement={actor: {ranks: [0, 1, 2, 3], row_shares: [2, 2, 1, 1]}, critic: {ranks: [0, 1]}, "
         "ref: {ratio: 1, on: V100}, reward: {ranks: [3]}}",
@@ -263,7 +263,7 @@ def test_bytes_between_nodes_are_those_of_the_plan(plan: Plan) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bytes_of_a_sync_are_those_of_the_plan(tp: int) -> None:
     """Gathering sends what tensor-parallel ranks hold alike, too, which is not counted here."""
-    plan = plan_of([0.5] * 6, 4, "sync.checksum=false", f"models.actor={{init: {json.dumps(TINY)}, tp: {tp}}}")
+    plan = whole_plan_of([0.5] * 6, 4, "sync.checksum=false", f"models.actor={{init: {json.dumps(TINY)}, tp: {tp}}}")
     for sync in (x for x in plan.schedule.instructions if isinstance(x, Sync)):
         size, planned = sum(flow.size for flow in flows_of(plan, sync)), plan.sync_bytes(sync) or 0
         assert size == planned or (sync.gathers and 0.85 * planned < size < planned)
@@ -280,7 +280,7 @@ def asked(plan: Plan, lengths: TextLengths | None = None) -> dict[str, list[tupl
 
 
 def test_a_call_is_that_of_the_fullest_replica() -> None:
-    plan = plan_of(
+    plan = whole_plan_of(
         None, 4, "algorithm.prompts_per_step=6", "algorithm.num_mini_batches=1", "algorithm.samples_per_prompt=3",
         "algorithm.epochs=2", "models.actor.dtype=bfloat16", "models.actor.activation_checkpointing=true",
     )  # fmt: skip
@@ -297,13 +297,13 @@ def test_a_call_is_that_of_the_fullest_replica() -> None:
 def test_replicas_wait_for_each_other_at_every_update() -> None:
     """Two prompts on three replicas, four times over: no replica has eight rows, but there are four of one each."""
     settings = ("algorithm.prompts_per_step=8", "algorithm.num_mini_batches=4")
-    found = {name: calls[0][0] for name, calls in asked(plan_of(None, 3, *settings)).items()}
+    found = {name: calls[0][0] for name, calls in asked(whole_plan_of(None, 3, *settings)).items()}
     assert found["generate"].rows == 3
     assert (found["train_actor"].rows, found["train_actor"].updates) == (4, 4)
 
 
 def test_budgets_bound_the_rows_of_a_pass() -> None:
-    plan = plan_of(None, 1, "models.actor.micro_batch_tokens=30", "models.actor.generate_tokens=40")
+    plan = whole_plan_of(None, 1, "models.actor.micro_batch_tokens=30", "models.actor.generate_tokens=40")
     found = {name: calls[0][0] for name, calls in asked(plan).items()}
     assert (found["train_actor"].micro_rows, found["generate"].decode_rows) == (2, 3)
     shorter = asked(plan, TextLengths(4, (2.0, 4.0)))["train_actor"][0][0]
@@ -317,7 +317,7 @@ def test_each_device_class_is_asked_for_its_own_rows() -> None:
 
 
 def test_adapters_and_rollout_engines_are_told() -> None:
-    found = asked(plan_of(None, 2, "models.actor.lora.rank=2"))["train_actor"][0][0]
+    found = asked(whole_plan_of(None, 2, "models.actor.lora.rank=2"))["train_actor"][0][0]
     assert 0 < found.model.adapters < found.model.parameters
     found = asked(PLANS["rollout apart"]())["generate"][0][0]
     assert (found.engine, found.decode_rows) == ("vllm", 8)
@@ -337,7 +337,7 @@ FUNCTION = "{function: 'a.py:f', batch_size: 2, workers: 2, seconds: 3}"
     ],
 )
 def test_scores_take_rounds_of_calls_on_the_fullest_replica(sources: str, replies: float) -> None:
-    plan = plan_of(None, 2, "algorithm.prompts_per_step=13", f"reward=[{{model: reward}}, {sources}]")
+    plan = whole_plan_of(None, 2, "algorithm.prompts_per_step=13", f"reward=[{{model: reward}}, {sources}]")
     pricer = Pricer(plan, Fixed(combined=0.5), longest_lengths(plan))
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
     found = {run.operator.name: pricer.price(run).parts for run in runs}
@@ -347,14 +347,14 @@ def test_scores_take_rounds_of_calls_on_the_fullest_replica(sources: str, replie
 
 
 def test_texts_beside_answers_are_passes_of_the_same_updates() -> None:
-    found = {name: each[0][0] for name, each in asked(plan_of(None, 2, "algorithm.ptx={path: a.jsonl}")).items()}
+    found = {name: each[0][0] for name, each in asked(whole_plan_of(None, 2, "algorithm.ptx={path: a.jsonl}")).items()}
     actor, critic = found["train_actor"], found["train_critic"]
     assert (actor.rows, critic.rows) == (8, 4)
     assert (actor.updates, actor.micro_rows) == (critic.updates, critic.micro_rows) == (1, 4)
 
 
 def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:
-    plan = plan_of([0.5] * 6, 4, "cluster={nodes: [{count: 2, devices: 2}]}")
+    plan = whole_plan_of([0.5] * 6, 4, "cluster={nodes: [{count: 2, devices: 2}]}")
     costs = Fixed()
     simulate(plan, costs)
     rows = [x for x in plan.schedule.instructions if hasattr(x, "edge")]
@@ -370,7 +370,7 @@ def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:
 def test_a_thousand_ranks_are_a_few_blocks() -> None:
     """Ranks that do the same are priced and played once, so a simulation takes no longer with more of them."""
     settings = ("algorithm.prompts_per_step=4096", "algorithm.num_mini_batches=8", "schedule.num_chunks=4")
-    plan = plan_of([0.5] * 6, 1024, *settings, NODES % (128, 8))
+    plan = whole_plan_of([0.5] * 6, 1024, *settings, NODES % (128, 8))
     simulation = simulate(plan, AnalyticCosts())
     assert simulation.seconds > 0
     assert len(simulation.blocks) < 8
@@ -393,8 +393,8 @@ def test_a_simulation_agrees_with_its_own_timeline(plan: Plan, tmp_path: Path) -
 
 
 def test_a_slower_run_shows_where_it_is_slower() -> None:
-    simulation = simulate(plan_of(), Fixed())
-    spans = list(simulate(plan_of(), Fixed({"generate": 16, "forward": 2, "train": 4})).spans(3))
+    simulation = simulate(whole_plan_of(), Fixed())
+    spans = list(simulate(whole_plan_of(), Fixed({"generate": 16, "forward": 2, "train": 4})).spans(3))
     lines = {line.label: line for line in compare(simulation, spans).lines}
     assert lines["generate on actor"].seconds.error == -0.5
     assert lines["train_actor on actor"].seconds.error == 0
@@ -402,7 +402,7 @@ def test_a_slower_run_shows_where_it_is_slower() -> None:
 
 
 def test_spans_that_one_side_lacks_are_listed() -> None:
-    simulation = simulate(plan_of(), Fixed())
+    simulation = simulate(whole_plan_of(), Fixed())
     spans = list(simulation.spans(2))
     other = replace(next(span for span in spans if span.step == 1), label="something else")
     comparison = compare(simulation, [*[span for span in spans if span.label != "scores on reward"], other])
@@ -413,7 +413,7 @@ def test_spans_that_one_side_lacks_are_listed() -> None:
 
 
 def test_the_timeline_of_the_last_steps_of_a_long_run_is_enough() -> None:
-    simulation = simulate(plan_of([0.5] * 6, 2, "schedule.lag=1"), Fixed())
+    simulation = simulate(whole_plan_of([0.5] * 6, 2, "schedule.lag=1"), Fixed())
     kept = [span for span in simulation.spans(6) if span.step >= 2]
     comparison = compare(simulation, kept)
     assert (comparison.steps, comparison.step.error) == (range(3, 6), 0)

@@ -343,6 +343,10 @@ def test_a_shadow_has_the_settings_of_its_role_but_for_its_own() -> None:
     assert (model.engine, model.zero, model.dtype) == ("torch", 2, "float32")
 
 
+def test_a_preset_of_an_algorithm_without_a_name_is_refused() -> None:
+    assert "algorithm" in refused("algorithm={name: {a: rloo}, like: verl}")
+
+
 def test_without_settings_of_its_own_a_shadow_is_like_its_role() -> None:
     model = model_of("models.actor.zero=3")
     assert model.of_shadow == model

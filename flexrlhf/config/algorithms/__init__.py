@@ -51,7 +51,9 @@ def with_preset(written: Any) -> dict[str, Any] | None:
     if not isinstance(written, dict) or not isinstance(written.get("like"), str):
         return None
     name, peer = written.get("name"), PEERS.get(written["like"])
-    return _CLASSES[str(name)].with_preset(written) if peer is not None and name in peer.trainers else None
+    if peer is None or not isinstance(name, str) or name not in peer.trainers:
+        return None
+    return _CLASSES[name].with_preset(written)
 
 
 __all__ = [

@@ -1,0 +1,174 @@
+"""Leave the forward pass of ``logprobs`` out of a graph where another pass computes the same numbers.
+
+Generation has computed the log-probs of the tokens that it sampled; a training pass that is the only one of its step
+computes them of the weights that the step starts from. Ratios are then taken to those, and the plan has one forward
+pass less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from flexrlhf.config.algorithms import PolicySpec, RaftSpec, SampledSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Graph, LeftOut, Operator
+
+COLUMN, REFERENCE = "logprobs", "ref_logprobs"
+COMPARED = "computed_logprobs"
+"""Log-probs of whole texts in the first step, which those of generation are compared with."""
+ON_POLICY = {"policy_loss": "on_policy_loss", "shared_loss": "on_policy_shared_loss"}
+"""Loss → the same with the log-probs of its own pass for those of the policy that the step starts from."""
+
+
+@dataclass(frozen=True)
+class LogprobSource:
+    """Pass that ``logprobs`` come from.
+
+    kind:   forward: one of their own; generation; training.
+    reason: why they need no pass of their own, in words.
+    """
+
+    kind: Literal["forward", "generation", "training"]
+    reason: str = ""
+
+
+def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> LogprobSource:
+    """Return where ``logprobs`` of ``graph`` come from. ``is_remote``: inference has a copy on other ranks.
+
+    ``graph`` is that of importance correction, if the algorithm has it. Raises UserError for a setting that cannot be.
+    """
+    setting, importance = spec.rollout.logprobs, _importance(spec)
+    if is_remote and spec.rollout.engine != "transformers" and importance is None:
+        if setting == "recompute":
+            raise UserError(
+                f"rollout.logprobs: recompute needs a copy of the actor next to {spec.rollout.engine}, which is on "
+                f"other ranks than the trained one; use auto, or a placement without shadows"
+            )
+        return LogprobSource("generation", f"{spec.rollout.engine} returns those of the tokens that it samples")
+    match setting:
+        case "recompute":
+            return LogprobSource("forward")
+        case "reuse":
+            return LogprobSource("generation", "rollout.logprobs: reuse takes those of generation")
+    if _trains_in_one_pass(graph, spec) and _is_of_trained_weights(graph, spec, is_remote):
+        return LogprobSource("training", "one mini-batch and one epoch, so the training pass computes them")
+    if importance is None and _samples_by_the_same_function(graph, spec, is_remote):
+        return LogprobSource("generation", "the same weights have computed them in generation, in float32")
+    return LogprobSource("forward")
+
+
+def check_setting(graph: Graph, spec: Spec) -> None:
+    """Raise UserError where ``rollout.logprobs`` does nothing, or leaves out what a correction needs."""
+    setting = spec.rollout.logprobs
+    if setting != "auto" and graph.generated is None:
+        raise UserError(
+            f"rollout.logprobs: {setting} has nothing to do, since {spec.algorithm.name} trains on responses of the "
+            f"data set; remove it"
+        )
+    if setting == "reuse" and _importance(spec) is not None:
+        raise UserError(
+            "rollout.logprobs: reuse leaves out the log-probs that algorithm.importance compares with those of "
+            "generation; use auto, or remove importance"
+        )
+
+
+def _importance(spec: Spec) -> object:
+    return spec.algorithm.importance if isinstance(spec.algorithm, SampledSpec) else None
+
+
+def _trains_in_one_pass(graph: Graph, spec: Spec) -> bool:
+    """Whether training makes one pass, and nothing before it reads ``logprobs`` but for what that pass can report."""
+    algorithm = spec.algorithm
+    if not isinstance(algorithm, PolicySpec) or (algorithm.num_mini_batches, algorithm.epochs) != (1, 1):
+        return False
+    earlier = [operator for operator in graph.operators if COLUMN in operator.reads and operator.kind != "train"]
+    return not earlier or (reports_kl(algorithm) and [each.name for each in earlier] == ["advantages"])
+
+
+def reports_kl(algorithm: PolicySpec) -> bool:
+    """Whether the training pass can report the KL to the reference: of the same responses, in every step."""
+    is_selected = isinstance(algorithm, RaftSpec) or getattr(algorithm, "dynamic_sampling", None) is not None
+    in_loss = algorithm.kl is not None and algorithm.kl.place == "loss"
+    return in_loss and algorithm.importance is None and not is_selected and not algorithm.freeze_actor_steps
+
+
+def _is_of_trained_weights(graph: Graph, spec: Spec, is_remote: bool) -> bool:
+    """Whether the copy that would compute ``logprobs`` has the weights that the step starts from, in the same type."""
+    forward = graph.producers[COLUMN]
+    if forward.on_trained or not is_remote:
+        return True
+    model = spec.models.of(forward.role)
+    assert model is not None, f"{forward.role} is resolved"
+    return spec.schedule.lag == 0 and spec.sync.every == 1 and model.of_shadow.dtype == model.dtype
+
+
+def _samples_by_the_same_function(graph: Graph, spec: Spec, is_remote: bool) -> bool:
+    """Whether the copy that would compute ``logprobs`` has sampled with them, in float32.
+
+    In 16 bits decoding rounds otherwise than a pass over whole texts. That decoding is the same function is what the
+    first step's comparison proves; responses that are replayed have been sampled by other weights.
+    """
+    model = spec.models.of(graph.producers[COLUMN].role)
+    assert model is not None, f"{graph.producers[COLUMN].role} is resolved"
+    is_compared = spec.guards.sampled_logprobs == "stop" and spec.debug.replay is None
+    dtype = (model.of_shadow if is_remote else model).dtype
+    return spec.rollout.engine == "transformers" and is_compared and dtype == "float32"
+
+
+def from_generation(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
+    """Return ``graph`` without the forward of ``logprobs``: generation writes them."""
+    return _left_out(replace(graph, operators=also_writing(graph.operators, COLUMN)), source, spec)
+
+
+def from_training(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
+    """Return ``graph`` without the forward of ``logprobs``: training takes them from its own pass.
+
+    Those of generation remain a column, which tells ties from differences.
+    """
+    operators = [_on_policy(operator) for operator in graph.operators]
+    if "rollout_logprobs" not in graph.producers:
+        operators = list(also_writing(operators, "rollout_logprobs"))
+    return _left_out(replace(graph, operators=tuple(operators)), source, spec)
+
+
+def _on_policy(operator: Operator) -> Operator:
+    """Return ``operator`` without ``logprobs`` among its columns; advantages that report their KL leave it to a loss"""
+    if COLUMN not in operator.reads:
+        return operator
+    unread = {COLUMN} if operator.kind == "train" else {COLUMN, REFERENCE}
+    reads = tuple(name for name in operator.reads if name not in unread)
+    return replace(operator, reads=reads, function=ON_POLICY.get(operator.function, operator.function))
+
+
+def also_writing(operators: Iterable[Operator], column: str) -> tuple[Operator, ...]:
+    """Return ``operators``; the one that generates what is trained on also writes ``column``."""
+
+    def writing(operator: Operator) -> Operator:
+        is_sampled = operator.kind == "generate" and not operator.is_greedy
+        return replace(operator, writes=(*operator.writes, column)) if is_sampled else operator
+
+    return tuple(writing(operator) for operator in operators)
+
+
+def _left_out(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
+    """Return ``graph`` without the forward of ``logprobs``, of which the first step's comparison remains."""
+    operators: list[Operator] = []
+    for operator in graph.operators:
+        if operator.kind != "forward" or COLUMN not in operator.writes:
+            operators.append(operator)
+            continue
+        if further := tuple(name for name in operator.writes if name != COLUMN):
+            operators.append(replace(operator, name=further[0], writes=further))
+        if _is_compared(spec):
+            once = replace(operator, name=COMPARED, writes=(COMPARED,), every=max(spec.steps, 2), on_trained=False)
+            operators.append(once)
+    return replace(graph, operators=tuple(operators), left_out=(*graph.left_out, LeftOut(COLUMN, source.reason)))
+
+
+def _is_compared(spec: Spec) -> bool:
+    """Whether log-probs as transformers sampled the tokens are compared with those of whole texts."""
+    is_cut = isinstance(spec.algorithm, SampledSpec) and spec.algorithm.is_cut
+    return spec.rollout.engine == "transformers" and spec.guards.sampled_logprobs != "off" and not is_cut
