@@ -25,11 +25,13 @@ class Point(_Record):
     rows:     rows of the call
     seconds:  median over the repetitions
     spread:   range of the middle half of the repetitions, relative to the median
+    tokens:   tokens that a forward or training call computed; None: ``ModelTimes.width`` of each row
     """
 
     rows: int
     seconds: float
     spread: float = 0.0
+    tokens: int | None = None
 
 
 Points = tuple[Point, ...]
@@ -53,7 +55,7 @@ class ModelTimes(_Record):
     engine:   engine that ran it
     item:     bytes of a weight
     tp:       tensor-parallel ranks
-    width:    tokens of a row in ``forward`` and ``train``
+    width:    tokens of a row that ``forward`` and ``train`` compute, over which attention reaches
     prompt:   tokens of a row in ``prefill``
     forward:  forward passes
     prefill:  passes over prompts that sample the first token
