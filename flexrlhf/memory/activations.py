@@ -63,25 +63,27 @@ class Blocks:
         """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
         return 8 + 2 * self.item * self.sizes.head_dim + (4 + self.item) * self.sizes.hidden + 4
 
-    def forward_bytes(self, rows: int, width: int) -> int:
-        """Return the peak bytes of a pass without gradients: inside one layer, at its MLP or at its attention.
+    def forward_bytes(self, tokens: int, width: int) -> int:
+        """Return the peak bytes of a pass without gradients over ``tokens`` in rows of ``width``: inside one layer, at
+        its MLP or at its attention.
 
         An adapter's output exists in addition to that of its linear layer.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
         mlp = item * ((3 + self.adapters) * sizes.ffn // tp + 4 * sizes.hidden)
         attention = item * ((4 * self._query + 2 * self._key) // tp + 4 * sizes.hidden + width) + 4 * sizes.heads // tp
-        return rows * width * (max(mlp, attention) + 2 * item * sizes.head_dim + width)
+        return tokens * (max(mlp, attention) + 2 * item * sizes.head_dim + width)
 
-    def train_bytes(self, rows: int, width: int, recompute: bool) -> int:
-        """Return the bytes kept for the backward pass and those that it needs in addition, without the head.
+    def train_bytes(self, tokens: int, width: int, recompute: bool) -> int:
+        """Return the bytes kept for the backward pass over ``tokens`` in rows of ``width``, and those that it needs in
+        addition, without the head.
 
         With ``recompute`` the input of every layer is kept, and all activations of one layer.
         """
         sizes, item = self.sizes, self.item
         layer = self.saved_by_layer(width)
         layers = sizes.layers * item * sizes.hidden + layer if recompute else sizes.layers * layer
-        return rows * width * (layers + self.saved_outside_layers() + self._backward(width, recompute))
+        return tokens * (layers + self.saved_outside_layers() + self._backward(width, recompute))
 
     def _backward(self, width: int, recompute: bool) -> int:
         """Return the bytes per token of the backward pass itself: gradients of the widest activations.
@@ -102,7 +104,7 @@ class Blocks:
         logits.
         """
         cache = rows * self.kv_bytes_per_token()
-        prefill = self.forward_bytes(rows, prompt) - cache * response
+        prefill = self.forward_bytes(rows * prompt, prompt) - cache * response
         activations = max(prefill, self._attention_over_cache(rows, prompt + response))
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
         return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}

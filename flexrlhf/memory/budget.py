@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.spec import CallKind, SyncSpec
+from flexrlhf.config.spec import CallKind, ModelSpec, SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.states import State, item_bytes, model_state
 from flexrlhf.memory.transfers import WeightSync, copied_bytes, saved_bytes, saving_parts, sync_parts
@@ -20,6 +20,16 @@ from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, updat
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, count_elements
+
+
+def packs_texts(settings: ModelSpec, shape: ModelShape) -> bool:
+    """Whether passes of a model compute packed texts."""
+    return settings.pack_texts and shape.packs
+
+
+def shares_prompts(settings: ModelSpec) -> bool:
+    """Whether packed responses share their prompt."""
+    return settings.share_prompts and not settings.retokenize
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,20 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class PassSize:
+    """Largest forward or training pass.
+
+    tokens:     computed tokens: rows times their width.
+    width:      tokens of a row.
+    responses:  tokens whose log-probs are computed.
+    """
+
+    tokens: int
+    width: int
+    responses: int
+
+
+@dataclass(frozen=True)
 class SequenceLengths:
     """Padded tokens of a row, and the number of rows of one prompt, which stay together."""
 
@@ -112,6 +136,27 @@ class SequenceLengths:
         group = self.samples_per_prompt
         fitting = max(1, budget // (self.width * group)) * group
         return fitting if rows is None else min(fitting, rows)
+
+    def padded_pass(self, budget: int, rows: int | None) -> PassSize:
+        """Return the size of a pass of ``budget`` tokens where every text is a padded row."""
+        rows = self.rows_within(budget, rows)
+        return PassSize(rows * self.width, self.width, rows * self.response)
+
+    def packed_pass(self, budget: int, rows: int | None, shares: bool) -> PassSize:
+        """Return bounds of a pass of ``budget`` tokens of packed texts, of whatever lengths.
+
+        ``shares``: whether the responses of a prompt follow it in one row, and not each a copy of it.
+        """
+        samples, group = self.samples_per_prompt, self.samples_per_prompt * self.width
+        width, responses = self.width, self.response
+        if shares:
+            width, responses = self.prompt + samples * self.response, samples * self.response
+            group = width
+        tokens = max(budget, group)
+        if rows is not None:
+            tokens = min(tokens, max(1, rows // samples) * group)
+        # a prompt has a token at least
+        return PassSize(tokens, width, tokens - -(-tokens // (1 + responses)))
 
     def rows_decoded(self, budget: int, rows: int | None) -> int:
         """Return the rows that are decoded together."""
@@ -205,29 +250,37 @@ class Sizing:
         update = {"working space": update_bytes(model, shape, rank)}
         return Phase("train", work.model, parts), Phase("update", work.model, update)
 
+    def pass_size(self, model: PlacedModel, work: Compute) -> PassSize:
+        """Return the size of the largest forward or training pass of ``work`` on ``model``."""
+        shape = self.shapes.get(model.role)
+        settings, texts = model.settings, self.texts_of(model.role)
+        texts = replace(texts, samples_per_prompt=work.samples or texts.samples_per_prompt)
+        if shape is None or not packs_texts(settings, shape):
+            return texts.padded_pass(settings.micro_batch_tokens, work.rows)
+        return texts.packed_pass(settings.micro_batch_tokens, work.rows, shares_prompts(settings))
+
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape) -> NamedBytes:
         """Return the bytes of activations, logits and caches."""
         if shape.sizes is None:
             return {"activations": None}
         settings, texts = model.settings, self.texts_of(model.role)
-        texts = replace(texts, samples_per_prompt=work.samples or texts.samples_per_prompt)
         blocks = Blocks(shape.sizes, item_bytes(model), settings.tp, settings.lora is not None)
         if work.kind == "generate":
             rows = texts.rows_decoded(settings.generate_tokens, work.rows)
             parts = blocks.decode_bytes(rows, texts.prompt, texts.response)
             # a rollout engine's cache is part of its state
             return {name: size for name, size in parts.items() if model.rollout is None or name != CACHE}
-        rows, train = texts.rows_within(settings.micro_batch_tokens, work.rows), work.kind == "train"
+        size, train = self.pass_size(model, work), work.kind == "train"
         logits = 0
         if model.head != "scalar":
             # a head that may do more than multiply gives all logits at once
             chunk = int(settings.logits_mb * 1e6) if shape.sizes.family in LLAMA_LIKE else sys.maxsize
-            logits = blocks.head_bytes(rows * texts.response, chunk, train)
+            logits = blocks.head_bytes(size.responses, chunk, train)
         if not train:
-            return larger(activations=blocks.forward_bytes(rows, texts.width), logits=logits)
+            return larger(activations=blocks.forward_bytes(size.tokens, size.width), logits=logits)
         if model.head == "both":
-            logits += blocks.value_bytes(rows * texts.width)
-        activations = blocks.train_bytes(rows, texts.width, settings.activation_checkpointing)
+            logits += blocks.value_bytes(size.tokens)
+        activations = blocks.train_bytes(size.tokens, size.width, settings.activation_checkpointing)
         return {"activations": activations, "logits": logits} if logits else {"activations": activations}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:

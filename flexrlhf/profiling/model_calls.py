@@ -97,7 +97,7 @@ class ProfileContext:
 
     def _mask(self, rows: int, width: Width) -> Tensor:
         """Return a mask of left-padded prompts, of right-padded responses, or of both."""
-        lengths, sample = self.plan.lengths, torch.tensor(self.lengths.rows(rows))
+        lengths, sample = self.plan.lengths, torch.tensor(self.lengths.rows(rows, self.plan.batch.samples_per_prompt))
         prompt = torch.arange(lengths.prompt).flip(0) < sample[:, :1]
         response = torch.arange(lengths.response) < sample[:, 1:]
         parts = {"prompt": prompt, "response": response, "sequence": torch.cat([prompt, response], 1)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,11 +52,13 @@ class ModelShape:
     parameters:  (name, shape), sorted by name.
     adapters:    names that are trained; empty: all are.
     sizes:       None for a family whose config uses other keys.
+    packs:       whether texts may adjoin in a row of a pass (``may_pack``).
     """
 
     parameters: Parameters
     adapters: frozenset[str] = frozenset()
     sizes: Sizes | None = None
+    packs: bool = False
 
     @cached_property
     def trained(self) -> Parameters:
@@ -69,6 +72,13 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         return count_elements(self.parameters)
+
+
+def may_pack(config: Mapping[str, Any]) -> bool:
+    """PROVISIONAL."""
+    kind = config.get("model_type")
+    window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")
+    return kind in LLAMA_LIKE and not window
 
 
 def count_elements(parameters: Parameters) -> int:
@@ -138,7 +148,7 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
         _check_files(f"models.{role}.path {model.path}", stored, computed, head, config, new_head)
     shapes = {name: tensor.shape for name, tensor in stored.items()} if computed is None else computed
     parameters = tuple(sorted(_with_head(shapes, head, config).items()))
-    return ModelShape(parameters, sizes=_sizes(config))
+    return ModelShape(parameters, sizes=_sizes(config), packs=may_pack(config))
 
 
 def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:

@@ -130,7 +130,7 @@ def test_the_peak_of_a_pass_without_gradients(sizes: dict[str, int], dtype: str)
     def work() -> None:
         model.model(**batch, use_cache=False)
 
-    assert_close_above(blocks_of(config, dtype).forward_bytes(rows, width), peak_bytes(work), 0.06)
+    assert_close_above(blocks_of(config, dtype).forward_bytes(rows * width, width), peak_bytes(work), 0.06)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -147,7 +147,7 @@ def test_the_peak_of_training(kind: str, dtype: str, recompute: bool) -> None:
     def work() -> None:
         model.model(**batch, use_cache=False).last_hidden_state.float().sum().backward()
 
-    planned = blocks_of(config, dtype).train_bytes(rows, width, recompute)
+    planned = blocks_of(config, dtype).train_bytes(rows * width, width, recompute)
     assert_close_above(planned, peak_bytes(work), 0.25 if recompute else 0.06)
 
 
@@ -231,7 +231,7 @@ def test_tensor_parallel_ranks_share_heads_and_features() -> None:
     whole, half = Blocks(sizes, 2), Blocks(sizes, 2, tp=2)
     shared = 2 * ((4 + 2 * 2) * 64 + 4) + 2 * 100
     assert half.saved_by_layer(100) - shared == (whole.saved_by_layer(100) - shared) // 2
-    assert half.forward_bytes(1, 100) < whole.forward_bytes(1, 100)
+    assert half.forward_bytes(100, 100) < whole.forward_bytes(100, 100)
 
 
 def assert_close_above(planned: int, measured: int, tolerance: float) -> None:

@@ -117,7 +117,7 @@ def test_full_recomputation_keeps_two_bytes_per_hidden_number() -> None:
     """Korthikanti et al. 2022, table 2: 2sbh for each layer."""
     sizes = LLAMA_2_7B
     more = Sizes(**{**vars(sizes), "layers": sizes.layers + 1})
-    one_layer = Blocks(more, 2).train_bytes(4, 512, True) - Blocks(sizes, 2).train_bytes(4, 512, True)
+    one_layer = Blocks(more, 2).train_bytes(4 * 512, 512, True) - Blocks(sizes, 2).train_bytes(4 * 512, 512, True)
     assert one_layer == 2 * 4 * 512 * sizes.hidden
 
 

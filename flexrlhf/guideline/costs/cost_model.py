@@ -67,12 +67,14 @@ class PackedPasses:
     rows:       rows of a pass
     width:      tokens of a row
     responses:  tokens of a pass whose log-probs are computed
+    texts:      tokens of the texts of all passes, each prompt once for every response
     """
 
     count: float
     rows: float
     width: float
     responses: float
+    texts: float
 
     @property
     def tokens(self) -> float:

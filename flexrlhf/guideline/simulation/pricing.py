@@ -13,13 +13,14 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import ceil
 
-from flexrlhf.config.spec import CallKind, Head, Spec
+from flexrlhf.config.spec import CallKind, Head, ModelSpec, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh, PackedPasses
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
+from flexrlhf.guideline.simulation.packed_passes import all_passes, packed_passes
 from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
-from flexrlhf.memory.budget import SequenceLengths
+from flexrlhf.memory.budget import SequenceLengths, packs_texts, shares_prompts
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
@@ -44,16 +45,23 @@ UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s
 class TextLengths:
     """Tokens of the texts of a step.
 
-    prompt:     longest prompt, to which a pass is padded
+    prompt:     longest prompt, to which padded rows are as wide
     responses:  a sample of response lengths
+    prompts:    a sample of prompt lengths; empty: all are as long as the longest
     """
 
     prompt: float
     responses: tuple[float, ...]
+    prompts: tuple[float, ...] = ()
 
     @property
     def mean_response(self) -> float:
         return sum(self.responses) / len(self.responses)
+
+    @property
+    def all_prompts(self) -> tuple[float, ...]:
+        """A sample of prompt lengths, which is never empty."""
+        return self.prompts or (self.prompt,)
 
     @property
     def width(self) -> float:
@@ -122,6 +130,29 @@ class CallMaker:
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
+            packed=None
+            if kind == "generate" or not packs_texts(settings, shape)
+            else self._packed(settings, rows, trains, epochs * texts),
+        )
+
+    def _packed(self, settings: ModelSpec, rows: Sequence[Sequence[int]], trains: bool, times: int) -> PackedPasses:
+        """Return the packed passes of the fullest replica, ``times`` over; training packs every mini-batch by itself."""
+        most = map(max, zip(*rows, strict=True)) if trains else [max(map(sum, rows))]
+        samples = self.batch.samples_per_prompt
+        return all_passes(
+            (
+                times * number,
+                packed_passes(
+                    self.lengths.all_prompts,
+                    self.lengths.responses,
+                    each // samples,
+                    samples,
+                    settings.micro_batch_tokens,
+                    shares_prompts(settings),
+                ),
+            )
+            for each, number in Counter(most).items()
+            if each
         )
 
     @property
