@@ -82,7 +82,7 @@ class ShadowSpec(StrictModel):
     zero: Zero | None = Field(None, description="3: weights sharded; otherwise each replica has all of them")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     dtype: Dtype | None = Field(None, description="type of weights and passes")
-    micro_batch_tokens: int | None = Field(None, ge=1, description="padded tokens of one forward pass")
+    micro_batch_tokens: int | None = Field(None, ge=1, description="computed tokens of one forward pass")
     generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
 
 
@@ -121,7 +121,9 @@ class ModelSpec(StrictModel):
     )
     lora: LoraSpec | None = Field(None, description="train adapters; null: all weights")
     optimizer: OptimizerSpec = OptimizerSpec()
-    micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward or backward pass")
+    micro_batch_tokens: int = Field(8192, ge=1, description="computed tokens of one forward or backward pass")
+    pack_texts: bool = Field(True, description="several texts in one row of a pass, where the model's attention can")
+    share_prompts: bool = Field(True, description="samples of one prompt share one copy of it, with pack_texts")
     generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
     logits_mb: float = Field(
         64.0, gt=0, description="MB of float32 logits that exist at a time while log-probs are computed"

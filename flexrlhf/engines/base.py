@@ -54,8 +54,8 @@ class Batch:
         """Response tokens (n, R) of responses that count, also those that importance sampling rejects."""
         return self.columns["loss_mask"] if "loss_mask" in self.columns else self.columns["response_mask"]
 
-    def select(self, part: slice) -> Batch:
-        """Return the rows of ``part``, as views."""
+    def select(self, part: slice | Tensor) -> Batch:
+        """Return the rows of ``part``, a range or int64 places; as views of a range."""
         columns = {name: tensor[part] for name, tensor in self.columns.items()}
         return Batch(columns, self.rows[part], self.samples_per_prompt)
 

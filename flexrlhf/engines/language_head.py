@@ -30,8 +30,9 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 @dataclass(frozen=True)
 class _ScoringArguments:
-    """Arguments of ``LanguageHead.scoring``; ``targets`` int64 (n, w)."""
+    """Arguments of ``LanguageHead.scoring``."""
 
+    places: Tensor
     targets: Tensor
     temperature: float
     entropy: EntropyUse
@@ -65,14 +66,16 @@ class LanguageHead(nn.Module):
         self.train(linear.training)
 
     @contextmanager
-    def scoring(self, targets: Tensor, temperature: float, entropy: EntropyUse = "none") -> Iterator[None]:
-        """Make ``forward`` map hidden (n, w + 1, H) to float32 (n, w, 2): log-probs of ``targets`` (n, w), entropies.
+    def scoring(
+        self, places: Tensor, targets: Tensor, temperature: float, entropy: EntropyUse = "none"
+    ) -> Iterator[None]:
+        """Make ``forward`` map hidden (m, W, H) to float32 (k, 2): log-probs of ``targets`` (k,), and entropies.
 
-        Position i predicts ``targets[:, i]``; the last position predicts nothing and is dropped. Call the model with
-        ``logits_to_keep=w + 1`` and read ``logits``.
+        ``places``: int64 (k,), positions that predict the targets, in the flattened m x W. Call the model for all
+        logits, of which no other is computed, and read ``logits``.
         """
         assert self._scoring is None, "scoring inside scoring"
-        self._scoring = _ScoringArguments(targets, temperature, entropy)
+        self._scoring = _ScoringArguments(places, targets, temperature, entropy)
         try:
             yield
         finally:
@@ -94,20 +97,18 @@ class LanguageHead(nn.Module):
         return local
 
     def _scores(self, hidden: Tensor, weight: Tensor, scoring: _ScoringArguments) -> Tensor:
-        """Log-probs and entropies (n, w, 2)."""
-        n, w = scoring.targets.shape
-        assert hidden.shape[:2] == (n, w + 1), f"hidden {tuple(hidden.shape)} for targets {(n, w)}"
+        """Log-probs and entropies (k, 2)."""
         scores = token_logprobs(
-            hidden[:, :-1].reshape(n * w, hidden.shape[2]),
+            hidden.flatten(0, 1)[scoring.places],
             weight,
-            scoring.targets.reshape(-1),
+            scoring.targets,
             scoring.temperature,
             scoring.entropy,
             self.chunk_elements,
             self.group,
         )
         # a new tensor: FSDP2 warns of a module that returns a view
-        return torch.stack([each.view(n, w) for each in scores], -1)
+        return torch.stack(list(scores), -1)
 
     @staticmethod
     @torch.no_grad()

@@ -1,85 +1,254 @@
-"""Split a batch into micro-batches by a token budget, without the columns that are padding in all their rows."""
+"""Micro-batches: rows of a batch laid out for one pass of a model, without padding between prompt and response.
+
+``engines/packing.py`` decides which texts are in which row of a pass. Here tokens, positions and attention mask of the
+rows are built from that, and the places at which the outputs of each text are read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch
+from flexrlhf.engines.packing import PackedPass, Place, TextGroup, packed, shared
 from flexrlhf.operators.columns import Lengths
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Rows with their text narrowed to columns ``[first, last)`` of the padded sequence.
+class PassSettings:
+    """How texts are laid out.
 
-    batch:   the rows, in full width.
-    first:   at most P - 1, so that the last prompt token is included.
-    last:    at least P + 1, so that the first response token is included.
-    lengths: P and R of the run.
-    idle:    whether it stands for no row, so that its outputs do not count.
+    lengths:  P and R of the run.
+    budget:   computed tokens of a pass.
+    packs:    whether several texts are in one row.
+    shares:   whether texts with the same prompt share one copy of it.
+    dtype:    of the mask that separates texts in a row.
+    """
+
+    lengths: Lengths
+    budget: int
+    packs: bool = False
+    shares: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a batch, and m rows of W tokens in which their texts are computed.
+
+    batch:           the n rows, in full width; samples of one prompt are neighbours.
+    order:           int64 (n,), their places in the batch that was split.
+    tokens:          int64 (m, W).
+    position_ids:    int64 (m, W), 0 at the first token of each text.
+    attention_mask:  int64 (m, W), 1 at tokens of texts; None where causal attention is enough; of rows with more texts
+                     (m, 1, W, W), added to attention scores: 0 where a token is attended to, else the least number.
+    places:          int64 (n, L), places of the tokens of each text in the flattened m x W; 0 behind its end.
+    prompt_lengths:  int64 (n,), tokens of each prompt.
+    text_lengths:    int64 (n,), tokens of each text.
+    idle:            whether it stands for no row, so that its outputs do not count.
     """
 
     batch: Batch
-    first: int
-    last: int
-    lengths: Lengths
+    order: Tensor
+    tokens: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    places: Tensor
+    prompt_lengths: Tensor
+    text_lengths: Tensor
     idle: bool = False
 
     @property
-    def tokens(self) -> Tensor:
-        """int64 (n, last - first)."""
-        return self.batch["tokens"][:, self.first : self.last].long()
+    def width(self) -> int:
+        """W."""
+        return self.tokens.shape[1]
 
     @property
-    def attention_mask(self) -> Tensor:
-        """int64 (n, last - first)."""
-        return self.batch["attention_mask"][:, self.first : self.last].long()
+    def text_mask(self) -> Tensor:
+        """Tokens of each text: bool (n, L)."""
+        return _columns(self.places.shape[1], self.places) < self.text_lengths[:, None]
 
     @property
-    def position_ids(self) -> Tensor:
-        """int64 (n, last - first), 0 at the first token of each text."""
-        return (self.attention_mask.cumsum(1) - 1).clamp(min=0)
+    def text_tokens(self) -> Tensor:
+        """Tokens of each text: int64 (n, L), anything behind its end."""
+        return self.tokens.flatten()[self.places]
 
     @property
-    def response_width(self) -> int:
-        """Response columns that are kept."""
-        return self.last - self.lengths.prompt
+    def state_mask(self) -> Tensor:
+        """Whether response token t, or the end of the text, has a token before it: bool (n, r + 1)."""
+        return self._state_columns < self.text_lengths[:, None]
+
+    @property
+    def state_places(self) -> Tensor:
+        """Places of the token before response token t, and of the last token: int64 (n, r + 1), r the longest response.
+
+        The model's outputs there predict the response token, or value the text so far.
+        """
+        last = self.places.shape[1] - 1
+        return self.places.gather(1, self._state_columns.clamp(0, last))
+
+    @property
+    def response_mask(self) -> Tensor:
+        """Tokens of each response: bool (n, r)."""
+        return self.state_mask[:, 1:]
+
+    @property
+    def response_tokens(self) -> Tensor:
+        """Tokens of each response: int64 (n, r), anything behind its end."""
+        return self.tokens.flatten()[self.state_places[:, 1:]]
+
+    @property
+    def _state_columns(self) -> Tensor:
+        width = int((self.text_lengths - self.prompt_lengths).max())
+        return self.prompt_lengths[:, None] - 1 + _columns(width + 1, self.places)
 
 
-def idle_micro_batch(lengths: Lengths, device: torch.device) -> MicroBatch:
-    """Return one row of two tokens, for ranks that must call as often as others and have no rows left."""
-    width = lengths.prompt + lengths.response
-    tokens = torch.zeros(1, width, dtype=torch.int32, device=device)
-    mask = torch.zeros(1, width, dtype=torch.uint8, device=device)
-    mask[:, lengths.prompt - 1 : lengths.prompt + 1] = 1
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    batch = Batch({"tokens": tokens, "attention_mask": mask}, rows, 1)
-    return MicroBatch(batch, lengths.prompt - 1, lengths.prompt + 1, lengths, idle=True)
+def _columns(width: int, like: Tensor) -> Tensor:
+    return torch.arange(width, device=like.device)[None]
 
 
-def micro_batches(batch: Batch, lengths: Lengths, token_budget: int) -> Iterator[MicroBatch]:
-    """Split ``batch`` into contiguous rows of at most ``token_budget`` padded tokens.
+def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
+    """Split ``batch`` into passes of at most ``settings.budget`` computed tokens.
 
     Samples of one prompt stay together, so a micro-batch has at least one prompt, whatever its tokens.
     """
     if not len(batch):
         return
-    mask = batch["attention_mask"].bool()
-    firsts = mask.int().argmax(1).tolist()
-    lasts = (mask.shape[1] - mask.flip(1).int().argmax(1)).tolist()
-    step = batch.samples_per_prompt
-    start, first, last = 0, mask.shape[1], 0
-    for row in range(0, len(batch), step):
-        new_first = min(first, lengths.prompt - 1, *firsts[row : row + step])
-        new_last = max(last, lengths.prompt + 1, *lasts[row : row + step])
-        if row > start and (row + step - start) * (new_last - new_first) > token_budget:
-            yield MicroBatch(batch.select(slice(start, row)), first, last, lengths)
-            start = row
-            new_first = min(lengths.prompt - 1, *firsts[row : row + step])
-            new_last = max(lengths.prompt + 1, *lasts[row : row + step])
-        first, last = new_first, new_last
-    yield MicroBatch(batch.select(slice(start, len(batch))), first, last, lengths)
+    texts = _Texts.of(batch, settings.lengths)
+    units = texts.units(settings)
+    for each in packed(units, settings.budget, settings.packs):
+        starts = [
+            start
+            for number, row in enumerate(each.rows)
+            for start in _starts(number * each.width, row, units, texts.samples)
+        ]
+        yield _laid_out(batch, sorted(starts), texts, each, settings)
+
+
+def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch:
+    """Return one row of two tokens, for ranks that must call as often as others and have no rows left."""
+    lengths = settings.lengths
+    tokens = torch.zeros(1, lengths.total, dtype=torch.int32, device=device)
+    mask = torch.zeros(1, lengths.total, dtype=torch.uint8, device=device)
+    mask[:, lengths.prompt - 1 : lengths.prompt + 1] = 1
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    batch = Batch({"tokens": tokens, "attention_mask": mask}, rows, 1)
+    (piece,) = micro_batches(batch, settings)
+    return replace(piece, idle=True)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Texts of a batch.
+
+    prompts:    tokens of each prompt.
+    responses:  tokens of each response.
+    samples:    texts of a unit, which stay together.
+    same:       of each unit, whether its texts have the same prompt.
+    """
+
+    prompts: list[int]
+    responses: list[int]
+    samples: int
+    same: list[bool]
+
+    @classmethod
+    def of(cls, batch: Batch, lengths: Lengths) -> _Texts:
+        mask, samples = batch["attention_mask"].bool(), batch.samples_per_prompt
+        prompt = mask[:, : lengths.prompt]
+        counts, responses = prompt.sum(1), mask[:, lengths.prompt :].sum(1)
+        # a row without any token has a place all the same
+        counts = counts.clamp(min=(counts + responses == 0).long())
+        shown = torch.where(prompt, batch["tokens"][:, : lengths.prompt], -1).unflatten(0, (-1, samples))
+        same = (shown == shown[:, :1]).all(2).all(1)
+        return cls(counts.tolist(), responses.tolist(), samples, same.tolist())
+
+    def units(self, settings: PassSettings) -> list[tuple[TextGroup, ...]]:
+        """Return the texts of every unit, in groups that share a prompt."""
+        return [self._unit(number, settings) for number in range(len(self.same))]
+
+    def _unit(self, number: int, settings: PassSettings) -> tuple[TextGroup, ...]:
+        rows = range(number * self.samples, (number + 1) * self.samples)
+        if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
+            group = TextGroup(self.prompts[rows[0]], tuple(self.responses[row] for row in rows))
+            return shared(group, settings.budget)
+        return tuple(TextGroup(self.prompts[row], (self.responses[row],)) for row in rows)
+
+
+class _Start(NamedTuple):
+    """Places at which a text starts in the flattened rows of a pass.
+
+    row:       of the batch.
+    prompt:    place of the prompt's first token.
+    response:  place of the response's first token.
+    number:    of the response: its tokens attend to those of the prompt, and to those of the same number.
+    """
+
+    row: int
+    prompt: int
+    response: int
+    number: int
+
+
+def _starts(place: int, row: Sequence[Place], units: Sequence[Sequence[TextGroup]], samples: int) -> Iterator[_Start]:
+    """Yield the texts of one row of a pass, whose first token is at ``place``. ``samples``: texts of a unit."""
+    for unit, index in row:
+        group = units[unit][index]
+        first = unit * samples + sum(len(other.responses) for other in units[unit][:index])
+        prompt, is_alone = place, len(group.responses) == 1
+        place += group.prompt
+        for sample, response in enumerate(group.responses):
+            yield _Start(first + sample, prompt, place, prompt if is_alone else place)
+            place += response
+
+
+def _laid_out(
+    batch: Batch, starts: Sequence[_Start], texts: _Texts, each: PackedPass, settings: PassSettings
+) -> MicroBatch:
+    """Build the micro-batch of one pass. ``starts``: in the order of the batch's rows."""
+    device, shape = batch.rows.device, (len(each.rows), each.width)
+    order, prompt, response, number = torch.tensor(starts, device=device).t()
+    prompts, responses = (torch.tensor(all_, device=device)[order] for all_ in (texts.prompts, texts.responses))
+    length = prompts + responses
+    columns = _columns(int(length.max()), order)
+    is_token, in_prompt = columns < length[:, None], columns < prompts[:, None]
+    places = torch.where(in_prompt, prompt[:, None] + columns, (response - prompts)[:, None] + columns)
+    places = places.where(is_token, 0)
+    stored = (settings.lengths.prompt - prompts)[:, None] + columns
+    selected = batch.select(order)
+    own = selected["tokens"].long().gather(1, stored.clamp(max=settings.lengths.total - 1))
+
+    def filled(values: Tensor, padding: Tensor) -> Tensor:
+        return padding.index_put((places[is_token],), values.expand_as(places)[is_token]).view(shape)
+
+    nothing = torch.full((each.tokens,), -1, device=device)
+    # positions of padding go on, as if one text filled the row
+    positions = filled(columns, torch.arange(each.width, device=device).repeat(len(each.rows)))
+    numbers = filled(torch.where(in_prompt, prompt[:, None], number[:, None]), nothing)
+    return MicroBatch(
+        batch=selected,
+        order=order,
+        tokens=filled(own, torch.zeros_like(nothing)),
+        position_ids=positions,
+        attention_mask=_mask(numbers, filled(prompt[:, None], nothing), len(starts), settings),
+        places=places,
+        prompt_lengths=prompts,
+        text_lengths=length,
+    )
+
+
+def _mask(numbers: Tensor, prompts: Tensor, num_texts: int, settings: PassSettings) -> Tensor | None:
+    """Return the attention mask of rows with ``num_texts`` texts; ``numbers`` of tokens and of their prompts (m, W)."""
+    if not settings.packs:
+        return (numbers >= 0).long()
+    if num_texts == len(numbers):
+        # one text in each row: causal attention does not see what is behind it
+        return None
+    keys = numbers[:, None, :]
+    is_seen = ((numbers[:, :, None] == keys) | (prompts[:, :, None] == keys)).tril()
+    mask = torch.zeros(is_seen.shape, dtype=settings.dtype, device=numbers.device)
+    return mask.masked_fill_(~is_seen, torch.finfo(settings.dtype).min)[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Sampling, Totals, add_moments
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
-from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
-from flexrlhf.engines.models import base_weights_alone
+from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
+from flexrlhf.engines.models import DTYPES, base_weights_alone
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training, forbid_update
+from flexrlhf.engines.packing import may_pack
 from flexrlhf.engines.score_rule import ScoreRule
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 
@@ -81,9 +83,13 @@ class Passes:
         quantities = {column.name: _quantity(column) for column in columns}
         with nullcontext() if adapters else base_weights_alone(self.model):
             pieces = [(piece, self._compute(piece, set(quantities.values()))) for piece in self._micro_batches(batch)]
-        computed = [outputs for piece, outputs in pieces if not piece.idle]
+        computed = [(piece.order, outputs) for piece, outputs in pieces if not piece.idle]
         if computed:
-            return {name: torch.cat([each[quantity] for each in computed]) for name, quantity in quantities.items()}
+            back = torch.cat([order for order, _ in computed]).argsort()
+            return {
+                name: torch.cat([outputs[quantity] for _, outputs in computed])[back]
+                for name, quantity in quantities.items()
+            }
         widths = {column.name: self.lengths.width(column) for column in columns}
         device = batch.rows.device
         return {name: torch.zeros((0,) if w is None else (0, w), device=device) for name, w in widths.items()}
@@ -141,9 +147,21 @@ class Passes:
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Split ``batch``, with idle micro-batches up to the number of passes."""
-        pieces = list(micro_batches(batch, self.lengths, self.settings.micro_batch_tokens))
+        pieces = list(micro_batches(batch, self._pass_settings))
         num_idle = self._num_passes(len(pieces)) - len(pieces)
-        return pieces + [idle_micro_batch(self.lengths, batch.rows.device)] * num_idle
+        return pieces + [idle_micro_batch(self._pass_settings, batch.rows.device)] * num_idle if num_idle else pieces
+
+    @cached_property
+    def _pass_settings(self) -> PassSettings:
+        settings, config = self.settings, self.model.config
+        window = getattr(config, "sliding_window", None)
+        return PassSettings(
+            lengths=self.lengths,
+            budget=settings.micro_batch_tokens,
+            packs=settings.pack_texts and may_pack(config.model_type, window, self.lengths.total),
+            shares=settings.share_prompts,
+            dtype=DTYPES[settings.dtype],
+        )
 
     def _num_passes(self, count: int) -> int:
         """Return ``count``, or in lockstep the largest count of all data-parallel ranks."""
@@ -169,28 +187,29 @@ class Passes:
         """
         temperature = temperature or self.temperature
         of_scalar_head = [quantity for quantity in quantities if quantity != "logprobs"]
-        targets = piece.tokens[:, -piece.response_width :] if "logprobs" in quantities else None
-        with self._scoring(targets, temperature, entropy):
-            logits, scores = self._call_heads(piece, targets is not None, bool(of_scalar_head))
+        with_logits = "logprobs" in quantities
+        with self._scoring(piece, temperature, entropy) if with_logits else nullcontext():
+            logits, scores = self._call_heads(piece, with_logits, bool(of_scalar_head))
         computed: dict[str, Tensor] = {}
-        if logits is not None and targets is not None:
-            computed |= self._logprobs(piece, logits, targets, temperature, entropy)
+        if logits is not None:
+            computed |= self._logprobs(piece, logits, temperature, entropy)
         if scores is not None:
             computed |= {quantity: self._from_scores(quantity, piece, scores) for quantity in of_scalar_head}
         return computed
 
-    def _scoring(self, targets: Tensor | None, temperature: float, entropy: EntropyUse) -> AbstractContextManager[None]:
-        if targets is None or self.head is None:
+    def _scoring(self, piece: MicroBatch, temperature: float, entropy: EntropyUse) -> AbstractContextManager[None]:
+        if self.head is None:
             return nullcontext()
-        return self.head.scoring(targets, temperature, entropy)
+        mask = piece.response_mask
+        return self.head.scoring(piece.state_places[:, :-1][mask], piece.response_tokens[mask], temperature, entropy)
 
     def _call_heads(self, piece: MicroBatch, logits: bool, scores: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Run the model; return the outputs of the requested heads at the response tokens and the one before; of a
-        model with a scalar head alone at all tokens."""
-        kept = piece.response_width + 1
+        """Run the model; return the outputs of the requested heads: log-probs and entropies where the language head is
+        ours, else logits (m, up to W, vocabulary) of the last positions of each row, and scores (m, W)."""
         if self.heads == "scalar":
             assert not logits, "a scalar head has no log-probs"
             return None, self._call(piece)
+        kept = 0 if self.head is not None else _kept(piece)
         if self.heads == "causal":
             assert not scores, "a language head has no values or scores"
             return self._call(piece, logits_to_keep=kept, use_cache=False).logits, None
@@ -198,34 +217,39 @@ class Passes:
         return out.logits, out.scores
 
     def _logprobs(
-        self, piece: MicroBatch, logits: Tensor, targets: Tensor, temperature: float, entropy: EntropyUse
+        self, piece: MicroBatch, logits: Tensor, temperature: float, entropy: EntropyUse
     ) -> dict[str, Tensor]:
         """Return log-probs (n, R) of the response tokens under softmax(logits / T), and entropies (n, R).
 
         Both are 0 outside the response. ``logits``: the output of the language head, which is that of ``scoring`` where
         the head is ours.
         """
+        mask = piece.response_mask
         if self.head is not None:
             picked, entropies = logits.unbind(-1)
         else:
-            picked, entropies = _from_logits(logits[:, :-1], targets, temperature, entropy)
-        mask = piece.attention_mask[:, -piece.response_width :].bool()
-        # where, because values outside the mask may be anything, also not finite
-        masked = [self._widen(values.where(mask, 0.0), self.lengths.response) for values in (picked, entropies)]
-        return {"logprobs": masked[0]} | ({} if entropy == "none" else {"entropy": masked[1]})
+            places = piece.state_places[:, :-1][mask]
+            rows, columns = places // piece.width, places % piece.width - (piece.width - logits.shape[1])
+            picked, entropies = _from_logits(logits[rows, columns], piece.response_tokens[mask], temperature, entropy)
+        spread = [self._in_responses(mask, values) for values in (picked, entropies)]
+        return {"logprobs": spread[0]} | ({} if entropy == "none" else {"entropy": spread[1]})
+
+    def _in_responses(self, mask: Tensor, values: Tensor) -> Tensor:
+        """Return ``values`` (k,) of the tokens in ``mask`` (n, r), as (n, R)."""
+        empty = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+        return self._widen(empty.masked_scatter(mask, values), self.lengths.response)
 
     def _from_scores(self, quantity: Quantity, piece: MicroBatch, scores: Tensor) -> Tensor:
-        """Return a quantity of the scalar head, from its outputs up to the last token of ``piece``.
+        """Return a quantity of the scalar head, from its outputs (m, W).
 
         scores:       (n,), after the token that ``score_rule`` reads.
         values:       (n, R+1); entry t is the value before response token t, the last one that after the whole text.
         token_scores: (n, R), after each response token.
         """
+        outputs = scores.flatten()
         if quantity == "scores":
-            width = scores.shape[1]
-            return self.score_rule.scores(scores, piece.tokens[:, -width:], piece.attention_mask[:, -width:])
-        kept = piece.response_width + 1
-        values = self._widen(scores[:, -kept:] * piece.attention_mask[:, -kept:], self.lengths.response + 1)
+            return self.score_rule.scores(outputs[piece.places], piece.text_tokens, piece.text_mask)
+        values = self._widen(outputs[piece.state_places] * piece.state_mask, self.lengths.response + 1)
         return values if quantity == "values" else values[:, 1:]
 
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
@@ -236,6 +260,11 @@ class Passes:
     @staticmethod
     def _widen(tensor: Tensor, width: int) -> Tensor:
         return pad(tensor, (0, width - tensor.shape[1]))
+
+
+def _kept(piece: MicroBatch) -> int:
+    """Return the last positions of each row, among which are all that predict a response token."""
+    return piece.width - int(piece.prompt_lengths.min()) + 1
 
 
 def _outputs_of(computed: Mapping[str, Tensor], loss: Loss) -> Outputs:

@@ -285,6 +285,9 @@ WIDTH = 5
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
 BATCH = torch.randint(64, (3, 11), generator=torch.Generator().manual_seed(5))
+TARGETS = BATCH[:, -WIDTH:].flatten()
+PLACES = torch.arange(BATCH.numel()).view(3, 11)[:, -WIDTH - 1 : -1].flatten()
+"""Positions that predict the last tokens."""
 
 
 def tiny(model_type: str = "llama", tied: bool = False) -> PreTrainedModel:
@@ -308,9 +311,9 @@ def with_head(
 
 
 def scored(model: PreTrainedModel, head: LanguageHead, entropy: EntropyUse = "gradient") -> Tensor:
-    with head.scoring(BATCH[:, -WIDTH:], 0.7, entropy):
-        scores: Tensor = model(BATCH, logits_to_keep=WIDTH + 1).logits
-    return scores
+    with head.scoring(PLACES, TARGETS, 0.7, entropy):
+        scores: Tensor = model(BATCH).logits
+    return scores.view(len(BATCH), WIDTH, 2)
 
 
 def scored_plainly(model: PreTrainedModel) -> Tensor:
@@ -380,18 +383,22 @@ def test_generation_is_as_before() -> None:
 
 def test_a_request_ends_with_its_context() -> None:
     model, head = with_head(tiny())
-    with pytest.raises(AssertionError, match="hidden .* for targets"), head.scoring(BATCH[:, -WIDTH:], 1.0):
-        model(BATCH, logits_to_keep=WIDTH)
+    with pytest.raises(IndexError), head.scoring(PLACES, TARGETS, 1.0):
+        model(BATCH[:1])
     assert model(BATCH).logits.shape == (3, 11, 64)
-    with pytest.raises(AssertionError, match="inside"), head.scoring(BATCH, 1.0), head.scoring(BATCH, 1.0):
+    with (
+        pytest.raises(AssertionError, match="inside"),
+        head.scoring(PLACES, TARGETS, 1.0),
+        head.scoring(PLACES, TARGETS, 1.0),
+    ):
         pass
 
 
 def test_a_head_without_rows() -> None:
     _, head = with_head(tiny())
-    with head.scoring(BATCH[:0, -WIDTH:], 1.0, "gradient"):
+    with head.scoring(PLACES[:0], TARGETS[:0], 1.0, "gradient"):
         scores = head(torch.zeros(0, WIDTH + 1, 16))
-    assert scores.shape == (0, WIDTH, 2)
+    assert scores.shape == (0, 2)
     scores.sum().backward()
     assert head.weight.grad is not None and not head.weight.grad.any()
 

@@ -1,0 +1,198 @@
+"""Layout of texts in the rows of forward and training passes, so that few computed tokens are padding.
+
+A row has several texts, one behind the other, which do not attend to each other; texts with the same prompt share one
+copy of it. Plain numbers: engines lay tensors out by it, and the cost model counts the tokens that will be computed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose attention in transformers takes any mask, where no window restricts it."""
+EQUAL_WIDTH = 4096
+"""Width at which dense attention over a row is taken to cost as much as all else: 6 times a hidden size of 683."""
+WIDTHS = (1.0, 1.15, 1.4, 2.0, 3.0)
+"""Widths of a row that are tried, over its longest text."""
+SMALLEST_PASS = 1024
+"""Tokens of a pass of rows with one text each, below which more padding is cheaper than another pass."""
+MOST_PADDING = 1.15
+"""Length of the longest of such rows over that of the shortest, above which another pass begins."""
+
+
+@dataclass(frozen=True)
+class TextGroup:
+    """Texts that share one copy of their prompt.
+
+    prompt:     tokens of the prompt.
+    responses:  tokens of each response.
+    """
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the prompt and all responses."""
+        return self.prompt + sum(self.responses)
+
+    @property
+    def apart(self) -> tuple[TextGroup, ...]:
+        """The same texts, each with a copy of the prompt."""
+        return tuple(TextGroup(self.prompt, (response,)) for response in self.responses)
+
+
+class Place(NamedTuple):
+    """A group of texts: ``unit`` among those that are packed, ``group`` in its unit."""
+
+    unit: int
+    group: int
+
+
+@dataclass(frozen=True)
+class PackedPass:
+    """Rows of one pass.
+
+    rows:   groups of each row, one behind the other.
+    width:  tokens of a row, at least those of its groups; what is more is padding.
+    """
+
+    rows: tuple[tuple[Place, ...], ...]
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """Computed tokens."""
+        return len(self.rows) * self.width
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Units in the pass, in order."""
+        return tuple(sorted({place.unit for row in self.rows for place in row}))
+
+
+def may_pack(model_type: str, window: int | None, longest: int) -> bool:
+    """Whether several texts may be in one row. ``window``: of sliding attention; ``longest``: tokens of a text."""
+    return model_type in PACKED_FAMILIES and (window is None or window >= longest)
+
+
+def shared(group: TextGroup, budget: int) -> tuple[TextGroup, ...]:
+    """Return ``group`` in as many copies of its prompt as cost least: attention over a long row is not free.
+
+    No row is above ``budget`` tokens where copies prevent that.
+    """
+    number = len(group.responses)
+    candidates = [_copies(group, count) for count in range(1, number + 1)]
+    return min(candidates, key=lambda parts: (_is_above(parts, budget), sum(_row_cost(part.tokens) for part in parts)))
+
+
+def _copies(group: TextGroup, count: int) -> tuple[TextGroup, ...]:
+    each = ceil(len(group.responses) / count)
+    starts = range(0, len(group.responses), each)
+    return tuple(TextGroup(group.prompt, group.responses[start : start + each]) for start in starts)
+
+
+def _is_above(parts: Sequence[TextGroup], budget: int) -> bool:
+    return max(part.tokens for part in parts) > budget
+
+
+def _row_cost(width: int) -> float:
+    """Return the cost of a row in tokens of a short one."""
+    return width * (1 + width / EQUAL_WIDTH)
+
+
+def packed(units: Sequence[Sequence[TextGroup]], budget: int, together: bool = True) -> list[PackedPass]:
+    """Return passes of at most ``budget`` computed tokens, each of at least one unit. A unit is in one pass.
+
+    ``together``: several groups may be in one row. Deterministic, so all ranks of a tensor-parallel group agree.
+    """
+    order = sorted(range(len(units)), key=lambda unit: -_longest(units[unit]))
+    passes = []
+    while order:
+        if together:
+            longest = _longest(units[order[0]])
+            widths = dict.fromkeys(ceil(longest * factor) for factor in WIDTHS)
+            fits = [width for width in widths if width <= max(budget, longest)]
+            best = min((_filled(units, order, width, budget) for width in fits), key=_Filling.cost)
+        else:
+            best = _apart(units, order, budget)
+        passes.append(best.as_pass())
+        taken = set(best.units)
+        order = [unit for unit in order if unit not in taken]
+    return passes
+
+
+def _longest(unit: Sequence[TextGroup]) -> int:
+    return max(group.tokens for group in unit)
+
+
+class _Filling:
+    """Rows of a pass while groups are placed in them. ``free``: (tokens left, row), ascending."""
+
+    def __init__(self, width: int) -> None:
+        self.width = max(1, width)
+        self.rows: list[list[Place]] = []
+        self.units: list[int] = []
+        self.real = 0
+        self.free: list[tuple[int, int]] = []
+
+    def add(self, number: int, unit: Sequence[TextGroup], most_rows: int) -> bool:
+        """Place the groups of a unit in the fullest rows that have room; without effect where there is too little."""
+        free, new, places = list(self.free), 0, []
+        for index in sorted(range(len(unit)), key=lambda index: -unit[index].tokens):
+            tokens = unit[index].tokens
+            at = bisect_left(free, (tokens, 0))
+            if at == len(free):
+                if self.rows and len(self.rows) + new >= most_rows:
+                    return False
+                insort(free, (self.width, len(self.rows) + new))
+                at, new = bisect_left(free, (self.width, len(self.rows) + new)), new + 1
+            left, row = free.pop(at)
+            insort(free, (left - tokens, row))
+            places.append((row, Place(number, index)))
+        self.rows.extend([] for _ in range(new))
+        for row, place in places:
+            self.rows[row].append(place)
+        self.free = free
+        self.units.append(number)
+        self.real += sum(group.tokens for group in unit)
+        return True
+
+    def cost(self) -> float:
+        """Return the cost of a real token."""
+        return len(self.rows) * _row_cost(self.width) / max(1, self.real)
+
+    def as_pass(self) -> PackedPass:
+        """Return the rows, as wide as the fullest of them."""
+        width = self.width - min(left for left, _ in self.free)
+        return PackedPass(tuple(tuple(row) for row in self.rows), max(1, width))
+
+
+def _filled(units: Sequence[Sequence[TextGroup]], order: Sequence[int], width: int, budget: int) -> _Filling:
+    """Return a pass of rows of ``width`` tokens with as many of the units as there is room for, the longest first."""
+    filling, most_rows = _Filling(width), max(1, budget // max(1, width))
+    for number in order:
+        filling.add(number, units[number], most_rows)
+    return filling
+
+
+def _apart(units: Sequence[Sequence[TextGroup]], order: Sequence[int], budget: int) -> _Filling:
+    """Return a pass of rows with one group each, of about the same length."""
+    filling = _Filling(_longest(units[order[0]]))
+    for number in order:
+        unit = units[number]
+        tokens = (len(filling.rows) + len(unit)) * filling.width
+        is_shorter = filling.width > MOST_PADDING * _longest(unit) and tokens > SMALLEST_PASS
+        if filling.rows and (tokens > budget or is_shorter):
+            break
+        for index, group in enumerate(unit):
+            filling.rows.append([Place(number, index)])
+            filling.free.append((filling.width - group.tokens, len(filling.rows)))
+        filling.real += sum(group.tokens for group in unit)
+        filling.units.append(number)
+    return filling
