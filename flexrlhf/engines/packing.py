@@ -118,7 +118,10 @@ def packed(units: Sequence[Sequence[TextGroup]], budget: int, together: bool = T
             longest = _longest(units[order[0]])
             widths = dict.fromkeys(ceil(longest * factor) for factor in WIDTHS)
             fits = [width for width in widths if width <= max(budget, longest)]
-            best = min((_filled(units, order, width, budget) for width in fits), key=_Filling.cost)
+            fillings = [_filled(units, order, width, budget) for width in fits]
+            # one unit may be above the budget: wider rows would add to it
+            most = max(budget, fillings[0].tokens)
+            best = min((each for each in fillings if each.tokens <= most), key=_Filling.cost)
         else:
             best = _apart(units, order, budget)
         passes.append(best.as_pass())
@@ -162,6 +165,11 @@ class _Filling:
         self.units.append(number)
         self.real += sum(group.tokens for group in unit)
         return True
+
+    @property
+    def tokens(self) -> int:
+        """Computed tokens."""
+        return len(self.rows) * self.width
 
     def cost(self) -> float:
         """Return the cost of a real token."""

@@ -12,24 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.spec import CallKind, ModelSpec, SyncSpec
+from flexrlhf.config.spec import CallKind, SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
+from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes, model_state
 from flexrlhf.memory.transfers import WeightSync, copied_bytes, saved_bytes, saving_parts, sync_parts
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, count_elements
-
-
-def packs_texts(settings: ModelSpec, shape: ModelShape) -> bool:
-    """Whether passes of a model compute packed texts."""
-    return settings.pack_texts and shape.packs
-
-
-def shares_prompts(settings: ModelSpec) -> bool:
-    """Whether packed responses share their prompt."""
-    return settings.share_prompts and not settings.retokenize
 
 
 @dataclass(frozen=True)
@@ -104,20 +95,6 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class PassSize:
-    """Largest forward or training pass.
-
-    tokens:     computed tokens: rows times their width.
-    width:      tokens of a row.
-    responses:  tokens whose log-probs are computed.
-    """
-
-    tokens: int
-    width: int
-    responses: int
-
-
-@dataclass(frozen=True)
 class SequenceLengths:
     """Padded tokens of a row, and the number of rows of one prompt, which stay together."""
 
@@ -128,35 +105,6 @@ class SequenceLengths:
     @property
     def width(self) -> int:
         return self.prompt + self.response
-
-    def rows_within(self, budget: int, rows: int | None) -> int:
-        """Return the rows of a micro-batch of ``budget`` tokens, at least one prompt's, of ``rows`` (None: any
-        number).
-        """
-        group = self.samples_per_prompt
-        fitting = max(1, budget // (self.width * group)) * group
-        return fitting if rows is None else min(fitting, rows)
-
-    def padded_pass(self, budget: int, rows: int | None) -> PassSize:
-        """Return the size of a pass of ``budget`` tokens where every text is a padded row."""
-        rows = self.rows_within(budget, rows)
-        return PassSize(rows * self.width, self.width, rows * self.response)
-
-    def packed_pass(self, budget: int, rows: int | None, shares: bool) -> PassSize:
-        """Return bounds of a pass of ``budget`` tokens of packed texts, of whatever lengths.
-
-        ``shares``: whether the responses of a prompt follow it in one row, and not each a copy of it.
-        """
-        samples, group = self.samples_per_prompt, self.samples_per_prompt * self.width
-        width, responses = self.width, self.response
-        if shares:
-            width, responses = self.prompt + samples * self.response, samples * self.response
-            group = width
-        tokens = max(budget, group)
-        if rows is not None:
-            tokens = min(tokens, max(1, rows // samples) * group)
-        # a prompt has a token at least
-        return PassSize(tokens, width, tokens - -(-tokens // (1 + responses)))
 
     def rows_decoded(self, budget: int, rows: int | None) -> int:
         """Return the rows that are decoded together."""
@@ -251,13 +199,12 @@ class Sizing:
         return Phase("train", work.model, parts), Phase("update", work.model, update)
 
     def pass_size(self, model: PlacedModel, work: Compute) -> PassSize:
-        """Return the size of the largest forward or training pass of ``work`` on ``model``."""
-        shape = self.shapes.get(model.role)
+        """Return bounds of the largest forward or training pass of ``work`` on ``model``."""
         settings, texts = model.settings, self.texts_of(model.role)
-        texts = replace(texts, samples_per_prompt=work.samples or texts.samples_per_prompt)
-        if shape is None or not packs_texts(settings, shape):
-            return texts.padded_pass(settings.micro_batch_tokens, work.rows)
-        return texts.packed_pass(settings.micro_batch_tokens, work.rows, shares_prompts(settings))
+        samples = work.samples or texts.samples_per_prompt
+        packs = packs_texts(settings, self.shapes.get(model.role), texts.width)
+        budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
+        return largest_pass(texts.prompt, texts.response, samples, budget, work.rows, packs, shares)
 
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape) -> NamedBytes:
         """Return the bytes of activations, logits and caches."""
@@ -273,14 +220,15 @@ class Sizing:
         size, train = self.pass_size(model, work), work.kind == "train"
         logits = 0
         if model.head != "scalar":
-            # a head that may do more than multiply gives all logits at once
-            chunk = int(settings.logits_mb * 1e6) if shape.sizes.family in LLAMA_LIKE else sys.maxsize
-            logits = blocks.head_bytes(size.responses, chunk, train)
+            # a head that may do more than multiply gives all logits at once, from the shortest prompt on
+            is_ours = shape.sizes.family in LLAMA_LIKE
+            chunk = int(settings.logits_mb * 1e6) if is_ours else sys.maxsize
+            logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
-            return larger(activations=blocks.forward_bytes(size.tokens, size.width), logits=logits)
+            return larger(activations=blocks.forward_bytes(size.tokens, size.width, size.packed), logits=logits)
         if model.head == "both":
             logits += blocks.value_bytes(size.tokens)
-        activations = blocks.train_bytes(size.tokens, size.width, settings.activation_checkpointing)
+        activations = blocks.train_bytes(size.tokens, size.width, settings.activation_checkpointing, size.packed)
         return {"activations": activations, "logits": logits} if logits else {"activations": activations}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:

@@ -17,7 +17,7 @@ from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
-from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing, packs_texts
+from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import OperatorKind
@@ -314,15 +314,12 @@ class OptionEnumerator:
         return state
 
     def _most_rows(self, placed: PlacedModel, kind: OperatorKind, batches: range) -> int:
-        """Most rows of one pass, or of those decoded together, that the settings allow; of packed passes all rows."""
+        """Most rows decoded together that the settings allow; of passes, which texts of any lengths fill, all rows."""
         patterns = row_patterns(self.batch, placed.layout, batches)
         most = max(map(max if kind == "train" else sum, patterns))
         if kind == "generate":
             return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
-        if packs_texts(placed.settings, self.shapes[placed.role]):
-            return most
-        lengths = self._own_lengths.get(placed.role, self._lengths)
-        return lengths.rows_within(placed.settings.micro_batch_tokens, most)
+        return most
 
     def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int) -> int:
         """Most bytes that a call needs in addition to the resting ones."""

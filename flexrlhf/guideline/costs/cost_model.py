@@ -58,8 +58,8 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class PackedPasses:
-    """Forward or training passes in which texts adjoin without padding, on one replica, each as the mean of all.
+class MeanPass:
+    """Forward or training passes over texts that the engine lays out in rows, on one replica: the mean of all of them.
 
     A pass computes ``rows * width`` tokens, and dense attention over ``rows * width**2`` pairs of them.
 
@@ -67,7 +67,7 @@ class PackedPasses:
     rows:       rows of a pass
     width:      tokens of a row
     responses:  tokens of a pass whose log-probs are computed
-    texts:      tokens of the texts of all passes, each prompt once for every response
+    texts:      tokens of the texts of all passes, a prompt once for every response
     """
 
     count: float
@@ -92,16 +92,15 @@ class Call:
     rows:               rows of the fullest replica
     prompt:             mean tokens of a prompt
     responses:          tokens of responses, a sample of the rows' distribution (one number: all of that length)
-    width:              tokens of a row in forward and training passes that are not packed (padded where the engine
-                        pads)
+    width:              tokens of a row in forward and training passes (padded where the engine pads)
     updates:            optimizer steps
-    micro_rows:         rows of one pass that is not packed
+    micro_rows:         rows of one pass
     decode_rows:        rows decoded together
     item:               bytes of a weight
     recompute:          activations that the backward pass computes again
     offload_optimizer:  whether the optimizer runs on the host
     cache_item:         bytes of one number of a key or value
-    packed:             forward and training passes of packed texts; None: each text is a row of ``width`` tokens
+    passes:             forward and training passes of texts of several lengths; None: ``micro_rows`` rows of ``width``
     """
 
     kind: CallKind
@@ -118,7 +117,7 @@ class Call:
     recompute: Recompute = "none"
     offload_optimizer: bool = False
     cache_item: int = 2
-    packed: PackedPasses | None = None
+    passes: MeanPass | None = None
 
     @property
     def mean_response(self) -> float:
@@ -131,18 +130,18 @@ class Call:
     @property
     def computed_tokens(self) -> float:
         """Tokens of all forward or training passes."""
-        return self.rows * self.width if self.packed is None else self.packed.tokens
+        return self.rows * self.width if self.passes is None else self.passes.tokens
 
     @property
     def row_width(self) -> float:
         """Tokens of a row of a pass, over which attention reaches."""
-        return self.width if self.packed is None else self.packed.width
+        return self.width if self.passes is None else self.passes.width
 
     @property
     def passes_per_update(self) -> float:
         """Passes between two optimizer steps; of a forward call all of them. At least 1."""
-        if self.packed is not None:
-            return max(1.0, self.packed.count / self.updates)
+        if self.passes is not None:
+            return max(1.0, self.passes.count / self.updates)
         return max(1, -(-self.rows // (self.updates * self.micro_rows)))
 
 

@@ -176,10 +176,10 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
 
 def _pass_shapes(call: Call) -> list[tuple[float, PassShape]]:
     """Return the distinct passes of a call, the largest first, each with its number."""
-    packed = call.packed
-    if packed is not None:
-        head = packed.responses if call.model.head == "causal" else packed.rows
-        return [(packed.count, PassShape(packed.rows, packed.width, head, call.item))]
+    mean = call.passes
+    if mean is not None:
+        head = mean.responses if call.model.head == "causal" else mean.rows
+        return [(mean.count, PassShape(mean.rows, mean.width, head, call.item))]
     micro_rows = max(1, min(call.micro_rows, call.rows))
     full, rest = divmod(call.rows, micro_rows)
     head = min(call.mean_response, call.width) if call.model.head == "causal" else 1

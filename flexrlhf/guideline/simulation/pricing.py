@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from math import ceil
 
-from flexrlhf.config.spec import CallKind, Head, ModelSpec, Spec
+from flexrlhf.config.spec import CallKind, Head, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh, PackedPasses
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, MeanPass, Mesh
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
-from flexrlhf.guideline.simulation.packed_passes import all_passes, packed_passes
+from flexrlhf.guideline.simulation.pass_counts import TextLayout, all_passes, mean_pass
 from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
-from flexrlhf.memory.budget import SequenceLengths, packs_texts, shares_prompts
+from flexrlhf.memory.budget import SequenceLengths
+from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
@@ -65,7 +65,7 @@ class TextLengths:
 
     @property
     def width(self) -> float:
-        """Tokens of a padded row; engines remove columns that are padding in all rows of a pass."""
+        """Tokens of a padded row."""
         return self.prompt + max(self.responses)
 
 
@@ -124,33 +124,25 @@ class CallMaker:
             responses=self.lengths.responses,
             width=self.lengths.width,
             updates=epochs * len(rows[0]),
-            micro_rows=max(1, self._padded.rows_within(settings.micro_batch_tokens, at_once)),
             decode_rows=max(1, self._reserved.rows_decoded(settings.generate_tokens, at_once)),
             item=item_bytes(model),
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
-            packed=None
-            if kind == "generate" or not packs_texts(settings, shape)
-            else self._packed(settings, rows, trains, epochs * texts),
+            passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts),
         )
 
-    def _packed(self, settings: ModelSpec, rows: Sequence[Sequence[int]], trains: bool, times: int) -> PackedPasses:
-        """Return the packed passes of the fullest replica, ``times`` over; training packs every mini-batch by itself."""
+    def _passes(
+        self, model: PlacedModel, shape: ModelShape, rows: Sequence[Sequence[int]], trains: bool, times: int
+    ) -> MeanPass:
+        """Return the passes of the fullest replica, ``times`` over. Every mini-batch is trained on by itself."""
+        settings, samples = model.settings, self.batch.samples_per_prompt
+        packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
+        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings))
         most = map(max, zip(*rows, strict=True)) if trains else [max(map(sum, rows))]
-        samples = self.batch.samples_per_prompt
+        prompts, responses = self.lengths.all_prompts, self.lengths.responses
         return all_passes(
-            (
-                times * number,
-                packed_passes(
-                    self.lengths.all_prompts,
-                    self.lengths.responses,
-                    each // samples,
-                    samples,
-                    settings.micro_batch_tokens,
-                    shares_prompts(settings),
-                ),
-            )
+            (times * number, mean_pass(prompts, responses, each // samples, samples, layout))
             for each, number in Counter(most).items()
             if each
         )
@@ -159,13 +151,6 @@ class CallMaker:
     def _reserved(self) -> SequenceLengths:
         """Lengths of a row in decoding, which reserves memory for responses of full length."""
         return SequenceLengths(self.longest.prompt, self.longest.response)
-
-    @property
-    def _padded(self) -> SequenceLengths:
-        """Lengths of a row in a pass, in whole tokens."""
-        return SequenceLengths(
-            ceil(self.lengths.prompt), ceil(max(self.lengths.responses)), self.batch.samples_per_prompt
-        )
 
 
 @dataclass(frozen=True)
