@@ -69,7 +69,8 @@ LAYERS = (
     ),
     Layer(
         "profiling",
-        f"profiling guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies {PLANNING}",
+        f"profiling guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies memory "
+        f"{PLANNING}",
         torch=True,
     ),
     Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),

@@ -182,7 +182,8 @@ class MeasuredCosts:
 
     def _ratio(self, call: Call, mesh: Mesh, times: ModelTimes) -> ShapeRatio:
         here, there = mesh.tp * mesh.pp, times.tp
-        flops = token_flops(call.model, call.row_width) / token_flops(times.model, times.width) * there / here
+        width = times.width if call.kind == "generate" or times.row is None else times.row
+        flops = token_flops(call.model, call.row_width) / token_flops(times.model, width) * there / here
         more = call.item * call.model.parameters / here - times.item * times.model.parameters / there
         return ShapeRatio(call.model.layers / mesh.pp / times.model.layers, flops, more)
 

@@ -55,8 +55,9 @@ class ModelTimes(_Record):
     engine:   engine that ran it
     item:     bytes of a weight
     tp:       tensor-parallel ranks
-    width:    tokens of a row that ``forward`` and ``train`` compute, over which attention reaches
+    width:    tokens of the longest text
     prompt:   tokens of a row in ``prefill``
+    row:      tokens of a row of the passes of ``forward`` and ``train``, in the mean; None: ``width``
     forward:  forward passes
     prefill:  passes over prompts that sample the first token
     step:     each further decoding step
@@ -70,6 +71,7 @@ class ModelTimes(_Record):
     tp: int
     width: int
     prompt: int
+    row: int | None = None
     forward: Points = ()
     prefill: Points = ()
     step: Points = ()

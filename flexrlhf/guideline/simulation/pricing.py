@@ -59,6 +59,10 @@ class TextLengths:
         return sum(self.responses) / len(self.responses)
 
     @property
+    def mean_prompt(self) -> float:
+        return sum(self.all_prompts) / len(self.all_prompts)
+
+    @property
     def all_prompts(self) -> tuple[float, ...]:
         """A sample of prompt lengths, which is never empty."""
         return self.prompts or (self.prompt,)
