@@ -24,8 +24,8 @@ from flexrlhf.weights.shapes import Sizes
 CACHE = "KV cache"
 NOISE_BYTES = 41
 """Bytes per row and vocabulary entry while one token is sampled: float32 and float64 logits, hash and noise."""
-PLACE_BYTES = 32
-"""Bytes per token of a packed row: its id, its position, and the places at which a text is read."""
+PLACE_BYTES = 48
+"""Bytes per token of a packed row: its id, position, text and prompt, and the places at which a text is read."""
 
 
 def larger(**parts: int) -> dict[str, int]:

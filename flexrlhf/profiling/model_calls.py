@@ -211,7 +211,7 @@ def _time(context: ProfileContext, calls: RowCalls) -> dict[tuple[str, int], Tim
 def _points(
     timings: Mapping[tuple[str, int], Timing], kind: str, tokens: Mapping[int, int] = MappingProxyType({})
 ) -> Points:
-    """Return the points of a kind of call. ``tokens``: computed by the passes over so many rows, where it has passes."""
+    """Return the points of a kind of call. ``tokens``: computed by its passes, by number of rows."""
     by_rows = {rows: timing for (name, rows), timing in timings.items() if name == kind}
     return tuple(
         Point(rows=rows, seconds=each.seconds, spread=each.spread, tokens=tokens.get(rows))

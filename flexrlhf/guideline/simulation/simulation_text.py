@@ -50,7 +50,7 @@ def _head(simulation: Simulation, source: str) -> list[str]:
 
 
 def _passes(simulation: Simulation) -> str:
-    """Return what passes compute of the texts: less than all where samples share a prompt, more where rows are padded."""
+    """Return how much of the texts passes compute: less than 1 where samples share a prompt, more with padding."""
     return "" if simulation.computed is None else f"; passes compute {simulation.computed:.2f} tokens for each"
 
 
