@@ -75,7 +75,7 @@ def _passes(plan: Plan) -> str:
     models = [model for model in plan.placement.models if model.rollout is None]
     packed = {model.name: _packs(plan, model) for model in models}
     if not any(packed.values()):
-        return "a pass has a text in each row, without padding in between"
+        return "one text in each row of a pass"
     others = [name for name, packs in packed.items() if not packs]
     shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
     once = ", a prompt once for its samples" if plan.batch.samples_per_prompt > 1 and any(shares) else ""

@@ -74,7 +74,7 @@ def mean_pass(
     most = max(1, min(count, MOST_TEXTS // samples))
     groups = text_groups(prompts, responses, most, samples)
     passes = layout.passes(groups)
-    return _mean(passes, groups, count / most)
+    return _mean(passes, groups, count / most, layout.budget)
 
 
 def _of_one_length(group: TextGroup, count: int, layout: TextLayout) -> MeanPass:
@@ -89,16 +89,17 @@ def _of_one_length(group: TextGroup, count: int, layout: TextLayout) -> MeanPass
     return all_passes(parts)
 
 
-def _mean(passes: Sequence[PackedPass], groups: Sequence[TextGroup], scale: float = 1.0) -> MeanPass:
-    """Return the mean of ``passes`` over ``groups``, as so many times as many; passes of more texts are as full as all
-    of these but the last."""
+def _mean(passes: Sequence[PackedPass], groups: Sequence[TextGroup], scale: float = 1.0, budget: int = 0) -> MeanPass:
+    """Return the mean of ``passes`` over ``groups``, or of those over ``scale`` times as many texts: these are as full
+    as all but the last, and where there is but one, as ``budget`` allows."""
     tokens = sum(each.tokens for each in passes)
     pairs = sum(each.tokens * each.width for each in passes)
     answered = sum(sum(group.responses) for group in groups)
     real = answered + sum(len(group.responses) * group.prompt for group in groups)
     count: float = len(passes)
-    if scale > 1 and len(passes) > 1:
-        count = scale * tokens / (sum(each.tokens for each in passes[:-1]) / (len(passes) - 1))
+    if scale > 1:
+        full = [each.tokens for each in passes[:-1]] or [max(tokens, budget)]
+        count = scale * tokens / (sum(full) / len(full))
     width = pairs / tokens
     return MeanPass(
         count=count,
