@@ -99,7 +99,7 @@ def _mean(passes: Sequence[PackedPass], groups: Sequence[TextGroup], scale: floa
     count: float = len(passes)
     if scale > 1:
         full = [each.tokens for each in passes[:-1]] or [max(tokens, budget)]
-        count = scale * tokens / (sum(full) / len(full))
+        count = max(1.0, scale * tokens / (sum(full) / len(full)))
     width = pairs / tokens
     return MeanPass(
         count=count,
