@@ -269,6 +269,17 @@ def test_a_chunk_is_a_row_at_least_and_all_at_most() -> None:
     assert blocks.head_bytes(10, 10**9, train=False) == 2 * 4 * 1000 * 10 + 10 * 4
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sliding_window": None}, {"sliding_window": 64}, {"use_sliding_window": True}], ids=str
+)
+def test_the_window_of_attention_is_that_of_transformers(kind: str, settings: dict[str, Any]) -> None:
+    """By which the plan and an engine decide alike whether texts are packed."""
+    config = config_of(kind, **settings)
+    shape = model_shape("actor", ModelSpec(init=config))
+    assert shape is not None and shape.window == getattr(AutoConfig.for_model(**config), "sliding_window", None)
+
+
 def test_tensor_parallel_ranks_share_heads_and_features() -> None:
     sizes = Sizes("qwen3", 4, 64, 512, 8, 4, 16, 1024)
     whole, half = Blocks(sizes, 2), Blocks(sizes, 2, tp=2)
