@@ -20,7 +20,7 @@ from flexrlhf.operators.columns import Lengths
 
 @dataclass(frozen=True)
 class PassSettings:
-    """How texts are laid out.
+    """Settings by which texts are laid out.
 
     lengths:  P and R of the run.
     budget:   computed tokens of a pass.

@@ -16,7 +16,7 @@ MOST_TEXTS = 256
 
 @dataclass(frozen=True)
 class TextLayout:
-    """How an engine lays texts out (``engines/micro_batch.py``).
+    """Settings by which an engine lays texts out (``engines/micro_batch.py``).
 
     budget:  computed tokens of a pass
     packs:   whether several texts are in a row
