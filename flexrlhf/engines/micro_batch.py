@@ -20,7 +20,7 @@ from flexrlhf.operators.columns import Lengths
 
 @dataclass(frozen=True)
 class PassSettings:
-    """Settings of the layout of texts.
+    """Settings by which texts are laid out.
 
     lengths:  P and R of the run.
     budget:   computed tokens of a pass.
@@ -44,11 +44,13 @@ class MicroBatch:
     order:           int64 (n,), their places in the batch that was split.
     tokens:          int64 (m, W).
     position_ids:    int64 (m, W), 0 at the first token of each text.
-    attention_mask:  int64 (m, W), 1 at tokens of texts; None where causal attention is enough; of rows with more texts
-                     (m, 1, W, W), added to attention scores: 0 where a token is attended to, else the least number.
+    numbers:         int64 (2, m, W): the text of each token, and the prompt that it follows; -1 of padding.
+    mask_dtype:      of the mask that separates several texts in a row; None: rows with one text each, in a model that
+                     masks padding itself.
     places:          int64 (n, L), places of the tokens of each text in the flattened m x W; 0 behind its end.
     prompt_lengths:  int64 (n,), tokens of each prompt.
     text_lengths:    int64 (n,), tokens of each text.
+    num_texts:       different texts.
     idle:            whether it stands for no row, so that its outputs do not count.
     """
 
@@ -56,16 +58,36 @@ class MicroBatch:
     order: Tensor
     tokens: Tensor
     position_ids: Tensor
-    attention_mask: Tensor | None
+    numbers: Tensor
+    mask_dtype: torch.dtype | None
     places: Tensor
     prompt_lengths: Tensor
     text_lengths: Tensor
+    num_texts: int
     idle: bool = False
 
     @property
     def width(self) -> int:
         """W."""
         return self.tokens.shape[1]
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """int64 (m, W), 1 at tokens of texts; None where causal attention is enough; of rows with more texts
+        (m, 1, W, W), added to attention scores: 0 where a token is attended to, else the least number.
+
+        Made anew for each pass, because those of all passes of a mini-batch are larger than a pass.
+        """
+        texts, prompts = self.numbers.unbind()
+        if self.mask_dtype is None:
+            return (texts >= 0).long()
+        if self.num_texts == len(texts):
+            # one text in each row: causal attention does not see what is behind it
+            return None
+        keys = texts[:, None, :]
+        is_seen = ((texts[:, :, None] == keys) | (prompts[:, :, None] == keys)).tril()
+        mask = torch.zeros(is_seen.shape, dtype=self.mask_dtype, device=texts.device)
+        return mask.masked_fill_(~is_seen, torch.finfo(self.mask_dtype).min)[:, None]
 
     @property
     def text_mask(self) -> Tensor:
@@ -262,21 +284,10 @@ def _laid_out(
         order=order,
         tokens=filled(own, torch.zeros_like(nothing)),
         position_ids=positions,
-        attention_mask=_mask(numbers, filled(prompt[:, None], nothing), num_texts, settings),
+        numbers=torch.stack([numbers, filled(prompt[:, None], nothing)]),
+        mask_dtype=settings.dtype if settings.packs else None,
         places=places,
         prompt_lengths=prompts,
         text_lengths=length,
+        num_texts=num_texts,
     )
-
-
-def _mask(numbers: Tensor, prompts: Tensor, num_texts: int, settings: PassSettings) -> Tensor | None:
-    """Return the attention mask of rows with ``num_texts`` texts; ``numbers`` of tokens and of their prompts (m, W)."""
-    if not settings.packs:
-        return (numbers >= 0).long()
-    if num_texts == len(numbers):
-        # one text in each row: causal attention does not see what is behind it
-        return None
-    keys = numbers[:, None, :]
-    is_seen = ((numbers[:, :, None] == keys) | (prompts[:, :, None] == keys)).tril()
-    mask = torch.zeros(is_seen.shape, dtype=settings.dtype, device=numbers.device)
-    return mask.masked_fill_(~is_seen, torch.finfo(settings.dtype).min)[:, None]

@@ -121,7 +121,9 @@ def packed(units: Sequence[Sequence[TextGroup]], budget: int, together: bool = T
             widths = dict.fromkeys(ceil(longest * factor) for factor in WIDTHS)
             fits = [width for width in widths if width <= max(budget, longest)]
             fillings = [_filled(units, order, width, budget) for width in fits]
-            best = min(fillings, key=lambda filling: (filling.above(budget), filling.cost()))
+            # one unit may be above the budget: wider rows would add to it
+            most = max(budget, fillings[0].tokens)
+            best = min((each for each in fillings if each.tokens <= most), key=_Filling.cost)
         else:
             best = _apart(units, order, budget)
         passes.append(best.as_pass())
@@ -166,9 +168,10 @@ class _Filling:
         self.real += sum(group.tokens for group in unit)
         return True
 
-    def above(self, budget: int) -> int:
-        """Return the tokens above ``budget``, where a unit alone has so many."""
-        return max(0, self.as_pass().tokens - budget)
+    @property
+    def tokens(self) -> int:
+        """Computed tokens."""
+        return len(self.rows) * self.width
 
     def cost(self) -> float:
         """Return the cost of a real token."""

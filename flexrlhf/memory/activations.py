@@ -10,6 +10,8 @@ a row and b bytes per number, autograd keeps
     gated MLP           4b * f                    gate, its activation, up, product
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
 
+Rows of several texts come with one mask of numbers, b * w bytes a token, which layers do not copy.
+
 tests/unit/test_memory.py compares this with the tensors that autograd keeps, the rest with the allocator's peaks.
 """
 
@@ -22,6 +24,8 @@ from flexrlhf.weights.shapes import Sizes
 CACHE = "KV cache"
 NOISE_BYTES = 41
 """Bytes per row and vocabulary entry while one token is sampled: float32 and float64 logits, hash and noise."""
+PLACE_BYTES = 48
+"""Bytes per token of a packed row: its id, position, text and prompt, and the places at which a text is read."""
 
 
 def larger(**parts: int) -> dict[str, int]:
@@ -63,25 +67,37 @@ class Blocks:
         """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
         return 8 + 2 * self.item * self.sizes.head_dim + (4 + self.item) * self.sizes.hidden + 4
 
-    def forward_bytes(self, rows: int, width: int) -> int:
-        """Return the peak bytes of a pass without gradients: inside one layer, at its MLP or at its attention.
+    def forward_bytes(self, tokens: int, width: int, packed: bool = False) -> int:
+        """Return the peak bytes of a pass without gradients over ``tokens`` in rows of ``width``: inside one layer, at
+        its MLP or at its attention. ``packed``: rows have several texts.
 
         An adapter's output exists in addition to that of its linear layer.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
         mlp = item * ((3 + self.adapters) * sizes.ffn // tp + 4 * sizes.hidden)
-        attention = item * ((4 * self._query + 2 * self._key) // tp + 4 * sizes.hidden + width) + 4 * sizes.heads // tp
-        return rows * width * (max(mlp, attention) + 2 * item * sizes.head_dim + width)
+        attention = item * ((4 * self._query + 2 * self._key) // tp + 4 * sizes.hidden) + 4 * sizes.heads // tp
+        if packed:  # the mask is made from one of two numbers a place, before the first layer
+            return tokens * (max(mlp, attention, 2 * width) + 2 * item * sizes.head_dim + self._given_mask(width))
+        return tokens * (max(mlp, attention + item * width) + 2 * item * sizes.head_dim + width)
 
-    def train_bytes(self, rows: int, width: int, recompute: bool) -> int:
-        """Return the bytes kept for the backward pass and those that it needs in addition, without the head.
+    def train_bytes(self, tokens: int, width: int, recompute: bool, packed: bool = False) -> int:
+        """Return the bytes kept for the backward pass over ``tokens`` in rows of ``width``, and those that it needs in
+        addition, without the head. ``packed``: rows have several texts.
 
         With ``recompute`` the input of every layer is kept, and all activations of one layer.
         """
         sizes, item = self.sizes, self.item
-        layer = self.saved_by_layer(width)
+        made = 0 if packed else width
+        layer = self.saved_by_layer(made)
         layers = sizes.layers * item * sizes.hidden + layer if recompute else sizes.layers * layer
-        return rows * width * (layers + self.saved_outside_layers() + self._backward(width, recompute))
+        given = self._given_mask(width) if packed else 0
+        return tokens * (layers + self.saved_outside_layers() + self._backward(made, recompute) + given)
+
+    def _given_mask(self, width: int) -> int:
+        """Return the bytes per token of what a pass of packed rows comes with: a mask as numbers, which all layers
+        read, and the places of its texts.
+        """
+        return self.item * width + PLACE_BYTES
 
     def _backward(self, width: int, recompute: bool) -> int:
         """Return the bytes per token of the backward pass itself: gradients of the widest activations.
@@ -102,7 +118,7 @@ class Blocks:
         logits.
         """
         cache = rows * self.kv_bytes_per_token()
-        prefill = self.forward_bytes(rows, prompt) - cache * response
+        prefill = self.forward_bytes(rows * prompt, prompt) - cache * response
         activations = max(prefill, self._attention_over_cache(rows, prompt + response))
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
         return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}

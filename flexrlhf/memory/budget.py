@@ -14,6 +14,7 @@ from typing import Literal
 
 from flexrlhf.config.spec import CallKind, SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
+from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes, model_state
 from flexrlhf.memory.transfers import WeightSync, copied_bytes, saved_bytes, saving_parts, sync_parts
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
@@ -104,14 +105,6 @@ class SequenceLengths:
     @property
     def width(self) -> int:
         return self.prompt + self.response
-
-    def rows_within(self, budget: int, rows: int | None) -> int:
-        """Return the rows of a micro-batch of ``budget`` tokens, at least one prompt's, of ``rows`` (None: any
-        number).
-        """
-        group = self.samples_per_prompt
-        fitting = max(1, budget // (self.width * group)) * group
-        return fitting if rows is None else min(fitting, rows)
 
     def rows_decoded(self, budget: int, rows: int | None) -> int:
         """Return the rows that are decoded together."""
@@ -205,29 +198,37 @@ class Sizing:
         update = {"working space": update_bytes(model, shape, rank)}
         return Phase("train", work.model, parts), Phase("update", work.model, update)
 
+    def pass_size(self, model: PlacedModel, work: Compute) -> PassSize:
+        """Return bounds of the largest forward or training pass of ``work`` on ``model``."""
+        settings, texts = model.settings, self.texts_of(model.role)
+        samples = work.samples or texts.samples_per_prompt
+        packs = packs_texts(settings, self.shapes.get(model.role), texts.width)
+        budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
+        return largest_pass(texts.prompt, texts.response, samples, budget, work.rows, packs, shares)
+
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape) -> NamedBytes:
         """Return the bytes of activations, logits and caches."""
         if shape.sizes is None:
             return {"activations": None}
         settings, texts = model.settings, self.texts_of(model.role)
-        texts = replace(texts, samples_per_prompt=work.samples or texts.samples_per_prompt)
         blocks = Blocks(shape.sizes, item_bytes(model), settings.tp, settings.lora is not None)
         if work.kind == "generate":
             rows = texts.rows_decoded(settings.generate_tokens, work.rows)
             parts = blocks.decode_bytes(rows, texts.prompt, texts.response)
             # a rollout engine's cache is part of its state
             return {name: size for name, size in parts.items() if model.rollout is None or name != CACHE}
-        rows, train = texts.rows_within(settings.micro_batch_tokens, work.rows), work.kind == "train"
+        size, train = self.pass_size(model, work), work.kind == "train"
         logits = 0
         if model.head != "scalar":
-            # a head that may do more than multiply gives all logits at once
-            chunk = int(settings.logits_mb * 1e6) if shape.sizes.family in LLAMA_LIKE else sys.maxsize
-            logits = blocks.head_bytes(rows * texts.response, chunk, train)
+            # a head that may do more than multiply gives all logits at once, from the shortest prompt on
+            is_ours = shape.sizes.family in LLAMA_LIKE
+            chunk = int(settings.logits_mb * 1e6) if is_ours else sys.maxsize
+            logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
-            return larger(activations=blocks.forward_bytes(rows, texts.width), logits=logits)
+            return larger(activations=blocks.forward_bytes(size.tokens, size.width, size.packed), logits=logits)
         if model.head == "both":
-            logits += blocks.value_bytes(rows * texts.width)
-        activations = blocks.train_bytes(rows, texts.width, settings.activation_checkpointing)
+            logits += blocks.value_bytes(size.tokens)
+        activations = blocks.train_bytes(size.tokens, size.width, settings.activation_checkpointing, size.packed)
         return {"activations": activations, "logits": logits} if logits else {"activations": activations}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:

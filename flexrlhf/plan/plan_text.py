@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
@@ -64,10 +65,26 @@ def _batch(plan: Plan) -> list[str]:
         f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {m} mini-batches, whole prompts",
         f"rows per chunk       {_range(chunks):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
         f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
-        f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded",
+        f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded; {_passes(plan)}",
         *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
+
+
+def _passes(plan: Plan) -> str:
+    """Return how texts lie in the rows of forward and training passes."""
+    models = [model for model in plan.placement.models if model.rollout is None]
+    packed = {model.name: _packs(plan, model) for model in models}
+    if not any(packed.values()):
+        return "one text in each row of a pass"
+    others = [name for name, packs in packed.items() if not packs]
+    shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
+    once = ", a prompt once for its samples" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
+    return f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
+
+
+def _packs(plan: Plan, model: PlacedModel) -> bool:
+    return packs_texts(model.settings, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total)
 
 
 def _range(sizes: Sequence[int]) -> str:

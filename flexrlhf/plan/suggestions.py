@@ -225,7 +225,8 @@ def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, lis
     settings, texts = model.settings, plan.sizing.texts_of(model.role)
     mine = workload(plan.schedule.for_rank(rank), plan.placement, plan.batch, rank)
     calls = [work for work, _ in mine if isinstance(work, Compute) and work.model == model.name]
-    passes = [texts.rows_within(settings.micro_batch_tokens, call.rows) for call in calls if call.kind != "generate"]
+    passes = [plan.sizing.pass_size(model, call) for call in calls if call.kind != "generate"]
     decoded = [texts.rows_decoded(settings.generate_tokens, call.rows) for call in calls if call.kind == "generate"]
-    used = {"micro_batch_tokens": passes, "generate_tokens": decoded}
-    return {key: [max(rows) // 2 * texts.width] for key, rows in used.items() if rows and max(rows) > 1}
+    most = max((size.tokens for size in passes), default=0)
+    changes = {"micro_batch_tokens": [most // 2 // texts.width * texts.width]} if most >= 2 * texts.width else {}
+    return changes | ({"generate_tokens": [max(decoded) // 2 * texts.width]} if max(decoded, default=0) > 1 else {})

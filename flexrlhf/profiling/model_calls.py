@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
+from flexrlhf.engines.packing import PackedPass, TextGroup
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.external_scores import ExternalScorers
 from flexrlhf.execution.finite_guard import FiniteGuard
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
+from flexrlhf.guideline.simulation.pass_counts import TextLayout
+from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
@@ -57,6 +61,25 @@ class ProfileContext:
         context = self._operator_context(sampling or self.sampling((NO_TOKEN,)))
         return lambda: run_operator(run, store, context)
 
+    def computed(self, loaded: LoadedModel, row_counts: Sequence[int]) -> tuple[int | None, dict[int, int]]:
+        """Return the mean width of the rows that forward and training passes compute (None without any), and the tokens
+        of all passes by number of texts."""
+        found = {rows: self._passes(loaded, rows) for rows in row_counts}
+        tokens = {rows: sum(each.tokens for each in passes) for rows, passes in found.items()}
+        pairs = sum(each.tokens * each.width for passes in found.values() for each in passes)
+        return round(pairs / sum(tokens.values())) if tokens else None, tokens
+
+    def _passes(self, loaded: LoadedModel, rows: int) -> list[PackedPass]:
+        """Return the passes that the engine makes of ``rows`` texts of a call."""
+        model, samples = loaded.placed, self.plan.batch.samples_per_prompt
+        settings, lengths = model.settings, self.lengths.rows(rows, samples)
+        packs = packs_texts(settings, self.plan.shapes.get(model.role), self.plan.lengths.total)
+        groups = [
+            TextGroup(lengths[row][0], tuple(response for _, response in lengths[row : row + samples]))
+            for row in range(0, rows, samples)
+        ]
+        return TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings)).passes(groups)
+
     def sampling(self, end_tokens: tuple[int, ...]) -> Sampling:
         """Return the run's sampling settings with other end tokens."""
         return Sampling(self.plan.spec.seed, 0, self.plan.temperature, end_tokens, 0, **truncation_settings(self.plan))
@@ -92,12 +115,19 @@ class ProfileContext:
             case "float32":
                 return torch.randn(shape, generator=generator)
             case "int32":
-                return torch.randint(0, vocab_size, shape, generator=generator, dtype=torch.int32)
+                values = torch.randint(0, vocab_size, shape, generator=generator, dtype=torch.int32)
+                return self._with_prompts(values) if column.width in ("prompt", "sequence") else values
         return torch.ones(shape, dtype=torch.uint8) if width is None else self._mask(rows, column.width)
+
+    def _with_prompts(self, tokens: Tensor) -> Tensor:
+        """Return ``tokens`` with one prompt for all samples of it, as passes may share its copy."""
+        samples, prompt = self.plan.batch.samples_per_prompt, self.plan.lengths.prompt
+        tokens[:, :prompt] = tokens[::samples, :prompt].repeat_interleave(samples, 0)
+        return tokens
 
     def _mask(self, rows: int, width: Width) -> Tensor:
         """Return a mask of left-padded prompts, of right-padded responses, or of both."""
-        lengths, sample = self.plan.lengths, torch.tensor(self.lengths.rows(rows))
+        lengths, sample = self.plan.lengths, torch.tensor(self.lengths.rows(rows, self.plan.batch.samples_per_prompt))
         prompt = torch.arange(lengths.prompt).flip(0) < sample[:, :1]
         response = torch.arange(lengths.response) < sample[:, 1:]
         parts = {"prompt": prompt, "response": response, "sequence": torch.cat([prompt, response], 1)}
@@ -117,6 +147,7 @@ def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
                 calls |= _generate_calls(context, operator, loaded, counts)
     timings = _time(context, calls)
     prompt, dp = max(context.lengths.prompts), loaded.placed.layout.dp
+    row, tokens = context.computed(loaded, sorted({rows for kind, rows in calls if kind in ("forward", "train")}))
     return ModelTimes(
         model=model.transformer,
         engine=model.engine,
@@ -124,10 +155,11 @@ def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
         tp=model.tp,
         width=prompt + max(context.lengths.responses),
         prompt=prompt,
-        forward=_points(timings, "forward"),
+        row=row,
+        forward=_points(timings, "forward", tokens),
         prefill=_points(timings, FIRST),
         step=_decode_steps(timings, context.plan.lengths.response),
-        train={dp: _points(timings, "train")} if "train" in model.operators else {},
+        train={dp: _points(timings, "train", tokens)} if "train" in model.operators else {},
     )
 
 
@@ -135,7 +167,7 @@ def measure_alone(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
     """Measure optimizer steps without another replica."""
     operator = model.operators["train"]
     calls = {("train", rows): context.call(operator, loaded, rows) for rows in counts.update}
-    return _points(_time(context, calls), "train")
+    return _points(_time(context, calls), "train", context.computed(loaded, counts.update)[1])
 
 
 def measure_combine(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> Points:
@@ -176,9 +208,15 @@ def _time(context: ProfileContext, calls: RowCalls) -> dict[tuple[str, int], Tim
     return dict(zip(calls, timings.values(), strict=True))
 
 
-def _points(timings: Mapping[tuple[str, int], Timing], kind: str) -> Points:
+def _points(
+    timings: Mapping[tuple[str, int], Timing], kind: str, tokens: Mapping[int, int] = MappingProxyType({})
+) -> Points:
+    """Return the points of a kind of call. ``tokens``: computed by its passes, by number of rows."""
     by_rows = {rows: timing for (name, rows), timing in timings.items() if name == kind}
-    return tuple(Point(rows=rows, seconds=each.seconds, spread=each.spread) for rows, each in sorted(by_rows.items()))
+    return tuple(
+        Point(rows=rows, seconds=each.seconds, spread=each.spread, tokens=tokens.get(rows))
+        for rows, each in sorted(by_rows.items())
+    )
 
 
 def _decode_steps(timings: Mapping[tuple[str, int], Timing], longest: int) -> Points:

@@ -119,11 +119,16 @@ class LengthSample:
     prompts: tuple[int, ...]
     responses: tuple[int, ...]
 
-    def rows(self, count: int) -> list[tuple[int, int]]:
-        """Return (prompt, response) of ``count`` rows, spread over the sample; the longest of each are among them."""
-        prompts, responses = (_spread(sorted(each, reverse=True), count) for each in (self.prompts, self.responses))
+    def rows(self, count: int, samples: int = 1) -> list[tuple[int, int]]:
+        """Return (prompt, response) of ``count`` rows, spread over the sample; the longest of each are among them.
+
+        Every ``samples`` rows have one prompt, and responses of all lengths.
+        """
+        groups = count // samples
+        prompts = _spread(sorted(self.prompts, reverse=True), groups)
         # the longest prompt has the shortest response: neither side has all the padding
-        return list(zip(prompts, responses[::-1], strict=True))
+        responses = _spread(sorted(self.responses, reverse=True), count)[::-1]
+        return [(prompts[row // samples], responses[row % samples * groups + row // samples]) for row in range(count)]
 
 
 def _spread(ordered: Sequence[int], count: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,11 +52,13 @@ class ModelShape:
     parameters:  (name, shape), sorted by name.
     adapters:    names that are trained; empty: all are.
     sizes:       None for a family whose config uses other keys.
+    window:      tokens that sliding attention reaches back; None: it reaches all.
     """
 
     parameters: Parameters
     adapters: frozenset[str] = frozenset()
     sizes: Sizes | None = None
+    window: int | None = None
 
     @cached_property
     def trained(self) -> Parameters:
@@ -69,6 +72,15 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         return count_elements(self.parameters)
+
+
+def attention_window(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens that sliding attention of a model reaches back, as transformers reads its config; None: all."""
+    kind = config.get("model_type")
+    if kind in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
+        return None
+    window = config.get("sliding_window", _WINDOWS.get(str(kind)))
+    return window if isinstance(window, int) else None
 
 
 def count_elements(parameters: Parameters) -> int:
@@ -138,7 +150,7 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
         _check_files(f"models.{role}.path {model.path}", stored, computed, head, config, new_head)
     shapes = {name: tensor.shape for name, tensor in stored.items()} if computed is None else computed
     parameters = tuple(sorted(_with_head(shapes, head, config).items()))
-    return ModelShape(parameters, sizes=_sizes(config))
+    return ModelShape(parameters, sizes=_sizes(config), window=attention_window(config))
 
 
 def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
@@ -199,6 +211,8 @@ _DEFAULTS_OF: dict[str, dict[str, int]] = {
     "qwen2": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
     "qwen3": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
 }
+_WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
+"""Windows of transformers for configs that leave them out."""
 
 
 def _sizes(config: dict[str, Any]) -> Sizes | None:

@@ -70,7 +70,11 @@ def test_both_models_are_measured_around_the_rows_of_the_run(measured: Measureme
     assert rows(causal.step) == rows(causal.prefill) == [2, 8, 16, 32] and not scalar.step
     assert all(set(times.train) == {1, 2} for times in measured.models)
     assert [rows(each) for each in causal.train.values()] == [[4, 8, 16, 32]] * 2
-    assert all(point.seconds > 0 for times in measured.models for point in times.forward + times.train[2])
+    points = [point for times in measured.models for point in times.forward + times.train[2]]
+    assert all(point.seconds > 0 for point in points)
+    # prompts and responses of 4 to 8 tokens; two samples share a prompt
+    assert all(point.tokens is not None and 9 * point.rows <= point.tokens <= 11 * point.rows for point in points)
+    assert causal.width == 16 and causal.row is not None and causal.row > 16
 
 
 def test_what_ranks_exchange_is_measured(measured: Measurements) -> None:

@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
+from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, micro_batches
 from flexrlhf.engines.sampling import sample_tokens
 from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.memory.activations import NOISE_BYTES, Blocks
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.weights.shapes import Sizes, model_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -130,7 +132,7 @@ def test_the_peak_of_a_pass_without_gradients(sizes: dict[str, int], dtype: str)
     def work() -> None:
         model.model(**batch, use_cache=False)
 
-    assert_close_above(blocks_of(config, dtype).forward_bytes(rows, width), peak_bytes(work), 0.06)
+    assert_close_above(blocks_of(config, dtype).forward_bytes(rows * width, width), peak_bytes(work), 0.06)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -147,8 +149,49 @@ def test_the_peak_of_training(kind: str, dtype: str, recompute: bool) -> None:
     def work() -> None:
         model.model(**batch, use_cache=False).last_hidden_state.float().sum().backward()
 
-    planned = blocks_of(config, dtype).train_bytes(rows, width, recompute)
+    planned = blocks_of(config, dtype).train_bytes(rows * width, width, recompute)
     assert_close_above(planned, peak_bytes(work), 0.25 if recompute else 0.06)
+
+
+LONGEST = Lengths(96, 32)
+PROMPTS, RESPONSES = (96, 20, 30, 50), (32, 4, 7, 30)
+
+
+def first_pass(dtype: str, samples: int) -> MicroBatch:
+    """The first pass with several texts in a row, of 64 texts: 16 prompts of four samples, or each of its own."""
+    mask = torch.zeros(64, LONGEST.total, dtype=torch.uint8)
+    for row in range(64):
+        prompt = PROMPTS[row // samples % 4]
+        mask[row, LONGEST.prompt - prompt : LONGEST.prompt + RESPONSES[row % 4]] = 1
+    columns = {"tokens": torch.ones_like(mask, dtype=torch.int32), "attention_mask": mask}
+    settings = PassSettings(LONGEST, 2048, packs=True, shares=True, dtype=DTYPES[dtype])
+    pieces = micro_batches(Batch(columns, torch.arange(64), samples), settings)
+    return next(piece for piece in pieces if piece.attention_mask is not None)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [WIDE_MLP, WIDE_HEADS], ids=["wide MLP", "wide heads"])
+def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int) -> None:
+    """Their mask is made by the engine, as numbers, and all layers read the same."""
+    config = config_of(layers=6, **sizes)
+    model, blocks, piece = model_of(config, dtype), blocks_of(config, dtype), first_pass(dtype, samples)
+
+    def hidden() -> Tensor:
+        made = first_pass(dtype, samples)
+        states: Tensor = model.model(
+            input_ids=made.tokens, attention_mask=made.attention_mask, position_ids=made.position_ids, use_cache=False
+        ).last_hidden_state
+        return states
+
+    @torch.no_grad()
+    def forward() -> None:
+        hidden()
+
+    tokens, width = piece.tokens.numel(), piece.width
+    assert_close_above(blocks.forward_bytes(tokens, width, packed=True), peak_bytes(forward), 0.12)
+    train = peak_bytes(lambda: hidden().float().sum().backward())
+    assert_close_above(blocks.train_bytes(tokens, width, False, packed=True), train, 0.02)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -226,12 +269,23 @@ def test_a_chunk_is_a_row_at_least_and_all_at_most() -> None:
     assert blocks.head_bytes(10, 10**9, train=False) == 2 * 4 * 1000 * 10 + 10 * 4
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sliding_window": None}, {"sliding_window": 64}, {"use_sliding_window": True}], ids=str
+)
+def test_the_window_of_attention_is_that_of_transformers(kind: str, settings: dict[str, Any]) -> None:
+    """By which the plan and an engine decide alike whether texts are packed."""
+    config = config_of(kind, **settings)
+    shape = model_shape("actor", ModelSpec(init=config))
+    assert shape is not None and shape.window == getattr(AutoConfig.for_model(**config), "sliding_window", None)
+
+
 def test_tensor_parallel_ranks_share_heads_and_features() -> None:
     sizes = Sizes("qwen3", 4, 64, 512, 8, 4, 16, 1024)
     whole, half = Blocks(sizes, 2), Blocks(sizes, 2, tp=2)
     shared = 2 * ((4 + 2 * 2) * 64 + 4) + 2 * 100
     assert half.saved_by_layer(100) - shared == (whole.saved_by_layer(100) - shared) // 2
-    assert half.forward_bytes(1, 100) < whole.forward_bytes(1, 100)
+    assert half.forward_bytes(100, 100) < whole.forward_bytes(100, 100)
 
 
 def assert_close_above(planned: int, measured: int, tolerance: float) -> None:

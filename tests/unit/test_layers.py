@@ -43,11 +43,15 @@ LAYERS = (
     Layer("rewards", "rewards config errors"),
     Layer("operators", "operators config data errors metrics"),
     Layer("placement", "placement config errors"),
-    Layer("weights memory", "weights memory placement config errors"),
+    # how texts lie in the rows of a pass: plain numbers, for engines and for plans
+    Layer("engines.packing", "engines.packing"),
+    Layer("weights memory", "engines.packing weights memory placement config errors"),
     Layer("strategies", "strategies memory weights placement operators config errors"),
     Layer(PURE_ENGINES, f"{PURE_ENGINES} placement operators memory weights config errors"),
     Layer("plan", f"plan {PURE_ENGINES} strategies memory {PLANNING}"),
-    Layer("guideline", f"guideline plan {PURE_ENGINES} strategies memory timeline {PLANNING}", arrays=True),
+    Layer(
+        "guideline", f"guideline plan engines.packing {PURE_ENGINES} strategies memory timeline {PLANNING}", arrays=True
+    ),
     Layer(
         "cli",
         f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
@@ -63,7 +67,12 @@ LAYERS = (
         f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
-    Layer("profiling", f"profiling guideline.costs execution engines comm plan strategies {PLANNING}", torch=True),
+    Layer(
+        "profiling",
+        f"profiling guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies memory "
+        f"{PLANNING}",
+        torch=True,
+    ),
     Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),
     Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
 )
@@ -75,7 +84,10 @@ RULES = (
     ),
     # costs take no plans, and the search takes neither plans nor costs
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
-    Layer("guideline.simulation", f"guideline.costs guideline.simulation plan strategies memory timeline {PLANNING}"),
+    Layer(
+        "guideline.simulation",
+        f"guideline.costs guideline.simulation engines.packing plan strategies memory timeline {PLANNING}",
+    ),
     Layer("guideline.simulation.walk"),
     Layer("guideline.search", "guideline.search guideline.simulation.walk placement.relation", arrays=True),
     Layer(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import Curve, MeasuredCosts, load_costs, shrinking_batch, slowdown
 from flexrlhf.guideline.costs.measurements import (
     LinearTime,
@@ -92,6 +92,18 @@ def test_recomputing_costs_a_forward() -> None:
 
 def test_narrower_rows_take_less_time() -> None:
     assert seconds(call("forward", 32, width=WIDTH / 2)) == pytest.approx(1.0 + 0.1 * 16 + 0.001, rel=0.02)
+
+
+def test_passes_are_priced_by_the_tokens_that_they_compute() -> None:
+    """Of 32 texts half of the tokens, in two passes; and measured calls by those that they computed."""
+    passes = MeanPass(count=2, rows=8, width=WIDTH, responses=80, texts=32 * WIDTH)
+    half = seconds(call("forward", 32, passes=passes))
+    assert half == pytest.approx(2 * (1.0 + 0.1 * 8) + 0.001)
+    assert seconds(call("train", 32, passes=passes)) < seconds(call("train", 32, micro_rows=16))
+    counted = tuple(point.model_copy(update={"tokens": 2 * point.rows * WIDTH}) for point in TIMES.forward)
+    times = TIMES.model_copy(update={"forward": counted, "row": WIDTH})
+    costs = MeasuredCosts(MEASURED.model_copy(update={"models": (times,)}))
+    assert seconds(call("forward", 32), costs=costs) == pytest.approx(1.0 + 0.1 * 16 + 0.001)
 
 
 def test_times_never_fall_with_rows_even_where_the_measured_ones_do() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,11 @@ from small_runs import placed_model, plan_of
 
 from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
 from flexrlhf.engines.deepspeed.config import deepspeed_config
+from flexrlhf.engines.packing import TextGroup
+from flexrlhf.guideline.simulation.pass_counts import TextLayout
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, rank_memory
+from flexrlhf.memory.passes import largest_pass, packs_texts
 from flexrlhf.memory.states import (
     DEEPSPEED_ELEMENTS,
     PerParameter,
@@ -117,7 +121,7 @@ def test_full_recomputation_keeps_two_bytes_per_hidden_number() -> None:
     """Korthikanti et al. 2022, table 2: 2sbh for each layer."""
     sizes = LLAMA_2_7B
     more = Sizes(**{**vars(sizes), "layers": sizes.layers + 1})
-    one_layer = Blocks(more, 2).train_bytes(4, 512, True) - Blocks(sizes, 2).train_bytes(4, 512, True)
+    one_layer = Blocks(more, 2).train_bytes(4 * 512, 512, True) - Blocks(sizes, 2).train_bytes(4 * 512, 512, True)
     assert one_layer == 2 * 4 * 512 * sizes.hidden
 
 
@@ -557,11 +561,52 @@ def evaluated(plan: Plan, item: Eval) -> list[Compute]:
     return [work for work in works if isinstance(work, Compute)]
 
 
-def test_samples_of_a_prompt_stay_in_one_micro_batch() -> None:
-    texts = SequenceLengths(4, 8, samples_per_prompt=4)
-    assert texts.rows_within(100, None) == 8
-    assert texts.rows_within(1, None) == 4
-    assert texts.rows_within(10**6, 12) == 12
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(("prompt", "response", "samples"), [(512, 64, 8), (16, 40, 1), (4, 300, 6), (100, 3, 16)])
+def test_no_pass_is_larger_than_the_largest(
+    prompt: int, response: int, samples: int, shares: bool, packs: bool
+) -> None:
+    chance = random.Random(prompt)
+    for budget in (1, 700, 3000, 8192):
+        layout, bound = (
+            TextLayout(budget, packs, shares),
+            largest_pass(prompt, response, samples, budget, None, packs, shares),
+        )
+        for lengths in (lambda most: most, lambda most: chance.randint(1, most), lambda most: max(1, most // 3)):
+            groups = [TextGroup(lengths(prompt), tuple(lengths(response) for _ in range(samples))) for _ in range(24)]
+            few = largest_pass(prompt, response, samples, budget, 2 * samples, packs, shares)
+            for part, size in ((groups, bound), (groups[:2], few)):
+                for each in layout.passes(part):
+                    answered = sum(sum(part[unit].responses) for unit in each.units)
+                    assert each.tokens <= size.tokens and each.width <= size.width and answered <= size.responses
+
+
+def test_the_largest_pass_is_full_where_texts_are_the_longest() -> None:
+    """Eight samples of a prompt are computed with one copy of it, so a budget has five times as many."""
+    apart, shared = (largest_pass(512, 64, 8, 8192, None, True, shares) for shares in (False, True))
+    layouts = [TextLayout(8192, True, shares) for shares in (False, True)]
+    groups = [TextGroup(512, (64,) * 8)] * 16
+    counts = [[(len(each.units), each.tokens) for each in layout.passes(groups)] for layout in layouts]
+    assert counts == [[(1, 4608)] * 16, [(8, 8192)] * 2]
+    assert (apart.tokens, shared.tokens, shared.width) == (8192, 8192, 3 * 1024)
+    alone = largest_pass(512, 64, 8, 8192, 8, True, True)
+    assert (alone.tokens, alone.width, alone.responses) == (1024, 1024, 512)
+
+
+def test_a_window_of_attention_leaves_texts_in_rows_of_their_own() -> None:
+    settings = ModelSpec()
+    for config, packs in (
+        ({}, True),
+        ({"model_type": "mistral"}, False),
+        ({"model_type": "mistral", "sliding_window": None}, True),
+        ({"model_type": "qwen2"}, True),
+        ({"model_type": "qwen2", "use_sliding_window": True}, False),
+    ):
+        assert packs_texts(settings, llama(**config), 5000) == packs
+        assert packs_texts(settings, llama(**config), 4096)
+    assert not packs_texts(ModelSpec(pack_texts=False), llama(), 8)
+    assert not packs_texts(settings, None, 8)
 
 
 def test_what_is_offloaded_counts_in_host_memory() -> None:

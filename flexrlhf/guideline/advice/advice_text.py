@@ -99,7 +99,7 @@ def _vector(ratios: Sequence[Fraction]) -> str:
 
 
 def _settings(item: FeasibleCandidate) -> list[str]:
-    head = ("model", "ranks", "dp", "tp", "zero", "rows of a pass", "decoded", "recompute")
+    head = ("model", "ranks", "dp", "tp", "zero", "pass tokens", "decoded", "recompute")
     rows = [head, *(_settings_of(model, item) for model in item.plan.placement.models)]
     schedule = item.plan.spec.schedule
     return [*table(rows, "<<>>>>><"), f"chunks {schedule.num_chunks}, lag {schedule.lag}"]
@@ -108,11 +108,11 @@ def _settings(item: FeasibleCandidate) -> list[str]:
 def _settings_of(model: PlacedModel, item: FeasibleCandidate) -> tuple[str, ...]:
     settings, layout = model.settings, model.layout
     width = item.plan.lengths.prompt + item.plan.lengths.response
-    rows = "-" if model.rollout is not None else str(max(1, settings.micro_batch_tokens // width))
+    tokens = "-" if model.rollout is not None else str(settings.micro_batch_tokens)
     decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
     recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
     split = (str(number) for number in (layout.dp, layout.tp, settings.zero))
-    return (model.name, ranks_text(model.ranks), *split, rows, decoded, recompute)
+    return (model.name, ranks_text(model.ranks), *split, tokens, decoded, recompute)
 
 
 def _generates(model: PlacedModel, item: FeasibleCandidate) -> bool:

@@ -314,13 +314,12 @@ class OptionEnumerator:
         return state
 
     def _most_rows(self, placed: PlacedModel, kind: OperatorKind, batches: range) -> int:
-        """Most rows of one pass, or of those decoded together, that the settings allow."""
+        """Most rows decoded together that the settings allow; of passes, which texts of any lengths fill, all rows."""
         patterns = row_patterns(self.batch, placed.layout, batches)
         most = max(map(max if kind == "train" else sum, patterns))
         if kind == "generate":
             return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
-        lengths = self._own_lengths.get(placed.role, self._lengths)
-        return lengths.rows_within(placed.settings.micro_batch_tokens, most)
+        return most
 
     def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int) -> int:
         """Most bytes that a call needs in addition to the resting ones."""

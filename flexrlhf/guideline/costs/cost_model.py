@@ -58,6 +58,31 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class MeanPass:
+    """Forward or training passes over texts that the engine lays out in rows, on one replica: the mean of all of them.
+
+    A pass computes ``rows * width`` tokens, and dense attention over ``rows * width**2`` pairs of them.
+
+    count:      passes
+    rows:       rows of a pass
+    width:      tokens of a row
+    responses:  tokens of a pass whose log-probs are computed
+    texts:      tokens of the texts of all passes, a prompt once for every response
+    """
+
+    count: float
+    rows: float
+    width: float
+    responses: float
+    texts: float
+
+    @property
+    def tokens(self) -> float:
+        """Computed tokens of all passes."""
+        return self.count * self.rows * self.width
+
+
+@dataclass(frozen=True)
 class Call:
     """One model call on one replica.
 
@@ -75,6 +100,7 @@ class Call:
     recompute:          activations that the backward pass computes again
     offload_optimizer:  whether the optimizer runs on the host
     cache_item:         bytes of one number of a key or value
+    passes:             forward and training passes of texts of several lengths; None: ``micro_rows`` rows of ``width``
     """
 
     kind: CallKind
@@ -91,6 +117,7 @@ class Call:
     recompute: Recompute = "none"
     offload_optimizer: bool = False
     cache_item: int = 2
+    passes: MeanPass | None = None
 
     @property
     def mean_response(self) -> float:
@@ -99,6 +126,23 @@ class Call:
     @property
     def longest_response(self) -> float:
         return max(self.responses)
+
+    @property
+    def computed_tokens(self) -> float:
+        """Tokens of all forward or training passes."""
+        return self.rows * self.width if self.passes is None else self.passes.tokens
+
+    @property
+    def row_width(self) -> float:
+        """Tokens of a row of a pass, over which attention reaches."""
+        return self.width if self.passes is None else self.passes.width
+
+    @property
+    def passes_per_update(self) -> float:
+        """Passes between two optimizer steps; of a forward call all of them. At least 1."""
+        if self.passes is not None:
+            return max(1.0, self.passes.count / self.updates)
+        return max(1, -(-self.rows // (self.updates * self.micro_rows)))
 
 
 @dataclass(frozen=True)

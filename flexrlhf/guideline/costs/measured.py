@@ -1,7 +1,8 @@
 """The measured cost model: times of ``flexrlhf profile`` on this machine, scaled to shapes that it has not measured.
 
 A call costs a fixed part, which grows with the layers (each is launched) and with the weights that are read, and a part
-that grows with the rows, in proportion to the floating-point operations of a token. Whatever was not measured (pipeline
+that grows with the rows, in proportion to the floating-point operations of a token. Rows of passes are those that would
+have as many computed tokens as are computed, whether texts are packed or not. Whatever was not measured (pipeline
 stages, other tensor-parallel sizes) comes from the analytic model.
 """
 
@@ -46,12 +47,17 @@ def slowdown(measured: Measurements, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by rows: straight between measured points, and beyond them the line through the last two."""
+    """Seconds by rows: straight between measured points, and beyond them the line through the last two.
+
+    points:  of one kind of call.
+    width:   computed tokens that count as a row; None: rows are as measured.
+    """
 
     points: tuple[Point, ...]
+    width: int | None = None
 
     def seconds(self, rows: float) -> float:
-        known = _rising(self.points)
+        known = _rising(self.points, self.width)
         if len(known) == 1:
             return known[0][1] * max(1.0, rows / known[0][0])
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(known) if rows <= pair[1][0]), (known[-2], known[-1]))
@@ -65,11 +71,16 @@ class Curve:
         return min(self.seconds(0), self.points[0].seconds)
 
 
-def _rising(points: Sequence[Point]) -> list[tuple[float, float]]:
+def _rising(points: Sequence[Point], width: int | None) -> list[tuple[float, float]]:
     """Return (rows, seconds) that never decrease, since noise may make a call of more rows the shorter one."""
     ordered = sorted(points, key=lambda point: point.rows)
     seconds = accumulate((point.seconds for point in ordered), max)
-    return [(float(point.rows), value) for point, value in zip(ordered, seconds, strict=True)]
+    return [(_rows(point, width), value) for point, value in zip(ordered, seconds, strict=True)]
+
+
+def _rows(point: Point, width: int | None) -> float:
+    """Return the rows of ``width`` tokens that ``point`` computed."""
+    return float(point.rows) if point.tokens is None or width is None else point.tokens / width
 
 
 @dataclass(frozen=True)
@@ -171,15 +182,16 @@ class MeasuredCosts:
 
     def _ratio(self, call: Call, mesh: Mesh, times: ModelTimes) -> ShapeRatio:
         here, there = mesh.tp * mesh.pp, times.tp
-        flops = token_flops(call.model, call.width) / token_flops(times.model, times.width) * there / here
+        width = times.width if call.kind == "generate" or times.row is None else times.row
+        flops = token_flops(call.model, call.row_width) / token_flops(times.model, width) * there / here
         more = call.item * call.model.parameters / here - times.item * times.model.parameters / there
         return ShapeRatio(call.model.layers / mesh.pp / times.model.layers, flops, more)
 
     def _forward(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
-        passes = max(1, -(-call.rows // call.micro_rows))
-        rows = call.rows / passes * call.width / times.width
-        ratio = self._ratio(call, mesh, times)
-        return {"compute": passes * ratio.seconds(Curve(times.forward), rows, self.measured.memory_bytes_s)}
+        passes = call.updates * call.passes_per_update
+        rows = call.computed_tokens / passes / times.width
+        ratio, curve = self._ratio(call, mesh, times), Curve(times.forward, times.width)
+        return {"compute": passes * ratio.seconds(curve, rows, self.measured.memory_bytes_s)}
 
     def _generate(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
         ratio, bytes_s = self._ratio(call, mesh, times), self.measured.memory_bytes_s
@@ -196,14 +208,14 @@ class MeasuredCosts:
 
     def _train(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
         dp = mesh.dp if mesh.dp in times.train else min(times.train)
-        rows = call.rows / call.updates * call.width / times.width
-        ratio = self._ratio(call, mesh, times)
+        rows = call.computed_tokens / call.updates / times.width
+        ratio, curve = self._ratio(call, mesh, times), Curve(times.train[dp], times.width)
         written = OPTIMIZER_BYTES / call.item * call.model.trained_parameters / call.model.parameters
-        update = ratio.seconds(Curve(times.train[dp]), rows, self.measured.memory_bytes_s, written)
+        update = ratio.seconds(curve, rows, self.measured.memory_bytes_s, written)
         gradients = call.updates * self._reduce(call, mesh, times, dp)
-        passes = max(1, -(-call.rows // (call.updates * call.micro_rows)))
+        passes = call.passes_per_update
         # measured were updates of one pass: each further one is launched, forwards and twice as much backwards
-        launched = 3 * Curve(times.forward).fixed * ratio.layers if times.forward else 0.0
+        launched = 3 * Curve(times.forward, times.width).fixed * ratio.layers if times.forward else 0.0
         again = self._forward(call, mesh, times)["compute"] if call.recompute == "full" and times.forward else 0.0
         return {"compute": call.updates * (update + (passes - 1) * launched) + again, "gradients": gradients}
 

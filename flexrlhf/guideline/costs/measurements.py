@@ -25,11 +25,13 @@ class Point(_Record):
     rows:     rows of the call
     seconds:  median over the repetitions
     spread:   range of the middle half of the repetitions, relative to the median
+    tokens:   tokens that a forward or training call computed; None: ``ModelTimes.width`` of each row
     """
 
     rows: int
     seconds: float
     spread: float = 0.0
+    tokens: int | None = None
 
 
 Points = tuple[Point, ...]
@@ -53,8 +55,9 @@ class ModelTimes(_Record):
     engine:   engine that ran it
     item:     bytes of a weight
     tp:       tensor-parallel ranks
-    width:    tokens of a row in ``forward`` and ``train``
+    width:    tokens of the longest text
     prompt:   tokens of a row in ``prefill``
+    row:      tokens of a row of the passes of ``forward`` and ``train``, in the mean; None: ``width``
     forward:  forward passes
     prefill:  passes over prompts that sample the first token
     step:     each further decoding step
@@ -68,6 +71,7 @@ class ModelTimes(_Record):
     tp: int
     width: int
     prompt: int
+    row: int | None = None
     forward: Points = ()
     prefill: Points = ()
     step: Points = ()

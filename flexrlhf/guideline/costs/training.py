@@ -160,18 +160,31 @@ def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
 
 def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[dict[str, float], int]:
     """Return the seconds of all micro-batches through the pipeline, by what takes them, and their number."""
+    shapes = _pass_shapes(call)
+    stages = [_stage(call, mesh, profile, shape, training) for _, shape in shapes]
+    parts: dict[str, float] = {}
+    for (times, _), stage in zip(shapes, stages, strict=True):
+        for name, seconds in _parts(stage, times).items():
+            parts[name] = parts.get(name, 0.0) + seconds
+    number = ceil(sum(times for times, _ in shapes))
+    if mesh.pp > 1:
+        parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * stages[0].seconds / profile.chunks
+        hops = (number + mesh.pp - 1) * (2 if training else 1)
+        parts["pipeline"] = hops * _hop_seconds(call, mesh, shapes[0][1].tokens)
+    return parts, number
+
+
+def _pass_shapes(call: Call) -> list[tuple[float, PassShape]]:
+    """Return the distinct passes of a call, the largest first, each with its number."""
+    mean = call.passes
+    if mean is not None:
+        head = mean.responses if call.model.head == "causal" else mean.rows
+        return [(mean.count, PassShape(mean.rows, mean.width, head, call.item))]
     micro_rows = max(1, min(call.micro_rows, call.rows))
     full, rest = divmod(call.rows, micro_rows)
-    stage = _stage(call, mesh, profile, micro_rows, training)
-    parts = _parts(stage, full)
-    if rest:
-        for name, seconds in _parts(_stage(call, mesh, profile, rest, training), 1).items():
-            parts[name] += seconds
-    if mesh.pp > 1:
-        parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * stage.seconds / profile.chunks
-        hops = (full + (rest > 0) + mesh.pp - 1) * (2 if training else 1)
-        parts["pipeline"] = hops * _hop_seconds(call, mesh, micro_rows)
-    return parts, int(full + (rest > 0))
+    head = min(call.mean_response, call.width) if call.model.head == "causal" else 1
+    rows = [(full, micro_rows)] + ([(1, rest)] if rest else [])
+    return [(times, PassShape(each, call.width, each * head, call.item)) for times, each in rows]
 
 
 def _parts(stage: StageSeconds, times: float) -> dict[str, float]:
@@ -185,17 +198,15 @@ def _parts(stage: StageSeconds, times: float) -> dict[str, float]:
     }
 
 
-def _hop_seconds(call: Call, mesh: Mesh, rows: float) -> float:
+def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
     """Return the seconds of a micro-batch's activations to the next stage; each rank of a stage sends a part."""
-    size = int(call.item * call.model.hidden * rows * call.width / mesh.tp)
+    size = int(call.item * call.model.hidden * tokens / mesh.tp)
     within = mesh.tp * mesh.pp <= mesh.per_node
     traffic = Traffic(size, 0) if within else Traffic(0, size * min(mesh.tp, mesh.per_node))
     return travel_seconds(traffic, mesh.links)
 
 
-def _stage(call: Call, mesh: Mesh, profile: EngineProfile, rows: float, training: bool) -> StageSeconds:
-    head = min(call.mean_response, call.width) if call.model.head == "causal" else 1
-    shape = PassShape(rows, call.width, rows * head, call.item)
+def _stage(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassShape, training: bool) -> StageSeconds:
     repeats = _repeats(call, profile) if training else 0.0
     return _stage_of(
         call.model, mesh.device, mesh.links, profile, shape, (mesh.tp, mesh.pp, mesh.per_node), training, repeats

@@ -73,10 +73,11 @@ def lengths_for(spec: Spec, mean_response: float | None) -> TextLengths:
 
 
 def lengths_in_data(plan: Plan) -> TextLengths:
-    """Return the longest prompt of the data, to which passes are padded, and a sample of its response lengths."""
+    """Return a sample of the lengths in the data, with the longest prompt."""
     from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 
-    return TextLengths(max(prompt_lengths(plan)), response_lengths(plan))
+    prompts = prompt_lengths(plan)
+    return TextLengths(max(prompts), response_lengths(plan), prompts)
 
 
 def truncated_exponential(mean: float, longest: float, number: int = 64) -> tuple[float, ...]:

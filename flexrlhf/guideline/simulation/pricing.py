@@ -11,15 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from math import ceil
 
 from flexrlhf.config.spec import CallKind, Head, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, MeanPass, Mesh
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
+from flexrlhf.guideline.simulation.pass_counts import TextLayout, all_passes, mean_pass
 from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
 from flexrlhf.memory.budget import SequenceLengths
+from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
@@ -44,20 +45,31 @@ UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s
 class TextLengths:
     """Tokens of the texts of a step.
 
-    prompt:     longest prompt, to which a pass is padded
+    prompt:     longest prompt, to which padded rows are as wide
     responses:  a sample of response lengths
+    prompts:    a sample of prompt lengths; empty: all are as long as the longest
     """
 
     prompt: float
     responses: tuple[float, ...]
+    prompts: tuple[float, ...] = ()
 
     @property
     def mean_response(self) -> float:
         return sum(self.responses) / len(self.responses)
 
     @property
+    def mean_prompt(self) -> float:
+        return sum(self.all_prompts) / len(self.all_prompts)
+
+    @property
+    def all_prompts(self) -> tuple[float, ...]:
+        """A sample of prompt lengths, which is never empty."""
+        return self.prompts or (self.prompt,)
+
+    @property
     def width(self) -> float:
-        """Tokens of a padded row; engines remove columns that are padding in all rows of a pass."""
+        """Tokens of a padded row."""
         return self.prompt + max(self.responses)
 
 
@@ -116,25 +128,33 @@ class CallMaker:
             responses=self.lengths.responses,
             width=self.lengths.width,
             updates=epochs * len(rows[0]),
-            micro_rows=max(1, self._padded.rows_within(settings.micro_batch_tokens, at_once)),
             decode_rows=max(1, self._reserved.rows_decoded(settings.generate_tokens, at_once)),
             item=item_bytes(model),
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
+            passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts),
+        )
+
+    def _passes(
+        self, model: PlacedModel, shape: ModelShape, rows: Sequence[Sequence[int]], trains: bool, times: int
+    ) -> MeanPass:
+        """Return the passes of the fullest replica, ``times`` over. Every mini-batch is trained on by itself."""
+        settings, samples = model.settings, self.batch.samples_per_prompt
+        packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
+        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings))
+        most = map(max, zip(*rows, strict=True)) if trains else [max(map(sum, rows))]
+        prompts, responses = self.lengths.all_prompts, self.lengths.responses
+        return all_passes(
+            (times * number, mean_pass(prompts, responses, each // samples, samples, layout))
+            for each, number in Counter(most).items()
+            if each
         )
 
     @property
     def _reserved(self) -> SequenceLengths:
         """Lengths of a row in decoding, which reserves memory for responses of full length."""
         return SequenceLengths(self.longest.prompt, self.longest.response)
-
-    @property
-    def _padded(self) -> SequenceLengths:
-        """Lengths of a row in a pass, in whole tokens."""
-        return SequenceLengths(
-            ceil(self.lengths.prompt), ceil(max(self.lengths.responses)), self.batch.samples_per_prompt
-        )
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class Simulation:
     blocks:        ranks that execute the same instructions
     instructions:  ``priced`` as the walk takes them
     seconds:       seconds of a settled step
+    computed:      tokens that forward and training passes compute for each token of their texts; None without passes
     """
 
     plan: Plan
@@ -73,6 +74,7 @@ class Simulation:
     blocks: tuple[tuple[int, ...], ...]
     instructions: tuple[TimedInstruction, ...]
     seconds: float
+    computed: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -156,7 +158,17 @@ def simulate(plan: Plan, costs: CostModel, lengths: TextLengths | None = None) -
     priced = tuple(PricedInstruction(each, pricer.price(each)) for each in plan.schedule.instructions)
     blocks = blocks_of(plan.schedule.instructions, plan.placement.num_ranks)
     timed = tuple(timed_instructions(pricer, priced, blocks))
-    return Simulation(plan, lengths, priced, blocks, timed, _steady(pricer, priced, blocks))
+    regular = [item.instruction for item in priced if not item.is_rare]
+    computed = _computed(pricer, regular)
+    return Simulation(plan, lengths, priced, blocks, timed, _steady(pricer, priced, blocks), computed)
+
+
+def _computed(pricer: Pricer, instructions: Iterable[Instruction]) -> float | None:
+    """Return the tokens that the passes of ``instructions`` compute for each token of their texts."""
+    runs = [each for each in instructions if isinstance(each, Run) and each.operator.call is not None]
+    passes = [call.passes for run in runs for call, _ in pricer.calls(run) if call.passes is not None]
+    texts = sum(each.texts for each in passes)
+    return sum(each.tokens for each in passes) / texts if texts else None
 
 
 def is_simulated(text: str) -> bool:

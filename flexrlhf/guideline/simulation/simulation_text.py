@@ -43,10 +43,15 @@ def _head(simulation: Simulation, source: str) -> list[str]:
         f"{plan.spec.name}: {plan.spec.algorithm.name}, {plan.strategy} on {ranks} devices "
         f"({', '.join(plan.cluster.classes)}), by {source}",
         f"  {seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
-        f"{lengths.prompt:g} prompt tokens and {lengths.mean_response:g} of the response",
+        f"{lengths.mean_prompt:g} prompt tokens and {lengths.mean_response:g} of the response{_passes(simulation)}",
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
     ]
+
+
+def _passes(simulation: Simulation) -> str:
+    """Return how much of the texts passes compute: less than 1 where samples share a prompt, more with padding."""
+    return "" if simulation.computed is None else f"; passes compute {simulation.computed:.2f} tokens for each"
 
 
 def _instructions(simulation: Simulation) -> Iterator[str]:

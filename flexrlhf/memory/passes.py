@@ -1,0 +1,73 @@
+"""Size of the largest forward or training pass, bounded for texts of whatever lengths.
+
+Engines lay texts out by ``engines/packing.py``. A pass has as many computed tokens as its budget allows, or the texts
+of one prompt where these alone are more; its rows are no wider than the widest that is tried for its longest text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from flexrlhf.config.spec import ModelSpec
+from flexrlhf.engines.packing import WIDTHS, TextGroup, may_pack, shared
+from flexrlhf.weights.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """Bounds of a forward or training pass.
+
+    tokens:     computed tokens: rows times their width.
+    width:      tokens of a row.
+    responses:  tokens of responses, whose log-probs are computed.
+    packed:     whether rows have several texts, so that a mask separates these.
+    """
+
+    tokens: int
+    width: int
+    responses: int
+    packed: bool
+
+
+def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
+    """Whether passes of a model have several texts in a row. ``longest``: tokens of a text."""
+    if shape is None or shape.sizes is None:
+        return False
+    return settings.pack_texts and may_pack(shape.sizes.family, shape.window, longest)
+
+
+def shares_prompts(settings: ModelSpec) -> bool:
+    """Whether samples of one prompt share a copy of it where texts are packed; encoded again, texts have no prompt."""
+    return settings.share_prompts and not settings.retokenize
+
+
+@lru_cache(maxsize=4096)
+def largest_pass(
+    prompt: int, response: int, samples: int, budget: int, rows: int | None, packs: bool, shares: bool
+) -> PassSize:
+    """Return bounds of a pass of ``budget`` tokens.
+
+    prompt, response:  tokens at most.
+    samples:           texts of a prompt, which stay together.
+    rows:              texts of the call; None: any number.
+    packs:             whether several texts are in a row.
+    shares:            whether samples of a prompt then share a copy of it.
+    """
+    whole = TextGroup(prompt, (response,) * samples)
+    parts = shared(whole, budget) if packs and shares else whole.apart
+    unit = len(parts) * max(part.tokens for part in parts)
+    tokens = max(budget, unit)
+    answered = response * max(len(part.responses) for part in parts)
+    # a prompt has a token at least
+    responses = tokens - tokens // (1 + answered)
+    if rows is not None:
+        units = max(1, rows // samples)
+        tokens, responses = min(tokens, units * unit), min(responses, units * samples * response)
+    if not packs:
+        return PassSize(tokens, prompt + response, responses, packed=False)
+    # shorter samples may share one row where the longest are divided
+    longest = whole.tokens if shares else prompt + response
+    widest = min(ceil(WIDTHS[-1] * longest), max(budget, parts[0].tokens), tokens)
+    return PassSize(tokens, max(widest, prompt + response), responses, packed=True)
