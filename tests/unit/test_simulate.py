@@ -309,7 +309,7 @@ def test_budgets_bound_the_rows_of_a_pass() -> None:
     assert found["generate"].passes is None
     # eight prompts of four tokens; half of the responses have two, the others four
     shorter = asked(plan, TextLengths(4, (2.0, 4.0)))["train_actor"][0][0]
-    assert (shorter.computed_tokens, shorter.width) == (8 * 4 + 4 * 2 + 4 * 4, 8)
+    assert (shorter.computed_tokens, shorter.width) == (8 * 4 + 4 * 2 + 4 * 4 + 4, 8), "but 4 tokens of padding"
 
 
 def passes_of(call: Call) -> tuple[float, float, float, float]:
