@@ -19,11 +19,10 @@ from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle
 from flexrlhf.engines.weight_files import TORCH_TYPES, read_part
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.adapter_files import has_adapters
-from flexrlhf.weights.loading import model_key
+from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import BASE
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, named_as, stored_tensors
-from flexrlhf.weights.shapes import LANGUAGE_HEAD, LLAMA_LIKE, ModelShape, read_config
+from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, read_config
 from flexrlhf.weights.shards import Part, parts_on
 
 
@@ -95,12 +94,12 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
 
     A scalar head that they may lack gets random numbers, as transformers initialises it.
     """
-    if not _is_known(placed):
+    settings = placed.settings
+    if settings.path is None or not is_read_in_parts(settings, read_config(placed.role, settings)["model_type"]):
         return None
-    path = Path(str(placed.settings.path))
     model = empty_model(placed)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = named_as(stored_tensors(model_key(placed.role, placed.settings), path), shapes)
+    found = named_as(stored_tensors(f"models.{placed.role}.path", Path(settings.path)), shapes)
     missing = set(shapes) - set(found)
     if missing - ({SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):
         return None
@@ -111,15 +110,6 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     add_parts(model, placed)
     plain = {name: name.replace(BASE, ".") for name, _ in model.named_parameters()}
     return model, {name: found[old] for name, old in plain.items() if old in shapes and old not in missing}
-
-
-def _is_known(placed: PlacedModel) -> bool:
-    """Whether the model is in files of its own and of a family whose parameters and buffers follow from its config."""
-    settings = placed.settings
-    if settings.path is None or has_adapters(settings.path):
-        return False
-    config = read_config(placed.role, settings)
-    return config["model_type"] in LLAMA_LIKE and not (settings.trust_remote_code and config.get("auto_map"))
 
 
 def _fit(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, StoredTensor]) -> bool:

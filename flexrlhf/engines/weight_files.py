@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import BinaryIO
+from io import FileIO
 
 import torch
 from torch import Tensor
 
 from flexrlhf.errors import UserError
-from flexrlhf.weights.model_files import StoredTensor
+from flexrlhf.weights.model_files import BLOCK_BYTES, StoredTensor
 from flexrlhf.weights.shards import Part
 
 TORCH_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """Types of weights by their names in files."""
-BLOCK_BYTES = 1 << 24
-"""Bytes that are read at a time, unless a row of a tensor has more."""
 
 
 @torch.no_grad()
@@ -49,7 +46,7 @@ def _elements(part: Part, row: int) -> range:
     return range(first + inside.start, first + inside.stop)
 
 
-def _read_range(file: BinaryIO, stored: StoredTensor, elements: range, target: Tensor) -> int:
+def _read_range(file: FileIO, stored: StoredTensor, elements: range, target: Tensor) -> int:
     """Read a range of the flattened tensor into a vector."""
     item = TORCH_TYPES[stored.dtype].itemsize
     for block in _blocks(elements, BLOCK_BYTES // item):
@@ -58,7 +55,7 @@ def _read_range(file: BinaryIO, stored: StoredTensor, elements: range, target: T
     return len(elements) * item
 
 
-def _read_columns(file: BinaryIO, stored: StoredTensor, part: Part, target: Tensor) -> int:
+def _read_columns(file: FileIO, stored: StoredTensor, part: Part, target: Tensor) -> int:
     """Read rows of a tensor and copy the part's columns of each into a vector."""
     row, item = math.prod(part.shape[1:]), TORCH_TYPES[stored.dtype].itemsize
     rows, inner = part.box[0], tuple(slice(side.start, side.stop) for side in part.box[1:])
@@ -75,14 +72,14 @@ def _blocks(whole: range, size: int) -> Iterator[range]:
         yield range(start, min(start + size, whole.stop))
 
 
-def _numbers(file: BinaryIO, stored: StoredTensor, elements: range) -> Tensor:
+def _numbers(file: FileIO, stored: StoredTensor, elements: range) -> Tensor:
     """Return a range of the flattened tensor as a vector of the file's type."""
     vector = torch.empty(len(elements), dtype=TORCH_TYPES[stored.dtype])
-    view = memoryview(vector.view(torch.uint8).numpy())
+    view = vector.view(torch.uint8).numpy().data
     file.seek(stored.start + elements.start * vector.itemsize)
     while view.nbytes:
         count = file.readinto(view)
         if not count:
-            raise UserError(f"{Path(file.name)}: ends before its last tensor; copy it again")
+            raise UserError(f"{stored.file}: ends before its last tensor; copy it again")
         view = view[count:]
     return vector

@@ -24,6 +24,8 @@ HEAD_NAMES = ("v_head", "value_head", "reward_head", "score_head", "classifier",
 """What other libraries call the linear layer that transformers calls ``score``."""
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are loaded; others are of quantised models or masks."""
+BLOCK_BYTES = 1 << 24
+"""Bytes of a tensor that are read at a time, unless a row of it has more."""
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64} | {
     "F16": 16,
     "BF16": 16,

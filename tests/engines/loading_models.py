@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,16 +48,20 @@ def write_models(directory: Path) -> None:
     """Write all ``MODELS`` with random weights."""
     for name, stored in MODELS.items():
         torch.manual_seed(len(name))
-        kind = AutoModelForSequenceClassification if stored.head == "scalar" else AutoModelForCausalLM
-        config = AutoConfig.for_model(**{**TINY, **stored.config}, **({"num_labels": 1} if stored.head == "scalar" else {}))
-        kind.from_config(config).to(stored.dtype).save_pretrained(
-            directory / name, max_shard_size="4KB" if stored.sharded else "5GB"
-        )
+        is_scalar = stored.head == "scalar"
+        kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+        config = AutoConfig.for_model(**{**TINY, **stored.config, **({"num_labels": 1} if is_scalar else {})})
+        model = kind.from_config(config).to(stored.dtype)
+        model.save_pretrained(directory / name, max_shard_size="4KB" if stored.sharded else "5GB")
         if stored.renamed[0]:
-            file = directory / name / "model.safetensors"
-            tensors = {each: tensor for each, tensor in load_file(file).items() if name != "base" or each != "score.weight"}
-            save_file({each.replace(*stored.renamed, 1): tensor for each, tensor in tensors.items()}, file, {"format": "pt"})
-        assert json.loads((directory / name / "config.json").read_text())["model_type"] == config.model_type
+            rename(directory / name / "model.safetensors", stored.renamed, without_head=name == "base")
+
+
+def rename(file: Path, renamed: tuple[str, str], without_head: bool) -> None:
+    found = load_file(file)
+    if without_head:
+        del found["score.weight"]
+    save_file({name.replace(*renamed, 1): tensor for name, tensor in found.items()}, file, {"format": "pt"})
 
 
 SIXTEEN = {"dtype": "bfloat16"}

@@ -98,6 +98,7 @@ def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) 
         if name not in known:
             raise UserError(f"{where}: unknown or unsupported setting {name!r} of DeepSpeed{nearest(str(name), known)}")
 
+
 _OTHER_PARTITIONS = (
     "mics_shard_size",
     "zero_hpz_partition_size",
