@@ -41,8 +41,8 @@ CLASSES: dict[Head, Any] = {
 def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) -> PreTrainedModel:
     """Return the model of ``placed``, whole and in float32 on the CPU, in evaluation mode.
 
-    ``pad_token_id``: of the run. ``requires_grad`` is set for the parameters that are trained. Weights that no file contains, adapters among them,
-    are initialised from ``seed``, alike on all ranks and copies.
+    ``pad_token_id``: of the run. ``requires_grad`` is set for the parameters that are trained. Weights that no file
+    contains, adapters among them, are initialised from ``seed``, alike on all ranks and copies.
     """
     with seeded(seed):
         model = _load(placed)
