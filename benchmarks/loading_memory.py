@@ -81,7 +81,7 @@ def write_checkpoint(directory: Path, parameters: float) -> int:
     import torch
     from transformers import AutoConfig
 
-    from flexrlhf.checkpoints.model_files import TensorForm
+    from flexrlhf.checkpoints.weight_writer import TensorForm
     from flexrlhf.execution.checkpoint import model_writer
     from flexrlhf.weights.shapes import count_elements, llama_like_shapes
 
@@ -198,7 +198,7 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
 
 def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: bool) -> None:
     """Gather the weights bucket by bucket; the first rank writes them, all at the end if ``is_whole``."""
-    from flexrlhf.checkpoints.model_files import TensorForm
+    from flexrlhf.checkpoints.weight_writer import TensorForm
     from flexrlhf.comm.weights import WeightGather
     from flexrlhf.execution.checkpoint import model_writer, save_model
     from flexrlhf.weights.reshard import bucket_names

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flexrlhf.checkpoints.model_files import SHARD_BYTES, Forms, ModelFiles, forms_of
 from flexrlhf.checkpoints.tensor_files import save_tensors
+from flexrlhf.checkpoints.weight_writer import SHARD_BYTES, Forms, ModelFiles, forms_of
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.weights.lora import ADAPTER
 from flexrlhf.weights.model_files import SCALAR_HEAD

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
-from flexrlhf.checkpoints.model_files import ModelFiles, TensorForm, forms_of
 from flexrlhf.checkpoints.piece_files import PieceReader
+from flexrlhf.checkpoints.weight_writer import ModelFiles, TensorForm, forms_of
 from flexrlhf.comm.weights import merged
 from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, Spec
 from flexrlhf.config.spec_file import parse_spec

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexrlhf.checkpoints.model_files import TensorForm
+from flexrlhf.checkpoints.weight_writer import TensorForm
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.execution.checkpoint import model_writer, save_adapters
 from flexrlhf.execution.loaded_models import LoadedModel

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flexrlhf.checkpoints.model_files import ModelFiles, TensorForm, forms_of, split_files
+from flexrlhf.checkpoints.weight_writer import ModelFiles, TensorForm, forms_of, split_files
 from flexrlhf.execution.checkpoint import model_writer, save_model
 from flexrlhf.weights.model_files import stored_tensors
 
