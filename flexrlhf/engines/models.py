@@ -31,7 +31,7 @@ from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import SCALAR_HEAD, lacking, no_scalar_head, stored_head_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CLASSES: dict[Head, Any] = {
+CLASSES: dict[Head, Any] = {
     "causal": AutoModelForCausalLM,
     "scalar": AutoModelForSequenceClassification,
     "both": AutoModelForCausalLM,
@@ -39,23 +39,44 @@ _CLASSES: dict[Head, Any] = {
 
 
 def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) -> PreTrainedModel:
-    """Return the model of ``placed`` in float32 on the CPU, in evaluation mode. ``pad_token_id``: of the run.
+    """Return the model of ``placed``, whole and in float32 on the CPU, in evaluation mode.
 
-    ``requires_grad`` is set for the parameters that are trained. Weights that no file contains, adapters among them,
-    are initialised from ``seed``, alike on all ranks and copies.
+    ``pad_token_id``: of the run. ``requires_grad`` is set for the parameters that are trained. Weights that no file
+    contains, adapters among them, are initialised from ``seed``, alike on all ranks and copies.
     """
+    with seeded(seed):
+        model = _load(placed)
+        add_parts(model, placed)
+    settle(model, placed, pad_token_id)
+    for parameter in model.parameters():
+        # weights mapped from a file cannot be freed, as offloading requires
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+    return model
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Make the random numbers inside follow from ``seed``, and transformers silent."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    head = placed.head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _load(placed)
-        if placed.settings.lora is not None:
-            _add_adapters(model, placed.settings.lora)
-        if head == "both":
-            # last: so the random numbers of the other weights, and the layers with adapters, are as without it
-            add_value_head(model, placed.settings.path)
-    if head != "scalar":
+        yield
+
+
+def add_parts(model: PreTrainedModel, placed: PlacedModel) -> None:
+    """Add adapters and the value head, which the files of a causal model lack, with random numbers."""
+    if placed.settings.lora is not None:
+        _add_adapters(model, placed.settings.lora)
+    if placed.head == "both":
+        # last: so the random numbers of the other weights, and the layers with adapters, are as without it
+        add_value_head(model, placed.settings.path)
+
+
+def settle(model: PreTrainedModel, placed: PlacedModel, pad_token_id: int | None) -> None:
+    """Set a model up for its head, its purpose and evaluation; its weights stay as they are."""
+    if placed.head != "scalar":
         # only the run sets sampling: defaults stored with a model would change the policy
         model.generation_config = GenerationConfig()
     else:
@@ -67,11 +88,7 @@ def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) 
     model.config.architectures = [type(model).__name__]
     if not placed.trained:
         model.requires_grad_(False)
-    for parameter in model.parameters():
-        # weights mapped from a file cannot be freed, as offloading requires
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
-    return model.eval()
+    model.eval()
 
 
 def _load(placed: PlacedModel) -> PreTrainedModel:
@@ -79,9 +96,8 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
 
     Raises UserError for what transformers refuses, and for files that lack weights.
     """
-    settings, kind = placed.settings, _CLASSES[placed.head]
+    settings, kind, options = placed.settings, CLASSES[placed.head], _options(placed)
     extra = {"num_labels": 1} if placed.head == "scalar" else {}
-    options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
     key, head = model_key(placed.role, settings), _head_name(placed)
     if head is not None:
         options["key_mapping"] = {rf"^{re.escape(head)}\.": "score."}
@@ -101,12 +117,33 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
             **extra,
         )
     layers = adapter_layers(settings.path)
-    may_lack_head = placed.trained or placed.follows or settings.new_head or bool(layers)
-    _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head else set())
+    _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head(placed) or layers else set())
     loaded: PreTrainedModel = model
     for directory in layers:
         loaded = _with_merged_adapters(loaded, directory)
     return loaded
+
+
+def empty_model(placed: PlacedModel) -> PreTrainedModel:
+    """Return the model of the config in a directory, float32 and on the meta device. Raises UserError."""
+    settings, key = placed.settings, model_key(placed.role, placed.settings)
+    extra = {"num_labels": 1} if placed.head == "scalar" else {}
+    with one_sentence_errors(key):
+        load_config(placed.role, settings)
+        config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code, **extra)
+        with torch.device("meta"):
+            model: PreTrainedModel = CLASSES[placed.head].from_config(config, **_options(placed))
+    return model
+
+
+def may_lack_head(placed: PlacedModel) -> bool:
+    """Whether files may lack the scalar head of a model, which is then random."""
+    return placed.trained or placed.follows or placed.settings.new_head
+
+
+def _options(placed: PlacedModel) -> dict[str, Any]:
+    """Return arguments of transformers' classes."""
+    return {"dtype": torch.float32, "trust_remote_code": placed.settings.trust_remote_code}
 
 
 def _head_name(placed: PlacedModel) -> str | None:

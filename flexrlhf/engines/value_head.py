@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from flexrlhf.engines.weight_files import TORCH_TYPES, read_part
 from flexrlhf.weights.adapter_files import SAVED_HEAD, WEIGHTS, has_adapters
-from flexrlhf.weights.model_files import SCALAR_HEAD, own_head_name, weight_files
+from flexrlhf.weights.model_files import SCALAR_HEAD, stored_tensors
+from flexrlhf.weights.shards import whole
 
 
 @dataclass
@@ -44,17 +46,16 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
 
 def saved_value_head(directory: str) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
-    is_adapters = has_adapters(directory)
-    files = (Path(directory) / WEIGHTS,) if is_adapters else weight_files("model", Path(directory))
-    for file in files:
-        with safe_open(file, "pt") as tensors:
+    if has_adapters(directory):
+        with safe_open(Path(directory) / WEIGHTS, "pt") as tensors:
             found = tensors.keys()  # not a mapping, it has only keys()
-            name = SAVED_HEAD if is_adapters else f"{own_head_name(found)}.weight"
-            for each in (SCALAR_HEAD, name):
-                if each in found:
-                    weight: Tensor = tensors.get_tensor(each)
-                    return weight
-    return None
+            return next((tensors.get_tensor(name) for name in (SCALAR_HEAD, SAVED_HEAD) if name in found), None)
+    stored = stored_tensors("model", Path(directory)).get(SCALAR_HEAD)
+    if stored is None:
+        return None
+    weight = torch.empty(stored.shape, dtype=TORCH_TYPES[stored.dtype])
+    read_part(stored, whole(stored.shape), weight)
+    return weight
 
 
 def _both_heads(

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flexrlhf.checkpoints.tensor_files import save_tensors
+from flexrlhf.checkpoints.weight_writer import SHARD_BYTES, Forms, ModelFiles, forms_of
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.weights.lora import ADAPTER
 from flexrlhf.weights.model_files import SCALAR_HEAD
@@ -30,6 +31,34 @@ BEST = "best.json"
 """File in a directory with the best model so far: the step, the metric and its value."""
 
 
+@contextmanager
+def model_writer(
+    directory: Path,
+    forms: Forms,
+    config: Any,
+    tokenizer: str | None,
+    best: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Iterator[ModelFiles]:
+    """Yield the files of a model, to write its tensors into, next to its config and the tokenizer's files.
+
+    forms:        shapes and types of all tensors.
+    best:         contents of ``best.json``, for a best model.
+    texts:        further files, in the place of the tokenizer's where they have the same name.
+    shard_bytes:  most bytes of weights in a file.
+    """
+    with _replacing(directory, tokenizer, best, texts) as fresh:
+        config.save_pretrained(fresh)
+        files = ModelFiles(fresh, forms, shard_bytes)
+        try:
+            yield files
+        except BaseException:
+            files.close(is_complete=False)
+            raise
+        files.close()
+
+
 def save_model(
     directory: Path,
     weights: Mapping[str, Tensor],
@@ -38,14 +67,9 @@ def save_model(
     best: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write config, weights and the tokenizer's files.
-
-    best:   contents of ``best.json``, for a best model.
-    texts:  further files, in the place of the tokenizer's where they have the same name.
-    """
-    with _replacing(directory, tokenizer, best, texts) as fresh:
-        config.save_pretrained(fresh)
-        save_tensors(weights, fresh / "model.safetensors")
+    """Write config, weights and the tokenizer's files; the arguments are those of ``model_writer``."""
+    with model_writer(directory, forms_of(weights), config, tokenizer, best, texts) as files:
+        files.write(weights)
 
 
 def save_adapters(

@@ -1,6 +1,6 @@
 """Export of a trained model: a directory that transformers loads, or its adapters as peft's, from a run's files.
 
-Tensors are read and written one shard after another, so that no more than a shard is in memory.
+Tensors are read and written one after another, so that no more than one is in memory.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
 from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
 from flexrlhf.checkpoints.piece_files import PieceReader
-from flexrlhf.checkpoints.tensor_files import save_tensors
+from flexrlhf.checkpoints.weight_writer import ModelFiles, TensorForm, forms_of
 from flexrlhf.comm.weights import merged
 from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, Spec
 from flexrlhf.config.spec_file import parse_spec
@@ -37,8 +35,6 @@ from flexrlhf.plan.inputs import load_tokenizer
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.model_files import weight_files
-
-SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True)
@@ -199,12 +195,12 @@ def _reader(model: TrainedModel, lora: LoraSpec | None, base: _BaseTensors) -> C
 
 
 def _write_model(output: Path, names: list[str], read: Callable[[str], Tensor]) -> None:
-    """Write safetensors files of at most ``SHARD_SIZE``, with an index where there are several."""
+    """Write safetensors files, with an index where there are several; one tensor at a time is in memory."""
     output.mkdir(parents=True, exist_ok=True)
-    shapes = {name: torch.empty_like(read(name), device="meta") for name in names}
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_SIZE)
-    for file, members in split.filename_to_tensors.items():
-        save_tensors({name: read(name) for name in members}, output / file)
-    if split.is_sharded:
-        index: Mapping[str, Any] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    forms: dict[str, TensorForm] = {}
+    for name in names:
+        forms |= forms_of({name: read(name)})
+    files = ModelFiles(output, forms)
+    for name in sorted(names):
+        files.write({name: read(name)})
+    files.close()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flexrlhf.checkpoints.weight_writer import TensorForm
 from flexrlhf.comm.weights import WeightGather
-from flexrlhf.execution.checkpoint import save_adapters, save_model
+from flexrlhf.execution.checkpoint import model_writer, save_adapters
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.plan.end_tokens import usage_files
 from flexrlhf.plan.inputs import chat_format
 from flexrlhf.strategies.instructions import Save
+from flexrlhf.weights.lora import shape_of
 from flexrlhf.weights.reshard import bucket_names, trained_parts
 
 
@@ -35,15 +38,22 @@ class ModelSaver:
     def _write(self, save: Save, name: str, best: Mapping[str, Any] | None = None) -> None:
         """Gather the weights, by all ranks of ``save``; the first one writes the directory ``name``."""
         model, is_writer = self._context.models[save.model], self._context.rank == save.ranks[0]
-        weights = self._whole_weights(model, save.ranks, keep=is_writer)
+        buckets = self._buckets(model, save.ranks)
         if not is_writer:
+            for _ in buckets:
+                pass
             return
         directory, tokenizer, placed = self._context.directory / name, self._context.data.tokenizer, model.placed
         texts = self._usage_files(placed.role)
-        if placed.settings.lora is None:
-            save_model(directory, weights, model.engine.config, tokenizer, best, texts)
-        else:
+        if placed.settings.lora is not None:
+            weights = {name: each.to("cpu", copy=True) for bucket in buckets for name, each in bucket.items()}
             save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
+            return
+        dtype = _saved_dtype(model)
+        forms = {name: TensorForm(shape, dtype) for name, shape in shape_of(placed, model.shape).trained}
+        with model_writer(directory, forms, model.engine.config, tokenizer, best, texts) as files:
+            for bucket in buckets:
+                files.write(bucket)
 
     def _usage_files(self, role: str) -> dict[str, str]:
         """Return what stands next to the weights of a role: see ``usage_files``."""
@@ -51,15 +61,17 @@ class ModelSaver:
         policy = plan.model(role) if role == "actor" else None
         return usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
 
-    def _whole_weights(self, model: LoadedModel, ranks: tuple[int, ...], keep: bool) -> dict[str, Tensor]:
-        """Return all trained weights, whole, in host memory where ``keep``; else nothing. A collective, by buckets."""
+    def _buckets(self, model: LoadedModel, ranks: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
+        """Yield all trained weights, whole, a bucket at a time in the order of their names. A collective."""
         shards = tuple(trained_parts(model.placed, model.shape, rank) for rank in ranks)
         group = self._context.groups.get(f"gather {model.placed.name}", ranks)
         gather, live = WeightGather(group, ranks, shards, self._context.wait), model.engine.weights()
-        dtype = live[next(iter(shards[0]))].dtype
-        tensors: dict[str, Tensor] = {}
+        dtype = _saved_dtype(model)
         for names in bucket_names(shards[0], dtype.itemsize, self._context.plan.spec.sync.bucket_bytes):
-            bucket = gather.whole(live, names, dtype)
-            if keep:
-                tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
-        return tensors
+            yield gather.whole(live, names, dtype)
+
+
+def _saved_dtype(model: LoadedModel) -> torch.dtype:
+    """Return the type of the trained weights: float32 where the engine exposes them."""
+    name, _ = shape_of(model.placed, model.shape).trained[0]
+    return model.engine.weights()[name].dtype

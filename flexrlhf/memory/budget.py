@@ -16,11 +16,19 @@ from flexrlhf.config.spec import CallKind, SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes, model_state
-from flexrlhf.memory.transfers import WeightSync, copied_bytes, saved_bytes, saving_parts, sync_parts
+from flexrlhf.memory.transfers import (
+    WeightSync,
+    copied_bytes,
+    is_loaded_whole,
+    loading_bytes,
+    saving_parts,
+    sync_parts,
+    writing_bytes,
+)
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, count_elements
+from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Saving:
-    """A Save: ``ranks`` gather the model; the first of them keeps all of it in host memory."""
+    """A Save: ``ranks`` gather the model; the first of them writes it from host memory, tensor by tensor."""
 
     model: ModelName
     ranks: tuple[int, ...]
@@ -180,11 +188,17 @@ class Sizing:
                 return (self._copy(work, rank),)
 
     def loading_bytes(self, rank: int) -> int:
-        """Return the host memory while models are loaded, one by one: each whole and in float32, before it is
-        sharded.
-        """
-        shapes = [self.shapes.get(model.role) for model in self.placement.on_rank(rank)]
-        return max((4 * count_elements(shape.parameters) for shape in shapes if shape is not None), default=0)
+        """Return the host memory while models are loaded, one by one."""
+        return max((loading_bytes(model, shape) for model, shape in self._loaded(rank)), default=0)
+
+    def loads_whole(self, rank: int) -> bool:
+        """Whether one of the models is loaded whole and in float32 before it is sharded."""
+        return any(is_loaded_whole(model, shape) for model, shape in self._loaded(rank))
+
+    def _loaded(self, rank: int) -> list[tuple[PlacedModel, ModelShape]]:
+        """Return the models on ``rank`` whose shapes are known."""
+        models = self.placement.on_rank(rank)
+        return [(model, self.shapes[model.role]) for model in models if model.role in self.shapes]
 
     def _compute(self, work: Compute, model: PlacedModel, rank: int) -> tuple[Phase, ...]:
         shape = self.shapes.get(model.role)
@@ -235,7 +249,7 @@ class Sizing:
         shape = self.shapes.get(model.role)
         if shape is None:
             return Phase("save", work.model, {"gathered": None})
-        host = saved_bytes(model, shape) if rank == work.ranks[0] else 0
+        host = writing_bytes(model, shape) if rank == work.ranks[0] else 0
         return Phase("save", work.model, saving_parts(model, shape, work.ranks, self.sync), host=host)
 
     def _copy(self, work: Copying, rank: int) -> Phase:
@@ -251,15 +265,17 @@ class Sizing:
 class RankMemory:
     """Memory plan of one rank.
 
-    states:   by placed model.
-    phases:   the largest of each kind and model.
-    loading:  bytes of host memory while models are loaded.
+    states:       by placed model.
+    phases:       the largest of each kind and model.
+    loading:      bytes of host memory while models are loaded.
+    loads_whole:  whether one of them is loaded whole and in float32.
     """
 
     rank: int
     states: Mapping[ModelName, State | None]
     phases: tuple[Phase, ...]
     loading: int
+    loads_whole: bool
 
     @property
     def peak(self) -> Phase | None:
@@ -304,7 +320,7 @@ def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[
             known = largest.setdefault((phase.kind, phase.model), phase)
             if phase.total > known.total:
                 largest[phase.kind, phase.model] = phase
-    return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank))
+    return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank), sizing.loads_whole(rank))
 
 
 def _with_states(phase: Phase, states: Mapping[ModelName, State | None], offloaded: frozenset[ModelName]) -> Phase:

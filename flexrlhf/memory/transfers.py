@@ -10,7 +10,9 @@ from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.states import item_bytes, num_moments
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import gathered_names, is_merged
+from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.pieces import written_names
 from flexrlhf.weights.reshard import (
     Parts,
@@ -76,8 +78,33 @@ def saving_parts(
 
 
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
-    """Return the host memory of all trained weights, whole."""
+    """Return the bytes of a saved model: all trained weights, whole."""
     return _saved_item(model) * count_elements(shape.trained)
+
+
+def writing_bytes(model: PlacedModel, shape: ModelShape) -> int:
+    """Return the host memory of the rank that writes a model: one tensor; of adapters all."""
+    if model.settings.lora is not None:
+        return saved_bytes(model, shape)
+    return _saved_item(model) * max((math.prod(size) for _, size in shape.trained), default=0)
+
+
+def is_loaded_whole(model: PlacedModel, shape: ModelShape) -> bool:
+    """Whether every rank loads all of a model, in float32, before it is sharded; a rollout engine may."""
+    family = "" if shape.sizes is None else shape.sizes.family
+    return model.rollout is not None or not is_read_in_parts(model.settings, family)
+
+
+def loading_bytes(model: PlacedModel, shape: ModelShape) -> int:
+    """Return the host memory of a rank while a model is loaded, without the part of it that the rank stores.
+
+    A block of a file at a time is read into the part; ZeRO-3 makes one tensor at a time before it partitions it.
+    """
+    if is_loaded_whole(model, shape):
+        return 4 * count_elements(shape.parameters)
+    largest = max((math.prod(size) for _, size in shape.parameters), default=0)
+    block = min(BLOCK_BYTES, 4 * largest)
+    return block + (item_bytes(model) * largest if (model.engine, model.settings.zero) == ("deepspeed", 3) else 0)
 
 
 def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.weights.adapter_files import base_model
-from flexrlhf.weights.shapes import read_config
+from flexrlhf.weights.adapter_files import base_model, has_adapters
+from flexrlhf.weights.shapes import LLAMA_LIKE, read_config
 
 
 @contextmanager
@@ -84,6 +85,21 @@ def quiet() -> Iterator[None]:
 def model_key(role: str, model: ModelSpec) -> str:
     """Return how messages name the model of a role: by its path where it has one."""
     return f"models.{role}" + (f".path {model.path}" if model.path is not None else "")
+
+
+def is_read_in_parts(model: ModelSpec, family: str) -> bool:
+    """Whether ranks read their parts of a model from its files; else transformers loads it whole on every rank.
+
+    They do so for a model in files of its own, of a family whose parameters and buffers follow from its config.
+    ``family``: of its config.
+    """
+    if model.path is None or has_adapters(model.path) or family not in LLAMA_LIKE:
+        return False
+    return not (model.trust_remote_code and (Path(model.path) / "config.json").is_file() and _has_code(model))
+
+
+def _has_code(model: ModelSpec) -> bool:
+    return bool(read_config("", model).get("auto_map"))
 
 
 def is_native(role: str, model: ModelSpec) -> bool:

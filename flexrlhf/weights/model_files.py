@@ -24,6 +24,8 @@ HEAD_NAMES = ("v_head", "value_head", "reward_head", "score_head", "classifier",
 """What other libraries call the linear layer that transformers calls ``score``."""
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are loaded; others are of quantised models or masks."""
+BLOCK_BYTES = 1 << 24
+"""Bytes of a tensor that are read at a time, unless a row of it has more."""
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64} | {
     "F16": 16,
     "BF16": 16,
@@ -43,10 +45,14 @@ class StoredTensor:
 
     shape:  its sizes.
     dtype:  its type, as safetensors names it.
+    file:   the file.
+    start:  place of its first byte in the file.
     """
 
     shape: Shape
     dtype: str
+    file: Path
+    start: int
 
 
 def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
@@ -145,7 +151,11 @@ def _read_header(where: str, file: Path) -> dict[str, StoredTensor]:
             text = stream.read(length)
     except OSError as error:
         raise UserError(f"{where}: {file.name} cannot be read ({error.strerror})") from None
-    return _tensors(f"{where}: {file.name}", text, size - 8 - length)
+    entries = _entries(f"{where}: {file.name}", text, size - 8 - length)
+    return {
+        name: StoredTensor(tuple(entry["shape"]), entry["dtype"], file, 8 + length + entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }
 
 
 def _check_start(where: str, start: bytes, size: int) -> None:
@@ -155,8 +165,8 @@ def _check_start(where: str, start: bytes, size: int) -> None:
         raise UserError(f"{where} {'is empty' if not size else f'is cut: {size} bytes'}; copy it again")
 
 
-def _tensors(where: str, text: bytes, num_bytes: int) -> dict[str, StoredTensor]:
-    """Return the tensors of a header, of which the file has ``num_bytes`` bytes."""
+def _entries(where: str, text: bytes, num_bytes: int) -> dict[str, dict[str, Any]]:
+    """Return the entries of a header by tensor, of which the file has ``num_bytes`` bytes."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
@@ -168,7 +178,7 @@ def _tensors(where: str, text: bytes, num_bytes: int) -> dict[str, StoredTensor]
     if needed != num_bytes:
         found = "is cut" if num_bytes < needed else "has bytes after its last tensor"
         raise UserError(f"{where} {found}: {num_bytes} bytes of weights, and its header names {needed}; copy it again")
-    return {name: StoredTensor(tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
+    return entries
 
 
 def _is_map(value: Any) -> bool:

@@ -645,13 +645,38 @@ def test_models_that_do_not_fit_together_take_turns() -> None:
     assert max(phase.host for phase in tight.phases) > max(phase.host for phase in together.phases)
 
 
-def test_the_first_rank_of_a_save_holds_all_in_host_memory() -> None:
+def test_the_first_rank_of_a_save_writes_one_tensor_at_a_time_from_host_memory() -> None:
     actor, shape = placed_model("actor", (0, 1), zero=3, dtype="bfloat16"), llama()
     sizing = Sizing(Placement((actor,), 2), {"actor": shape}, SequenceLengths(4, 4), SyncSpec())
     first, second = (rank_memory(sizing, rank, [(Saving("actor", (0, 1)), frozenset())]) for rank in (0, 1))
-    assert first.phases[0].host == 4 * shape.num_parameters
+    assert first.phases[0].host == 4 * max(math.prod(size) for _, size in shape.parameters)
     assert second.phases[0].host == 0
     assert second.host_bytes == second.loading == 4 * shape.num_parameters
+
+
+def test_models_in_files_are_loaded_in_parts_and_others_whole(tmp_path: Path) -> None:
+    """Host memory besides a rank's part: a block, and a tensor for ZeRO-3; a random model is made whole."""
+    shape = llama()
+    largest, total = max(math.prod(size) for _, size in shape.parameters), shape.num_parameters
+
+    def loading(**settings: Any) -> tuple[int, bool]:
+        model = placed_model("actor", (0, 1), **settings)
+        sizing = Sizing(Placement((model,), 2), {"actor": shape}, SequenceLengths(4, 4), SyncSpec())
+        memory = rank_memory(sizing, 0, [])
+        return memory.loading, memory.loads_whole
+
+    path = str(tmp_path / "actor")
+    assert loading(path=path) == loading(path=path, zero=3, dtype="bfloat16") == (4 * largest, False)
+    assert loading(path=path, engine="deepspeed", zero=2) == (4 * largest, False)
+    assert loading(path=path, engine="deepspeed", zero=3, dtype="bfloat16") == (4 * largest + 2 * largest, False)
+    assert loading(init={"model_type": "llama"}) == (4 * total, True)
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoConfig": "code.C"}}')
+    assert loading(path=path, trust_remote_code=True) == (4 * total, True)
+    assert loading(path=path) == (4 * largest, False)
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    assert loading(path=str(tmp_path / "adapters")) == (4 * total, True)
 
 
 def test_an_architecture_that_only_loading_can_tell_is_unknown() -> None:

@@ -99,6 +99,14 @@ def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) 
             raise UserError(f"{where}: unknown or unsupported setting {name!r} of DeepSpeed{nearest(str(name), known)}")
 
 
+_OTHER_PARTITIONS = (
+    "mics_shard_size",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+)
+
+
 def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:
     """Return the ``config`` of ``deepspeed.initialize``.
 
@@ -137,6 +145,11 @@ def clips_itself(settings: ModelSpec) -> bool:
     It does at stage 0 in float32, where DeepSpeed has a bare optimizer and does not report the gradient norm.
     """
     return settings.zero == 0 and settings.dtype == "float32"
+
+
+def partitions_plainly(settings: ModelSpec) -> bool:
+    """Return whether the user's ``config`` leaves partitions as they are: over all ranks, and not quantised."""
+    return not set(_OTHER_PARTITIONS) & set(settings.config.get("zero_optimization", {}))
 
 
 def _merged(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any]:

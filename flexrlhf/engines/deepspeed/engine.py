@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
-from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
+from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
+from flexrlhf.engines.deepspeed.partitions import partition, shard
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.language_head import use_language_head
-from flexrlhf.engines.models import load_model, recomputing
+from flexrlhf.engines.models import DTYPES, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     learning_rate,
@@ -36,6 +37,7 @@ from flexrlhf.engines.optimizers import (
 )
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.score_rule import score_rule
+from flexrlhf.engines.skeletons import Skeleton, make_skeleton, placeholder, whole_model
 from flexrlhf.operators.columns import Column
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
@@ -104,17 +106,21 @@ class DeepSpeedEngine:
         self.num_requests = 0
         self._mpu = _Mpu(context.dp.group or context.alone, context.alone)
         self._deepspeed = _import_deepspeed(context.device)
-        self._model = load_model(placed, context.seed, context.pad_token_id)
+        skeleton = make_skeleton(context) if partitions_plainly(self._settings) else whole_model(context)
+        self._model = skeleton.model
         self.config = self._model.config
         head = use_language_head(self._model, int(self._settings.logits_mb * 1e6 / 4))
         if self._settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._allocate(skeleton, context.device)
         optimizer = self._settings.optimizer
         trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
         self._optimizer = make_optimizer(optimizer, [p for _, p in trained]) if placed.trained else None
         self._scheduler = make_scheduler(optimizer, self._optimizer, context.num_updates) if self._optimizer else None
         self._align_counters(context)
         with self._as_world():
+            if self._settings.zero == 3 and skeleton.stored:
+                self._partition(skeleton, context.device)
             self._engine = self._initialize()
         self._passes = Passes(
             model=self._model,
@@ -147,13 +153,37 @@ class DeepSpeedEngine:
         modules[0] = context.dp.largest(modules[0], context.device)
         Init.param_id = context.dp.largest(Init.param_id, context.device)
 
+    def _allocate(self, skeleton: Skeleton, device: torch.device) -> None:
+        """Give placeholders the type that DeepSpeed computes in, and the numbers of a model that is not partitioned."""
+        dtype = DTYPES[self._settings.dtype]
+        if self._settings.zero == 3:
+            skeleton.replace_placeholders(lambda parameter: placeholder(parameter.shape, dtype))
+            return
+        skeleton.replace_placeholders(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+        for name in skeleton.stored:
+            skeleton.read(name, self._model.get_parameter(name).detach())
+
+    def _partition(self, skeleton: Skeleton, device: torch.device) -> None:
+        """Partition the model as stage 3 does, and read this rank's part of it."""
+        for name, parameter in self._model.named_parameters():
+            if name not in skeleton.stored:
+                parameter.data = parameter.data.to(DTYPES[self._settings.dtype])
+        for buffer in self._model.buffers():
+            buffer.data = buffer.data.to(device)
+        partition(self._model, self._mpu, self._config())
+        for name in skeleton.stored:
+            skeleton.read(name, shard(self._model.get_parameter(name), self._mpu.dp.rank()))
+
+    def _config(self) -> dict[str, Any]:
+        return deepspeed_config(self._settings, trained=self._optimizer is not None)
+
     def _initialize(self) -> Any:
         """Return DeepSpeed's engine around the model."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         engine, *_ = self._deepspeed.initialize(
             model=self._model,
             optimizer=self._optimizer,
-            config=deepspeed_config(self._settings, trained=self._optimizer is not None),
+            config=self._config(),
             mpu=self._mpu,
             dist_init_required=False,
         )
@@ -231,7 +261,7 @@ class DeepSpeedEngine:
         return torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: self._local(parameter) for name, parameter in self._model.named_parameters()}
+        return {name: shard(parameter, self._mpu.dp.rank()) for name, parameter in self._model.named_parameters()}
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -246,15 +276,6 @@ class DeepSpeedEngine:
         if self._settings.zero == 3:
             # that of the engine would also collect garbage: over half of a step's time with small models
             self._engine.optimizer.empty_partition_cache()
-
-    def _local(self, parameter: Any) -> Tensor:
-        """Part of ``parameter`` on this rank: at stage 3 its range of the flattened tensor, without padding."""
-        if not hasattr(parameter, "ds_tensor"):
-            whole: Tensor = parameter.detach()
-            return whole
-        shard: Tensor = parameter.ds_tensor.detach().view(-1)
-        start = self._mpu.dp.rank() * len(shard)
-        return shard[: max(0, min(len(shard), parameter.ds_numel - start))]
 
     def training_state(self) -> TrainingState:
         assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"

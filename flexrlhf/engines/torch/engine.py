@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from flexrlhf.engines.base import (
     WEIGHTS,
@@ -24,12 +23,13 @@ from flexrlhf.engines.base import (
 )
 from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.models import DTYPES, load_model, recomputing
+from flexrlhf.engines.models import DTYPES, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.score_rule import score_rule
-from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes
+from flexrlhf.engines.skeletons import Skeleton, exchange, make_skeleton
+from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes, read_shards
 from flexrlhf.engines.torch.gradients import Gradients, TrainedParameter
 from flexrlhf.engines.torch.update import Update
 from flexrlhf.operators.columns import Column
@@ -46,10 +46,11 @@ class TorchEngine:
         placed, settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._is_sharded = placed.split != "whole"
-        self._model = load_model(placed, context.seed, context.pad_token_id)
+        skeleton = make_skeleton(context)
+        self._model = skeleton.model
         self.config = self._model.config
         head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
-        partial = _shard(self._model, head, context)
+        partial = _shard(skeleton, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
@@ -180,45 +181,44 @@ class TorchEngine:
             free_gathered(self._model)
 
 
-def _shard(model: PreTrainedModel, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
-    """Shard the model as placed and move it to its device.
+def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
+    """Shard the model as placed, read this rank's part of it, and move it to its device.
 
-    Returns the names of parameters whose gradients are partial sums over the tensor-parallel ranks.
+    Trained parameters are float32 afterwards. Returns the names of those whose gradients are partial sums over the
+    tensor-parallel ranks.
     """
-    placed, settings = context.placed, context.placed.settings
+    placed, settings, model = context.placed, context.placed.settings, skeleton.model
+    dtype = DTYPES[settings.dtype]
+    skeleton.replace_placeholders(
+        lambda p: torch.empty(p.shape, dtype=torch.float32 if p.requires_grad else dtype, device="meta")
+    )
     dp_mesh, tp_mesh = make_meshes(context)
     partial = apply_tensor_parallel(model, head, tp_mesh) if tp_mesh is not None else frozenset[str]()
     if placed.split == "whole":
+        read_shards(skeleton, context.device)
         model.to(context.device)
         return partial
     assert dp_mesh is not None, "shards need several ranks"
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
-        _cast_parameter(parameter, DTYPES[settings.dtype])
-    # moves one layer at a time to the device, and keeps the shard of it there
-    apply_fsdp(model, dp_mesh, settings.zero, DTYPES[settings.dtype])
+        exchange(parameter, parameter.detach().to(dtype))
+    # moves what has numbers one layer at a time to the device, and keeps the shard of it there
+    apply_fsdp(model, dp_mesh, settings.zero, dtype)
+    read_shards(skeleton, context.device)
     return partial
 
 
 @torch.no_grad()
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast the parameters, not the buffers, to ``dtype``. Returns float32 copies of the trained ones, by name."""
+def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast the parameters, not the buffers, to ``dtype``. Returns the trained ones as they were, float32, by name."""
     if dtype == torch.float32:
         return {}
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    masters = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    for parameter in list(model.parameters()):
-        _cast_parameter(parameter, dtype)
+    masters = {}
+    for name, parameter in list(model.named_parameters()):
+        before = parameter.detach()
+        if parameter.requires_grad:
+            masters[name] = before
+        exchange(parameter, before.to(dtype))
     return masters
-
-
-@torch.no_grad()
-def _cast_parameter(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """Cast ``parameter``, which stays the same object for modules that share it.
-
-    Assigning ``.data`` would not change the local part of a DTensor.
-    """
-    converted = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, converted)
 
 
 def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -20,6 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.language_head import LanguageHead
+from flexrlhf.engines.optimizers import local
+from flexrlhf.engines.skeletons import Skeleton, exchange
 from flexrlhf.weights.shards import tensor_parallel_dim
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -59,7 +61,7 @@ def apply_tensor_parallel(model: PreTrainedModel, head: LanguageHead | None, mes
     base_name = model.base_model_prefix
     plan: dict[str, str] = model.config.base_model_tp_plan
     styles = {f"{base_name}.{path}": _STYLES[style]() for path, style in plan.items() if style in _STYLES}
-    # every rank has loaded the whole model, so nothing needs to be sent
+    # every rank has the numbers or reads them, so nothing needs to be sent
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if head is not None and not model.config.tie_word_embeddings:
         _shard_head(head, mesh)
@@ -73,7 +75,8 @@ def _shard_head(head: LanguageHead, mesh: DeviceMesh) -> None:
     weight = head.weight
     if tensor_parallel_dim("lm_head.weight", tuple(weight.shape), mesh.size()) is None:
         return
-    rows = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].to(mesh.device_type, copy=True)
+    rows = weight.detach().chunk(mesh.size())[mesh.get_local_rank()]
+    rows = rows if rows.is_meta else rows.to(mesh.device_type, copy=True)
     shard = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
     head.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
     head.group = mesh.get_group()
@@ -91,6 +94,27 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, zero: int, compute_dtyp
         # contributions of ranks add up to the loss, so their gradients are summed and not averaged
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def read_shards(skeleton: Skeleton, device: torch.device) -> None:
+    """Give the parameters on the meta device their numbers on ``device``: this rank's part, one after the other."""
+    for name, parameter in skeleton.model.named_parameters():
+        if name in skeleton.stored:
+            values = torch.empty_like(local(parameter), device=device)
+            skeleton.read(name, values)
+            exchange(parameter, _with_local(parameter, values))
+    if _units(skeleton.model):
+        # units of FSDP2 then take over the new tensors, padded
+        skeleton.model._apply(lambda tensor: tensor)
+
+
+def _with_local(like: Tensor, values: Tensor) -> Tensor:
+    """Return ``values``, as the local part of a DTensor where ``like`` is one."""
+    if not isinstance(like, DTensor):
+        return values
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def free_gathered(model: nn.Module) -> None:

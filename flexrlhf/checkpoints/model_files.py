@@ -1,0 +1,138 @@
+"""Writing of a model's safetensors files tensor by tensor, as its weights are gathered: no process needs all of them.
+
+Sizes are known before the numbers are, so the header of a file is written first. Small models are one file; larger ones
+are several with an index, named as transformers names them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from flexrlhf.weights.model_files import INDEX, SINGLE
+
+SHARD_BYTES = 5_000_000_000
+"""Most bytes of weights in a file, unless one tensor has more; that of transformers."""
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_ALIGNMENT = 8
+"""The numbers of a file begin at a multiple of so many bytes."""
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """Shape and type of a tensor that will be written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Forms = Mapping[str, TensorForm]
+
+
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
+    """Return the shapes and types of ``tensors``."""
+    return {name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def split_files(forms: Forms, shard_bytes: int = SHARD_BYTES) -> dict[str, list[str]]:
+    """Return the names of the tensors of each file, both in the order in which they are written: by name."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(forms):
+        if shards[-1] and size + forms[name].nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += forms[name].nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
+
+
+class ModelFiles:
+    """Files of a model in ``directory`` that are being written, in the order of the names of its tensors.
+
+    Errors of the file system are raised with the path of the file.
+    """
+
+    def __init__(self, directory: Path, forms: Forms, shard_bytes: int = SHARD_BYTES) -> None:
+        self._directory, self._forms = directory, forms
+        self._files = split_files(forms, shard_bytes)
+        self._pending = [(file, name) for file, names in self._files.items() for name in names]
+        self._path = directory
+        self._open: BinaryIO | None = None
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write ``tensors``, the next ones by name, from any device."""
+        for name in sorted(tensors):
+            file, expected = self._pending.pop(0)
+            assert name == expected, f"{name} is written before {expected}"
+            with _named_errors(self._directory / file):
+                self._stream(file).write(_bytes(tensors[name], self._forms[name]))
+
+    def close(self, is_complete: bool = True) -> None:
+        """Close the last file, and write the index of several."""
+        if self._open is not None:
+            with _named_errors(self._path):
+                self._open.close()
+        if is_complete:
+            assert not self._pending, f"{len(self._pending)} tensors are not written"
+            self._write_index()
+
+    def _stream(self, file: str) -> BinaryIO:
+        """Return ``file``, opened and begun with its header."""
+        if self._open is None or self._path.name != file:
+            if self._open is not None:
+                self._open.close()
+            self._path = self._directory / file
+            self._open = self._path.open("wb")
+            self._open.write(_header({name: self._forms[name] for name in self._files[file]}))
+        return self._open
+
+    def _write_index(self) -> None:
+        if len(self._files) > 1:
+            places = {name: file for file, names in self._files.items() for name in names}
+            total = sum(form.nbytes for form in self._forms.values())
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Add the path to errors of the file system, of which writes to an open file have none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _header(forms: Forms) -> bytes:
+    """Return the header of a file: its length as 8 bytes, and JSON with the place of each tensor, padded."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, form in forms.items():
+        stop = start + form.nbytes
+        entries[name] = {"dtype": _TYPES[form.dtype], "shape": list(form.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: Tensor, form: TensorForm) -> memoryview:
+    """Return the numbers of ``tensor``, which is copied where it is not in host memory already."""
+    values = tensor.detach().cpu().contiguous()
+    assert (tuple(values.shape), values.dtype) == (form.shape, form.dtype), f"{tensor.shape} {tensor.dtype}"
+    return values.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,133 @@
+"""Models before their weights are read: an engine shards a skeleton, and then reads this rank's parts from the files.
+
+A parameter that the files contain is a placeholder: of its shape and type, on the CPU, without memory. All others
+(adapters, new heads) and the buffers have their numbers. A model that cannot be made so is loaded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flexrlhf.engines.base import EngineContext
+from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle
+from flexrlhf.engines.weight_files import TORCH_TYPES, read_part
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.loading import is_read_in_parts
+from flexrlhf.weights.lora import BASE
+from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, named_as, stored_tensors
+from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, read_config
+from flexrlhf.weights.shards import Part, parts_on
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model and where its weights are.
+
+    model:   with placeholders for the parameters that ``stored`` names.
+    stored:  tensors in files by parameter; none: the model has been loaded whole.
+    parts:   part of every parameter on this rank.
+    """
+
+    model: PreTrainedModel
+    stored: Mapping[str, StoredTensor]
+    parts: Mapping[str, Part]
+
+    def replace_placeholders(self, make: Callable[[nn.Parameter], Tensor]) -> None:
+        """Replace the numbers of each placeholder by what ``make`` returns for it."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.stored:
+                exchange(parameter, make(parameter))
+
+    def read(self, name: str, target: Tensor) -> None:
+        """Read this rank's part of a parameter into ``target``, in its type."""
+        read_part(self.stored[name], self.parts[name], target)
+
+
+def make_skeleton(context: EngineContext) -> Skeleton:
+    """Return the skeleton of the model of ``context``, or the whole model in float32 where none can be made."""
+    placed, pad_token_id = context.placed, context.pad_token_id
+    with seeded(context.seed):
+        made = _with_placeholders(placed)
+    if made is None:
+        return whole_model(context)
+    model, stored = made
+    settle(model, placed, pad_token_id)
+    shape = ModelShape(tuple(sorted((name, tuple(each.shape)) for name, each in model.named_parameters())))
+    return Skeleton(model, stored, parts_on(placed, shape, _rank(context)))
+
+
+def whole_model(context: EngineContext) -> Skeleton:
+    """Return the model of ``context`` whole and in float32, on the CPU."""
+    return Skeleton(load_model(context.placed, context.seed, context.pad_token_id), {}, {})
+
+
+def exchange(parameter: nn.Parameter, values: Tensor) -> None:
+    """Replace the numbers of ``parameter``, which stays the same object for modules that share it.
+
+    Assigning ``.data`` would neither leave the meta device nor change the local part of a DTensor.
+    """
+    torch.utils.swap_tensors(parameter, nn.Parameter(values.detach(), requires_grad=parameter.requires_grad))
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the CPU whose elements are all the same one."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def _rank(context: EngineContext) -> int:
+    """Return the number of this rank among those of the run."""
+    for each in (context.dp, context.tp):
+        if each.group is not None:
+            return each.ranks[dist.get_rank(each.group)]
+    return context.dp.ranks[0]
+
+
+def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, StoredTensor]] | None:
+    """Return a model with placeholders, and the stored tensor of each; None where its files do not give all of it.
+
+    A scalar head that they may lack gets random numbers, as transformers initialises it.
+    """
+    settings = placed.settings
+    if settings.path is None or not is_read_in_parts(settings, read_config(placed.role, settings)["model_type"]):
+        return None
+    model = empty_model(placed)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = named_as(stored_tensors(f"models.{placed.role}.path", Path(settings.path)), shapes)
+    missing = set(shapes) - set(found)
+    if missing - ({SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):
+        return None
+    _replace_meta(model)
+    if missing:
+        random = torch.empty(shapes[SCALAR_HEAD]).normal_(0.0, model.config.initializer_range)
+        exchange(model.score.weight, random)
+    add_parts(model, placed)
+    plain = {name: name.replace(BASE, ".") for name, _ in model.named_parameters()}
+    return model, {name: found[old] for name, old in plain.items() if old in shapes and old not in missing}
+
+
+def _fit(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, StoredTensor]) -> bool:
+    """Whether stored tensors have the shapes and types of the parameters.
+
+    A tied head that is stored too may differ from the embedding, so transformers decides whether to tie it.
+    """
+    stored = {name: found[name] for name in shapes if name in found}
+    tied = model.config.tie_word_embeddings and LANGUAGE_HEAD in found and hasattr(model, "lm_head")
+    return not tied and all(each.shape == shapes[name] and each.dtype in TORCH_TYPES for name, each in stored.items())
+
+
+def _replace_meta(model: PreTrainedModel) -> None:
+    """Replace parameters on the meta device by placeholders, and modules with buffers there by new ones."""
+    for parameter in list(model.parameters()):
+        exchange(parameter, placeholder(parameter.shape, parameter.dtype))
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            # rotary embeddings, whose frequencies follow from the config
+            model.set_submodule(name, type(module)(module.config))
+    assert not any(buffer.is_meta for buffer in model.buffers()), f"{type(model).__name__} has further buffers"

@@ -1,0 +1,85 @@
+"""Reading of parts of tensors from safetensors files: the bytes of a rank's part alone, a block at a time.
+
+Files are read, not mapped: mapped pages would count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from flexrlhf.errors import UserError
+from flexrlhf.weights.model_files import BLOCK_BYTES, StoredTensor
+from flexrlhf.weights.shards import Part
+
+TORCH_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+"""Types of weights by their names in files."""
+
+
+@torch.no_grad()
+def read_part(stored: StoredTensor, part: Part, target: Tensor) -> int:
+    """Read ``part`` of a stored tensor into ``target``, of as many elements and any type and device.
+
+    Returns the bytes that were read: those of the part, and whole rows where the part has some columns of them.
+    """
+    vector, row = target.view(-1), math.prod(part.shape[1:])
+    inner = part.box[1:]
+    is_contiguous = all(side == range(size) for side, size in zip(inner, part.shape[1:], strict=True))
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            if is_contiguous:
+                return _read_range(file, stored, _elements(part, row), vector)
+            assert part.flat is None, "ranges are of whole tensors: ZeRO splits no dim"
+            return _read_columns(file, stored, part, vector)
+    except OSError as error:
+        raise UserError(f"{stored.file}: cannot be read ({error.strerror or error})") from None
+
+
+def _elements(part: Part, row: int) -> range:
+    """Return the elements of the flattened tensor that ``part`` is, which has whole rows of ``row`` elements."""
+    first = part.box[0].start * row if part.box else 0
+    inside = range(part.num_elements) if part.flat is None else part.flat
+    return range(first + inside.start, first + inside.stop)
+
+
+def _read_range(file: FileIO, stored: StoredTensor, elements: range, target: Tensor) -> int:
+    """Read a range of the flattened tensor into a vector."""
+    item = TORCH_TYPES[stored.dtype].itemsize
+    for block in _blocks(elements, BLOCK_BYTES // item):
+        start = block.start - elements.start
+        target[start : start + len(block)].copy_(_numbers(file, stored, block))
+    return len(elements) * item
+
+
+def _read_columns(file: FileIO, stored: StoredTensor, part: Part, target: Tensor) -> int:
+    """Read rows of a tensor and copy the part's columns of each into a vector."""
+    row, item = math.prod(part.shape[1:]), TORCH_TYPES[stored.dtype].itemsize
+    rows, inner = part.box[0], tuple(slice(side.start, side.stop) for side in part.box[1:])
+    values = target.view([len(side) for side in part.box])
+    for block in _blocks(rows, max(1, BLOCK_BYTES // (row * item))):
+        read = _numbers(file, stored, range(block.start * row, block.stop * row)).view(len(block), *part.shape[1:])
+        start = block.start - rows.start
+        values[start : start + len(block)].copy_(read[(slice(None), *inner)])
+    return len(rows) * row * item
+
+
+def _blocks(whole: range, size: int) -> Iterator[range]:
+    for start in range(whole.start, whole.stop, size):
+        yield range(start, min(start + size, whole.stop))
+
+
+def _numbers(file: FileIO, stored: StoredTensor, elements: range) -> Tensor:
+    """Return a range of the flattened tensor as a vector of the file's type."""
+    vector = torch.empty(len(elements), dtype=TORCH_TYPES[stored.dtype])
+    view = vector.view(torch.uint8).numpy().data
+    file.seek(stored.start + elements.start * vector.itemsize)
+    while view.nbytes:
+        count = file.readinto(view)
+        if not count:
+            raise UserError(f"{stored.file}: ends before its last tensor; copy it again")
+        view = view[count:]
+    return vector

@@ -1,0 +1,149 @@
+"""One process: a rank of one or two that load a model from its files, in every way to share it, one after the other."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from loading_models import CASES, MODELS
+from small_models import LENGTHS, SEED
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.comm.weights import cut
+from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.config.spec import LoraSpec, ModelSpec
+from flexrlhf.engines import skeletons
+from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext
+from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.models import load_model
+from flexrlhf.execution.model_pieces import part_of
+from flexrlhf.placement.groups import Group
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.reshard import Parts
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shards import parts_on
+
+SECONDS = 100.0
+
+
+def placed_case(directory: Path, name: str, ranks: tuple[int, ...]) -> PlacedModel:
+    settings = dict(CASES[name])
+    model, role = settings.pop("model"), settings.pop("role", "actor")
+    if "lora" in settings:
+        settings["lora"] = LoraSpec(**settings["lora"])
+    spec = ModelSpec(path=str(directory / model), **settings)
+    head = MODELS[model].head if role != "ref" else "causal"
+    return PlacedModel(ModelName(role), Layout(ranks, tp=spec.tp), role != "ref", spec, head=head)
+
+
+def context_of(name: str, model: PlacedModel, world: World, groups: Groups) -> EngineContext:
+    def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
+        work.wait()
+
+    alone = RankGroup(None, (world.rank,), wait)
+    together = RankGroup(groups.get(name, model.ranks), model.ranks, wait) if len(model.ranks) > 1 else alone
+    is_tp = model.settings.tp > 1
+    return EngineContext(
+        placed=model,
+        lengths=LENGTHS,
+        temperature=1.0,
+        seed=SEED,
+        num_updates=1,
+        dp=alone if is_tp else together,
+        tp=together if is_tp else alone,
+        alone=groups.alone(world.rank),
+        device=torch.device("cpu"),
+        kv_bytes=0,
+        store=dist.PrefixStore(name, world.store),
+    )
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Bytes of every read of a tensor."""
+    counts: list[int] = []
+    plain = skeletons.read_part
+
+    def counting(*arguments: Any) -> int:
+        counts.append(plain(*arguments))
+        return counts[-1]
+
+    with patch.object(skeletons, "read_part", counting):
+        yield counts
+
+
+def peak_bytes(work: Callable[[], Engine]) -> tuple[Engine, int]:
+    """What ``work`` returns, and the most bytes of tensors that it had allocated at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        engine = work()
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    return engine, max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def run_case(directory: Path, name: str, world: World, groups: Groups) -> dict[str, Any]:
+    """Names whose numbers differ from those of the whole model; bytes that were read, allocated, and are stored."""
+    model = placed_case(directory, name, tuple(range(world.size)))
+    whole = {each: parameter.detach() for each, parameter in load_model(model, SEED).named_parameters()}
+    shape = ModelShape(tuple((each, tuple(tensor.shape)) for each, tensor in sorted(whole.items())))
+    gc.collect()
+    with counted_reads() as reads:
+        engine, peak = peak_bytes(lambda: make_engine(context_of(name, model, world, groups)))
+    parts, usage = parts_on(model, shape, world.rank), engine.memory_usage()
+    assert set(engine.weights()) == set(whole), name
+    if model.engine == "deepspeed":
+        # its float32 weights are copies of those that it computes with
+        whole = {each: tensor.to(getattr(torch, model.settings.dtype)) for each, tensor in whole.items()}
+    found = {
+        "differing": differing(engine, whole, parts),
+        "read": sum(reads),
+        "peak": peak,
+        "state": usage.weights + usage.optimizer,
+        "largest": 4 * max(tensor.numel() for tensor in whole.values()),
+    }
+    engine.close()
+    return found
+
+
+def differing(engine: Engine, whole: Mapping[str, Tensor], parts: Parts) -> list[str]:
+    """Weights, and float32 weights of a trained model, that are not those of the whole model."""
+    live = {(name, parts[name]): tensor for name, tensor in engine.weights().items()}
+    if any(parameter.requires_grad for parameter in engine._model.parameters()):  # type: ignore[attr-defined]
+        live |= {
+            (name, part_of(tensor, parts, name)): tensor.values
+            for name, tensor in engine.training_state().tensors[WEIGHTS].items()
+        }
+    return [
+        name
+        for (name, part), values in live.items()
+        if not torch.equal(cut(whole[name], part).to(values.dtype), values.view(-1))
+    ]
+
+
+def run_rank(directory: Path, world: World) -> None:
+    ranks = tuple(range(world.size))
+    cases = [name for name in CASES if world.size > 1 or CASES[name].get("tp", 1) == 1]
+    own = [Group("alone", (rank,), alone=True) for rank in ranks]
+    groups = world.make_groups([*(Group(name, ranks) for name in cases if len(ranks) > 1), *own], SECONDS)
+    found = {name: run_case(directory, name, world, groups) for name in cases}
+    (directory / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
+    groups.close()
+    world.meet("end", SECONDS)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with open_world("cpu", SECONDS) as opened:
+        run_rank(Path(sys.argv[1]), opened)

@@ -1,0 +1,112 @@
+"""Files of a model that is written as its weights arrive: those of safetensors, in shards that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flexrlhf.checkpoints.weight_writer import ModelFiles, TensorForm, forms_of, split_files
+from flexrlhf.execution.checkpoint import model_writer, save_model
+from flexrlhf.weights.model_files import stored_tensors
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    made = {f"layer.{index}.weight": torch.randn(index + 1, 3, dtype=dtype) for index in range(5)}
+    return {**made, "naïve": torch.randn(7, dtype=dtype), "number": torch.tensor(1.0, dtype=dtype)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_small_model_is_the_file_that_safetensors_writes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the byte; tensors may arrive in any layout and from views."""
+    weights = tensors(dtype)
+    files = ModelFiles(tmp_path, forms_of(weights))
+    for name in sorted(weights):
+        files.write({name: weights[name].t().contiguous().t() if weights[name].ndim == 2 else weights[name]})
+    files.close()
+    save_file(weights, tmp_path / "other.safetensors", {"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "other.safetensors").read_bytes()
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_shards_have_at_most_their_size_and_an_index(tmp_path: Path) -> None:
+    weights = tensors()
+    files = ModelFiles(tmp_path, forms_of(weights), shard_bytes=50)
+    files.write({name: weights[name] for name in sorted(weights)[:3]})
+    files.write({name: weights[name] for name in sorted(weights)[3:]})
+    files.close()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found: dict[str, Tensor] = {}
+    for path in sorted(tmp_path.glob("model-*-of-*.safetensors")):
+        shard = load_file(path)
+        assert all(index["weight_map"][name] == path.name for name in shard)
+        assert len(shard) == 1 or sum(each.nbytes for each in shard.values()) <= 50
+        found |= shard
+    assert found.keys() == weights.keys() == index["weight_map"].keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in weights.values())
+    assert {name: each.shape for name, each in stored_tensors("a model", tmp_path).items()} == {
+        name: tuple(each.shape) for name, each in weights.items()
+    }
+
+
+def test_a_tensor_larger_than_a_shard_is_alone() -> None:
+    forms = {name: TensorForm((size,), torch.float32) for name, size in {"a": 1, "b": 9, "c": 1, "d": 1}.items()}
+    first, second, third = split_files(forms, 12).values()
+    assert (first, second, third) == (["a"], ["b"], ["c", "d"])
+
+
+def test_transformers_loads_shards(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    with model_writer(tmp_path / "actor", forms_of(weights), plain.config, None, shard_bytes=4000) as files:
+        files.write(weights)
+    assert len(list((tmp_path / "actor").glob("*.safetensors"))) > 3
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "actor", output_loading_info=True)
+    assert not any(info.values())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in again.named_parameters())
+
+
+def test_a_directory_is_replaced_only_by_a_whole_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config, weights = AutoConfig.for_model(**CONFIG), tensors()
+    save_model(tmp_path / "actor", weights, config, None, {"step": 1})
+    before = {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()}
+    with pytest.raises(KeyboardInterrupt), model_writer(tmp_path / "actor", forms_of(weights), config, None) as files:
+        files.write({name: weights[name] for name in sorted(weights)[:2]})
+        raise KeyboardInterrupt
+    assert {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()} == before
+    save_model(tmp_path / "actor", {"other": torch.ones(3)}, config, None)
+    assert load_file(tmp_path / "actor" / "model.safetensors").keys() == {"other"}
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+
+
+def test_a_full_disk_is_the_error_of_the_system_with_the_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files = ModelFiles(tmp_path, {"x": TensorForm((10_000,), torch.float32)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError) as raised:
+            files.write({"x": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        files.close(is_complete=False)
+    assert raised.value.filename == str(tmp_path / "model.safetensors")
