@@ -3,11 +3,11 @@
     python -m benchmarks.peers --make-environment --environment DIRECTORY      # once, by pip
     python -m benchmarks.peers --environment DIRECTORY --data DIRECTORY --model MODEL --json FILE
 
-Both sides read the same prompts and start from the same weights; responses have their full length (of random weights one in
-a hundred ends before), and the settings of the algorithm are the same: mini-batches, one epoch, KL penalty, samples. Runs alternate, the first step of each is a
-warm-up, and the ratio is that of the medians. ``--data`` has hh_pairs.jsonl.gz of ``make real``, ``--model`` is
-SmolLM2-135M's directory; workloads that need an option that is not given are left out by name. Compare on a machine
-with nothing else to do.
+Both sides read the same prompts and start from the same weights; responses have their full length (of random weights
+one in a hundred ends before), and the settings of the algorithm are the same: mini-batches, one epoch, KL penalty,
+samples. Runs alternate, the first step of each is a warm-up, and the ratio is that of the medians. ``--data`` has
+hh_pairs.jsonl.gz of ``make real``, ``--model`` is SmolLM2-135M's directory; workloads that need an option that is not
+given are left out by name. Compare on a machine with nothing else to do.
 """
 
 from __future__ import annotations
