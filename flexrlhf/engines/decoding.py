@@ -1,7 +1,8 @@
 """Decode responses with a transformers model, in batches of rows with similar prompt lengths.
 
 A response depends on its row number and its prompt alone: noise is a function of (seed, step, row, position), and
-attention reads no other row. So rows may be sorted, batched, and dropped once they have ended.
+attention reads no other row. So rows may be sorted, batched, and dropped once they have ended, and samples of one
+prompt read it once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.growing_cache import growing_cache
 from flexrlhf.engines.sampling import sample_tokens
 from flexrlhf.engines.stop_strings import completes_stop
 
@@ -26,11 +28,12 @@ _DROP_SHARE = 0.25
 class _DecodingRows:
     """Rows that are decoded in the same passes.
 
-    places: int64 (m,), their indices in the batch.
-    tokens: int64 (m, w), tokens that the model reads next.
-    mask:   int64 (m, columns), 1 where a column of the KV cache or of ``tokens`` contains text.
-    ended:  bool (m,), whether the response has ended.
-    cache:  keys and values of the tokens read so far.
+    places:  int64 (m,), their indices in the batch.
+    tokens:  int64 (m, w), tokens that the model reads next; prompts: (k, w), where ``prompts`` is given.
+    mask:    int64, one row for each of ``tokens``, 1 where a column of the KV cache or of ``tokens`` contains text.
+    ended:   bool (m,), whether the response has ended.
+    cache:   keys and values of the tokens read so far.
+    prompts: int64 (m,), which of k distinct prompts each row has, until they are read; None: each has its own.
     """
 
     places: Tensor
@@ -38,6 +41,7 @@ class _DecodingRows:
     mask: Tensor
     ended: Tensor
     cache: DynamicCache
+    prompts: Tensor | None
 
     def next_logits(self, model: PreTrainedModel) -> Tensor:
         """Run the model on ``tokens``; return the logits (m, vocabulary) of the token behind them."""
@@ -51,7 +55,13 @@ class _DecodingRows:
             logits_to_keep=1,
         )
         logits: Tensor = out.logits[:, -1]
-        return logits
+        return logits if self.prompts is None else self._spread(logits, self.prompts)
+
+    def _spread(self, logits: Tensor, prompts: Tensor) -> Tensor:
+        """Copy what was computed of each distinct prompt to the rows that have it; return their logits."""
+        self.prompts, self.mask = None, self.mask[prompts]
+        self.cache.reorder_cache(prompts)
+        return logits[prompts]
 
     def append(self, tokens: Tensor) -> None:
         """Make ``tokens`` (m,) those that the model reads next."""
@@ -115,9 +125,13 @@ class Decoding:
         """Return the rows at ``places`` before their first token, without columns that are padding in all of them."""
         mask = self._batch["prompt_mask"][places].long()
         first = int(mask.argmax(1).min())
-        tokens = self._batch["prompts"][places, first:].long()
-        ended = torch.zeros_like(places, dtype=torch.bool)
-        return _DecodingRows(places, tokens, mask[:, first:], ended, DynamicCache(config=self._model.config))
+        mask, tokens = mask[:, first:], self._batch["prompts"][places, first:].long()
+        cache = growing_cache(self._model.config, mask.shape[1] + self._tokens.shape[1])
+        ended, prompts = torch.zeros_like(places, dtype=torch.bool), None
+        if self._batch.samples_per_prompt > 1:
+            distinct, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
+            tokens, mask = distinct.unbind(1)
+        return _DecodingRows(places, tokens, mask, ended, cache, prompts)
 
     def _sample(self, rows: _DecodingRows, position: int) -> Tensor:
         """Sample and record the next token (m,) of every row; ``columns`` masks those behind an end."""

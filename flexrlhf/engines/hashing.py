@@ -12,14 +12,14 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift right logically; int64's own shift copies the sign bit."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mixed(x: Tensor) -> Tensor:
     """Apply the splitmix64 finaliser."""
-    x = (x ^ shift_right(x, 30)) * _MIX_1
-    x = (x ^ shift_right(x, 27)) * _MIX_2
-    return x ^ shift_right(x, 31)
+    x = shift_right(x, 30).bitwise_xor_(x).mul_(_MIX_1)
+    x = shift_right(x, 27).bitwise_xor_(x).mul_(_MIX_2)
+    return shift_right(x, 31).bitwise_xor_(x)
 
 
 def place_hash(seed: int, step: int, rows: Tensor, positions: int | Tensor) -> Tensor:

@@ -25,8 +25,8 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, voc
     counters = torch.arange(vocabulary, device=rows.device, dtype=torch.int64)
     bits = shift_right(mixed(key[:, None] + (counters[None, :] + 1) * GOLDEN), 12)
     # 52 bits: with 53 the largest would round to 1 and its noise to infinity
-    uniform = (bits.double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
+    uniform = bits.double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,14 @@ import pytest
 import torch
 from small_models import ONE_RANK, TINY
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
+from flexrlhf.engines.growing_cache import BLOCK_COLUMNS, growing_cache
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.sampling import gumbel_noise
@@ -288,6 +289,48 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
     with calls_of(model) as calls:
         assert_same(passes_of(model).generate(prompts, sampling), columns)
     assert {rows for rows, _ in calls} == {NUM_ROWS}
+
+
+# --- samples of one prompt
+
+
+@pytest.mark.parametrize("rows_together", [4, 7, 100])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_samples_of_one_prompt_read_it_once(prompts: Batch, kind: str, rows_together: int) -> None:
+    """Also where a prompt's rows are decoded apart, rows end early, and layers have a window."""
+    model = model_of(kind, **({"sliding_window": 4} if kind == "mistral" else {}))
+    samples = 5
+    longer_than_a_token = (prompts["prompt_mask"].sum(1) > 1).nonzero().squeeze(1)
+    groups = longer_than_a_token[: NUM_ROWS // samples].repeat_interleave(samples)
+    columns = {name: column[groups] for name, column in prompts.columns.items()}
+    apart = Batch(columns, prompts.rows, 1)
+    with calls_of(model) as calls:
+        shared = passes_of(model, rows_together).generate(replace(apart, samples_per_prompt=samples), PLAIN)
+    assert_same(shared, passes_of(model, rows_together).generate(apart, PLAIN))
+    prefills = [rows for rows, width in calls if width > 1]
+    longest_first = prompts["prompt_mask"][groups].sum(1).argsort(descending=True, stable=True)
+    assert prefills == [len(groups[places].unique()) for places in longest_first.split(rows_together)]
+
+
+def test_columns_of_the_cache_are_appended_in_place(model: PreTrainedModel) -> None:
+    """Space grows by blocks up to the limit; reordered rows are copies that grow by themselves."""
+    limit = BLOCK_COLUMNS + 9
+    ours, plain = growing_cache(model.config, limit), DynamicCache(config=model.config)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.tensor([2, 0, 0, 1, 2])
+    spaces = []
+    for column in range(limit - 4):
+        if column == 40:
+            for cache in (ours, plain):
+                cache.reorder_cache(order)
+        rows, width = (3 if column < 40 else 5), (5 if column == 0 else 1)
+        new = torch.randn(2, rows, 2, width, 4, generator=generator)
+        (keys, values), expected = ours.update(*new, 0), plain.update(*new, 0)
+        assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+        assert keys.untyped_storage().nbytes() <= rows * 2 * limit * 4 * 4
+        spaces.append(keys.data_ptr())
+    assert ours.get_seq_length() == plain.get_seq_length() == limit
+    assert len(set(spaces[:40])) == len(set(spaces[40:])) == 1
 
 
 # --- ranks in lockstep

@@ -1,0 +1,62 @@
+"""Steps of flexrlhf: one run of the command line, two ranks with one thread each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import yaml
+
+from benchmarks.peers.speed.settings import KL, LEARNING_RATE
+from benchmarks.peers.speed.workloads import RANKS, Job
+
+
+def spec_of(job: Job, name: str) -> dict[str, Any]:
+    """Return the YAML of ``job``: everything that the workload leaves open has its default."""
+    work = job.workload
+    optimizer = {"learning_rate": LEARNING_RATE, "max_grad_norm": None if work.algorithm == "ppo" else 1.0}
+    policy = {"path": str(job.directory / "policy"), "dtype": work.dtype}
+    scored = {"path": str(job.directory / "scored"), "dtype": work.dtype}
+    models: dict[str, Any] = {"actor": policy | {"optimizer": optimizer}, "ref": policy}
+    algorithm: dict[str, Any] = {
+        "name": work.algorithm,
+        "prompts_per_step": work.prompts,
+        "num_mini_batches": work.mini_batches,
+        "kl": {"coefficient": KL},
+    }
+    reward: dict[str, Any] = {}
+    if work.algorithm == "ppo":
+        models |= {"reward": scored, "critic": scored | {"optimizer": optimizer}}
+    else:
+        algorithm["samples_per_prompt"] = work.samples
+        reward = {"reward": {"function": "benchmarks.peers.speed.scores:variety"}}
+    return {
+        "name": name,
+        "algorithm": algorithm,
+        "models": models,
+        **reward,
+        "data": {
+            "path": str(job.directory / "prompts.jsonl"),
+            "chat": "never",
+            "max_prompt_tokens": work.prompt,
+            "max_response_tokens": work.response,
+        },
+        "cluster": {"devices": RANKS, "device": "cpu"},
+        "placement": [1] * len(models),
+        "steps": job.steps,
+        "runs": str(job.directory / "runs"),
+    }
+
+
+def seconds(job: Job, name: str) -> list[float]:
+    """Return the seconds of each step behind the first, of a run of that name."""
+    config = job.directory / "flexrlhf.yaml"
+    config.write_text(yaml.safe_dump(spec_of(job, name)))
+    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    lines = (job.directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["seconds"] for line in lines][1:]

@@ -1,0 +1,61 @@
+"""KV cache whose columns are appended in place, in space for several tokens at a time.
+
+transformers' own layers concatenate: each token copies the keys and values of all before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+BLOCK_COLUMNS = 64
+"""Columns by which the space of a layer grows."""
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer, (rows, heads, columns, features), the filled columns of larger tensors.
+
+    limit: columns that it has at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+        self._spaces: dict[str, Tensor] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append columns; return all keys and values."""
+        first = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._appended("keys", self.keys, key_states, first)
+        self.values = self._appended("values", self.values, value_states, first)
+        return self.keys, self.values
+
+    def _appended(self, name: str, filled: Tensor, new: Tensor, first: int) -> Tensor:
+        """Return the columns ``filled``, of which there are ``first``, and ``new``, in the space of that name."""
+        end = first + new.shape[-2]
+        space = self._spaces.get(name)
+        if space is None or space.shape[-2] < end:
+            columns = max(end, min(self._limit, end + BLOCK_COLUMNS))
+            space = new.new_empty(*new.shape[:-2], columns, new.shape[-1])
+            if first:
+                space[..., :first, :] = filled
+            self._spaces[name] = space
+        space[..., first:end, :] = new
+        return space[..., :end, :]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows ``beam_idx``, in that order; the next columns have a space of their own."""
+        self._spaces.clear()
+        super().reorder_cache(beam_idx)
+
+
+def growing_cache(config: PretrainedConfig, limit: int) -> DynamicCache:
+    """Return an empty cache for at most ``limit`` columns; layers with a window or a state stay transformers' own."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
