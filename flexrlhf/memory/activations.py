@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from flexrlhf.weights.shapes import Sizes
 
 CACHE = "KV cache"
-NOISE_BYTES = 41
-"""Bytes per row and vocabulary entry while one token is sampled: float32 and float64 logits, hash and noise."""
+NOISE_BYTES = 34
+"""Bytes per row and vocabulary entry while one token is sampled with top-p, which sorts float32 next to float64 logits.
+Without it, hash and noise need 24."""
 PLACE_BYTES = 48
 """Bytes per token of a packed row: its id, position, text and prompt, and the places at which a text is read."""
 

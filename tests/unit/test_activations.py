@@ -208,15 +208,17 @@ def test_the_peak_of_decoding(sizes: dict[str, int], prompt: int, response: int,
     assert_close_above(sum(planned.values()), measured, 0.15)
 
 
+@pytest.mark.parametrize(("top_p", "num_bytes"), [(1.0, 24), (0.9, NOISE_BYTES)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_noise_of_sampling(dtype: str) -> None:
-    """Of two vocabularies the difference: nothing but logits grows."""
+def test_the_noise_of_sampling(dtype: str, top_p: float, num_bytes: int) -> None:
+    """Of two vocabularies the difference: nothing but logits grows. The plan has the larger number."""
+    sampling = replace(SAMPLING, top_p=top_p)
     rows, peaks = 16, {}
     for vocabulary in (2**13, 2**14):
         config = config_of(layers=1, vocab_size=vocabulary, hidden_size=8, intermediate_size=8, head_dim=4)
-        peaks[vocabulary] = peak_bytes(decoding(config, dtype, rows, 4, 3))
+        peaks[vocabulary] = peak_bytes(decoding(config, dtype, rows, 4, 3, sampling))
     per_word = (peaks[2**14] - peaks[2**13]) / 2**13 / rows
-    assert per_word == pytest.approx(NOISE_BYTES + DTYPES[dtype].itemsize, abs=1)
+    assert per_word == pytest.approx(num_bytes + DTYPES[dtype].itemsize, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -233,13 +235,15 @@ def test_no_way_of_drawing_needs_more_than_the_noise(dtype: str, changes: dict[s
     assert peak <= NOISE_BYTES * rows * vocabulary
 
 
-def decoding(config: dict[str, Any], dtype: str, rows: int, prompt: int, response: int) -> Callable[[], None]:
+def decoding(
+    config: dict[str, Any], dtype: str, rows: int, prompt: int, response: int, sampling: Sampling = SAMPLING
+) -> Callable[[], None]:
     model, batch = model_of(config, dtype), inputs(rows, prompt)
     columns = {"prompts": batch["input_ids"].int(), "prompt_mask": batch["attention_mask"].to(torch.uint8)}
 
     @torch.no_grad()
     def work() -> None:
-        drawn = Decoding(model, Batch(columns, torch.arange(rows), 1), SAMPLING, response)
+        drawn = Decoding(model, Batch(columns, torch.arange(rows), 1), sampling, response)
         assert sum(drawn.calls(rows)) == response
 
     return work
