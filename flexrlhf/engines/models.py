@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from flexrlhf.config.spec import Head, LoraSpec
+from flexrlhf.engines.kernels import attention_option
 from flexrlhf.engines.score_rule import is_of_openrlhf, settle_padding
 from flexrlhf.engines.value_head import add_value_head
 from flexrlhf.errors import UserError
@@ -81,7 +82,7 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
     """
     settings, kind = placed.settings, _CLASSES[placed.head]
     extra = {"num_labels": 1} if placed.head == "scalar" else {}
-    options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
+    options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code, **attention_option(settings)}
     key, head = model_key(placed.role, settings), _head_name(placed)
     if head is not None:
         options["key_mapping"] = {rf"^{re.escape(head)}\.": "score."}

@@ -23,6 +23,7 @@ from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Momen
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.models import load_model, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -107,6 +108,7 @@ class DeepSpeedEngine:
         self._model = load_model(placed, context.seed, context.pad_token_id)
         self.config = self._model.config
         head = use_language_head(self._model, int(self._settings.logits_mb * 1e6 / 4))
+        use_kernels(self._model, self._settings)
         if self._settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = self._settings.optimizer

@@ -23,6 +23,7 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.host_offload import HostOffload
+from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, load_model, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -49,6 +50,7 @@ class TorchEngine:
         self._model = load_model(placed, context.seed, context.pad_token_id)
         self.config = self._model.config
         head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
+        use_kernels(self._model, settings)
         partial = _shard(self._model, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
