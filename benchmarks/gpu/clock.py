@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 
 
 class OutOfTime(Exception):
-    """The time given to a command has passed; it was ended."""
+    """The time given to a command has passed; it was ended. ``printed``: by it until then."""
+
+    def __init__(self, sentence: str, printed: str) -> None:
+        super().__init__(sentence)
+        self.printed = printed
 
 
 class Failed(Exception):
@@ -50,18 +54,17 @@ class TimeBudget:
         try:
             printed, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            _end(process)
-            raise OutOfTime(f"not done after {limit:.0f} s") from None
+            raise OutOfTime(f"not done after {limit:.0f} s", _end(process)) from None
         if process.returncode:
             raise Failed(f"{(printed.strip().splitlines() or ['no output'])[-1]} (exit status {process.returncode})")
         return printed
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a command and the ranks that it has started: it may end them itself, then whatever is left of its group."""
+def _end(process: subprocess.Popen[str]) -> str:
+    """End a command, whose ranks end with it, and return what it printed: by SIGTERM, after 15 s by SIGKILL."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
-        process.communicate(timeout=15)
+        return process.communicate(timeout=15)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        return process.communicate()[0]

@@ -21,17 +21,18 @@ def run_tests(directory: Path, device: str, budget: TimeBudget, most: float) -> 
     report.unlink(missing_ok=True)
     # pytest's own exit status is in the counts
     shell = (
-        f"{sys.executable} -m pytest -q -m gpu -p no:cacheprovider --junitxml {report} {' '.join(FILES)} || test $? = 1"
+        f"{sys.executable} -m pytest -v -m gpu -p no:cacheprovider --junitxml {report} {' '.join(FILES)} || test $? = 1"
     )
     try:
         budget.run(["sh", "-c", shell], {"FLEXRLHF_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}, most)
     except OutOfTime as error:
-        yield LeftOut(STAGE, "tests marked gpu", str(error))
+        ended = {word: error.printed.count(f" {word}") for word in ("PASSED", "FAILED", "SKIPPED")}
+        yield LeftOut(STAGE, "tests marked gpu", f"{error}, {', '.join(f'{n} {word}' for word, n in ended.items())}")
         return
-    yield from _of_report(ElementTree.parse(report))
+    yield from _of_report(ElementTree.parse(report).getroot())
 
 
-def _of_report(report: ElementTree.ElementTree) -> Iterator[Row | LeftOut]:
+def _of_report(report: ElementTree.Element) -> Iterator[Row | LeftOut]:
     counts: Counter[str] = Counter()
     for case in report.iter("testcase"):
         outcome = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)

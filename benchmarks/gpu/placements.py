@@ -26,7 +26,7 @@ COMMAND = (sys.executable, "-m", "flexrlhf.cli")
 
 def run_placements(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
     """Profile with two ranks, which share a GPU; then yield predicted and measured seconds of each placement."""
-    shorter = replace(scale, prompts=max(4, scale.prompts // 2), prompt=scale.prompt // 2, response=scale.response // 2)
+    shorter = replace(scale, prompts=max(4, scale.prompts // 2), response=scale.response // 2)
     cluster = {"devices": RANKS, "device": device}
     profile = directory / "profile.json"
     paths = {

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
-class StepClock(TrainerCallback):
+class StepClock(TrainerCallback):  # type: ignore[misc]
     """Seconds of each optimizer step's end; two of them are a step here."""
 
     def __init__(self) -> None:

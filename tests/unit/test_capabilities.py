@@ -321,8 +321,8 @@ def test_kernels_that_a_model_does_not_have_are_refused() -> None:
         "bfloat16"
     )
     assert refused(None, 2, GPT2, "models.actor.liger=true") == (
-        "models.actor.liger: only llama, mistral, qwen2, qwen3 models have these kernels here, found an unknown family; "
-        "use false"
+        "models.actor.liger: only llama, mistral, qwen2, qwen3 models have these kernels here, found an unknown "
+        "family; use false"
     )
 
 
