@@ -10,10 +10,13 @@ into the time or is not installed is named there. Ends with 1 where a test faile
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from benchmarks.gpu.clock import TimeBudget
 from benchmarks.gpu.gpu_tests import run_tests
@@ -33,6 +36,10 @@ def main() -> int:
     options = _options()
     device = device_name()
     scale = ON_GPU if device == "cuda" else ON_CPU
+    if device == "cpu":
+        # for models this small; several would also wait for each other on a busy machine
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     budget = TimeBudget(options.seconds or scale.seconds)
     directory: Path = options.output.resolve()
     directory.mkdir(parents=True, exist_ok=True)

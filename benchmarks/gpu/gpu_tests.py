@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.gpu.clock import OutOfTime, TimeBudget
+from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
 from benchmarks.gpu.results import LeftOut, Row
 
 FILES = ("tests/distributed/test_gpu.py", "tests/engines/test_head.py")
@@ -28,6 +28,9 @@ def run_tests(directory: Path, device: str, budget: TimeBudget, most: float) -> 
     except OutOfTime as error:
         ended = {word: error.printed.count(f" {word}") for word in ("PASSED", "FAILED", "SKIPPED")}
         yield LeftOut(STAGE, "tests marked gpu", f"{error}, {', '.join(f'{n} {word}' for word, n in ended.items())}")
+        return
+    except Failed as error:
+        yield Row(STAGE, "tests marked gpu", f"pytest failed: {error}", {"failed": 1})
         return
     yield from _of_report(ElementTree.parse(report).getroot())
 

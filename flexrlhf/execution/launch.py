@@ -49,6 +49,8 @@ def choose_device(setting: str, num_local: int) -> str:
     count = torch.cuda.device_count()
     if setting == "cuda" and count == 0:
         raise UserError("cluster.device: cuda needs a CUDA device on this node, found 0; use cpu")
+    if setting == "cuda" and count < num_local:
+        print(f"flexrlhf: {num_local} ranks on {count} CUDA devices of this node: over gloo", file=sys.stderr)
     if setting == "auto" and 0 < count < num_local:
         print(f"flexrlhf: {num_local} ranks but {count} CUDA devices on this node: running on CPU", file=sys.stderr)
     return setting if setting != "auto" else "cuda" if count >= num_local else "cpu"
