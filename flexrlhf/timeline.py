@@ -1,6 +1,7 @@
 """Timeline of the instructions on every rank, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
 One lane per rank, one span per instruction; ``args`` are the step, the chunk and, for moves and syncs, the bytes sent.
+On a GPU a span lasts from where the device begins the work of the instruction to where it ends it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass
@@ -45,29 +46,87 @@ class Span:
         self.waited, self.start = now - self.start, now
 
 
+class Instant(Protocol):
+    """A moment of a device, which may come to it later than the host."""
+
+    def is_reached(self) -> bool:
+        """Return whether the device has come to it."""
+
+    def seconds(self) -> float:
+        """Wait for the device; return the time at which it came here, in seconds since the epoch."""
+
+
+class Clock(Protocol):
+    """Clock of a device whose work is queued."""
+
+    def now(self) -> Instant:
+        """Return the instant behind what is queued now."""
+
+
+@dataclass
+class _OnDevice:
+    """Instants of a span whose times are the host's until the device has come to them.
+
+    start:  of the instruction
+    begun:  where its columns had arrived; None: they are not awaited
+    end:    of the instruction
+    """
+
+    span: Span
+    start: Instant
+    end: Instant
+    begun: Instant | None = None
+
+    def settle(self) -> None:
+        """Give the span the times of the device."""
+        start = self.start.seconds()
+        self.span.start = start if self.begun is None else self.begun.seconds()
+        self.span.waited = self.span.start - start if self.begun is not None else 0.0
+        self.span.end = self.end.seconds()
+
+
 class Timeline:
     """Spans of one rank, of the last ``keep_steps`` steps: a long run would fill the memory with them."""
 
-    def __init__(self, rank: int, keep_steps: int) -> None:
+    def __init__(self, rank: int, keep_steps: int, clock: Clock | None = None) -> None:
+        """Start without spans. ``clock``: of the device of this rank; None: the host's serves."""
         self.rank = rank
         self.spans: deque[Span] = deque()
         self._keep_steps = keep_steps
+        self._clock = clock
+        self._begun: Instant | None = None
+        self._unsettled: deque[_OnDevice] = deque()
 
     @contextmanager
     def span(self, kind: str, label: str, step: int, chunk: int | None) -> Iterator[Span]:
         """Record the time of the body as a span, to which the body may add ``bytes_sent`` and the like."""
         span = Span(self.rank, kind, label, step, chunk, time.time())
+        self._begun, start = None, self._clock.now() if self._clock else None
         yield span
         span.end = time.time()
+        if self._clock and start:
+            self._unsettled.append(_OnDevice(span, start, self._clock.now(), self._begun))
+        self._settle(waits=False)
         self.spans.append(span)
         while self.spans[0].step <= step - self._keep_steps:
             self.spans.popleft()
 
+    def begin(self, span: Span) -> None:
+        """Start ``span`` now: its columns have arrived."""
+        span.begin()
+        self._begun = self._clock.now() if self._clock else None
+
     def take(self) -> list[Span]:
         """Return the spans since the last call, and forget them."""
+        self._settle(waits=True)
         taken = list(self.spans)
         self.spans.clear()
         return taken
+
+    def _settle(self, waits: bool) -> None:
+        """Give spans the times of the device, in order, as far as it has come, or all."""
+        while self._unsettled and (waits or self._unsettled[0].end.is_reached()):
+            self._unsettled.popleft().settle()
 
 
 def dump_spans(spans: Iterable[Span]) -> str:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexrlhf.comm.point_to_point import receive, send
 from flexrlhf.comm.rows import DTYPES, RowStore
-from flexrlhf.comm.world import Wait, posted
+from flexrlhf.comm.world import Wait, Waitable
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.routes import Transfer
@@ -76,7 +77,7 @@ class MoveInFlight:
     """
 
     ranks: tuple[int, ...]
-    works: list[dist.Work]
+    works: list[Waitable]
     buffers: list[Tensor]
     bytes_sent: int
 
@@ -166,12 +167,12 @@ class ColumnMover:
         for rank in move.ranks:
             if sent := self._sent(move, rank):
                 buffer = self._packing.pack(sent, rows)
-                flight.works.append(posted(dist.isend(buffer, rank, group=group)))
+                flight.works.append(send(buffer, rank, group))
                 flight.buffers.append(buffer)
                 flight.bytes_sent += len(buffer)
             if received := self._received(move, rank):
                 buffer = self._packing.empty(self._packing.num_bytes(received))
-                flight.works.append(posted(dist.irecv(buffer, rank, group=group)))
+                flight.works.append(receive(buffer, rank, group))
                 incoming.append((buffer, received))
 
         def arrive() -> None:

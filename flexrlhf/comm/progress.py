@@ -9,10 +9,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.distributed as dist
-
 from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, deadline, listed
-from flexrlhf.comm.world import World
+from flexrlhf.comm.world import Waitable, World
 
 Sign = Literal["silent", "waits", "runs"]
 ENDING_SECONDS = 6.0
@@ -83,7 +81,7 @@ class RankProgress:
         with suppress(RuntimeError):
             self._set(Position(at.at, at.what, at.host, sentence))
 
-    def wait(self, work: dist.Work, ranks: tuple[int, ...]) -> None:
+    def wait(self, work: Waitable, ranks: tuple[int, ...]) -> None:
         """Wait for ``work`` with ``ranks``. Raises DeadlineError."""
         with self.deadline(ranks):
             self.waiting = Waiting(ranks, time.monotonic())

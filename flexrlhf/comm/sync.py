@@ -17,8 +17,9 @@ from torch import Tensor
 
 from flexrlhf.comm.buffers import BufferPool
 from flexrlhf.comm.checksum import checksum_of
+from flexrlhf.comm.point_to_point import receive, send
 from flexrlhf.comm.weights import WeightGather, Weights, cut
-from flexrlhf.comm.world import Wait, posted
+from flexrlhf.comm.world import Wait, Waitable
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.weights.sync_plan import Packet, SendPlan, SyncPlan
@@ -64,7 +65,7 @@ class _InFlight:
     """One buffer that is being sent; its memory must live until it has arrived."""
 
     receiver: int
-    work: dist.Work
+    work: Waitable
     buffer: Tensor
 
 
@@ -148,7 +149,7 @@ class WeightSender:
         while len(in_flight) >= 2 and not self._settings.snapshot:
             self._await_oldest(in_flight)
         posts = [
-            _InFlight(receiver, posted(dist.isend(buffer.view(torch.uint8), receiver, group=group)), buffer)
+            _InFlight(receiver, send(buffer.view(torch.uint8), receiver, group), buffer)
             for receiver, buffer in buffers.items()
             if len(buffer)  # ZeRO-3 may leave a rank nothing of a bucket of small tensors
         ]
@@ -161,9 +162,9 @@ class WeightSender:
 
     def _await_oldest(self, in_flight: deque[list[_InFlight]]) -> None:
         arrived = in_flight.popleft()
-        for send in arrived:
-            self._wait(send.work, (send.receiver,))
-        self._pool.give(send.buffer for send in arrived)
+        for each in arrived:
+            self._wait(each.work, (each.receiver,))
+        self._pool.give(each.buffer for each in arrived)
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class WeightReceiver:
         like = weights[buckets[0][0]]
         buffers = [like.new_empty(max(map(sum, sizes))) for _ in range(min(2, len(buckets)))]
 
-        def post(number: int) -> dist.Work | None:
+        def post(number: int) -> Waitable | None:
             return self._post(buffers[number % 2][: sum(sizes[number])], channel)
 
         work = post(0)
@@ -219,10 +220,10 @@ class WeightReceiver:
             load(dict(zip(names, values, strict=True)))
             yield names
 
-    def _post(self, buffer: Tensor, channel: SyncChannel) -> dist.Work | None:
+    def _post(self, buffer: Tensor, channel: SyncChannel) -> Waitable | None:
         if not len(buffer):
             return None
-        return posted(dist.irecv(buffer.view(torch.uint8), _sender(channel), group=channel.group))
+        return receive(buffer.view(torch.uint8), _sender(channel), channel.group)
 
     def _received_checksums(self, channel: SyncChannel, stored: Tensor) -> Tensor:
         """Return the checksum of each bucket as the sender computed it; ``stored`` has the same shape."""

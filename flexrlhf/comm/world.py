@@ -47,10 +47,16 @@ def _make_sealed(_: dist.Store, rank: int, size: int, __: timedelta) -> SealedWo
     return SealedWorld(rank, size)
 
 
+class Waitable(Protocol):
+    """Communication under way."""
+
+    def wait(self) -> Any: ...
+
+
 class Wait(Protocol):
     """Function that waits for communication and, when the deadline passes, names the ``ranks`` that are missing."""
 
-    def __call__(self, work: dist.Work, ranks: tuple[int, ...]) -> None: ...
+    def __call__(self, work: Waitable, ranks: tuple[int, ...]) -> None: ...
 
 
 def posted(work: dist.Work | None) -> dist.Work:
@@ -66,7 +72,7 @@ class World:
     rank, size:  of all ranks.
     store:       key-value store of the job, which is no collective.
     device:      of this rank.
-    backend:     of process groups: gloo on CPU, nccl on GPUs.
+    backend:     of process groups: nccl where every rank has a GPU of its own, else gloo.
     host:        name of this machine.
     """
 
@@ -164,13 +170,32 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
     store = _join(rank, size, host, timeout_seconds)
     dist.Backend.register_backend("sealed", _make_sealed, devices=["cpu", "cuda"])
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
-    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    place, backend = local_cuda_device() if cuda else torch.device("cpu"), "gloo"
     if cuda:
         torch.cuda.set_device(place)
+        backend = _cuda_backend(store, rank, size, timeout_seconds)
     try:
-        yield World(rank, size, store, place, "nccl" if cuda else "gloo", host)
+        yield World(rank, size, store, place, backend, host)
     finally:
         dist.destroy_process_group()
+
+
+def local_cuda_device() -> torch.device:
+    """Return the GPU of this rank: its own, or one that several ranks of this machine share."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _cuda_backend(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
+    """Return the back end of all ranks: NCCL refuses two ranks on one device, for which gloo serves.
+
+    Every rank stores whether its machine has fewer GPUs than ranks.
+    """
+    store.set(
+        f"shares a GPU/{rank}", str(int(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()))
+    )
+    keys = [f"shares a GPU/{each}" for each in range(size)]
+    store.wait(keys, timedelta(seconds=timeout_seconds))
+    return "gloo" if any(int(store.get(key)) for key in keys) else "nccl"
 
 
 def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store:

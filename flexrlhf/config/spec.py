@@ -119,6 +119,11 @@ class ModelSpec(StrictModel):
     dtype: Dtype = Field(
         "float32", description="type of weights and passes; a trained model keeps float32 master weights"
     )
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "sdpa", description="kernel of transformers' attention; the last two on GPUs alone"
+    )
+    liger: bool = Field(False, description="norms and MLPs by Liger's kernels, on GPUs")
+    compile: bool = Field(False, description="compile the layers (torch.compile), on GPUs")
     lora: LoraSpec | None = Field(None, description="train adapters; null: all weights")
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(8192, ge=1, description="computed tokens of one forward or backward pass")

@@ -64,6 +64,9 @@ CAPABILITIES: dict[str, EngineCapabilities] = {
 _FULL_ENGINES = tuple(name for name, engine in CAPABILITIES.items() if engine.kinds == ALL_KINDS)
 """Engines with all kinds of calls, of which one serves a role alone."""
 PEFT = Package("peft", "lora")
+FLASH, LIGER = Package("flash_attn", "flash"), Package("liger_kernel", "liger")
+ON_GPUS = ("flash_attention_2", "flex_attention")
+"""Kernels of attention that have a backward pass on GPUs alone."""
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of attention that vLLM 0.32 supports on CPUs."""
 
@@ -97,6 +100,7 @@ def _check_settings(model: PlacedModel) -> None:
     _check_sharding(model)
     _check_offload(model)
     _check_role(model)
+    _check_kernels(model)
     if model.settings.config and not CAPABILITIES[model.engine].config:
         raise UserError(
             f"{model.key('config')}: engine {model.engine} has no settings of its own; use {{}}"
@@ -151,6 +155,16 @@ def _check_sharding(model: PlacedModel) -> None:
         )
 
 
+def _check_kernels(model: PlacedModel) -> None:
+    """Raise UserError for a kernel that has no such dtype."""
+    settings = model.settings
+    if settings.attention == "flash_attention_2" and settings.dtype == "float32":
+        raise UserError(
+            f"{model.key('attention')}: flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype "
+            f"bfloat16"
+        )
+
+
 def _check_offload(model: PlacedModel) -> None:
     settings = model.settings
     for name in ("offload_optimizer", "offload_parameters"):
@@ -198,6 +212,8 @@ def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster
             _check_family(model, shape)
         if model.head == "both":
             _check_shared_trunk(model, shape)
+        if model.settings.liger and model.rollout is None:
+            _check_liger(model, shape)
         if shape is None:
             _check_unknown_shape(model)
         elif model.settings.tp > 1:
@@ -216,6 +232,16 @@ def _check_family(model: PlacedModel, shape: ModelShape | None) -> None:
         raise UserError(
             f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role}, padded by vLLM "
             f"to {padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
+        )
+
+
+def _check_liger(model: PlacedModel, shape: ModelShape | None) -> None:
+    """Raise UserError for Liger's kernels of a family that is not among those checked here."""
+    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
+        found = "an unknown family" if shape is None or shape.sizes is None else shape.sizes.family
+        raise UserError(
+            f"{model.key('liger')}: only {', '.join(LLAMA_LIKE)} models have these kernels here, found {found}; "
+            f"use false"
         )
 
 
@@ -276,6 +302,20 @@ def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device:
             raise UserError(
                 f"{model.key('dtype')}: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
             )
+        if device == "cpu" and model.engine != "vllm":
+            _check_cpu_kernels(model)
+
+
+def _check_cpu_kernels(model: PlacedModel) -> None:
+    """Raise UserError for kernels of GPUs."""
+    settings = model.settings
+    if settings.attention in ON_GPUS:
+        raise UserError(
+            f"{model.key('attention')}: {settings.attention} runs on GPUs alone, and the ranks are on CPUs; use sdpa"
+        )
+    for name in ("liger", "compile"):
+        if getattr(settings, name):
+            raise UserError(f"{model.key(name)}: true is for GPUs alone, and the ranks are on CPUs; use false")
 
 
 def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
@@ -294,6 +334,8 @@ def check_packages(placement: Placement) -> None:
             packages["lora"] = PEFT
         if has_adapters(model.settings.path):
             packages["the adapters in its path"] = PEFT
+        if model.engine != "vllm":
+            packages |= _packages_of_kernels(model.settings)
         for feature, package in packages.items():
             if package is not None and find_spec(package.module) is None:
                 section = f"models.{model.role}" if model.rollout is None else "rollout"
@@ -302,3 +344,13 @@ def check_packages(placement: Placement) -> None:
                     f"{section}: {feature} needs the package {package.module}, which is not installed; "
                     f"pip install 'flexrlhf[{package.extra}]'{without_gpu}"
                 )
+
+
+def _packages_of_kernels(settings: ModelSpec) -> dict[str, Package | None]:
+    """Return the library of each kernel by the setting that needs it."""
+    packages: dict[str, Package | None] = {}
+    if settings.attention == "flash_attention_2":
+        packages["attention flash_attention_2"] = FLASH
+    if settings.liger:
+        packages["liger"] = LIGER
+    return packages

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from flexrlhf.config.spec import Head, LoraSpec
+from flexrlhf.engines.kernels import attention_option
 from flexrlhf.engines.score_rule import is_of_openrlhf, settle_padding
 from flexrlhf.engines.value_head import add_value_head
 from flexrlhf.errors import UserError
@@ -143,7 +144,8 @@ def may_lack_head(placed: PlacedModel) -> bool:
 
 def _options(placed: PlacedModel) -> dict[str, Any]:
     """Return arguments of transformers' classes."""
-    return {"dtype": torch.float32, "trust_remote_code": placed.settings.trust_remote_code}
+    settings = placed.settings
+    return {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code, **attention_option(settings)}
 
 
 def _head_name(placed: PlacedModel) -> str | None:

@@ -19,12 +19,20 @@ _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": 
 
 
 def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Optimizer:
-    """Return the optimizer of ``settings`` over ``parameters``, in one group."""
+    """Return the optimizer of ``settings`` over ``parameters``; of Adam torch's fused kernel, under every placement.
+
+    A call of the kernel takes DTensors of one mesh, or tensors that are none, so each of these is a group.
+    """
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.name == "sgd":
         return SGD(parameters, lr=rate, momentum=settings.momentum, weight_decay=decay)
+    meshes: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        meshes.setdefault(mesh, []).append(parameter)
+    groups = [{"params": each} for each in meshes.values()]
     kind = AdamW if settings.name == "adamw" else Adam
-    return kind(parameters, lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    return kind(groups, lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=decay, fused=True)
 
 
 def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: int) -> LRScheduler:
@@ -64,7 +72,8 @@ def optimizer_moments(settings: OptimizerSpec, optimizer: Optimizer, parameter: 
         if state.get(name) is None:
             state[name] = torch.zeros_like(parameter)
     if settings.name != "sgd":
-        state.setdefault("step", torch.tensor(0.0))
+        # where the fused kernel makes it
+        state.setdefault("step", torch.zeros((), device=parameter.device))
     return {name: state[name] for name in names}
 
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose attention in transformers takes any mask, where no window restricts it."""
+MASKED_ATTENTION = ("sdpa", "eager")
+"""Kernels of attention that take any mask as numbers."""
 EQUAL_WIDTH = 4096
 """Width at which dense attention over a row is taken to cost as much as all else: 6 times a hidden size of 683."""
 PASS_COST = 64
@@ -78,9 +80,10 @@ class PackedPass:
         return tuple(sorted({place.unit for row in self.rows for place in row}))
 
 
-def may_pack(model_type: str, window: int | None, longest: int) -> bool:
+def may_pack(model_type: str, attention: str, window: int | None, longest: int) -> bool:
     """Whether several texts may be in one row. ``window``: of sliding attention; ``longest``: tokens of a text."""
-    return model_type in PACKED_FAMILIES and (window is None or window >= longest)
+    takes_masks = model_type in PACKED_FAMILIES and attention in MASKED_ATTENTION
+    return takes_masks and (window is None or window >= longest)
 
 
 def shared(group: TextGroup, budget: int) -> tuple[TextGroup, ...]:

@@ -158,7 +158,7 @@ class Passes:
         return PassSettings(
             lengths=self.lengths,
             budget=settings.micro_batch_tokens,
-            packs=settings.pack_texts and may_pack(config.model_type, window, self.lengths.total),
+            packs=settings.pack_texts and may_pack(config.model_type, settings.attention, window, self.lengths.total),
             shares=settings.share_prompts,
             dtype=DTYPES[settings.dtype],
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import World
+from flexrlhf.execution.device_clock import clock_of
 from flexrlhf.execution.flight_log import MOST_INSTRUCTIONS, FlightLog, write_record
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction
@@ -35,7 +36,7 @@ class FlightRecord:
         name, rank = plan.spec.name, world.rank
         models = {each: model_names(plan, each) for each in range(world.size)}
         self.progress = RankProgress(world, name, models, plan.spec.timeout_seconds)
-        self.timeline = Timeline(rank, plan.spec.timeline_steps)
+        self.timeline = Timeline(rank, plan.spec.timeline_steps, clock_of(world.device))
         self.directory = directory
         self._header: dict[str, Any] = {
             "rank": rank,

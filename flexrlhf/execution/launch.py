@@ -43,11 +43,14 @@ SAVING = (signal.SIGTERM, signal.SIGUSR1)
 def choose_device(setting: str, num_local: int) -> str:
     """Return ``cpu`` or ``cuda`` for all ranks, given ``cluster.device`` and the number of ranks on this node.
 
-    ``auto`` is CUDA when every rank of this node has a device of its own. Raises UserError for ``cuda`` with too few.
+    ``auto`` is CUDA when every rank of this node has a device of its own; with ``cuda`` several ranks may share one,
+    over gloo. Raises UserError for ``cuda`` without any.
     """
     count = torch.cuda.device_count()
+    if setting == "cuda" and count == 0:
+        raise UserError("cluster.device: cuda needs a CUDA device on this node, found 0; use cpu")
     if setting == "cuda" and count < num_local:
-        raise UserError(f"cluster.device: cuda needs {num_local} CUDA devices on this node, found {count}; use cpu")
+        print(f"flexrlhf: {num_local} ranks on {count} CUDA devices of this node: over gloo", file=sys.stderr)
     if setting == "auto" and 0 < count < num_local:
         print(f"flexrlhf: {num_local} ranks but {count} CUDA devices on this node: running on CPU", file=sys.stderr)
     return setting if setting != "auto" else "cuda" if count >= num_local else "cpu"

@@ -166,7 +166,7 @@ class Trainer:
         work = OperatorRun(run.operator, model, self.plan.batch, run.mini_batches, self._world.rank)
         store.arrive(run.operator.reads, work.rows)
         record_arrivals(self._context, run, step, work.rows, store)
-        span.begin()
+        self._flight.timeline.begin(span)
         time.sleep(self.plan.spec.debug.run_delay_seconds)
         examples = self._inputs.examples(step) if reads_texts(run.operator) else ()
         work = replace(work, examples=examples, state=self._controllers.state(run.operator))

@@ -35,7 +35,7 @@ def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> 
     """Whether passes of a model have several texts in a row. ``longest``: tokens of a text."""
     if shape is None or shape.sizes is None:
         return False
-    return settings.pack_texts and may_pack(shape.sizes.family, shape.window, longest)
+    return settings.pack_texts and may_pack(shape.sizes.family, settings.attention, shape.window, longest)
 
 
 def shares_prompts(settings: ModelSpec) -> bool:

@@ -32,6 +32,9 @@ def _host_devices(plan: Plan, host: HostFacts) -> Iterator[Check]:
     count = len(host.ranks)
     if host.problem:
         yield Check("devices", "FAILS", f"{host.name}: {host.problem}")
+    elif host.device == "cuda" and count > host.devices:
+        seen = f"{host.name}: {counted(count, 'rank')} on {counted(host.devices, 'CUDA device')}, over gloo"
+        yield Check("devices", "warning", seen, f"use --devices {host.devices}, unless it is a test")
     elif host.device == "cuda":
         yield Check("devices", "ok", f"{host.name}: {counted(count, 'rank')} on {counted(host.devices, 'CUDA device')}")
     elif host.devices:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexrlhf.comm.world import World, open_world
+from flexrlhf.comm.world import World, local_cuda_device, open_world
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RunStopped, UserError
@@ -111,15 +111,19 @@ class Survey:
         facts = RankFacts(self._world.rank, self._request.host.node)
         if self._request.host.device != "cuda":
             return facts
-        torch.cuda.set_device(self._local_rank)
+        torch.cuda.set_device(local_cuda_device())
         free, total = torch.cuda.mem_get_info()
         return replace(facts, device=torch.cuda.get_device_name(), total=total, free=free)
 
     def _world_of_device(self, job: JobFacts) -> World:
-        """Return the world with the back end of the run, unless machines differ in their devices."""
-        if {host.device for host in job.hosts} != {"cuda"}:
+        """Return the world with the back end of the run, unless machines differ in their devices.
+
+        Ranks that share a GPU send through host memory, by gloo.
+        """
+        are_shared = any(len(host.ranks) > host.devices for host in job.hosts)
+        if {host.device for host in job.hosts} != {"cuda"} or are_shared:
             return self._world
-        return replace(self._world, device=torch.device("cuda", self._local_rank), backend="nccl")
+        return replace(self._world, device=local_cuda_device(), backend="nccl")
 
     def _clocks(self, job: JobFacts) -> tuple[ClockFacts, ...]:
         """Return the clocks of all other machines, on rank 0."""

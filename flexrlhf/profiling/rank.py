@@ -91,7 +91,8 @@ class PlanProfiler:
         self._progress = RankProgress(world, f"profile/{plan.spec.name}", {}, plan.spec.timeout_seconds)
         self._position = 0
         all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._progress.wait)
-        oversubscribed = world.device.type == "cpu" and world.size > len(os.sched_getaffinity(0))
+        shared = torch.cuda.device_count() if world.device.type == "cuda" else len(os.sched_getaffinity(0))
+        oversubscribed = world.size > shared
         stopwatch = Stopwatch(all_ranks, world.rank, world.device, oversubscribed)
         self._context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, seconds)
         self._short_context = replace(self._context, budget=SHARE_OF_OTHERS * seconds)

@@ -5,6 +5,7 @@ A setting changes numbers and has a reference of its own; a shape must not, exce
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 
 Raw = dict[str, Any]
+DEVICE = os.environ.get("FLEXRLHF_TEST_DEVICE", "cpu")
+"""Device of all ranks: with cuda those of one GPU share it."""
 ROLES = {
     "ppo": ("actor", "critic", "ref", "reward"),
     "ac-share": ("actor", "ref", "reward"),
@@ -624,7 +627,7 @@ class Assets:
             },
             "steps": 3,
             "seed": 7,
-            "cluster": {"devices": case.ranks, "device": "cpu"},
+            "cluster": {"devices": case.ranks, "device": DEVICE},
             "debug": {"record_columns": True},
             "samples": {"every": 1, "count": 3},
             "runs": str(self.directory / "runs"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from cases import Case
+from cases import DEVICE, Case
 from launcher import Launches, Outcome
 
 from flexrlhf.config.spec_file import parse_spec
@@ -61,7 +61,7 @@ def raw_spec(directory: Path, engine: str, zero: int) -> dict[str, object]:
             "max_response_tokens": 8,
         },
         "steps": 1,
-        "cluster": {"devices": 2, "device": "cpu"},
+        "cluster": {"devices": 2, "device": DEVICE},
         "runs": str(directory / "runs"),
     }
 

@@ -527,6 +527,7 @@ def test_a_head_whose_weight_is_freed_between_forward_and_backward(tied: bool, r
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu_as_on_the_cpu(dtype: torch.dtype) -> None:
     """16-bit weights get their gradient from 16-bit products with float32 sums, which CUDA alone has."""

@@ -312,6 +312,51 @@ def test_other_types_go_with_the_cpu(settings: str) -> None:
     check_device(plan.placement, plan.shapes, "cpu")
 
 
+# --- kernels
+
+
+def test_kernels_that_a_model_does_not_have_are_refused() -> None:
+    assert refused(None, 2, "models.critic.attention=flash_attention_2") == (
+        "models.critic.attention: flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype "
+        "bfloat16"
+    )
+    assert refused(None, 2, GPT2, "models.actor.liger=true") == (
+        "models.actor.liger: only llama, mistral, qwen2, qwen3 models have these kernels here, found an unknown "
+        "family; use false"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        (
+            "attention=flex_attention",
+            "attention: flex_attention runs on GPUs alone, and the ranks are on CPUs; use sdpa",
+        ),
+        ("compile=true", "compile: true is for GPUs alone, and the ranks are on CPUs; use false"),
+        ("liger=true", "liger: true is for GPUs alone, and the ranks are on CPUs; use false"),
+    ],
+)
+def test_kernels_of_gpus_are_refused_on_cpus(setting: str, sentence: str) -> None:
+    plan = plan_of(None, 2, f"models.actor.{setting}")
+    check_device(plan.placement, plan.shapes, "cuda")
+    assert sentence_of(lambda: check_device(plan.placement, plan.shapes, "cpu")) == f"models.actor.{sentence}"
+
+
+def test_a_missing_library_of_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "find_spec", lacking("flash_attn", "liger_kernel"))
+    flash = plan_of(None, 2, "models.actor.attention=flash_attention_2", "models.actor.dtype=bfloat16")
+    assert sentence_of(lambda: check_packages(flash.placement)) == (
+        "models.actor: attention flash_attention_2 needs the package flash_attn, which is not installed; pip install "
+        "'flexrlhf[flash]'"
+    )
+    liger = plan_of(None, 2, "models.actor.liger=true")
+    assert sentence_of(lambda: check_packages(liger.placement)) == (
+        "models.actor: liger needs the package liger_kernel, which is not installed; pip install 'flexrlhf[liger]'"
+    )
+    check_packages(plan_of(None, 2, "models.actor.attention=eager", "models.actor.compile=true").placement)
+
+
 # --- a reference that is the actor's base weights
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from threading import Thread
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.interfaces import interface_to
@@ -14,6 +15,7 @@ from flexrlhf.comm.store import Endpoint, serve_store
 from flexrlhf.errors import UserError
 from flexrlhf.execution import node_watch
 from flexrlhf.execution.failures import Failure
+from flexrlhf.execution.launch import choose_device
 from flexrlhf.execution.node_watch import NodeWatch
 from flexrlhf.execution.rendezvous import NodeRendezvous
 from flexrlhf.placement.hosts import Hosts, check_restarts, rank_notice
@@ -27,6 +29,36 @@ CLOSED = Failure("closed", "rank 0 (host a): the connection to rank 1 closed", 1
 def test_a_port_out_of_range_is_refused(port: str) -> None:
     with pytest.raises(UserError, match=f"^--rdzv-endpoint a:{port}: no port, use 1 to 65535, such as a:29500$"):
         Hosts(2, 0, f"a:{port}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "found", "device", "printed"),
+    [
+        ("auto", 2, "cuda", ""),
+        ("auto", 1, "cpu", "2 ranks but 1 CUDA devices on this node: running on CPU"),
+        ("auto", 0, "cpu", ""),
+        ("cpu", 2, "cpu", ""),
+        ("cuda", 2, "cuda", ""),
+        ("cuda", 1, "cuda", "2 ranks on 1 CUDA devices of this node: over gloo"),
+    ],
+)
+def test_the_device_of_two_ranks(
+    setting: str,
+    found: int,
+    device: str,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    assert choose_device(setting, 2) == device
+    assert capsys.readouterr().err.strip() == (f"flexrlhf: {printed}" if printed else "")
+
+
+def test_cuda_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="^cluster.device: cuda needs a CUDA device on this node, found 0; use cpu$"):
+        choose_device("cuda", 2)
 
 
 def test_variables_of_a_rank_that_torchrun_did_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,16 +99,18 @@ def test_the_same_texts_have_the_same_places() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "window", "expected"),
+    ("family", "attention", "window", "expected"),
     [
-        ("llama", None, True),
-        ("qwen3", None, True),
-        ("mistral", 64, True),
-        ("mistral", 63, False),
-        ("gemma2", None, False),
-        ("gpt2", None, False),
+        ("llama", "sdpa", None, True),
+        ("qwen3", "eager", None, True),
+        ("mistral", "sdpa", 64, True),
+        ("mistral", "sdpa", 63, False),
+        ("gemma2", "sdpa", None, False),
+        ("gpt2", "sdpa", None, False),
+        ("llama", "flash_attention_2", None, False),
+        ("llama", "flex_attention", None, False),
     ],
 )
-def test_families_that_pack(family: str, window: int | None, expected: bool) -> None:
+def test_families_that_pack(family: str, attention: str, window: int | None, expected: bool) -> None:
     """A window as long as the longest text restricts none."""
-    assert may_pack(family, window, 64) is expected
+    assert may_pack(family, attention, window, 64) is expected

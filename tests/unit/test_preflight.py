@@ -110,6 +110,7 @@ def test_facts_survive_json(plan: Plan) -> None:
     [
         ({"problem": "cluster.device: cuda needs 1, found 0"}, "devices", "FAILS", "node 1 (host b): cluster.device"),
         ({"devices": 0}, "devices", "warning", "planned with A100-80G, has no CUDA device"),
+        ({"device": "cuda", "devices": 0}, "devices", "warning", "1 rank on 0 CUDA devices, over gloo"),
         ({"memory": 1000}, "free memory", "FAILS", "node 1 (host b): "),
         ({"inputs": "data.path x: no such file"}, "inputs", "FAILS", "node 1 (host b): data.path x"),
         ({"shared": 10**6}, "shared memory", "warning", "--shm-size"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,40 @@ def test_a_long_run_keeps_the_spans_of_its_last_steps() -> None:
         with timeline.span("save", "actor", step, None):
             pass
     assert [span.step for span in timeline.spans] == [3, 4]
+
+
+class QueuedWork:
+    """A device that comes to an instant some seconds after the host."""
+
+    def __init__(self, late: float) -> None:
+        self.late, self.done = late, False
+
+    def now(self) -> QueuedInstant:
+        return QueuedInstant(self, time.time() + self.late)
+
+
+class QueuedInstant:
+    def __init__(self, work: QueuedWork, at: float) -> None:
+        self._work, self._at = work, at
+
+    def is_reached(self) -> bool:
+        return self._work.done
+
+    def seconds(self) -> float:
+        return self._at
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_spans_have_the_times_of_a_device_once_it_has_come_to_them(done: bool) -> None:
+    work = QueuedWork(late=100.0)
+    timeline, began = Timeline(rank=0, keep_steps=100, clock=work), time.time()
+    with timeline.span("run", "a", 0, None) as span:
+        timeline.begin(span)
+    assert span.start < began + 100 and span.end < began + 100
+    work.done = done
+    with timeline.span("save", "b", 0, None):
+        pass
+    assert (span.start >= began + 100) == done
+    first, second = timeline.take()
+    assert began + 100 <= first.start <= first.end <= second.start <= second.end
+    assert 0 <= first.waited < 1 and second.waited == 0

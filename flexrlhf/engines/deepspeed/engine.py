@@ -24,6 +24,7 @@ from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, pa
 from flexrlhf.engines.deepspeed.partitions import partition, shard
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -110,6 +111,7 @@ class DeepSpeedEngine:
         self._model = skeleton.model
         self.config = self._model.config
         head = use_language_head(self._model, int(self._settings.logits_mb * 1e6 / 4))
+        use_kernels(self._model, self._settings)
         if self._settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self._allocate(skeleton, context.device)

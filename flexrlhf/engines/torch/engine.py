@@ -22,6 +22,7 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.host_offload import HostOffload
+from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -50,6 +51,7 @@ class TorchEngine:
         self._model = skeleton.model
         self.config = self._model.config
         head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
+        use_kernels(self._model, settings)
         partial = _shard(skeleton, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:

@@ -29,7 +29,8 @@ class PrivateGroups:
         self._name, self._store = f"vllm-{number:012x}", context.store
         self._timeout = timedelta(seconds=context.timeout_seconds)
         self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        # that of the run: gloo where ranks share a GPU
+        self._backend = "gloo" if tp.group is None else dist.get_backend(tp.group)
         self.world = self._group(self.size, self._backend)
 
     def new_group(self, ranks: Sequence[int], *_: Any, backend: str | None = None, **__: Any) -> dist.ProcessGroup:

@@ -1,0 +1,54 @@
+"""The tests marked ``gpu``: on the GPU, or where there is none on CPU ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
+from benchmarks.gpu.results import LeftOut, Row
+
+FILES = ("tests/distributed/test_gpu.py", "tests/engines/test_head.py")
+STAGE = "tests"
+
+
+def run_tests(directory: Path, device: str, budget: TimeBudget, most: float) -> Iterator[Row | LeftOut]:
+    """Run them with pytest for at most ``most`` seconds; yield a row for all and a line for each that was skipped."""
+    report = directory / "tests.xml"
+    report.unlink(missing_ok=True)
+    # pytest's own exit status is in the counts
+    shell = (
+        f"{sys.executable} -m pytest -v -m gpu -p no:cacheprovider --junitxml {report} {' '.join(FILES)} || test $? = 1"
+    )
+    try:
+        budget.run(["sh", "-c", shell], {"FLEXRLHF_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}, most)
+    except OutOfTime as error:
+        ended = {word: error.printed.count(f" {word}") for word in ("PASSED", "FAILED", "SKIPPED")}
+        yield LeftOut(STAGE, "tests marked gpu", f"{error}, {', '.join(f'{n} {word}' for word, n in ended.items())}")
+        return
+    except Failed as error:
+        yield Row(STAGE, "tests marked gpu", f"pytest failed: {error}", {"failed": 1})
+        return
+    yield from _of_report(ElementTree.parse(report).getroot())
+
+
+def _of_report(report: ElementTree.Element) -> Iterator[Row | LeftOut]:
+    counts: Counter[str] = Counter()
+    for case in report.iter("testcase"):
+        outcome = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        kind = "passed" if outcome is None else outcome.tag
+        counts[kind] += 1
+        if outcome is not None and kind != "skipped":
+            yield Row(STAGE, case.get("name", ""), f"{kind}: {_first_line(outcome.get('message'))}")
+        elif outcome is not None:
+            yield LeftOut(STAGE, case.get("name", ""), _first_line(outcome.get("message")))
+    failed = counts["failure"] + counts["error"]
+    found = f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped"
+    yield Row(STAGE, "tests marked gpu", found, {"passed": counts["passed"], "failed": failed})
+
+
+def _first_line(message: str | None) -> str:
+    return (message or "no reason given").splitlines()[0].replace("|", "/")

@@ -1,0 +1,70 @@
+"""What the stages found: rows of one table, which are also written as JSON, and what was left out, with the reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    stage:    tests, placements or speed
+    what:     was measured
+    found:    result in words
+    figures:  the numbers in it, by name
+    """
+
+    stage: str
+    what: str
+    found: str
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Something that did not run, and why."""
+
+    stage: str
+    what: str
+    reason: str
+
+
+@dataclass
+class Results:
+    """All that one command found.
+
+    machine:   facts of the machine and its libraries
+    rows:      of the table
+    left_out:  what did not run
+    """
+
+    machine: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    def add(self, *found: Row | LeftOut) -> None:
+        """Append results in the order in which they were found."""
+        for each in found:
+            (self.rows if isinstance(each, Row) else self.left_out).append(each)  # type: ignore[arg-type]
+
+    def table(self) -> str:
+        """Return everything as Markdown."""
+        lines = [f"{', '.join(f'{name} {value}' for name, value in self.machine.items())}", ""]
+        lines += ["| stage | what | found |", "|---|---|---|"]
+        lines += [f"| {row.stage} | {row.what} | {row.found} |" for row in self.rows]
+        lines += [f"| {each.stage} | {each.what} | left out: {each.reason} |" for each in self.left_out]
+        return "\n".join(lines) + "\n"
+
+    def write(self, directory: Path) -> None:
+        """Write ``gpu.json`` and ``gpu.md`` into ``directory``."""
+        content: dict[str, Any] = {
+            "machine": self.machine,
+            "rows": [asdict(row) for row in self.rows],
+            "left_out": [asdict(each) for each in self.left_out],
+        }
+        (directory / "gpu.json").write_text(json.dumps(content, indent=2) + "\n")
+        (directory / "gpu.md").write_text(self.table())

@@ -1,0 +1,155 @@
+"""Tokens/s and MFU of PPO and GRPO by phase, from the timeline of a run; GRPO next to TRL's on the same prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
+from benchmarks.gpu.machine import Scale, memory_gb, peak_flops
+from benchmarks.gpu.results import LeftOut, Row
+from benchmarks.gpu.workload import run_config
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.timeline import Span, read_trace
+from flexrlhf.weights.shapes import LANGUAGE_HEAD
+
+STAGE = "speed"
+PHASES = ("generate", "forward", "train")
+FREE = 0.85
+"""Share of the free memory that a plan may take."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of a step.
+
+    rows:      prompts times samples
+    prompt:    tokens of each prompt
+    response:  mean tokens of a response
+    """
+
+    rows: int
+    prompt: int
+    response: float
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all rows."""
+        return self.rows * (self.prompt + self.response)
+
+
+def run_speed(
+    directory: Path, scale: Scale, device: str, budget: TimeBudget, trl: str | None
+) -> Iterator[Row | LeftOut]:
+    """Yield the figures of PPO and GRPO on one rank. ``trl``: a Python with TRL, None where there is none."""
+    peak, source = peak_flops(scale.dtype)
+    for algorithm in ("grpo", "ppo"):
+        config = _fitting(algorithm, directory, scale, device)
+        if config is None:
+            yield LeftOut(STAGE, algorithm, "no model fits the free memory")
+            continue
+        try:
+            yield from _measured(
+                algorithm, run_config(f"{algorithm}-speed", directory, scale, config, device), budget, peak
+            )
+            if algorithm == "grpo":
+                yield _trl(directory, scale, config, device, budget, trl)
+        except (OutOfTime, Failed) as error:
+            yield LeftOut(STAGE, algorithm, str(error))
+    yield Row(STAGE, "peak of MFU", f"{peak / 1e12:.3g} TFLOP/s, {source}", {"flops": peak})
+
+
+def _fitting(algorithm: str, directory: Path, scale: Scale, device: str) -> dict[str, Any] | None:
+    """Return the first config whose plan fits the free memory of the device."""
+    free = memory_gb()
+    for config in scale.large:
+        plan = make_plan(load_spec(run_config(f"{algorithm}-speed", directory, scale, config, device), ()))
+        if free is None or max(memory.peak_bytes for memory in plan.memories) < FREE * free * 1e9:
+            return config
+    return None
+
+
+def _measured(algorithm: str, path: Path, budget: TimeBudget, peak: float) -> Iterator[Row]:
+    plan = make_plan(load_spec(path, ()))
+    # one that takes too long leaves time for the others
+    budget.run([sys.executable, "-m", "flexrlhf.cli", "run", str(path)], most=budget.left / 2)
+    directory = plan.spec.directory
+    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
+    lengths = [step["response_length"] for step in steps]
+    texts = Texts(plan.batch.num_rows, plan.lengths.prompt, sum(lengths) / len(lengths))
+    spans = [span for span in read_trace(directory / "timeline.json") if span.step in range(1, plan.spec.steps)]
+    models = {model.role: _shape(plan, model) for model in plan.placement.models}
+    size = f"{algorithm.upper()}, {models['actor'].parameters / 1e6:.0f} M, {plan.model('actor').dtype}"
+    seconds = _seconds(plan, spans, len(steps))
+    for phase in PHASES:
+        yield _phase_row(size, phase, plan, models, texts, seconds[phase], peak)
+    total = sum(step["seconds"] for step in steps) / len(steps)
+    rate = texts.tokens / total
+    yield Row(STAGE, f"{size}: step", f"{total:.2f} s, {rate:.0f} tokens/s", {"seconds": total, "tokens_s": rate})
+
+
+def _shape(plan: Plan, model: PlacedModel) -> Transformer:
+    shape = plan.shapes[model.role]
+    assert shape is not None and shape.sizes is not None, "made here, of a known family"
+    is_scorer = model.head == "scalar"
+    return transformer_of(shape.sizes, is_scorer, not is_scorer and LANGUAGE_HEAD not in shape.names)
+
+
+def _seconds(plan: Plan, spans: Sequence[Span], steps: int) -> dict[str, float]:
+    """Return the seconds of a step in each phase."""
+    kinds = {f"{operator.name} on {operator.role}": operator.kind for operator in plan.graph.operators}
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.kind == "run":
+            seconds[kinds.get(span.label, "other")] += (span.end - span.start) / steps
+    return seconds
+
+
+def _phase_row(
+    size: str, phase: str, plan: Plan, models: dict[str, Transformer], texts: Texts, seconds: float, peak: float
+) -> Row:
+    roles = [operator.role for operator in plan.graph.operators if operator.kind == phase]
+    flops = sum(_flops(phase, models[role], texts) for role in roles)
+    tokens = texts.rows * texts.response if phase == "generate" else texts.tokens * len(roles)
+    rate, mfu = tokens / seconds, flops / seconds / peak
+    found = f"{seconds:.2f} s, {rate:.0f} tokens/s, MFU {mfu:.1%}"
+    return Row(STAGE, f"{size}: {phase}", found, {"seconds": seconds, "tokens_s": rate, "mfu": mfu})
+
+
+def _flops(phase: str, model: Transformer, texts: Texts) -> float:
+    """Return the FLOPs that the real tokens of a step need: of products and of causal attention; training is three."""
+    width = texts.prompt + texts.response
+    layers = model.layers * (model.attention_parameters + model.ffn_parameters)
+    attention = 2 * model.layers * model.heads * model.head_dim * width * width
+    # log-probs are of responses alone
+    head = model.head_parameters * (texts.response if model.head == "causal" else width)
+    return (3 if phase == "train" else 1) * texts.rows * (2 * layers * width + attention + 2 * head)
+
+
+def _trl(
+    directory: Path, scale: Scale, config: dict[str, Any], device: str, budget: TimeBudget, trl: str | None
+) -> Row | LeftOut:
+    """Run TRL's GRPO on the same prompts and sizes, and return its seconds."""
+    if trl is None:
+        return LeftOut(STAGE, "GRPO by TRL", "trl is not installed; --trl PYTHON names an environment that has it")
+    request = directory / "trl.json"
+    settings = {**vars(replace(scale, small={}, large=())), "model": config, "device": device}
+    request.write_text(json.dumps({**settings, "directory": str(directory)}))
+    script = Path(__file__).with_name("trl_grpo.py")
+    try:
+        budget.run([trl, str(script), str(request)], {"HF_HUB_OFFLINE": "1"})
+    except (OutOfTime, Failed) as error:
+        return LeftOut(STAGE, "GRPO by TRL", str(error))
+    found = json.loads((directory / "trl-found.json").read_text())
+    rate = scale.prompts * scale.samples * (scale.prompt + found["response"]) / found["seconds"]
+    text = f"{found['seconds']:.2f} s, {rate:.0f} tokens/s, trl {found['trl']}, responses of {found['response']:.1f}"
+    return Row(STAGE, "GRPO by TRL: step", text, {"seconds": found["seconds"], "tokens_s": rate})

@@ -1,0 +1,55 @@
+"""Prompts, a tokenizer and configs, made here: nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu.machine import Scale
+from flexrlhf.data.quickstart.corpus import build_tokenizer
+
+WORDS = [f"{first}{second}{third}" for first in "bdfgkl" for second in "aeiou" for third in "mnrst"]
+NUM_PROMPTS = 256
+ROLES = {"ppo": ("actor", "critic", "ref", "reward"), "grpo": ("actor", "ref")}
+
+
+def write_data(directory: Path, scale: Scale) -> None:
+    """Write a tokenizer of 150 words and prompts that all have ``scale.prompt`` tokens."""
+    build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
+    rng = random.Random(0)
+    # one more token than words: bos
+    texts = [" ".join(rng.choices(WORDS, k=scale.prompt - 1)) for _ in range(NUM_PROMPTS)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+
+def run_config(name: str, directory: Path, scale: Scale, model: dict[str, Any], device: str, **rest: Any) -> Path:
+    """Write the YAML of a run and return its path. ``name`` begins with that of its algorithm."""
+    algorithm = name.partition("-")[0]
+    settings = {"init": deepcopy(model), "dtype": scale.dtype}
+    many = {"samples_per_prompt": scale.samples} if algorithm == "grpo" else {}
+    rows = scale.prompts if algorithm == "grpo" else scale.prompts * scale.samples
+    raw = {
+        "name": name,
+        "algorithm": {"name": algorithm, "prompts_per_step": rows, "num_mini_batches": 2, **many},
+        "models": {role: deepcopy(settings) for role in ROLES[algorithm]},
+        "data": {
+            "path": str(directory / "prompts.jsonl"),
+            "tokenizer": str(directory / "tokenizer"),
+            "max_prompt_tokens": scale.prompt,
+            "max_response_tokens": scale.response,
+        },
+        "steps": scale.steps,
+        "cluster": {"devices": 1, "device": device},
+        "checkpoint": {"on_signal": False},
+        "runs": str(directory),
+    } | rest
+    if algorithm == "grpo":
+        raw["reward"] = {"rule": "length", "target_tokens": scale.response}
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path

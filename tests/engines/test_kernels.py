@@ -1,0 +1,92 @@
+"""Kernels of a model's layers: attention as transformers has it, layers that torch compiles, and Liger's patch."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from small_models import placed
+from torch import Tensor
+from torch.optim import AdamW
+from transformers import PreTrainedModel
+
+from flexrlhf.config.spec import ModelSpec, OptimizerSpec
+from flexrlhf.engines.kernels import compile_layers, use_kernels
+from flexrlhf.engines.models import load_model
+from flexrlhf.engines.optimizers import make_optimizer, optimizer_moments
+
+
+def logits_of(model: PreTrainedModel) -> Tensor:
+    tokens = torch.arange(24).view(2, 12) % 16
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 5:]
+
+
+def test_attention_is_chosen_at_load_and_gives_the_same_numbers() -> None:
+    plain, eager = load_model(placed(), 3), load_model(placed(attention="eager"), 3)
+    assert (plain.config._attn_implementation, eager.config._attn_implementation) == ("sdpa", "eager")
+    assert torch.allclose(logits_of(plain), logits_of(eager), atol=1e-5)
+
+
+def test_compiled_layers_keep_their_names_and_numbers() -> None:
+    """By dynamo without code for a device, which a CPU's compiler would make within minutes."""
+    plain, compiled = load_model(placed(), 3), load_model(placed(), 3)
+    compile_layers(compiled, backend="eager")
+    assert list(plain.state_dict()) == list(compiled.state_dict())
+    found, expected = logits_of(compiled), logits_of(plain)
+    assert torch.allclose(found, expected, atol=1e-6)
+    for logits in (found, expected):
+        logits.square().sum().backward()
+    for (name, one), two in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None and torch.allclose(one.grad, two.grad, atol=1e-5), name
+
+
+def test_liger_changes_the_models_that_ask_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger itself needs a GPU; what is called here is a library of its interface, which patches as it does."""
+    model, calls = load_model(placed(), 3), []
+    family = sys.modules[type(model).__module__]
+    before = dict(vars(family))
+
+    def patch(model: PreTrainedModel, **kernels: Any) -> None:
+        calls.append(kernels)
+        vars(family)["LlamaRMSNorm"] = torch.nn.LayerNorm
+
+    package, library = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
+    vars(library)["_apply_liger_kernel_to_instance"] = patch
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", library)
+    use_kernels(model, ModelSpec())
+    assert not calls
+    use_kernels(model, ModelSpec(liger=True))
+    assert calls == [
+        {"rope": False, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    ]
+    assert vars(family) == before
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_the_fused_optimizer_steps_as_torchs_plain_one(name: str) -> None:
+    settings = OptimizerSpec(name=name, learning_rate=1e-2, weight_decay=0.1)
+    torch.manual_seed(0)
+    start = [torch.randn(7, 5), torch.randn(0), torch.randn(33)]
+    ours, theirs = ([tensor.clone().requires_grad_() for tensor in start] for _ in range(2))
+    made = make_optimizer(settings, ours)
+    assert made.defaults["fused"]
+    plain = (AdamW if name == "adamw" else torch.optim.Adam)(
+        theirs, lr=1e-2, betas=settings.betas, eps=settings.eps, weight_decay=0.1, foreach=False, fused=False
+    )
+    for _ in range(3):
+        for one, two in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            two.grad = one.grad.clone()
+        made.step()
+        plain.step()
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, two, rtol=1e-6, atol=1e-7)
+        for moment, values in optimizer_moments(settings, made, one).items():
+            assert torch.allclose(values, plain.state[two][moment], rtol=1e-6, atol=1e-7)
