@@ -26,6 +26,7 @@ class Scale:
     samples:    of a prompt, for GRPO
     prompt:     tokens
     response:   tokens, at most
+    micro:      tokens of a pass: PPO of 1.5 B then fits 80 GB
     steps:      of a run, of which the first is not counted
     seconds:    for everything
     """
@@ -37,6 +38,7 @@ class Scale:
     samples: int
     prompt: int
     response: int
+    micro: int
     steps: int
     seconds: float
 
@@ -60,6 +62,7 @@ ON_GPU = Scale(
     samples=4,
     prompt=256,
     response=128,
+    micro=2048,
     steps=4,
     seconds=520,
 )
@@ -72,6 +75,7 @@ ON_CPU = Scale(
     samples=4,
     prompt=32,
     response=24,
+    micro=2048,
     steps=4,
     seconds=420,
 )

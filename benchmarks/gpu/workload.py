@@ -30,7 +30,7 @@ def write_data(directory: Path, scale: Scale) -> None:
 def run_config(name: str, directory: Path, scale: Scale, model: dict[str, Any], device: str, **rest: Any) -> Path:
     """Write the YAML of a run and return its path. ``name`` begins with that of its algorithm."""
     algorithm = name.partition("-")[0]
-    settings = {"init": deepcopy(model), "dtype": scale.dtype}
+    settings = {"init": deepcopy(model), "dtype": scale.dtype, "micro_batch_tokens": scale.micro}
     many = {"samples_per_prompt": scale.samples} if algorithm == "grpo" else {}
     rows = scale.prompts if algorithm == "grpo" else scale.prompts * scale.samples
     raw = {
