@@ -7,7 +7,7 @@ A parameter that the files contain is a placeholder: of its shape and type, on t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle
-from flexrlhf.engines.weight_files import TORCH_TYPES, read_part
+from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import BASE
@@ -33,11 +33,13 @@ class Skeleton:
     model:   with placeholders for the parameters that ``stored`` names.
     stored:  tensors in files by parameter; none: the model has been loaded whole.
     parts:   part of every parameter on this rank.
+    reader:  of the files.
     """
 
     model: PreTrainedModel
     stored: Mapping[str, StoredTensor]
     parts: Mapping[str, Part]
+    reader: PartReader = field(default_factory=PartReader)
 
     def replace_placeholders(self, make: Callable[[nn.Parameter], Tensor]) -> None:
         """Replace the numbers of each placeholder by what ``make`` returns for it."""
@@ -47,7 +49,7 @@ class Skeleton:
 
     def read(self, name: str, target: Tensor) -> None:
         """Read this rank's part of a parameter into ``target``, in its type."""
-        read_part(self.stored[name], self.parts[name], target)
+        self.reader.read(self.stored[name], self.parts[name], target)
 
 
 def make_skeleton(context: EngineContext) -> Skeleton:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from flexrlhf.engines.weight_files import TORCH_TYPES, read_part
+from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
 from flexrlhf.weights.adapter_files import SAVED_HEAD, WEIGHTS, has_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, stored_tensors
 from flexrlhf.weights.shards import whole
@@ -54,7 +54,7 @@ def saved_value_head(directory: str) -> Tensor | None:
     if stored is None:
         return None
     weight = torch.empty(stored.shape, dtype=TORCH_TYPES[stored.dtype])
-    read_part(stored, whole(stored.shape), weight)
+    PartReader().read(stored, whole(stored.shape), weight)
     return weight
 
 

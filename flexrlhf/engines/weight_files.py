@@ -20,66 +20,73 @@ TORCH_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat1
 """Types of weights by their names in files."""
 
 
-@torch.no_grad()
-def read_part(stored: StoredTensor, part: Part, target: Tensor) -> int:
-    """Read ``part`` of a stored tensor into ``target``, of as many elements and any type and device.
+class PartReader:
+    """Reader of parts of tensors; one buffer serves all of them, so that nothing but the parts stays allocated."""
 
-    Returns the bytes that were read: those of the part, and whole rows where the part has some columns of them.
-    """
-    vector, row = target.view(-1), math.prod(part.shape[1:])
-    inner = part.box[1:]
-    is_contiguous = all(side == range(size) for side, size in zip(inner, part.shape[1:], strict=True))
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            if is_contiguous:
-                return _read_range(file, stored, _elements(part, row), vector)
-            assert part.flat is None, "ranges are of whole tensors: ZeRO splits no dim"
-            return _read_columns(file, stored, part, vector)
-    except OSError as error:
-        raise UserError(f"{stored.file}: cannot be read ({error.strerror or error})") from None
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def read(self, stored: StoredTensor, part: Part, target: Tensor) -> int:
+        """Read ``part`` of a stored tensor into ``target``, of as many elements and any type and device.
+
+        Returns the bytes that were read: those of the part, and whole rows where the part has some columns of them.
+        """
+        vector, inner = target.view(-1), part.box[1:]
+        has_whole_rows = all(side == range(size) for side, size in zip(inner, part.shape[1:], strict=True))
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                if has_whole_rows:
+                    return self._read_range(file, stored, _elements(part), vector)
+                assert part.flat is None, "ranges are of whole tensors: ZeRO splits no dim"
+                return self._read_columns(file, stored, part, vector)
+        except OSError as error:
+            raise UserError(f"{stored.file}: cannot be read ({error.strerror or error})") from None
+
+    def _read_range(self, file: FileIO, stored: StoredTensor, elements: range, target: Tensor) -> int:
+        """Read a range of the flattened tensor into a vector."""
+        item = TORCH_TYPES[stored.dtype].itemsize
+        for block in _blocks(elements, BLOCK_BYTES // item):
+            start = block.start - elements.start
+            target[start : start + len(block)].copy_(self._numbers(file, stored, block))
+        return len(elements) * item
+
+    def _read_columns(self, file: FileIO, stored: StoredTensor, part: Part, target: Tensor) -> int:
+        """Read rows of a tensor and copy the part's columns of each into a vector."""
+        row, item = math.prod(part.shape[1:]), TORCH_TYPES[stored.dtype].itemsize
+        rows, inner = part.box[0], tuple(slice(side.start, side.stop) for side in part.box[1:])
+        values = target.view([len(side) for side in part.box])
+        for block in _blocks(rows, BLOCK_BYTES // (row * item)):
+            numbers = self._numbers(file, stored, range(block.start * row, block.stop * row))
+            start = block.start - rows.start
+            read = numbers.view(len(block), *part.shape[1:])
+            values[start : start + len(block)].copy_(read[(slice(None), *inner)])
+        return len(rows) * row * item
+
+    def _numbers(self, file: FileIO, stored: StoredTensor, elements: range) -> Tensor:
+        """Return a range of the flattened tensor as a vector of the file's type, in the buffer."""
+        dtype = TORCH_TYPES[stored.dtype]
+        size = len(elements) * dtype.itemsize
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        view = self._buffer[:size].numpy().data
+        file.seek(stored.start + elements.start * dtype.itemsize)
+        while view.nbytes:
+            count = file.readinto(view)
+            if not count:
+                raise UserError(f"{stored.file}: ends before its last tensor; copy it again")
+            view = view[count:]
+        return self._buffer[:size].view(dtype)
 
 
-def _elements(part: Part, row: int) -> range:
-    """Return the elements of the flattened tensor that ``part`` is, which has whole rows of ``row`` elements."""
-    first = part.box[0].start * row if part.box else 0
+def _elements(part: Part) -> range:
+    """Return the elements of the flattened tensor that ``part`` is, which has whole rows."""
+    first = part.box[0].start * math.prod(part.shape[1:]) if part.box else 0
     inside = range(part.num_elements) if part.flat is None else part.flat
     return range(first + inside.start, first + inside.stop)
 
 
-def _read_range(file: FileIO, stored: StoredTensor, elements: range, target: Tensor) -> int:
-    """Read a range of the flattened tensor into a vector."""
-    item = TORCH_TYPES[stored.dtype].itemsize
-    for block in _blocks(elements, BLOCK_BYTES // item):
-        start = block.start - elements.start
-        target[start : start + len(block)].copy_(_numbers(file, stored, block))
-    return len(elements) * item
-
-
-def _read_columns(file: FileIO, stored: StoredTensor, part: Part, target: Tensor) -> int:
-    """Read rows of a tensor and copy the part's columns of each into a vector."""
-    row, item = math.prod(part.shape[1:]), TORCH_TYPES[stored.dtype].itemsize
-    rows, inner = part.box[0], tuple(slice(side.start, side.stop) for side in part.box[1:])
-    values = target.view([len(side) for side in part.box])
-    for block in _blocks(rows, max(1, BLOCK_BYTES // (row * item))):
-        read = _numbers(file, stored, range(block.start * row, block.stop * row)).view(len(block), *part.shape[1:])
-        start = block.start - rows.start
-        values[start : start + len(block)].copy_(read[(slice(None), *inner)])
-    return len(rows) * row * item
-
-
 def _blocks(whole: range, size: int) -> Iterator[range]:
-    for start in range(whole.start, whole.stop, size):
-        yield range(start, min(start + size, whole.stop))
-
-
-def _numbers(file: FileIO, stored: StoredTensor, elements: range) -> Tensor:
-    """Return a range of the flattened tensor as a vector of the file's type."""
-    vector = torch.empty(len(elements), dtype=TORCH_TYPES[stored.dtype])
-    view = vector.view(torch.uint8).numpy().data
-    file.seek(stored.start + elements.start * vector.itemsize)
-    while view.nbytes:
-        count = file.readinto(view)
-        if not count:
-            raise UserError(f"{stored.file}: ends before its last tensor; copy it again")
-        view = view[count:]
-    return vector
+    """Split a range into parts of ``size``, at least 1."""
+    for start in range(whole.start, whole.stop, max(1, size)):
+        yield range(start, min(start + max(1, size), whole.stop))

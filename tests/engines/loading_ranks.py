@@ -23,10 +23,10 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import cut
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import LoraSpec, ModelSpec
-from flexrlhf.engines import skeletons
 from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext
 from flexrlhf.engines.factory import make_engine
 from flexrlhf.engines.models import load_model
+from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.execution.model_pieces import part_of
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
@@ -75,13 +75,13 @@ def context_of(name: str, model: PlacedModel, world: World, groups: Groups) -> E
 def counted_reads() -> Iterator[list[int]]:
     """Bytes of every read of a tensor."""
     counts: list[int] = []
-    plain = skeletons.read_part
+    plain = PartReader.read
 
     def counting(*arguments: Any) -> int:
         counts.append(plain(*arguments))
         return counts[-1]
 
-    with patch.object(skeletons, "read_part", counting):
+    with patch.object(PartReader, "read", counting):
         yield counts
 
 
