@@ -21,6 +21,9 @@ class GrowingLayer(DynamicLayer):
     limit: columns that it has at most.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
