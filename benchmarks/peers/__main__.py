@@ -17,9 +17,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.peers.speed.comparison import HEADER, Options, compare
+from benchmarks.peers.speed.comparison import HEADER, RunOptions, compare
 from benchmarks.peers.speed.trl_steps import make_environment, python_of
-from benchmarks.peers.speed.workloads import Workload, workloads
+from benchmarks.peers.speed.workloads import PeerWorkload, workloads
 
 
 def arguments() -> argparse.Namespace:
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen(options: argparse.Namespace) -> list[Workload]:
+def chosen(options: argparse.Namespace) -> list[PeerWorkload]:
     """Return the workloads to run; print which are left out."""
     wanted = [
         replace(one, dtype=dtype, rows=options.rows or one.rows)
@@ -53,7 +53,7 @@ def chosen(options: argparse.Namespace) -> list[Workload]:
     return [one for one in wanted if not missing(one, options)]
 
 
-def missing(workload: Workload, options: argparse.Namespace) -> str:
+def missing(workload: PeerWorkload, options: argparse.Namespace) -> str:
     """Return the options that a workload lacks."""
     needs = {"--data": workload.texts == "dialogues", "--model": workload.model is None}
     given = {"--data": options.data, "--model": options.model}
@@ -66,7 +66,7 @@ def main() -> None:
         return make_environment(options.environment)
     if not python_of(options.environment).exists():
         raise SystemExit(f"{options.environment} is no virtual environment: run with --make-environment first")
-    settings = Options(options.environment, options.steps, options.rounds, options.data, options.model)
+    settings = RunOptions(options.environment, options.steps, options.rounds, options.data, options.model)
     work = chosen(options)
     print(HEADER)
     results = []

@@ -10,11 +10,11 @@ from typing import Any
 
 from benchmarks.peers.speed import flexrlhf_steps, trl_steps
 from benchmarks.peers.speed.files import write_files
-from benchmarks.peers.speed.workloads import Job, Workload
+from benchmarks.peers.speed.workloads import PeerJob, PeerWorkload
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """Settings of the command line.
 
     environment: virtual environment of TRL
@@ -32,7 +32,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Result:
+class StepSeconds:
     """Seconds of every measured step.
 
     workload: what was computed
@@ -40,7 +40,7 @@ class Result:
     trl:      by TRL, of all runs
     """
 
-    workload: Workload
+    workload: PeerWorkload
     flexrlhf: list[float]
     trl: list[float]
 
@@ -71,14 +71,14 @@ HEADER = f"{'':<24} {'flexrlhf':>11} {'TRL':>11} {'tokens/s':>9} {'of TRL':>9} {
 """Median seconds of a step, generated tokens a second of both, and how many times faster flexrlhf is."""
 
 
-def compare(workload: Workload, options: Options) -> Result:
+def compare(workload: PeerWorkload, options: RunOptions) -> StepSeconds:
     """Run both sides ``rounds`` times, one after the other."""
     ours: list[float] = []
     theirs: list[float] = []
     with TemporaryDirectory() as name:
-        files = Job(workload, Path(name), options.steps + 1)
+        files = PeerJob(workload, Path(name), options.steps + 1)
         write_files(files, options.data, options.model)
         for number in range(options.rounds):
             ours += flexrlhf_steps.seconds(files, f"round-{number}")
             theirs += trl_steps.seconds(files, options.environment)
-    return Result(workload, ours, theirs)
+    return StepSeconds(workload, ours, theirs)

@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from benchmarks.peers.messages import Message, read_dialogues
-from benchmarks.peers.speed.workloads import Job, Workload
+from benchmarks.peers.speed.workloads import PeerJob, PeerWorkload
 
 SEED = 0
 PAD, END = "<pad>", "<end>"
 
 
-def write_files(job: Job, data: Path | None, model: Path | None) -> None:
+def write_files(job: PeerJob, data: Path | None, model: Path | None) -> None:
     """Write what ``job`` reads.
 
     data:   directory of hh_pairs.jsonl.gz, for dialogues
@@ -45,7 +45,7 @@ def _given(path: Path | None, option: str) -> Path:
     return path
 
 
-def _words(workload: Workload, steps: int) -> list[str]:
+def _words(workload: PeerWorkload, steps: int) -> list[str]:
     """Return prompts of words at random, each of which is one token."""
     assert workload.model is not None, "a pretrained model has a tokenizer of its own"
     generator = random.Random(SEED)
@@ -75,7 +75,7 @@ def _pretrained_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _tokenizer(job: Job, texts: list[str]) -> PreTrainedTokenizerBase:
+def _tokenizer(job: PeerJob, texts: list[str]) -> PreTrainedTokenizerBase:
     """Return a tokenizer of the workload's vocabulary: of words, or trained on the dialogues."""
     assert job.workload.model is not None
     size = job.workload.model["vocab_size"]
@@ -92,7 +92,7 @@ def _tokenizer(job: Job, texts: list[str]) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, eos_token=END)
 
 
-def _write_models(job: Job, model: Path | None, tokenizer: PreTrainedTokenizerBase) -> None:
+def _write_models(job: PeerJob, model: Path | None, tokenizer: PreTrainedTokenizerBase) -> None:
     torch.manual_seed(SEED)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     policy, scored = job.directory / "policy", job.directory / "scored"
@@ -110,14 +110,14 @@ def _write_models(job: Job, model: Path | None, tokenizer: PreTrainedTokenizerBa
         tokenizer.save_pretrained(directory)
 
 
-def _write_prompts(job: Job, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+def _write_prompts(job: PeerJob, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
     fitting = [text for text in texts if len(tokenizer(text)["input_ids"]) <= job.workload.prompt]
     needed = job.workload.prompts * job.steps
     rows = [fitting[number % len(fitting)] for number in range(needed)]
     (job.directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
 
 
-def read_prompts(job: Job) -> list[str]:
+def read_prompts(job: PeerJob) -> list[str]:
     """Return the prompts of ``job``, in the order of the steps."""
     lines = (job.directory / "prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines]

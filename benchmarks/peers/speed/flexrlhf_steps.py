@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 import yaml
 
+from benchmarks.peers.speed.child import run_quietly
 from benchmarks.peers.speed.settings import KL, LEARNING_RATE
-from benchmarks.peers.speed.workloads import RANKS, Job
+from benchmarks.peers.speed.workloads import RANKS, PeerJob
 
 
-def spec_of(job: Job, name: str) -> dict[str, Any]:
+def spec_of(job: PeerJob, name: str) -> dict[str, Any]:
     """Return the YAML of ``job``: everything that the workload leaves open has its default."""
     work = job.workload
     optimizer = {"learning_rate": LEARNING_RATE, "max_grad_norm": None if work.algorithm == "ppo" else 1.0}
@@ -51,12 +51,11 @@ def spec_of(job: Job, name: str) -> dict[str, Any]:
     }
 
 
-def seconds(job: Job, name: str) -> list[float]:
+def seconds(job: PeerJob, name: str) -> list[float]:
     """Return the seconds of each step behind the first, of a run of that name."""
     config = job.directory / "flexrlhf.yaml"
     config.write_text(yaml.safe_dump(spec_of(job, name)))
     command = [sys.executable, "-m", "flexrlhf.cli", "run", str(config)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    run_quietly(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, job.directory / "flexrlhf.log")
     lines = (job.directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["seconds"] for line in lines][1:]

@@ -26,7 +26,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 from benchmarks.peers.speed.files import read_prompts
 from benchmarks.peers.speed.scores import variety_of_completions
 from benchmarks.peers.speed.settings import KL, LEARNING_RATE
-from benchmarks.peers.speed.workloads import RANKS, Job, Workload
+from benchmarks.peers.speed.workloads import RANKS, PeerJob, PeerWorkload
 
 
 class StepTimes(TrainerCallback):
@@ -46,7 +46,7 @@ class StepTimes(TrainerCallback):
         return [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
 
 
-def common(job: Job) -> dict[str, Any]:
+def common(job: PeerJob) -> dict[str, Any]:
     """Settings of both trainers."""
     return {
         "output_dir": str(job.directory / "trl"),
@@ -64,7 +64,7 @@ def common(job: Job) -> dict[str, Any]:
     }
 
 
-def ppo(job: Job, times: StepTimes) -> Any:
+def ppo(job: PeerJob, times: StepTimes) -> Any:
     """Return TRL's PPO: a rank's rows are one batch of its trainer, since it counts mini-batches within batches."""
     local = job.workload.rows // RANKS
     tokenizer = AutoTokenizer.from_pretrained(job.directory / "policy")
@@ -102,7 +102,7 @@ def ppo(job: Job, times: StepTimes) -> Any:
     return trainer
 
 
-def grpo(job: Job, times: StepTimes) -> Any:
+def grpo(job: PeerJob, times: StepTimes) -> Any:
     """Return TRL's GRPO: one generation, then as many updates as there are mini-batches."""
     work = job.workload
     settings = GRPOConfig(
@@ -126,10 +126,10 @@ def grpo(job: Job, times: StepTimes) -> Any:
     )
 
 
-def job_of(path: Path) -> Job:
+def job_of(path: Path) -> PeerJob:
     """Read what ``trl_steps`` has written."""
     fields = json.loads(path.read_text())
-    return Job(Workload(**fields["workload"]), Path(fields["directory"]), fields["steps"])
+    return PeerJob(PeerWorkload(**fields["workload"]), Path(fields["directory"]), fields["steps"])
 
 
 def main() -> None:

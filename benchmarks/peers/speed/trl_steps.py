@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.peers.speed.workloads import RANKS, Job
+from benchmarks.peers.speed.child import run_quietly
+from benchmarks.peers.speed.workloads import RANKS, PeerJob
 
 PACKAGES = ("trl==1.9.0", "datasets>=5,<6")
 ROOT = Path(__file__).parents[3]
@@ -33,18 +33,14 @@ def make_environment(environment: Path) -> None:
     subprocess.run([python_of(environment), "-m", "pip", "install", *PACKAGES], check=True)
 
 
-def seconds(job: Job, environment: Path) -> list[float]:
+def seconds(job: PeerJob, environment: Path) -> list[float]:
     """Return the seconds of each step behind the first."""
     path = job.directory / "trl.json"
     fields = {"workload": asdict(job.workload), "directory": str(job.directory), "steps": job.steps}
     path.write_text(json.dumps(fields))
     module = ["-m", "benchmarks.peers.speed.trl_rank", str(path)]
     command = [str(python_of(environment)), "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run(
-        [*command, f"--nproc-per-node={RANKS}", *module],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"},
-    )
+    environment_of_ranks = {"PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    run_quietly([*command, f"--nproc-per-node={RANKS}", *module], environment_of_ranks, job.directory / "trl.log")
     result: list[float] = json.loads(path.with_suffix(".seconds").read_text())
     return result

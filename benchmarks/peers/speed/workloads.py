@@ -30,7 +30,7 @@ MEDIUM = SMALL | {
 
 
 @dataclass(frozen=True)
-class Workload:
+class PeerWorkload:
     """One comparison.
 
     name:         of the workload, without the algorithm
@@ -70,13 +70,13 @@ class Workload:
         return f"{self.algorithm} {self.name}" + (" bfloat16" if self.dtype == "bfloat16" else "")
 
 
-def workloads() -> tuple[Workload, ...]:
+def workloads() -> tuple[PeerWorkload, ...]:
     """Return all workloads, in float32."""
     plain = [
-        Workload("fixed-3M", "ppo", SMALL, "words", 64, 64, 64, 4),
-        Workload("fixed-19M", "ppo", MEDIUM, "words", 64, 64, 32, 2),
-        Workload("hh-19M", "ppo", MEDIUM, "dialogues", 384, 40, 32, 2),
-        Workload("hh-135M", "ppo", None, "dialogues", 384, 40, 8, 1),
+        PeerWorkload("fixed-3M", "ppo", SMALL, "words", 64, 64, 64, 4),
+        PeerWorkload("fixed-19M", "ppo", MEDIUM, "words", 64, 64, 32, 2),
+        PeerWorkload("hh-19M", "ppo", MEDIUM, "dialogues", 384, 40, 32, 2),
+        PeerWorkload("hh-135M", "ppo", None, "dialogues", 384, 40, 8, 1),
     ]
     groups = {"fixed-3M": 2, "fixed-19M": 2, "hh-19M": 2, "hh-135M": 1}
     of_groups = [
@@ -87,7 +87,7 @@ def workloads() -> tuple[Workload, ...]:
 
 
 @dataclass(frozen=True)
-class Job:
+class PeerJob:
     """One workload with its files, as a trainer reads it.
 
     workload:  what is computed
@@ -96,6 +96,6 @@ class Job:
     steps:     of a run, the first of which is a warm-up
     """
 
-    workload: Workload
+    workload: PeerWorkload
     directory: Path
     steps: int
