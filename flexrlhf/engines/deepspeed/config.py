@@ -100,7 +100,6 @@ def _check_known(where: str, section: Mapping[str, Any], known: frozenset[str]) 
 
 
 _OTHER_PARTITIONS = (
-    "mics_shard_size",
     "zero_hpz_partition_size",
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
