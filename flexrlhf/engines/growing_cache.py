@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-BLOCK_COLUMNS = 64
-"""Columns by which the space of a layer grows."""
+from flexrlhf.memory.activations import CACHE_COLUMNS
 
 
 class GrowingLayer(DynamicLayer):
@@ -43,7 +42,7 @@ class GrowingLayer(DynamicLayer):
         end = first + new.shape[-2]
         space = self._spaces.get(name)
         if space is None or space.shape[-2] < end:
-            columns = max(end, min(self._limit, end + BLOCK_COLUMNS))
+            columns = max(end, min(self._limit, end + CACHE_COLUMNS))
             space = new.new_empty(*new.shape[:-2], columns, new.shape[-1])
             if first:
                 space[..., :first, :] = filled

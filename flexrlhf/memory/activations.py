@@ -25,6 +25,8 @@ CACHE = "KV cache"
 NOISE_BYTES = 34
 """Bytes per row and vocabulary entry while one token is sampled with top-p, which sorts float32 next to float64 logits.
 Without it, hash and noise need 24."""
+CACHE_COLUMNS = 64
+"""Columns by which the space of a KV cache grows."""
 PLACE_BYTES = 48
 """Bytes per token of a packed row: its id, position, text and prompt, and the places at which a text is read."""
 
@@ -119,7 +121,8 @@ class Blocks:
         logits.
         """
         cache = rows * self.kv_bytes_per_token()
-        prefill = self.forward_bytes(rows * prompt, prompt) - cache * response
+        # the cache grows by so many columns at a time, the first of them for the prompt and what follows it
+        prefill = self.forward_bytes(rows * prompt, prompt) - cache * max(0, response - CACHE_COLUMNS)
         activations = max(prefill, self._attention_over_cache(rows, prompt + response))
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
         return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}

@@ -19,11 +19,12 @@ from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
-from flexrlhf.engines.growing_cache import BLOCK_COLUMNS, growing_cache
+from flexrlhf.engines.growing_cache import growing_cache
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.stop_strings import completes_stop
+from flexrlhf.memory.activations import CACHE_COLUMNS
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS, NUM_ROWS, VOCABULARY = Lengths(prompt=7, response=12), 20, 32
@@ -314,7 +315,7 @@ def test_samples_of_one_prompt_read_it_once(prompts: Batch, kind: str, rows_toge
 
 def test_columns_of_the_cache_are_appended_in_place(model: PreTrainedModel) -> None:
     """Space grows by blocks up to the limit; reordered rows are copies that grow by themselves."""
-    limit = BLOCK_COLUMNS + 9
+    limit = CACHE_COLUMNS + 9
     ours, plain = growing_cache(model.config, limit), DynamicCache(config=model.config)
     generator = torch.Generator().manual_seed(0)
     order = torch.tensor([2, 0, 0, 1, 2])
