@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from flexrlhf.weights.model_files import INDEX, SINGLE
+from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SINGLE
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of weights in a file, unless one tensor has more; that of transformers."""
@@ -80,7 +80,9 @@ class ModelFiles:
             file, expected = self._pending.pop(0)
             assert name == expected, f"{name} is written before {expected}"
             with _named_errors(self._directory / file):
-                self._stream(file).write(_bytes(tensors[name], self._forms[name]))
+                stream = self._stream(file)
+                for block in _blocks(tensors[name], self._forms[name]):
+                    stream.write(block)
 
     def close(self, is_complete: bool = True) -> None:
         """Close the last file, and write the index of several."""
@@ -131,8 +133,9 @@ def _header(forms: Forms) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(tensor: Tensor, form: TensorForm) -> memoryview:
-    """Return the numbers of ``tensor``, which is copied where it is not in host memory already."""
+def _blocks(tensor: Tensor, form: TensorForm) -> Iterator[memoryview]:
+    """Yield the numbers of ``tensor``, part by part as copies: weights that numpy has a view of cannot be offloaded."""
     values = tensor.detach().cpu().contiguous()
     assert (tuple(values.shape), values.dtype) == (form.shape, form.dtype), f"{tensor.shape} {tensor.dtype}"
-    return values.view(-1).view(torch.uint8).numpy().data
+    for block in torch.split(values.view(-1).view(torch.uint8), BLOCK_BYTES):
+        yield block.clone().numpy().data

@@ -23,13 +23,15 @@ LAYOUTS = {
 
 
 def batch_of(groups: list[TextGroup]) -> Batch:
-    """Rows with texts of these lengths, as a rollout leaves them."""
+    """Rows with texts of these lengths, of which no two are the same, as a rollout leaves them."""
     samples = len(groups[0].responses)
     mask = torch.zeros(len(groups) * samples, LONGEST.total, dtype=torch.uint8)
     for row in range(len(mask)):
         group = groups[row // samples]
         mask[row, LONGEST.prompt - group.prompt : LONGEST.prompt + group.responses[row % samples]] = 1
-    columns = {"tokens": torch.ones_like(mask, dtype=torch.int32), "attention_mask": mask}
+    tokens = torch.ones_like(mask, dtype=torch.int32)
+    tokens[:, LONGEST.prompt :] += torch.arange(len(mask), dtype=torch.int32)[:, None]
+    columns = {"tokens": tokens, "attention_mask": mask}
     return Batch(columns, torch.arange(len(mask)), samples)
 
 

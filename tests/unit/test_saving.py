@@ -44,6 +44,13 @@ def test_a_small_model_is_the_file_that_safetensors_writes(dtype: torch.dtype, t
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_weights_can_be_offloaded_after_they_were_written(tmp_path: Path) -> None:
+    """numpy keeps the memory of a tensor that it has a view of from being freed."""
+    weights = tensors()
+    ModelFiles(tmp_path, forms_of(weights)).write(weights)
+    assert all(weight.untyped_storage().resizable() for weight in weights.values())
+
+
 def test_shards_have_at_most_their_size_and_an_index(tmp_path: Path) -> None:
     weights = tensors()
     files = ModelFiles(tmp_path, forms_of(weights), shard_bytes=50)
