@@ -80,8 +80,8 @@ def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]
     for name, each in runs.items():
         print(f"\n{name}, medians over the runs")
         for label in [line.label for line in each[0].lines]:
-            same = [line.seconds for run in each for line in run.lines if line.label == label]
-            measured, predicted = 1e3 * median(pair.measured for pair in same), 1e3 * same[0].predicted
+            pairs = [line.seconds for run in each for line in run.lines if line.label == label]
+            measured, predicted = 1e3 * median(pair.measured for pair in pairs), 1e3 * pairs[0].predicted
             if measured > 1:
                 print(f"  {label:<34} {predicted:>7.1f} {measured:>7.1f} ms {predicted / measured - 1:>+7.0%}")
 
