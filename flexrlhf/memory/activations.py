@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from flexrlhf.weights.shapes import Sizes
 
 CACHE = "KV cache"
-NOISE_BYTES = 34
+NOISE_BYTES = 35
 """Bytes per row and vocabulary entry while one token is sampled with top-p, which sorts float32 next to float64 logits.
 Without it, hash and noise need 24."""
 CACHE_COLUMNS = 64
