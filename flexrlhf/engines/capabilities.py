@@ -235,10 +235,17 @@ def _check_family(model: PlacedModel, shape: ModelShape | None) -> None:
         )
 
 
+def _other_family(shape: ModelShape | None) -> str | None:
+    """Return the family of a model that is not built as Llama is; None of one that is."""
+    if shape is None or shape.sizes is None:
+        return "an unknown family"
+    return None if shape.sizes.family in LLAMA_LIKE else shape.sizes.family
+
+
 def _check_liger(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for Liger's kernels of a family that is not among those checked here."""
-    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
-        found = "an unknown family" if shape is None or shape.sizes is None else shape.sizes.family
+    found = _other_family(shape)
+    if found is not None:
         raise UserError(
             f"{model.key('liger')}: only {', '.join(LLAMA_LIKE)} models have these kernels here, found {found}; "
             f"use false"
@@ -247,8 +254,8 @@ def _check_liger(model: PlacedModel, shape: ModelShape | None) -> None:
 
 def _check_shared_trunk(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for policy and values on one trunk of a family whose language head may do more than multiply."""
-    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
-        found = "an unknown family" if shape is None or shape.sizes is None else shape.sizes.family
+    found = _other_family(shape)
+    if found is not None:
         raise UserError(
             f"models.{model.role}: only {', '.join(LLAMA_LIKE)} models can share a trunk between policy and values, "
             f"found {found}; use one of these, or a separate critic"
