@@ -262,16 +262,16 @@ def print_table(parameters: float, numbers: Sequence[int], limit: float, rows: s
     for case in [case for case in CASES if rows in case.name]:
         for ranks in numbers:
             cells: dict[bool, tuple[str, str]] = {}
-            part = 0
+            part = "-"
             for whole in (True, False):
                 need = case.stored_bytes(count, ranks) + (4 * count * ranks if whole else 0)
                 if need > limit:
                     cells[whole] = ("-", "-")
                     continue
                 found = measured(case, ranks, whole, directory)
-                part = max(each["stored"] for each in found)
+                part = f"{max(each['stored'] for each in found) / 1e9:.2f}"
                 cells[whole] = tuple(f"{max(each[key] for each in found) / 1e9:.2f}" for key in ("loading", "saving"))
-            row = [case.name, str(ranks), f"{part / 1e9:.2f}"]
+            row = [case.name, str(ranks), part]
             row += [cells[whole][place] for place in (0, 1) for whole in (True, False)]
             print(f"| {' | '.join(row)} |", flush=True)
 
