@@ -128,7 +128,9 @@ class ModelSpec(StrictModel):
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(8192, ge=1, description="computed tokens of one forward or backward pass")
     pack_texts: bool = Field(True, description="several texts in one row of a pass, where the model's attention can")
-    share_prompts: bool = Field(True, description="samples of one prompt share one copy of it, with pack_texts")
+    share_prompts: bool = Field(
+        True, description="samples of one prompt share one copy of it: in generation, and with pack_texts in passes"
+    )
     generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
     logits_mb: float = Field(
         64.0, gt=0, description="MB of float32 logits that exist at a time while log-probs are computed"

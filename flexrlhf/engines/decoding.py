@@ -77,11 +77,17 @@ class _DecodingRows:
 
 
 class Decoding:
-    """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model."""
+    """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model.
 
-    def __init__(self, model: PreTrainedModel, batch: Batch, sampling: Sampling, max_tokens: int) -> None:
+    ``share_prompts``: whether samples of one prompt read it once.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, batch: Batch, sampling: Sampling, max_tokens: int, share_prompts: bool = True
+    ) -> None:
         assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
         self._model, self._batch, self._sampling = model, batch, sampling
+        self._shares = share_prompts and batch.samples_per_prompt > 1
         device = batch.rows.device
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(len(batch), max_tokens, dtype=torch.int64, device=device)
@@ -128,7 +134,7 @@ class Decoding:
         mask, tokens = mask[:, first:], self._batch["prompts"][places, first:].long()
         cache = growing_cache(self._model.config, mask.shape[1] + self._tokens.shape[1])
         ended, prompts = torch.zeros_like(places, dtype=torch.bool), None
-        if self._batch.samples_per_prompt > 1:
+        if self._shares:
             distinct, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
             tokens, mask = distinct.unbind(1)
         return _DecodingRows(places, tokens, mask, ended, cache, prompts)

@@ -57,7 +57,7 @@ class Passes:
     @torch.no_grad()
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Sample responses, as ``Engine.generate``."""
-        decoding = Decoding(self.model, batch, sampling, self.lengths.response)
+        decoding = Decoding(self.model, batch, sampling, self.lengths.response, self.settings.share_prompts)
         num_rows = max(1, self.settings.generate_tokens // (self.lengths.prompt + self.lengths.response))
         calls = decoding.calls(num_rows)
         busy = next(calls, False)

@@ -313,6 +313,17 @@ def test_samples_of_one_prompt_read_it_once(prompts: Batch, kind: str, rows_toge
     assert prefills == [len(groups[places].unique()) for places in longest_first.split(rows_together)]
 
 
+def test_samples_read_their_prompt_one_by_one_where_a_setting_says_so(model: PreTrainedModel, prompts: Batch) -> None:
+    columns = {name: column[:1].expand(6, -1) for name, column in prompts.columns.items()}
+    samples = Batch(columns, prompts.rows[:6], 6)
+    passes = passes_of(model)
+    shared = passes.generate(samples, PLAIN)
+    passes.settings = passes.settings.model_copy(update={"share_prompts": False})
+    with calls_of(model) as calls:
+        assert_same(passes.generate(samples, PLAIN), shared)
+    assert calls[0][0] == 6
+
+
 def test_columns_of_the_cache_are_appended_in_place(model: PreTrainedModel) -> None:
     """Space grows by blocks up to the limit; reordered rows are copies that grow by themselves."""
     limit = CACHE_COLUMNS + 9

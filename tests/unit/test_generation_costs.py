@@ -165,6 +165,17 @@ def test_answers_of_one_token_are_the_prefill() -> None:
     assert seconds_of(call, mesh) == first_tokens_of(call, mesh)
 
 
+def test_samples_of_a_prompt_read_it_once() -> None:
+    """Eight rows of a prompt cost what one costs, but for the engine's entry of each."""
+    mesh = mesh_of(tp=2)
+    together, one_each = call_of(rows=64, prompt_samples=8), call_of(rows=8)
+    parts, of_prompts = (dict(prefill_cost(call, mesh, DECODERS["vllm"]).parts) for call in (together, one_each))
+    entries = parts.pop("scheduler") - of_prompts.pop("scheduler")
+    assert parts == of_prompts
+    assert entries == pytest.approx(host_factor(mesh.device) * 56 * DECODERS["vllm"].entry_seconds)
+    assert seconds_of(together) < seconds_of(replace(together, prompt_samples=1))
+
+
 def test_launches_hide_behind_a_busy_device() -> None:
     mesh = mesh_of()
     small = one_step(call_of("transformers", model=SMALL), mesh, 1, 100)

@@ -128,6 +128,11 @@ def test_generation_is_a_prompt_and_a_step_for_every_further_token() -> None:
     assert seconds(call("generate", 16)) == pytest.approx(expected)
 
 
+def test_samples_of_a_prompt_read_it_once() -> None:
+    saved = seconds(call("generate", 16)) - seconds(call("generate", 16, prompt_samples=4))
+    assert saved == pytest.approx(0.05 * 12)
+
+
 def test_answers_that_end_early_save_time_but_not_all_of_it() -> None:
     alike, spread = call("generate", 16, responses=(10.0,)), call("generate", 16, responses=(2.0, 10.0))
     half = call("generate", 8, responses=(10.0,))

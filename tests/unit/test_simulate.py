@@ -371,6 +371,7 @@ def test_samples_share_their_prompt_in_passes() -> None:
     shared, apart = (asked(plan)["train_actor"][0][0] for plan in plans)
     assert (shared.computed_tokens, apart.computed_tokens) == (16 * 1024, 16 * 8 * 576)
     assert passes_of(shared) == (2, 8, 1024, 8 * 8 * 64)
+    assert [asked(plan)["generate"][0][0].prompts for plan in plans] == [16, 128]
 
 
 def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:

@@ -101,6 +101,7 @@ class Call:
     offload_optimizer:  whether the optimizer runs on the host
     cache_item:         bytes of one number of a key or value
     passes:             forward and training passes of texts of several lengths; None: ``micro_rows`` rows of ``width``
+    prompt_samples:     rows that a generation reads one prompt for
     """
 
     kind: CallKind
@@ -118,6 +119,12 @@ class Call:
     offload_optimizer: bool = False
     cache_item: int = 2
     passes: MeanPass | None = None
+    prompt_samples: int = 1
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that a generation reads."""
+        return -(-self.rows // self.prompt_samples)
 
     @property
     def mean_response(self) -> float:

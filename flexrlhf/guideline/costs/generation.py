@@ -34,12 +34,14 @@ def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: Deco
 
 def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the seconds of forward passes over all prompts, which yield the first token of every response."""
-    micro_rows = max(1, min(call.rows, int(PREFILL_TOKENS / max(call.prompt, 1.0))))
-    forward = replace(call, kind="forward", width=call.prompt, responses=(1.0,), micro_rows=micro_rows)
+    micro_rows = max(1, min(call.prompts, int(PREFILL_TOKENS / max(call.prompt, 1.0))))
+    forward = replace(
+        call, kind="forward", rows=call.prompts, width=call.prompt, responses=(1.0,), micro_rows=micro_rows
+    )
     parts = dict(forward_cost(forward, _unthrottled(mesh), profile.passes).parts)
     if mesh.tp > 1:
         parts["tensor parallel"] = _prefill_reduce_seconds(call, mesh, micro_rows)
-    passes, host = -(-call.rows // micro_rows), host_factor(mesh.device)
+    passes, host = -(-call.prompts // micro_rows), host_factor(mesh.device)
     parts["layers"] = passes * _layers_seconds(call, mesh, profile)
     parts["scheduler"] = host * (passes * profile.step_seconds + call.rows * profile.entry_seconds)
     return Cost(parts)
@@ -61,7 +63,7 @@ def _prefill_reduce_seconds(call: Call, mesh: Mesh, micro_rows: int) -> float:
     """Return the seconds of two all-reduces a layer; activations have 16 bits even where weights have eight."""
     message = ACTIVATION_BYTES * call.model.hidden * micro_rows * call.prompt
     once = all_reduce_seconds(message, mesh.tp, mesh.per_node, mesh.links)
-    return call.rows / micro_rows * 2 * call.model.layers * once
+    return call.prompts / micro_rows * 2 * call.model.layers * once
 
 
 @dataclass(frozen=True)

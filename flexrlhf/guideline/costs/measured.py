@@ -196,8 +196,8 @@ class MeasuredCosts:
     def _generate(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
         ratio, bytes_s = self._ratio(call, mesh, times), self.measured.memory_bytes_s
         rounds = max(1, -(-call.rows // call.decode_rows))
-        rows = call.rows / rounds
-        prefill = ratio.seconds(Curve(times.prefill), rows * call.prompt / times.prompt, bytes_s)
+        rows, prompts = call.rows / rounds, call.prompts / rounds
+        prefill = ratio.seconds(Curve(times.prefill), prompts * call.prompt / times.prompt, bytes_s)
         curve = Curve(times.step)
         steps = [
             (number, ratio.seconds(curve, kept, bytes_s)) for number, kept in shrinking_batch(rows, call.responses)

@@ -134,6 +134,7 @@ class CallMaker:
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
             passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts),
+            prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
         )
 
     def _passes(
@@ -342,6 +343,12 @@ def engine_of(model: PlacedModel, kind: str) -> str:
     if model.rollout is not None:
         return model.rollout.engine
     return OWN_DECODING if kind == "generate" else model.engine
+
+
+def reads_prompts_once(model: PlacedModel) -> bool:
+    """Whether generation reads a prompt once for all of its samples."""
+    rollout = model.rollout
+    return model.settings.share_prompts if rollout is None else rollout.prefix_caching
 
 
 def replica_ranks(layout: Layout) -> list[tuple[int, ...]]:
