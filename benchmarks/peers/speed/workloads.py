@@ -9,7 +9,7 @@ from typing import Any, Literal
 RANKS = 2
 SAMPLES = {"ppo": 1, "grpo": 8}
 """Responses to each prompt."""
-SMALL = {
+SMALL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 4096,
     "hidden_size": 192,
@@ -20,7 +20,7 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 """3.3 million parameters."""
-MEDIUM = SMALL | {
+MEDIUM: dict[str, Any] = SMALL | {
     "vocab_size": 8192,
     "hidden_size": 384,
     "intermediate_size": 1216,

@@ -1,0 +1,98 @@
+"""FLOPs and seconds of the same work done in two ways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+Work = Callable[[], object]
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one piece of work.
+
+    flops:    of matrix products and attention
+    seconds:  the median
+    """
+
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SavedWork:
+    """Cost of a piece of work with something computed, and with it left out.
+
+    what:      is left out
+    work:      that was measured
+    computed:  with it
+    left_out:  without it
+    """
+
+    what: str
+    work: str
+    computed: Cost
+    left_out: Cost
+
+    def line(self) -> str:
+        """Return a line of the table: GFLOPs and seconds both ways, and their ratios."""
+        pairs = (
+            (self.computed.flops / 1e9, self.left_out.flops / 1e9, ".1f"),
+            (self.computed.seconds, self.left_out.seconds, ".2f"),
+        )
+        cells = [f"{both[0]:{form}} | {both[1]:{form}} | {both[0] / both[1]:.2f}" for *both, form in pairs]
+        return f"| {self.what} | {self.work} | {' | '.join(cells)} |"
+
+
+HEADER = (
+    "| left out | work | GFLOPs with it | without | ratio | seconds with it | without | ratio |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def count_flops(work: Work) -> float:
+    """Run ``work`` and return the FLOPs of its matrix products and its attention, of backward too.
+
+    torch's counter has no formula for the attention kernel of CPUs; it is that of the other kernels: all rows of
+    queries with all keys, also where a mask or causality leaves products out.
+    """
+    aten = torch.ops.aten
+    kernels = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    with FlopCounterMode(display=False, custom_mapping=kernels) as counter:
+        work()
+    return float(counter.get_total_flops())
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+
+
+def compare(what: str, work: str, computed: Work, left_out: Work, rounds: int) -> SavedWork:
+    """Measure both ways in turns, ``rounds`` times. FLOPs are counted in a run before, which warms up."""
+    ways = (computed, left_out)
+    flops = [count_flops(way) for way in ways]
+    seconds: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        for way, found in zip(ways, seconds, strict=True):
+            found.append(_seconds(way))
+    return SavedWork(what, work, *(Cost(each, median(found)) for each, found in zip(flops, seconds, strict=True)))
+
+
+def _seconds(work: Work) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

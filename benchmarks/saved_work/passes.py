@@ -1,0 +1,88 @@
+"""Forward and training passes of an engine: padding and copies of a prompt, computed and left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from benchmarks.peers.speed.workloads import SMALL
+from benchmarks.saved_work.costs import SavedWork, Work, compare
+from benchmarks.saved_work.texts import LONGEST, Text, batch_of, padded
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.config.spec import ModelSpec
+from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Totals
+from flexrlhf.engines.torch.engine import TorchEngine
+from flexrlhf.operators.columns import Lengths, column_of
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
+
+SAMPLES, GROUPS = 8, Lengths(512, 64)
+"""Samples of a prompt, and tokens of prompts and responses, of groups."""
+NUM_GROUPS = 2
+ONE_RANK = RankGroup(None, (0,), lambda work, ranks: None)
+
+
+def padding(texts: Sequence[Text], rounds: int) -> Iterator[SavedWork]:
+    """Yield what ``pack_texts`` leaves out, next to padded rows and next to rows with one text each."""
+    batch = batch_of(texts, LONGEST, SMALL["vocab_size"])
+    packs, apart = (engine_with(LONGEST, pack_texts=each) for each in (True, False))
+    rows = padded(batch, texts, LONGEST, ModelSpec().micro_batch_tokens)
+    yield from _both("padding, rows in the batch's order", (apart, rows), (packs, [batch]), rounds)
+    yield from _both("padding, one text in a row", (apart, [batch]), (packs, [batch]), rounds)
+
+
+def prompts(rounds: int) -> Iterator[SavedWork]:
+    """Yield what ``share_prompts`` leaves out of groups of samples."""
+    texts = [Text(GROUPS.prompt, GROUPS.response)] * (SAMPLES * NUM_GROUPS)
+    batch = batch_of(texts, GROUPS, SMALL["vocab_size"], SAMPLES)
+    shares, copies = (engine_with(GROUPS, share_prompts=each) for each in (True, False))
+    yield from _both("copies of a prompt", (copies, [batch]), (shares, [batch]), rounds)
+
+
+def engine_with(lengths: Lengths, **settings: Any) -> TorchEngine:
+    """Return a trained model of random weights on one rank."""
+    model = ModelSpec(init=SMALL, **settings)
+    context = EngineContext(
+        placed=PlacedModel(ModelName("actor"), Layout((0,)), True, model),
+        lengths=lengths,
+        temperature=1.0,
+        seed=0,
+        num_updates=1,
+        dp=ONE_RANK,
+        tp=ONE_RANK,
+        alone=None,
+        device=torch.device("cpu"),
+        kv_bytes=0,
+        store=HashStore(),
+    )
+    return TorchEngine(context)
+
+
+Way = tuple[TorchEngine, Sequence[Batch]]
+"""Engine, and the batches that it computes one after another."""
+
+
+def _both(what: str, computed: Way, left_out: Way, rounds: int) -> Iterator[SavedWork]:
+    yield compare(what, "forward", forward_pass(*computed), forward_pass(*left_out), rounds)
+    yield compare(what, "training", optimizer_step(*computed), optimizer_step(*left_out), rounds)
+
+
+def forward_pass(engine: TorchEngine, batches: Sequence[Batch]) -> Work:
+    """Return the forward of log-probs of all ``batches``."""
+    columns = [column_of("logprobs")]
+    return lambda: [engine.forward(batch, columns) for batch in batches]
+
+
+def optimizer_step(engine: TorchEngine, batches: Sequence[Batch]) -> Work:
+    """Return one optimizer step over all ``batches``, as of one mini-batch."""
+    parts = [(batch, Loss("logprobs", _likelihood, ())) for batch in batches]
+    return lambda: engine.train(parts)
+
+
+def _likelihood(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+    return -(outputs.quantity * batch.mask).sum() / totals.tokens, {}
