@@ -3,7 +3,7 @@
     make gpu
 
 Fetches nothing. Runs the tests marked gpu, then ``flexrlhf profile`` and three placements, predicted and measured, then
-GRPO and PPO with random weights, GRPO also by TRL where it is installed. Writes gpu.json and gpu.md; what does not fit
+GRPO and PPO with random weights, also by TRL where it is installed. Writes gpu.json and gpu.md; what does not fit
 into the time or is not installed is named there. Ends with 1 where a test failed.
 """
 

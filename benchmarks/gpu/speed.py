@@ -1,4 +1,4 @@
-"""Tokens/s and MFU of PPO and GRPO by phase, from the timeline of a run; GRPO next to TRL's on the same prompts."""
+"""Tokens/s and MFU of PPO and GRPO by phase, from the timeline of a run, next to TRL's on the same prompts."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def run_speed(
             yield from _measured(
                 algorithm, run_config(f"{algorithm}-speed", directory, scale, config, device), budget, peak
             )
-            if algorithm == "grpo":
-                yield _trl(directory, scale, config, device, budget, trl)
+            yield _trl(algorithm, directory, scale, config, device, budget, trl)
         except (OutOfTime, Failed) as error:
             yield LeftOut(STAGE, algorithm, str(error))
     yield Row(STAGE, "peak of MFU", f"{peak / 1e12:.3g} TFLOP/s, {source}", {"flops": peak})
@@ -117,7 +116,8 @@ def _seconds(plan: Plan, spans: Sequence[Span], steps: int) -> dict[str, float]:
 def _phase_row(
     size: str, phase: str, plan: Plan, models: dict[str, Transformer], texts: Texts, seconds: float, peak: float
 ) -> Row:
-    roles = [operator.role for operator in plan.graph.operators if operator.kind == phase]
+    # log-probs that only the first step compares are in no step that counts
+    roles = [operator.role for operator in plan.graph.operators if operator.kind == phase and operator.every == 1]
     flops = sum(_flops(phase, models[role], texts) for role in roles)
     tokens = texts.rows * texts.response if phase == "generate" else texts.tokens * len(roles)
     rate, mfu = tokens / seconds, flops / seconds / peak
@@ -136,20 +136,29 @@ def _flops(phase: str, model: Transformer, texts: Texts) -> float:
 
 
 def _trl(
-    directory: Path, scale: Scale, config: dict[str, Any], device: str, budget: TimeBudget, trl: str | None
+    algorithm: str,
+    directory: Path,
+    scale: Scale,
+    config: dict[str, Any],
+    device: str,
+    budget: TimeBudget,
+    trl: str | None,
 ) -> Row | LeftOut:
-    """Run TRL's GRPO on the same prompts and sizes, and return its seconds."""
+    """Train by TRL with the same prompts and sizes, and return its seconds of a step."""
+    name = f"{algorithm.upper()} by TRL"
     if trl is None:
-        return LeftOut(STAGE, "GRPO by TRL", "trl is not installed; --trl PYTHON names an environment that has it")
-    request = directory / "trl.json"
-    settings = {**vars(replace(scale, small={}, large=())), "model": config, "device": device}
-    request.write_text(json.dumps({**settings, "directory": str(directory)}))
-    script = Path(__file__).with_name("trl_grpo.py")
+        return LeftOut(STAGE, name, "trl is not installed; --trl PYTHON names an environment that has it")
+    request = directory / f"trl-{algorithm}.json"
+    sizes = vars(replace(scale, small={}, large=()))
+    settings = {"algorithm": algorithm, "model": config, "device": device, "directory": str(directory)}
+    request.write_text(json.dumps({**sizes, **settings}))
+    script = Path(__file__).with_name("trl_steps.py")
+    variables = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     try:
-        budget.run([trl, str(script), str(request)], {"HF_HUB_OFFLINE": "1"})
+        budget.run([trl, str(script), str(request)], variables, most=budget.left / 2)
     except (OutOfTime, Failed) as error:
-        return LeftOut(STAGE, "GRPO by TRL", str(error))
-    found = json.loads((directory / "trl-found.json").read_text())
+        return LeftOut(STAGE, name, str(error))
+    found = json.loads(request.with_suffix(".found").read_text())
     rate = scale.prompts * scale.samples * (scale.prompt + found["response"]) / found["seconds"]
     text = f"{found['seconds']:.2f} s, {rate:.0f} tokens/s, trl {found['trl']}, responses of {found['response']:.1f}"
-    return Row(STAGE, "GRPO by TRL: step", text, {"seconds": found["seconds"], "tokens_s": rate})
+    return Row(STAGE, f"{name}: step", text, {"seconds": found["seconds"], "tokens_s": rate})

@@ -14,7 +14,7 @@ from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
 from benchmarks.gpu.gpu_tests import _of_report
 from benchmarks.gpu.machine import ON_CPU, ON_GPU
 from benchmarks.gpu.results import LeftOut, Results, Row
-from benchmarks.gpu.speed import FREE, Texts, _flops
+from benchmarks.gpu.speed import FREE, Texts, _flops, _phase_row, _shape, _trl
 from benchmarks.gpu.workload import run_config, write_data
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -70,6 +70,28 @@ def test_training_is_three_passes_and_a_pass_two_operations_a_weight() -> None:
     assert _flops("forward", model, texts) == expected
     assert _flops("train", model, texts) == 3 * expected
     assert _flops("forward", model.as_scorer(), texts) == expected - 3 * (2 * 8 * 32 * 4) + 3 * (2 * 8 * 10)
+
+
+@pytest.mark.parametrize(("algorithm", "passes"), [("grpo", 1), ("ppo", 3)])
+def test_passes_of_the_first_step_alone_do_not_count(algorithm: str, passes: int, tmp_path: Path) -> None:
+    """The actor's forward, which only compares its log-probs with those of generation: its seconds are not counted."""
+    write_data(tmp_path, ON_CPU)
+    plan = make_plan(load_spec(run_config(f"{algorithm}-speed", tmp_path, ON_CPU, ON_CPU.large[0], "cpu"), ()))
+    assert sum(operator.kind == "forward" for operator in plan.graph.operators) == passes + 1
+    models = {model.role: _shape(plan, model) for model in plan.placement.models}
+    row = _phase_row("", "forward", plan, models, Texts(rows=32, prompt=32, response=24.0), seconds=1.0, peak=1.0)
+    assert row.figures["tokens_s"] == passes * 32 * 56
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_trl_is_named_where_it_cannot_run(algorithm: str, tmp_path: Path) -> None:
+    """Without it, and with a command in its place that fails on the request."""
+    name = f"{algorithm.upper()} by TRL"
+    found = [_trl(algorithm, tmp_path, ON_CPU, {}, "cpu", TimeBudget(30), trl) for trl in (None, "false")]
+    missing = "trl is not installed; --trl PYTHON names an environment that has it"
+    assert found == [LeftOut("speed", name, missing), LeftOut("speed", name, "no output (exit status 1)")]
+    request = json.loads((tmp_path / f"trl-{algorithm}.json").read_text())
+    assert (request["algorithm"], request["prompts"]) == (algorithm, ON_CPU.prompts)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
