@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
 from benchmarks.peers.speed.comparison import HEADER, RunOptions, compare
 from benchmarks.peers.speed.trl_steps import make_environment, python_of
-from benchmarks.peers.speed.workloads import PeerWorkload, workloads
+from benchmarks.peers.speed.workloads import RANKS, PeerWorkload, workloads
 
 
 def arguments() -> argparse.Namespace:
@@ -42,7 +44,7 @@ def arguments() -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> list[PeerWorkload]:
     """Return the workloads to run; print which are left out."""
     wanted = [
-        replace(one, dtype=dtype, rows=options.rows or one.rows)
+        replace(one, dtype=dtype, rows=one.rows if options.rows is None else options.rows)
         for one in workloads()
         for dtype in options.dtypes
         if one.name in options.only and one.algorithm in options.algorithms
@@ -50,7 +52,26 @@ def chosen(options: argparse.Namespace) -> list[PeerWorkload]:
     for one in wanted:
         if missing(one, options):
             print(f"{one.label}: left out, it needs {missing(one, options)}")
-    return [one for one in wanted if not missing(one, options)]
+    found = [one for one in wanted if not missing(one, options)]
+    check_rows(found)
+    return found
+
+
+def check_rows(work: Sequence[PeerWorkload]) -> None:
+    """Raise SystemExit where a workload's rows do not split over ranks and mini-batches, with the nearest that do."""
+    unfit = [one for one in work if one.rows < 1 or one.rows % one.least_rows]
+    if not unfit:
+        return
+    one = max(unfit, key=lambda each: each.least_rows)
+    # of all workloads, so that the next call is not refused for another one
+    unit = lcm(*(each.least_rows for each in work))
+    below = max(0, one.rows) // unit * unit
+    nearest = f"{below} or {below + unit}" if below else str(unit)
+    groups = f" with whole groups of {one.samples} samples" if one.samples > 1 else ""
+    raise SystemExit(
+        f"--rows {one.rows}: {one.label} needs a multiple of {one.least_rows}, for {one.mini_batches} mini-batches on "
+        f"{RANKS} ranks{groups}; use {nearest}"
+    )
 
 
 def missing(workload: PeerWorkload, options: argparse.Namespace) -> str:

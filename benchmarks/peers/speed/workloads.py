@@ -65,6 +65,11 @@ class PeerWorkload:
         return self.rows // self.samples
 
     @property
+    def least_rows(self) -> int:
+        """Rows that ``rows`` is a multiple of: for each rank and mini-batch one, of GRPO all samples of a prompt."""
+        return RANKS * self.mini_batches * self.samples
+
+    @property
     def label(self) -> str:
         """Name in the table."""
         return f"{self.algorithm} {self.name}" + (" bfloat16" if self.dtype == "bfloat16" else "")
