@@ -142,7 +142,7 @@ def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
         return
     texts = _Texts.of(batch, settings.lengths)
     units = [texts.unit(number, settings) for number in range(len(texts.same))]
-    for each in packed([unit.groups for unit in units], settings.budget, settings.packs):
+    for each in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs):
         starts = {
             start.row: start
             for number, row in enumerate(each.rows)

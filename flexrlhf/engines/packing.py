@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -111,7 +111,9 @@ def _row_cost(width: int) -> float:
     return width * (1 + width / EQUAL_WIDTH)
 
 
-def packed(units: Sequence[Sequence[TextGroup]], budget: int, together: bool = True) -> list[PackedPass]:
+# a rank's models, and epochs, compute the same mini-batches: the layout of each is decided once
+@lru_cache(maxsize=64)
+def packed(units: tuple[tuple[TextGroup, ...], ...], budget: int, together: bool = True) -> tuple[PackedPass, ...]:
     """Return passes of at most ``budget`` computed tokens, each of at least one unit. A unit is in one pass.
 
     ``together``: several groups may be in one row. Deterministic, so all ranks of a tensor-parallel group agree.
@@ -132,7 +134,7 @@ def packed(units: Sequence[Sequence[TextGroup]], budget: int, together: bool = T
         passes.append(best.as_pass())
         taken = set(best.units)
         order = [unit for unit in order if unit not in taken]
-    return passes
+    return tuple(passes)
 
 
 def _longest(unit: Sequence[TextGroup]) -> int:

@@ -69,7 +69,7 @@ class ProfileContext:
         pairs = sum(each.tokens * each.width for passes in found.values() for each in passes)
         return round(pairs / sum(tokens.values())) if tokens else None, tokens
 
-    def _passes(self, loaded: LoadedModel, rows: int) -> list[PackedPass]:
+    def _passes(self, loaded: LoadedModel, rows: int) -> tuple[PackedPass, ...]:
         """Return the passes that the engine makes of ``rows`` texts of a call."""
         model, samples = loaded.placed, self.plan.batch.samples_per_prompt
         settings, lengths = model.settings, self.lengths.rows(rows, samples)

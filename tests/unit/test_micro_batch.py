@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
+from flexrlhf.engines.packing import packed
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS = Lengths(prompt=4, response=6)
@@ -172,6 +173,19 @@ def test_the_same_text_is_computed_once() -> None:
     assert piece.tokens.numel() == 8 and texts_of(piece) == [[2, 3, 4], [2, 3, 104, 105], [2, 3, 4]]
     (piece,) = micro_batches(batch, APART)
     assert len(piece.tokens) == 3
+
+
+def test_models_that_compute_the_same_texts_decide_their_layout_once() -> None:
+    """As the actor and the critic in a mini-batch; a model with another budget has a layout of its own."""
+    texts = [(3, 4), (1, 6), (2, 2), (4, 5)]
+    split(texts, PACKED)
+    decided = packed.cache_info().misses
+    for other in (PACKED, replace(PACKED, dtype=torch.bfloat16)):
+        split(texts, other)
+    assert packed.cache_info().misses == decided
+    split(texts, replace(PACKED, budget=15))
+    split(texts[::-1], PACKED)
+    assert packed.cache_info().misses == decided + 2
 
 
 def test_an_idle_micro_batch_is_one_row_of_two_tokens() -> None:

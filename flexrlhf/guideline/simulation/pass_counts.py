@@ -27,10 +27,10 @@ class TextLayout:
     packs: bool
     shares: bool
 
-    def passes(self, groups: Sequence[TextGroup]) -> list[PackedPass]:
+    def passes(self, groups: Sequence[TextGroup]) -> tuple[PackedPass, ...]:
         """Return the passes over ``groups``, each of one prompt."""
         shares = self.packs and self.shares
-        units = [shared(group, self.budget) if shares else group.apart for group in groups]
+        units = tuple(shared(group, self.budget) if shares else group.apart for group in groups)
         return packed(units, self.budget, self.packs)
 
 
