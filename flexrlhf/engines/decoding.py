@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.growing_cache import growing_cache
+from flexrlhf.engines.prefill import Prefill
 from flexrlhf.engines.sampling import sample_tokens
 from flexrlhf.engines.stop_strings import completes_stop
 
@@ -29,51 +29,44 @@ class _DecodingRows:
     """Rows that are decoded in the same passes.
 
     places:  int64 (m,), their indices in the batch.
-    tokens:  int64 (m, w), tokens that the model reads next; prompts: (k, w), where ``prompts`` is given.
-    mask:    int64, one row for each of ``tokens``, 1 where a column of the KV cache or of ``tokens`` contains text.
+    mask:    int64 (m, w), 1 where a column of the KV cache contains text.
+    logits:  (m, vocabulary), of the next token; None once it is sampled.
     ended:   bool (m,), whether the response has ended.
     cache:   keys and values of the tokens read so far.
-    prompts: int64 (m,), which of k distinct prompts each row has, until they are read; None: each has its own.
     """
 
     places: Tensor
-    tokens: Tensor
     mask: Tensor
+    logits: Tensor | None
     ended: Tensor
     cache: DynamicCache
-    prompts: Tensor | None
 
-    def next_logits(self, model: PreTrainedModel) -> Tensor:
-        """Run the model on ``tokens``; return the logits (m, vocabulary) of the token behind them."""
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+    def take_logits(self) -> Tensor:
+        """Return the logits, which are then not kept while the next ones are computed."""
+        assert self.logits is not None, "a token is read before the next one is sampled"
+        logits, self.logits = self.logits, None
+        return logits
+
+    def read(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        """Run the model on the next ``tokens`` (m,), one of each row that has not been dropped."""
+        self.mask = pad(self.mask, (0, 1), value=1)
         out = model(
-            input_ids=self.tokens,
+            input_ids=tokens[:, None],
             attention_mask=self.mask,
-            position_ids=positions[:, -self.tokens.shape[1] :],
+            position_ids=self.mask.sum(1, keepdim=True) - 1,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        logits: Tensor = out.logits[:, -1]
-        return logits if self.prompts is None else self._spread(logits, self.prompts)
+        self.logits = out.logits[:, -1]
 
-    def _spread(self, logits: Tensor, prompts: Tensor) -> Tensor:
-        """Copy what was computed of each distinct prompt to the rows that have it; return their logits."""
-        self.prompts, self.mask = None, self.mask[prompts]
-        self.cache.reorder_cache(prompts)
-        return logits[prompts]
-
-    def append(self, tokens: Tensor) -> None:
-        """Make ``tokens`` (m,) those that the model reads next."""
-        self.tokens, self.mask = tokens[:, None], pad(self.mask, (0, 1), value=1)
-
-    def drop_ended(self) -> None:
-        """Remove the rows that have ended, also from the KV cache."""
+    def drop_ended(self) -> Tensor:
+        """Remove the rows that have ended, also from the KV cache; return which are left."""
         left = (~self.ended).nonzero().squeeze(1)
-        self.places, self.tokens, self.mask = self.places[left], self.tokens[left], self.mask[left]
-        self.ended = self.ended[left]
+        self.places, self.mask, self.ended = self.places[left], self.mask[left], self.ended[left]
         # reorder_cache, because batch_select_indices does not exist for every kind of layer
         self.cache.reorder_cache(left)
+        return left
 
 
 class Decoding:
@@ -117,33 +110,42 @@ class Decoding:
 
     def _calls(self, places: Tensor) -> Iterator[bool]:
         """Decode the rows at ``places`` together."""
-        rows = self._start(places)
-        for position in range(self._tokens.shape[1]):
+        prefill, prompts = self._prefill(places)
+        for part in prefill.passes:
             yield True
-            rows.append(self._sample(rows, position))
+            prefill.read(part)
+        rows = self._start(places, prefill, prompts)
+        for position in range(self._tokens.shape[1]):
+            tokens = self._sample(rows, position)
             num_left = len(rows.ended) - int(rows.ended.sum())
-            if not num_left:
+            if not num_left or position + 1 == self._tokens.shape[1]:
                 return
             if num_left <= (1 - _DROP_SHARE) * len(rows.ended):
-                rows.drop_ended()
+                tokens = tokens[rows.drop_ended()]
+            yield True
+            rows.read(self._model, tokens)
 
-    def _start(self, places: Tensor) -> _DecodingRows:
-        """Return the rows at ``places`` before their first token, without columns that are padding in all of them."""
-        mask = self._batch["prompt_mask"][places].long()
-        first = int(mask.argmax(1).min())
-        mask, tokens = mask[:, first:], self._batch["prompts"][places, first:].long()
-        cache = growing_cache(self._model.config, mask.shape[1] + self._tokens.shape[1])
-        ended, prompts = torch.zeros_like(places, dtype=torch.bool), None
+    def _prefill(self, places: Tensor) -> tuple[Prefill, Tensor | None]:
+        """Return the prompts of the rows at ``places``, and which each row has; None: row i has prompt i."""
+        mask, tokens = self._batch["prompt_mask"][places].long(), self._batch["prompts"][places].long()
+        # without columns that are padding in all of them
+        first, prompts = int(mask.argmax(1).min()), None
+        mask, tokens = mask[:, first:], tokens[:, first:]
         if self._shares:
             distinct, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
             tokens, mask = distinct.unbind(1)
-        return _DecodingRows(places, tokens, mask, ended, cache, prompts)
+        return Prefill(self._model, tokens, mask, tokens.shape[1] + self._tokens.shape[1]), prompts
+
+    def _start(self, places: Tensor, prefill: Prefill, prompts: Tensor | None) -> _DecodingRows:
+        """Return the rows at ``places`` before their first token."""
+        logits, cache = prefill.joined(prompts)
+        mask = prefill.mask if prompts is None else prefill.mask[prompts]
+        return _DecodingRows(places, mask, logits, torch.zeros_like(places, dtype=torch.bool), cache)
 
     def _sample(self, rows: _DecodingRows, position: int) -> Tensor:
         """Sample and record the next token (m,) of every row; ``columns`` masks those behind an end."""
         places = rows.places
-        logits = rows.next_logits(self._model)
-        tokens, logprobs = sample_tokens(logits, self._sampling, self._batch.rows[places], position)
+        tokens, logprobs = sample_tokens(rows.take_logits(), self._sampling, self._batch.rows[places], position)
         self._tokens[places, position], self._logprobs[places, position] = tokens, logprobs
         ends = (torch.isin(tokens, self._end_tokens) | self._completed_stops(rows, tokens)) & ~rows.ended
         self._lengths[places] = self._lengths[places].where(~ends, position + 1)

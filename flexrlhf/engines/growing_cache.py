@@ -50,6 +50,20 @@ class GrowingLayer(DynamicLayer):
         space[..., first:end, :] = new
         return space[..., :end, :]
 
+    def place(self, keys: Tensor, values: Tensor, rows: Tensor, num_rows: int, columns: int) -> None:
+        """Write keys and values (m, heads, w, features) into ``rows`` (m,), so that they end in column ``columns``.
+
+        The columns before are zeros. Of a cache without any column, or one whose other rows were placed.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            size = (num_rows, keys.shape[1], min(self._limit, columns + CACHE_COLUMNS))
+            for name, like in (("keys", keys), ("values", values)):
+                self._spaces[name] = like.new_zeros(*size, like.shape[-1])
+            self.keys, self.values = (self._spaces[name][..., :columns, :] for name in ("keys", "values"))
+        self.keys[rows, :, columns - keys.shape[2] :] = keys
+        self.values[rows, :, columns - values.shape[2] :] = values
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the rows ``beam_idx``, in that order; the next columns have a space of their own."""
         self._spaces.clear()

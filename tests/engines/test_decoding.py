@@ -324,6 +324,37 @@ def test_samples_read_their_prompt_one_by_one_where_a_setting_says_so(model: Pre
     assert calls[0][0] == 6
 
 
+LONG = (520, 500, 70, 60, 55, 40, 30, 20, 10, 8, 3, 1)
+"""Tokens of prompts that are read in several passes."""
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_prompts_of_other_lengths_are_read_apart(kind: str, samples: int) -> None:
+    """And decoded together, as by themselves. Where layers have a window, one pass reads all of them."""
+    model = model_of(kind, max_position_embeddings=1024, **({"sliding_window": 4} if kind == "mistral" else {}))
+    order = torch.randperm(len(LONG), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor(LONG)[order].repeat_interleave(samples)[:, None]
+    mask = (torch.arange(max(LONG)) >= max(LONG) - lengths).to(torch.uint8)
+    tokens = torch.arange(4, 4 + max(LONG)).remainder(VOCABULARY - 4).add(4).int().expand(len(mask), -1) * mask
+    rows = Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(len(mask)), samples)
+    sampling = replace(PLAIN, eos_token_ids=(7, 8, 9))
+
+    def responses(num_rows: int) -> dict[str, Tensor]:
+        decoding = Decoding(model, rows, sampling, LENGTHS.response)
+        assert all(decoding.calls(num_rows))
+        return decoding.columns()
+
+    with calls_of(model) as calls:
+        together = responses(len(rows))
+    prefills = calls[: next(place for place, (_, width) in enumerate(calls) if width == 1)]
+    assert sum(count for count, _ in prefills) == len(LONG)
+    computed = sum(count * width for count, width in prefills) / sum(LONG)
+    assert computed < 1.4 if kind == "llama" else len(prefills) == 1
+    assert all(count <= len(rows) and width == 1 for count, width in calls[len(prefills) :])
+    assert_same(together, responses(1))
+
+
 def test_columns_of_the_cache_are_appended_in_place(model: PreTrainedModel) -> None:
     """Space grows by blocks up to the limit; reordered rows are copies that grow by themselves."""
     limit = CACHE_COLUMNS + 9
