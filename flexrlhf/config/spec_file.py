@@ -50,6 +50,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path}: a directory; give a YAML file")
     if not path.is_file():
         others = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        if re.match(r"[a-z_.]+=", str(path)):
+            raise UserError(f"config {path}: no such file; a setting is given as --set {path}")
         raise UserError(f"config {path}: no such file{nearest(str(path), others)}")
     try:
         raw = read_yaml(path.read_text())

@@ -560,6 +560,8 @@ def test_a_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
     written(tmp_path / "ppo.yaml")
     with pytest.raises(UserError, match=r"ppp.yaml: no such file \(did you mean '.*ppo.yaml'\?\)"):
         load_spec(tmp_path / "ppp.yaml")
+    with pytest.raises(UserError, match="no such file; a setting is given as --set models.actor.zero=3$"):
+        load_spec(Path("models.actor.zero=3"))
     with pytest.raises(UserError, match="no such file$"):
         load_spec(tmp_path / "nowhere" / "ppo.yaml")
 
