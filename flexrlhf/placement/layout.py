@@ -56,6 +56,10 @@ class Layout:
         """Return the number of the tensor-parallel part on ``rank``."""
         return self.places[rank] % self.tp
 
+    def stage(self, rank: int) -> int:
+        """Return the number of the pipeline stage on ``rank``."""
+        return self.places[rank] // (self.tp * self.dp)
+
     @property
     def tp_sets(self) -> tuple[tuple[int, ...], ...]:
         """Tensor-parallel groups: ranks that share one replica's tensors."""

@@ -53,12 +53,14 @@ class ModelShape:
     adapters:    names that are trained; empty: all are.
     sizes:       None for a family whose config uses other keys.
     window:      tokens that sliding attention reaches back; None: it reaches all.
+    is_tied:     whether the embedding is also the language head.
     """
 
     parameters: Parameters
     adapters: frozenset[str] = frozenset()
     sizes: Sizes | None = None
     window: int | None = None
+    is_tied: bool = False
 
     @cached_property
     def trained(self) -> Parameters:
@@ -150,7 +152,8 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
         _check_files(f"models.{role}.path {model.path}", stored, computed, head, config, new_head)
     shapes = {name: tensor.shape for name, tensor in stored.items()} if computed is None else computed
     parameters = tuple(sorted(_with_head(shapes, head, config).items()))
-    return ModelShape(parameters, sizes=_sizes(config), window=attention_window(config))
+    is_tied = head != "scalar" and _is_tied(config)
+    return ModelShape(parameters, sizes=_sizes(config), window=attention_window(config), is_tied=is_tied)
 
 
 def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:

@@ -1,0 +1,272 @@
+"""Transfers between two layouts: everything arrives once, nothing is sent that is there, buffers stay small."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from itertools import product
+
+import numpy as np
+import pytest
+
+from flexrlhf.config.spec import ModelSpec, RolloutSpec
+from flexrlhf.placement.generation_order import generation_layout, received_share
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shards import Part, parts_on
+from flexrlhf.weights.transfers import Holdings, TransferPlan, plan_transfers
+
+PAIRS = 5000
+SPLITS = (("torch", 0), ("torch", 3), ("deepspeed", 3))
+"""Engine and ZeRO stage: whole, by rows, flat."""
+LAYERS = 4
+
+
+def holdings(
+    layout: Layout, shape: ModelShape, engine: str = "torch", zero: int = 0, rollout: bool = False
+) -> Holdings:
+    settings = ModelSpec(engine=engine, zero=zero)
+    model = PlacedModel(ModelName("actor"), layout, True, settings, RolloutSpec(engine="vllm") if rollout else None)
+    return {rank: parts_on(model, shape, rank) for rank in layout.ranks}
+
+
+def drawn_shape(draw: random.Random) -> ModelShape:
+    """Four layers of small tensors, which tensor parallelism of 1, 2 and 4 divides, and others of any size."""
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (draw.randint(1, 9), draw.randint(1, 3)),
+        "model.norm.weight": (draw.randint(1, 5),),
+    }
+    if draw.random() < 0.5:
+        sizes["lm_head.weight"] = (draw.randint(1, 9), draw.randint(1, 3))
+    for layer in range(LAYERS):
+        sizes[f"model.layers.{layer}.mlp.up_proj.weight"] = (4 * draw.randint(1, 2), draw.randint(1, 3))
+        sizes[f"model.layers.{layer}.mlp.down_proj.weight"] = (draw.randint(1, 3), 4)
+    return ModelShape(tuple(sorted(sizes.items())), is_tied="lm_head.weight" not in sizes)
+
+
+def drawn_holdings(draw: random.Random, shape: ModelShape) -> Holdings:
+    """Any of the layouts on some of eight ranks, in any order."""
+    tp, pp = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2, 4))
+    dp = draw.randint(1, max(1, 8 // (tp * pp)))
+    ranks = tuple(draw.sample(range(max(8, tp * pp * dp)), tp * pp * dp))
+    engine, zero = draw.choice(SPLITS) if pp == 1 and (tp == 1 or dp == 1) else ("torch", draw.choice((0, 3)))
+    return holdings(Layout(ranks, tp, pp), shape, engine, zero, rollout=draw.random() < 0.2)
+
+
+class Counts:
+    """How often each element of each tensor is somewhere."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.of = {name: np.zeros(size, dtype=np.int64) for name, size in shape.parameters}
+
+    def add(self, name: str, box: Box) -> None:
+        self.of[name][tuple(slice(side.start, side.stop) for side in box)] += 1
+
+    @classmethod
+    def stored(cls, shape: ModelShape, parts: Mapping[str, Part]) -> Counts:
+        found = cls(shape)
+        for name, part in parts.items():
+            for box in boxes_of(part):
+                found.add(name, box)
+        return found
+
+    def __le__(self, other: Counts) -> bool:
+        return all((counts <= other.of[name]).all() for name, counts in self.of.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counts) and self <= other <= self
+
+    def overlaps(self, other: Counts) -> bool:
+        return any((counts * other.of[name]).any() for name, counts in self.of.items())
+
+
+def check(plan: TransferPlan, shape: ModelShape, source: Holdings, destination: Holdings) -> None:
+    """Every element arrives once, from a rank that has it, unless the destination has it itself."""
+    nothing = Counts(shape)
+    own = {rank: Counts.stored(shape, source[rank]) if rank in source else nothing for rank in range(64)}
+    arrived = {rank: Counts(shape) for rank in destination}
+    sent = {rank: Counts(shape) for rank in source}
+    for bucket in plan.buckets:
+        for rank, regions in bucket.stays.items():
+            kept = Counts(shape)
+            for region in regions:
+                kept.add(region.name, region.box)
+                arrived[rank].add(region.name, region.box)
+            assert kept <= own[rank]
+        for message in bucket.messages:
+            assert message.regions and message.destinations and message.source not in message.destinations
+            for region in message.regions:
+                sent[message.source].add(region.name, region.box)
+                for rank in message.destinations:
+                    arrived[rank].add(region.name, region.box)
+                    one = Counts(shape)
+                    one.add(region.name, region.box)
+                    assert not one.overlaps(own[rank]), "sent to a rank that has it"
+    for rank, counts in sent.items():
+        has = Counts(shape)
+        has.of = {name: np.minimum(found, 1) for name, found in counts.of.items()}
+        assert has <= own[rank], "sent by a rank that has it not"
+    for rank, parts in destination.items():
+        assert arrived[rank] == Counts.stored(shape, parts), f"rank {rank}"
+
+
+@pytest.mark.parametrize("lot", [0, 1, *(pytest.param(lot, marks=pytest.mark.full) for lot in range(2, 10))])
+def test_any_two_layouts(lot: int) -> None:
+    """With buffers that hold all, and with small ones; on one node, two or eight."""
+    for seed in range(lot * PAIRS // 10, (lot + 1) * PAIRS // 10):
+        draw = random.Random(seed)
+        shape = drawn_shape(draw)
+        source, destination = drawn_holdings(draw, shape), drawn_holdings(draw, shape)
+        most, node = draw.choice((16, 40, 10_000)), draw.choice((1, 4, 8))
+        plan = plan_transfers(source, destination, most, lambda rank, node=node: rank // node)  # type: ignore[misc]
+        assert plan.largest_buffers <= most, seed
+        check(plan, shape, source, destination)
+
+
+# --- boxes
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (4, 1)])
+def test_any_flat_range_is_few_boxes(shape: tuple[int, ...]) -> None:
+    order = np.arange(np.prod(shape)).reshape(shape)
+    whole = tuple(map(range, shape))
+    for start, stop in product(range(order.size + 1), repeat=2):
+        if start > stop:
+            continue
+        boxes = boxes_of(Part(shape, whole, range(start, stop)))
+        found = [order[tuple(slice(side.start, side.stop) for side in box)].ravel() for box in boxes]
+        assert np.concatenate([np.zeros(0, int), *found]).tolist() == list(range(start, stop))
+        assert len(boxes) <= 2 * len(shape) - 1
+
+
+def test_a_flat_range_of_a_box() -> None:
+    """Elements 1 to 4 of the columns 2 and 3."""
+    part = Part((4, 4), (range(4), range(2, 4)), range(1, 5))
+    assert boxes_of(part) == ((range(1), range(3, 4)), (range(1, 2), range(2, 4)), (range(2, 3), range(2, 3)))
+
+
+def test_an_intersection_by_hand() -> None:
+    assert intersection((range(4), range(2, 6)), (range(3, 9), range(4))) == (range(3, 4), range(2, 4))
+    assert intersection((range(4), range(2)), (range(4), range(2, 3))) is None
+
+
+@pytest.mark.parametrize(("shape", "most"), [((7, 3), 6), ((7, 3), 2), ((5,), 2), ((2, 3, 4), 5), ((2, 3), 100)])
+def test_slabs_cover_a_tensor(shape: tuple[int, ...], most: int) -> None:
+    counts = np.zeros(shape, int)
+    for box in slabs(shape, most):
+        assert 0 < box_elements(box) <= most
+        counts[tuple(slice(side.start, side.stop) for side in box)] += 1
+    assert (counts == 1).all()
+
+
+# --- by hand
+
+MATRICES = ModelShape(
+    tuple((f"model.layers.{layer}.mlp.{kind}_proj.weight", (8, 8)) for layer in range(8) for kind in ("down", "up"))
+)
+ALL = 16 * 64
+
+
+def test_what_is_there_stays() -> None:
+    """The same layout on the same ranks moves nothing; with ranks exchanged, all."""
+    source = holdings(Layout((0, 1), tp=2), MATRICES)
+    assert not list(plan_transfers(source, source, 100).messages)
+    exchanged = holdings(Layout((1, 0), tp=2), MATRICES)
+    assert plan_transfers(source, exchanged, 100).links == {(0, 1): ALL // 2, (1, 0): ALL // 2}
+
+
+def test_only_what_is_missing_is_sent() -> None:
+    """Two tensor-parallel ranks to two others that store rows: each sends each the quarter that it has of it."""
+    source = holdings(Layout((0, 1), tp=2), MATRICES)
+    rows = holdings(Layout((2, 3)), MATRICES, "torch", 3)
+    up, down = ALL // 2, ALL // 2
+    assert plan_transfers(source, rows, 10_000).links == {
+        (0, 2): up // 2 + down // 4,
+        (1, 2): down // 4,
+        (0, 3): down // 4,
+        (1, 3): up // 2 + down // 4,
+    }
+
+
+def test_replicas_of_the_source_take_turns() -> None:
+    source = holdings(Layout((0, 1)), MATRICES)
+    plan = plan_transfers(source, holdings(Layout((2, 3)), MATRICES), 2 * 64)
+    assert plan.links == {(source, destination): ALL // 2 for source in (0, 1) for destination in (2, 3)}
+
+
+def test_a_replica_on_the_same_node_sends() -> None:
+    source = holdings(Layout((0, 2)), MATRICES)
+    plan = plan_transfers(source, holdings(Layout((1, 3)), MATRICES), 10_000, lambda rank: rank // 2)
+    assert plan.links == {(0, 1): ALL, (2, 3): ALL}
+
+
+def test_ranks_with_the_same_parts_share_a_buffer() -> None:
+    plan = plan_transfers(holdings(Layout((0,)), MATRICES), holdings(Layout((1, 2, 3)), MATRICES), 10_000)
+    (message,) = plan.messages
+    assert (message.destinations, plan.largest_buffers) == ((1, 2, 3), ALL)
+
+
+def test_a_tensor_that_the_source_lacks_is_named() -> None:
+    source = holdings(Layout((0,)), ModelShape(MATRICES.parameters[1:]))
+    with pytest.raises(KeyError, match=r"no rank of the source stores model\.layers\.0\.mlp\.down_proj\.weight"):
+        plan_transfers(source, holdings(Layout((1,)), MATRICES), 100)
+
+
+# --- HybridFlow
+
+COMBINATIONS = [
+    (1, 8, 2, 1, 2),
+    (1, 4, 2, 1, 2),
+    (2, 4, 1, 1, 4),
+    (2, 4, 2, 1, 2),
+    (4, 8, 1, 1, 8),
+    (4, 4, 2, 2, 2),
+    (8, 2, 1, 2, 1),
+    (1, 2, 4, 1, 1),
+    (2, 2, 2, 2, 2),
+    (4, 2, 1, 1, 1),
+    (1, 8, 1, 1, 4),
+    (2, 8, 2, 1, 4),
+]
+"""p, t, d of training; p_g, t_g of generation."""
+
+
+@pytest.mark.parametrize(("p", "t", "d", "p_g", "t_g"), COMBINATIONS)
+def test_volumes_are_the_published_ones(p: int, t: int, d: int, p_g: int, t_g: int) -> None:
+    """Bytes that a GPU receives, of M: HybridFlow (tp - t_g p_g) / (t_g p_g t p), HybridFlow-V (tp - 1) / (tp) and
+    DeepSpeed-Chat (tpd - 1) / (tpd), of Sheng et al. 2024, table 2."""
+    training = Layout(tuple(range(p * t * d)), t, p)
+    everything = holdings(Layout(training.ranks), MATRICES)
+
+    def received(source: Holdings, destination: Holdings) -> set[int]:
+        plan = plan_transfers(source, destination, 10_000)
+        return {plan.received.get(rank, 0) for rank in training.ranks}
+
+    trained, order = holdings(training, MATRICES), generation_layout(training, t_g, p_g)
+    assert received(trained, holdings(order, MATRICES)) == {int(ALL * received_share(training, t_g, p_g))}
+    assert received(trained, everything) == {ALL * (t * p - 1) // (t * p)}
+    assert received(holdings(Layout(training.ranks), MATRICES, "deepspeed", 3), everything) == {
+        ALL * (t * p * d - 1) // (t * p * d)
+    }
+
+
+@pytest.mark.parametrize(("p", "t", "d", "p_g", "t_g"), COMBINATIONS)
+def test_generation_keeps_the_trained_part(p: int, t: int, d: int, p_g: int, t_g: int) -> None:
+    """No redundant memory: what a rank trains is within what it generates with."""
+    training = Layout(tuple(range(p * t * d)), t, p)
+    trained, generating = (holdings(each, MATRICES) for each in (training, generation_layout(training, t_g, p_g)))
+    for rank in training.ranks:
+        assert Counts.stored(MATRICES, trained[rank]) <= Counts.stored(MATRICES, generating[rank])
+
+
+def test_the_order_of_the_paper() -> None:
+    """Training groups of four, generation groups of two: G1 G3 and G2 G4 (figure 8)."""
+    assert generation_layout(Layout(tuple(range(8)), tp=4), 2).tp_sets == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+def test_degrees_that_do_not_divide_have_no_such_order() -> None:
+    with pytest.raises(ValueError, match="generation with tp 4 and pp 1 keeps no training part whole"):
+        generation_layout(Layout(tuple(range(8)), tp=2), 4)
