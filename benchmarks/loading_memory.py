@@ -201,7 +201,7 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
     from flexrlhf.checkpoints.weight_writer import TensorForm
     from flexrlhf.comm.weights import WeightGather
     from flexrlhf.execution.checkpoint import model_writer, save_model
-    from flexrlhf.weights.reshard import bucket_names
+    from flexrlhf.weights.buckets import bucket_names
     from flexrlhf.weights.shapes import model_shape
     from flexrlhf.weights.shards import parts_on
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
-from flexrlhf.comm.weights import WeightGather
+from flexrlhf.comm.sync import SyncChannel, WeightMover
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
@@ -31,7 +30,6 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.reshard import WeightTransfer
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.sync_plan import plan_sync
 
@@ -120,20 +118,16 @@ def synced(
     shape = model_shape("actor", placed["actor"].settings)
     assert shape is not None
     trained, copy = placed["actor"], placed["actor.rollout"]
-    num_bytes = int(settings.bucket_mb * 1e6)
-    plan = plan_sync(trained, copy, shape, (WeightTransfer(0, 1),), num_bytes, world.rank)
-    gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
-    channel = SyncChannel(plan, torch.float32, gather, group)
-    sender, receiver = WeightSender(settings, wait), WeightReceiver(settings.checksum, wait)
+    plan = plan_sync(trained, copy, shape, settings.bucket_bytes, world.rank)
+    channel, mover = SyncChannel(plan, torch.float32, world.device, group), WeightMover(settings, wait)
+    sides = (engine.weights(), None) if world.rank == 0 else (None, engine.weights())
     seconds = []
     for number in range(REPEATS):
         world.meet(f"sync {number}", TIMEOUT)
         start = time.perf_counter()
-        if world.rank == 0:
-            sender.send(channel, engine.weights(), None)
-            sender.close()
-        else:
-            receiver.receive(channel, engine.weights(), engine.load_weights)
+        mover.run(channel, *sides)
+        mover.close()
+        engine.weights_changed()
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -5,37 +5,23 @@ Fresh memory is mapped page by page when it is first written, which on a CPU tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
 from torch import Tensor
 
 
 class BufferPool:
-    """Memory of buffers that have arrived."""
+    """Buffers that are not in use."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
-    def packed(self, pieces: Sequence[Tensor], capacity: int) -> Tensor:
-        """Return the vectors ``pieces`` in one buffer. ``capacity``: numbers that fresh memory has room for."""
-        size = sum(map(len, pieces))
-        return torch.cat(list(pieces), out=self._take(size, capacity, pieces[0])[:size])
-
-    def give(self, buffers: Iterable[Tensor]) -> None:
-        """Take back buffers that ``packed`` made; receivers with the same contents share one."""
-        self._buffers += {buffer.data_ptr(): buffer for buffer in buffers}.values()
-
-    def clear(self) -> None:
-        self._buffers.clear()
-
-    def _take(self, size: int, capacity: int, like: Tensor) -> Tensor:
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a vector of ``size`` numbers of any value."""
         for index, buffer in enumerate(self._buffers):
-            if buffer.dtype == like.dtype and _room(buffer) >= size:
-                return self._buffers.pop(index).as_strided((_room(buffer),), (1,), 0)
-        return like.new_empty(max(size, capacity))
+            if (len(buffer), buffer.dtype, buffer.device) == (size, dtype, device):
+                return self._buffers.pop(index)
+        return torch.empty(size, dtype=dtype, device=device)
 
-
-def _room(buffer: Tensor) -> int:
-    """Numbers that the memory under ``buffer`` has room for; a bucket fills its first part."""
-    return buffer.untyped_storage().nbytes() // buffer.element_size()
+    def give(self, buffer: Tensor) -> None:
+        """Take back a buffer of ``take``."""
+        self._buffers.append(buffer)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-_FOLD = {"cpu": 32749, "cuda": 4194301}
+_FOLD = {"cpu": 131071, "cuda": 4194301}
 """Words that are added at a time, by device: few enough for a processor's cache, enough to keep a GPU busy.
 
 Primes, so that rows that change places also change their places in the fold.
 """
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Sum of the bits of the numbers as 32-bit words, weighted by their places in row-major order. int64, 0-dim.
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the bits of all numbers as 32-bit words, weighted by their places in row-major order: int64 ().
 
     The words wrap, so sign changes in pairs ``_FOLD`` words apart go unnoticed; widening the words would take as long
     as sending them.
     """
-    words = _words(tensor.detach().reshape(-1))
-    fold = min(_FOLD[words.device.type], max(1, len(words)))
-    total = torch.zeros(fold, dtype=torch.int32, device=words.device)
-    for number, piece in enumerate(words.split(fold) if len(words) else ()):
+    device = tensors[0].device
+    fold = min(_FOLD[device.type], max(1, *(-(-tensor.numel() * tensor.element_size() // 4) for tensor in tensors)))
+    total = torch.zeros(fold, dtype=torch.int32, device=device)
+    words = (_words(tensor.detach().reshape(-1)) for tensor in tensors)
+    for number, piece in enumerate(chain.from_iterable(each.split(fold) for each in words)):
         total[: len(piece)].add_(piece, alpha=2 * number + 1)
-    return (total * _odd_numbers(fold, words.device)).sum()
+    return (total * _odd_numbers(fold, device)).sum()
 
 
 def _words(values: Tensor) -> Tensor:
@@ -37,12 +39,6 @@ def _words(values: Tensor) -> Tensor:
         values = torch.cat([values, values.new_zeros(1)])
     # a slice may begin in the middle of a word
     return (values.clone() if values.storage_offset() % 2 else values).view(torch.int32)
-
-
-def checksum_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Checksum of a bucket: those of its tensors, weighted by their places in it. int64, 0-dim."""
-    sums = torch.stack([checksum(tensor) for tensor in tensors])
-    return (sums * _odd_numbers(len(sums), sums.device)).sum()
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:

@@ -1,31 +1,33 @@
 """Execute a Sync: weights of a trained model to a copy of it, in buckets, with a checksum taken on both sides.
 
-For each bucket the source's ranks put their shards together; a sender cuts out what each of its receivers stores and
-sends copies, so training may go on. A receiver loads them and compares checksums of what it then stores. Without
-``snapshot`` a sender has at most two buckets in flight and so waits for its receivers; with it all are copied first.
+Each source rank sends the elements that others need, a receiver has them written into the copy's live weights, and it
+compares checksums of what it then stores. Large regions that are contiguous and of the copy's type travel from live
+weights to live weights; others are packed into buffers. What a rank has itself it copies from tensor to tensor. A rank
+waits for its receivers; with ``snapshot`` it packs everything first and does not, so that training may go on.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.buffers import BufferPool
-from flexrlhf.comm.checksum import checksum_of
+from flexrlhf.comm.checksum import checksum
 from flexrlhf.comm.point_to_point import receive, send
-from flexrlhf.comm.weights import WeightGather, Weights, cut
+from flexrlhf.comm.regions import view_of
+from flexrlhf.comm.trained_values import TrainedValues
+from flexrlhf.comm.weights import WeightGather, Weights
 from flexrlhf.comm.world import Wait, Waitable
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
-from flexrlhf.weights.sync_plan import Packet, SendPlan, SyncPlan
-
-Load = Callable[[dict[str, Tensor]], None]
-"""Overwrites the named weights of the copy on this rank with vectors of its parts."""
+from flexrlhf.weights.sync_plan import NUM_BUCKETS, RankBucket, SyncPlan
+from flexrlhf.weights.transfers import LARGE, Regions, WeightMessage, count
 
 
 class ChecksumError(RunStopped):
@@ -36,214 +38,304 @@ class ChecksumError(RunStopped):
 class SyncChannel:
     """A sync plan, with the torch objects that carry it out on this rank.
 
-    plan:    buckets, receivers and parts.
+    plan:    messages and parts.
     dtype:   type of the copy's weights.
-    gather:  collective that makes the source's tensors whole; None on a rank that neither gathers nor sends.
+    device:  of the buffers.
     group:   of senders and receivers; None where nothing crosses between ranks.
+    gather:  collective that makes adapters whole before they are merged; None: none are merged here.
     """
 
     plan: SyncPlan
     dtype: torch.dtype
-    gather: WeightGather | None
+    device: torch.device
     group: dist.ProcessGroup | None
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Result of sending one Sync on this rank.
-
-    num_bytes:  handed to torch for other ranks.
-    delivered:  checksum of each bucket that this rank loaded into its own copy; None where it has loaded none.
-    """
-
-    num_bytes: int
-    delivered: Tensor | None
+    gather: WeightGather | None = None
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """One buffer that is being sent; its memory must live until it has arrived."""
+    """Messages of one bucket under way.
 
-    receiver: int
-    work: Waitable
+    messages:   each with the rank at its other end.
+    buffer:     memory that they are sent from or arrive in.
+    is_pooled:  whether that is taken from the pool.
+    """
+
+    messages: tuple[tuple[Waitable, int], ...]
     buffer: Tensor
+    is_pooled: bool = True
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """One bucket ready to send: a buffer and a checksum for each receiver; ranks with the same parts share both."""
+    """Vectors of one bucket, each with its message: live weights, or parts of ``buffer``."""
 
-    buffers: dict[int, Tensor]
-    checksums: dict[int, Tensor]
-
-
-class WeightSender:
-    """Sends of one rank: buffers in flight by source model, and a pool of their memory."""
-
-    def __init__(self, settings: SyncSpec, wait: Wait) -> None:
-        self._settings = settings
-        self._wait = wait
-        self._in_flight: dict[str, deque[list[_InFlight]]] = {}
-        self._pool = BufferPool()
-
-    def send(self, channel: SyncChannel, weights: Weights, load: Load | None) -> Sent:
-        """Gather with the source's ranks and send to every receiver of this rank.
-
-        ``weights``: live local shards of the source. ``load``: of the copy on this rank itself, if it is one of the
-        receivers; it gets its parts without a buffer in between.
-        """
-        plan, gather, rank = channel.plan, channel.gather, channel.plan.rank
-        assert plan.send is not None and gather is not None, "this rank neither gathers nor sends"
-        in_flight = self._in_flight.setdefault(plan.source, deque())
-        self._await_all(in_flight)
-        buckets = self._buckets(channel, plan.send, gather, weights, load)
-        sums: list[dict[int, Tensor]] = []
-        num_bytes = sum(gather.bytes_sent(names, channel.dtype.itemsize) for names in plan.buckets)
-        # a snapshot copies all buckets before the first one is sent
-        for bucket in list(buckets) if self._settings.snapshot else buckets:
-            num_bytes += self._post(in_flight, bucket.buffers, channel.group)
-            sums.append(bucket.checksums)
-        if self._settings.checksum and plan.send.receivers:
-            checksums = {receiver: _of_buckets(sums, receiver) for receiver in plan.send.receivers}
-            num_bytes += self._post(in_flight, checksums, channel.group)
-        if self._settings.snapshot:
-            self._pool.clear()
-        return Sent(num_bytes, None if plan.own_parts is None else _of_buckets(sums, rank))
-
-    def close(self) -> None:
-        """Await all sends that are under way."""
-        for in_flight in self._in_flight.values():
-            self._await_all(in_flight)
-
-    def _buckets(
-        self, channel: SyncChannel, send: SendPlan, gather: WeightGather, weights: Weights, load: Load | None
-    ) -> Iterator[_Packed]:
-        """Gather, deliver and pack one bucket after the other."""
-        plan = channel.plan
-        for names, packets in zip(plan.buckets, send.packets, strict=True):
-            tensors = gather.whole(weights, names, channel.dtype)
-            checksums: dict[int, Tensor] = {}
-            if plan.own_parts is not None:
-                assert load is not None, "the copy is on this rank"
-                pieces = {name: cut(tensors[name], plan.own_parts[name]) for name in names}
-                load(pieces)
-                checksums[plan.rank] = _checksum(list(pieces.values()), self._settings.checksum)
-            packed = self._packed(names, packets, tensors, send.longest)
-            yield _Packed(packed.buffers, checksums | packed.checksums)
-
-    def _packed(self, names: Sequence[str], packets: Sequence[Packet], tensors: Weights, capacity: int) -> _Packed:
-        packed = _Packed({}, {})
-        for packet in packets:
-            pieces = [cut(tensors[name], part) for name, part in zip(names, packet.parts, strict=True)]
-            packed.buffers.update(dict.fromkeys(packet.receivers, self._pool.packed(pieces, capacity)))
-            packed.checksums.update(dict.fromkeys(packet.receivers, _checksum(pieces, self._settings.checksum)))
-        return packed
-
-    def _post(
-        self,
-        in_flight: deque[list[_InFlight]],
-        buffers: dict[int, Tensor],
-        group: dist.ProcessGroup | None,
-    ) -> int:
-        """Send a buffer to each receiver, after older ones have arrived; return the bytes."""
-        while len(in_flight) >= 2 and not self._settings.snapshot:
-            self._await_oldest(in_flight)
-        posts = [
-            _InFlight(receiver, send(buffer.view(torch.uint8), receiver, group), buffer)
-            for receiver, buffer in buffers.items()
-            if len(buffer)  # ZeRO-3 may leave a rank nothing of a bucket of small tensors
-        ]
-        in_flight.append(posts)
-        return sum(buffer.nbytes for buffer in buffers.values())
-
-    def _await_all(self, in_flight: deque[list[_InFlight]]) -> None:
-        while in_flight:
-            self._await_oldest(in_flight)
-
-    def _await_oldest(self, in_flight: deque[list[_InFlight]]) -> None:
-        arrived = in_flight.popleft()
-        for each in arrived:
-            self._wait(each.work, (each.receiver,))
-        self._pool.give(each.buffer for each in arrived)
+    vectors: tuple[tuple[WeightMessage, Tensor], ...]
+    buffer: Tensor | None
 
 
 @dataclass(frozen=True)
-class WeightReceiver:
-    """Receives of one rank.
+class _ArrivingVector:
+    """A vector under way.
 
-    checksum:  whether to compare what is stored with what was sent.
-    wait:      waits for a buffer.
+    targets:  views of the copy that it is written into; none: it arrives there.
     """
 
-    checksum: bool
-    wait: Wait
+    source: int
+    work: Waitable
+    numbers: Tensor
+    targets: tuple[Tensor, ...]
 
-    def receive(self, channel: SyncChannel, weights: Weights, load: Load, delivered: Tensor | None = None) -> None:
-        """Receive into the copy on this rank, then compare checksums. Raises ChecksumError.
+    def store(self) -> None:
+        """Write the numbers that have arrived into the copy."""
+        if self.targets:
+            pieces = self.numbers.split([view.numel() for view in self.targets])
+            for view, piece in zip(self.targets, pieces, strict=True):
+                view.copy_(piece.view(view.shape))
 
-        ``weights``: live local parts of the copy. ``delivered``: from ``WeightSender.send``, where this rank has
-        loaded the weights itself and nothing is left to receive.
+
+@dataclass(frozen=True)
+class _ArrivingBucket:
+    """Vectors of one bucket under way, some of them in ``buffer``."""
+
+    bucket: RankBucket
+    vectors: tuple[_ArrivingVector, ...]
+    buffer: Tensor
+
+
+class _Space:
+    """A buffer of which vectors are taken, one behind the other."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer, self._taken = buffer, 0
+
+    def take(self, size: int) -> Tensor:
+        """Return the next ``size`` numbers."""
+        self._taken += size
+        return self.buffer[self._taken - size : self._taken]
+
+
+@dataclass(frozen=True)
+class _Checksums:
+    """Checksums of messages, by the rank at their other end and in their order; of what stays, by the rank itself.
+
+    sent:    of what was sent.
+    stored:  of what this rank then stores.
+    names:   a weight in each of what it stores.
+    """
+
+    sent: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    stored: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    names: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+class WeightMover:
+    """Syncs on one rank: buckets in flight by source model, and a pool of their memory."""
+
+    def __init__(self, settings: SyncSpec, wait: Wait) -> None:
+        self._settings, self._wait = settings, wait
+        self._sending: dict[str, deque[_InFlight]] = {}
+        self._pool = BufferPool()
+
+    def run(self, channel: SyncChannel, source: Weights | None, copy: Weights | None) -> int:
+        """Execute this rank's part of a Sync and return the bytes sent, without checksums. Raises ChecksumError.
+
+        source:  live local parts of the trained model; None where it is not on this rank.
+        copy:    live local parts of the copy, which are overwritten; None where it is not on this rank.
         """
-        buckets, sender = channel.plan.buckets, _sender(channel)
-        assert (delivered is not None) == (sender == channel.plan.rank), "what this rank loads itself is passed on"
-        # what a bucket has become is summed while the next one arrives
-        arrived = self._arriving(channel, weights, load) if delivered is None else iter(buckets)
-        sums = [_checksum([weights[name] for name in names], self.checksum) for names in arrived]
-        if self.checksum:
-            stored = torch.stack(sums)
-            sent = self._received_checksums(channel, stored) if delivered is None else delivered
-            wrong = [names[0] for names, same in zip(buckets, (sent == stored).tolist(), strict=True) if not same]
+        sending = self._sending.setdefault(channel.plan.source, deque())
+        self._await_all(sending)
+        return _Exchange(channel, self._settings, self._wait, self._pool, sending).run(source, copy)
+
+    def close(self) -> None:
+        """Await all sends that are under way."""
+        for sending in self._sending.values():
+            self._await_all(sending)
+
+    def _await_all(self, sending: deque[_InFlight]) -> None:
+        while sending:
+            _await(sending.popleft(), self._wait, self._pool)
+
+
+def _await(bucket: _InFlight, wait: Wait, pool: BufferPool) -> None:
+    """Wait for the messages of ``bucket`` and give its memory back."""
+    for work, rank in bucket.messages:
+        wait(work, (rank,))
+    if bucket.is_pooled:
+        pool.give(bucket.buffer)
+
+
+class _Exchange:
+    """One Sync on this rank."""
+
+    def __init__(
+        self, channel: SyncChannel, settings: SyncSpec, wait: Wait, pool: BufferPool, sending: deque[_InFlight]
+    ) -> None:
+        self._channel, self._plan, self._settings = channel, channel.plan, settings
+        self._wait, self._pool, self._sending = wait, pool, sending
+        self._sums, self._num_bytes = _Checksums(), 0
+        self._most_sent = max((_size(bucket.sends) for bucket in self._plan.buckets), default=0)
+        self._most_received = max((_size(bucket.receives) for bucket in self._plan.buckets), default=0)
+
+    def run(self, source: Weights | None, copy: Weights | None) -> int:
+        """Send, copy and receive; return the bytes sent."""
+        values = None if source is None else self._values(source)
+        packed = (self._packed(bucket, values) for bucket in self._plan.buckets)
+        # a snapshot packs all buckets before the first one is sent
+        vectors = iter(list(packed)) if self._settings.snapshot else packed
+        arriving: deque[_ArrivingBucket] = deque()
+        for bucket in self._plan.buckets:
+            if bucket.receives:
+                arriving.append(self._arriving(bucket, copy))
+            self._send(next(vectors))
+            if bucket.stays:
+                assert values is not None and copy is not None, "both models are on this rank"
+                self._copy(bucket.stays, values, copy)
+            # what a bucket has become is stored while the next one arrives
+            if len(arriving) == NUM_BUCKETS - 1:
+                self._store(arriving.popleft(), copy)
+        while arriving:
+            self._store(arriving.popleft(), copy)
+        if self._settings.checksum:
+            self._compare(self._exchanged_checksums())
+        while self._sending and not self._settings.snapshot:
+            # live weights are sent, which the next training changes
+            _await(self._sending.popleft(), self._wait, self._pool)
+        return self._num_bytes
+
+    def _values(self, source: Weights) -> TrainedValues:
+        plan, gather = self._plan, self._channel.gather
+        if plan.adapters is None or gather is None:
+            return TrainedValues(source, plan.source_parts)
+        names = list(plan.adapters.shards[0])
+        self._num_bytes += gather.bytes_sent(names, torch.float32.itemsize)
+        adapters = gather.whole(source, names, torch.float32)
+        return TrainedValues(source, plan.source_parts, plan.adapters.lora, adapters)
+
+    def _packed(self, bucket: RankBucket, values: TrainedValues | None) -> _Packed:
+        """Return the vectors that ``bucket`` sends."""
+        if not bucket.sends:
+            return _Packed((), None)
+        assert values is not None, "the trained model is on this rank"
+        if not self._settings.snapshot:
+            while len(self._sending) >= NUM_BUCKETS - 1:
+                _await(self._sending.popleft(), self._wait, self._pool)
+        space = _Space(self._buffer(self._most_sent))
+        found: list[tuple[WeightMessage, Tensor]] = []
+        for message in bucket.sends:
+            pieces: list[Tensor] = []
+            for regions in message.vectors:
+                vector, of_regions = self._vector(regions, values, space)
+                found.append((message, vector))
+                pieces += of_regions
+            if self._settings.checksum:
+                total = checksum(pieces)
+                for receiver in message.destinations:
+                    self._sums.sent[receiver].append(total)
+        return _Packed(tuple(found), space.buffer)
+
+    def _vector(self, regions: Regions, values: TrainedValues, space: _Space) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the elements of ``regions`` as a vector, and its part of each region.
+
+        Without a snapshot that of a large region is the live weights, where they are contiguous and of the copy's type.
+        """
+        if regions[0].num_elements >= LARGE and values.lora is None and not self._settings.snapshot:
+            value = values[regions[0]]
+            if value.dtype == self._channel.dtype and value.is_contiguous():
+                return value.view(-1), [value]
+        vector = space.take(count(regions))
+        pieces = vector.split([region.num_elements for region in regions])
+        for region, piece in zip(regions, pieces, strict=True):
+            piece.view([len(side) for side in region.box]).copy_(values[region])
+        return vector, pieces
+
+    def _send(self, packed: _Packed) -> None:
+        """Begin to send the vectors of a bucket."""
+        if packed.buffer is None:
+            return
+        works = []
+        for message, vector in packed.vectors:
+            for receiver in message.destinations:
+                works.append((send(vector.view(torch.uint8), receiver, self._channel.group), receiver))
+                self._num_bytes += vector.nbytes
+        self._sending.append(_InFlight(tuple(works), packed.buffer))
+
+    def _arriving(self, bucket: RankBucket, copy: Weights | None) -> _ArrivingBucket:
+        """Begin to receive the vectors of ``bucket``, those of large contiguous regions in the copy itself."""
+        assert copy is not None, "the copy is on this rank"
+        space, vectors = _Space(self._buffer(self._most_received)), []
+        for message in bucket.receives:
+            for regions in message.vectors:
+                views = self._views(regions, copy)
+                is_direct = regions[0].num_elements >= LARGE and views[0].is_contiguous()
+                numbers = views[0].view(-1) if is_direct else space.take(count(regions))
+                work = receive(numbers.view(torch.uint8), message.source, self._channel.group)
+                vectors.append(_ArrivingVector(message.source, work, numbers, () if is_direct else tuple(views)))
+        return _ArrivingBucket(bucket, tuple(vectors), space.buffer)
+
+    def _store(self, arriving: _ArrivingBucket, copy: Weights | None) -> None:
+        """Await the vectors of a bucket and write them into the copy."""
+        assert copy is not None, "the copy is on this rank"
+        for vector in arriving.vectors:
+            self._wait(vector.work, (vector.source,))
+            vector.store()
+        for message in arriving.bucket.receives:
+            regions = tuple(chain.from_iterable(message.vectors))
+            self._note(message.source, regions, self._views(regions, copy))
+        self._pool.give(arriving.buffer)
+
+    def _copy(self, regions: Regions, values: TrainedValues, copy: Weights) -> None:
+        """Copy what this rank has itself."""
+        rank = self._plan.rank
+        for region, view in zip(regions, self._views(regions, copy), strict=True):
+            value = values[region].to(self._channel.dtype)
+            view.copy_(value)
+            if self._settings.checksum:
+                self._sums.sent[rank].append(checksum([value]))
+            self._note(rank, (region,), [view])
+
+    def _views(self, regions: Regions, copy: Weights) -> list[Tensor]:
+        """Return ``regions`` in the live weights of the copy."""
+        return [view_of(copy[region.name].detach(), self._plan.parts[region.name], region.box) for region in regions]
+
+    def _note(self, source: int, regions: Regions, stored: Sequence[Tensor]) -> None:
+        """Take the checksum of what is stored."""
+        if self._settings.checksum:
+            self._sums.stored[source].append(checksum(stored))
+            self._sums.names[source].append(regions[0].name)
+
+    def _exchanged_checksums(self) -> dict[int, Tensor]:
+        """Send the checksums of what this rank has sent; return those that others have sent, by rank."""
+        sent, rank, group = self._sums.sent, self._plan.rank, self._channel.group
+        mine = {receiver: torch.stack(sums) for receiver, sums in sent.items()}
+        found = {rank: mine.pop(rank)} if rank in mine else {}
+        works = []
+        for source, sums in self._sums.stored.items():
+            if source != rank:
+                found[source] = torch.empty(len(sums), dtype=torch.int64, device=self._channel.device)
+                works.append((receive(found[source].view(torch.uint8), source, group), source))
+        for receiver, all_sums in mine.items():
+            work = send(all_sums.view(torch.uint8), receiver, group)
+            self._sending.append(_InFlight(((work, receiver),), all_sums, is_pooled=False))
+        for work, source in works:
+            self._wait(work, (source,))
+        return found
+
+    def _compare(self, sent: dict[int, Tensor]) -> None:
+        """Raise ChecksumError where this rank stores something else than was sent."""
+        for source, stored in self._sums.stored.items():
+            same = (torch.stack(stored) == sent[source]).tolist()
+            wrong = [name for name, is_same in zip(self._sums.names[source], same, strict=True) if not is_same]
             if wrong:
-                plan = channel.plan
+                plan = self._plan
                 raise ChecksumError(
                     f"sync weights {plan.source} -> {plan.destination}: rank {plan.rank} holds other weights than "
-                    f"rank {sender} sent, in the bucket of {wrong[0]}"
+                    f"rank {source} sent, in the bucket of {wrong[0]}"
                 )
 
-    def _arriving(self, channel: SyncChannel, weights: Weights, load: Load) -> Iterator[Sequence[str]]:
-        """Load every bucket, from two buffers by turns; yield its names while the next one arrives."""
-        assert channel.plan.receive is not None, "the copy is on this rank"
-        buckets, parts = channel.plan.buckets, channel.plan.receive.parts
-        sizes = [[parts[name].num_elements for name in names] for names in buckets]
-        like = weights[buckets[0][0]]
-        buffers = [like.new_empty(max(map(sum, sizes))) for _ in range(min(2, len(buckets)))]
-
-        def post(number: int) -> Waitable | None:
-            return self._post(buffers[number % 2][: sum(sizes[number])], channel)
-
-        work = post(0)
-        for number, names in enumerate(buckets):
-            if work is not None:
-                self.wait(work, (_sender(channel),))
-            work = post(number + 1) if number + 1 < len(buckets) else None
-            values = buffers[number % 2][: sum(sizes[number])].split(sizes[number])
-            load(dict(zip(names, values, strict=True)))
-            yield names
-
-    def _post(self, buffer: Tensor, channel: SyncChannel) -> Waitable | None:
-        if not len(buffer):
-            return None
-        return receive(buffer.view(torch.uint8), _sender(channel), channel.group)
-
-    def _received_checksums(self, channel: SyncChannel, stored: Tensor) -> Tensor:
-        """Return the checksum of each bucket as the sender computed it; ``stored`` has the same shape."""
-        sent = torch.empty_like(stored)
-        work = self._post(sent, channel)
-        assert work is not None, "there is at least one bucket"
-        self.wait(work, (_sender(channel),))
-        return sent
+    def _buffer(self, size: int) -> Tensor:
+        return self._pool.take(size, self._channel.dtype, self._channel.device)
 
 
-def _sender(channel: SyncChannel) -> int:
-    assert channel.plan.receive is not None, "the copy is on this rank"
-    return channel.plan.receive.sender
-
-
-def _checksum(tensors: Sequence[Tensor], enabled: bool) -> Tensor:
-    """Return the checksum of a bucket; 0 where none is compared."""
-    return checksum_of(tensors) if enabled else torch.zeros((), dtype=torch.int64)
-
-
-def _of_buckets(checksums: Sequence[dict[int, Tensor]], rank: int) -> Tensor:
-    """Return the checksum of each bucket for ``rank``, int64 (buckets,)."""
-    return torch.stack([each[rank] for each in checksums])
+def _size(messages: Sequence[WeightMessage]) -> int:
+    return sum(message.num_elements for message in messages)

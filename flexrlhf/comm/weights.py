@@ -14,9 +14,7 @@ from torch import Tensor
 
 from flexrlhf.comm.world import Wait, posted
 from flexrlhf.config.spec import LoraSpec
-from flexrlhf.weights.lora import gathered_names, merged_from
-from flexrlhf.weights.reshard import Parts, part_elements
-from flexrlhf.weights.shards import Part
+from flexrlhf.weights.shards import Part, Parts, part_elements
 
 Weights = Mapping[str, Tensor]
 
@@ -50,35 +48,22 @@ class WeightGather:
     ranks:   ranks that store all weights together, in the group's order.
     shards:  parts that each of ``ranks`` stores.
     wait:    waits for the collective.
-    merge:   adapters to add to the weights that they change; None: tensors are gathered as they are.
     """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     shards: tuple[Parts, ...]
     wait: Wait
-    merge: LoraSpec | None = None
 
     def bytes_sent(self, names: Sequence[str], item_bytes: int) -> int:
         """Bytes that this rank sends to the others for the tensors ``names``."""
-        if self.group is None:
-            return 0
-        if self.merge is not None:
-            names, item_bytes = gathered_names(names), 4
-        return (len(self.ranks) - 1) * self._longest(names) * item_bytes
+        return 0 if self.group is None else (len(self.ranks) - 1) * self._longest(names) * item_bytes
 
     def whole(self, weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors ``names``, whole and with adapters merged, on every rank of the group. A collective.
+        """Return the tensors ``names``, whole, on every rank of the group. A collective.
 
-        ``weights``: local shards by name. Base weights and adapters are added in float32, so the sum is rounded once.
+        ``weights``: local shards by name.
         """
-        if self.merge is None:
-            return self.gathered(weights, names, dtype)
-        tensors = self.gathered(weights, gathered_names(names), torch.float32)
-        return {name: merged(self.merge, *(tensors[part] for part in merged_from(name))).to(dtype) for name in names}
-
-    def gathered(self, weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors ``names`` of the model itself, whole, on every rank of the group. A collective."""
         if self.group is None:
             return {name: weights[name].detach().to(dtype).view(self.shards[0][name].shape) for name in names}
         vectors = self._all_gather(flat(weights, names, dtype), self._longest(names))

@@ -335,11 +335,13 @@ class SyncSpec(StrictModel):
     every: int = Field(1, ge=1, description="steps between two syncs")
     checksum: bool = Field(True, description="compare checksums of the weights on both sides")
     snapshot: bool = Field(False, description="copy the weights first, so that training goes on during the transfer")
-    bucket_mb: float = Field(16.0, ge=0.001, description="MB of weights that are transferred together")
+    bucket_mb: float = Field(
+        48.0, ge=0.001, description="MB of a rank's buffers in a transfer, and of weights gathered together for a save"
+    )
 
     @property
     def bucket_bytes(self) -> int:
-        """Most bytes of a bucket; a larger tensor is one by itself."""
+        """Most bytes of buffers; to be saved, a larger tensor is gathered by itself."""
         return int(self.bucket_mb * 1e6)
 
 

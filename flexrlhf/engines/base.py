@@ -284,6 +284,10 @@ class Engine(Protocol):
         """Overwrite this rank's part of the named parameters with tensors of as many elements, in any shape."""
         ...
 
+    def weights_changed(self) -> None:
+        """Discard what was computed from weights that have since been overwritten in ``weights``."""
+        ...
+
     def training_state(self) -> TrainingState:
         """Return the training state of a trained model, also while it is offloaded.
 

@@ -8,8 +8,7 @@ from flexrlhf.checkpoints.piece_files import Piece
 from flexrlhf.engines.base import WEIGHTS, StateTensor
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.weights.pieces import flat_part, written_names
-from flexrlhf.weights.reshard import Parts, trained_parts
-from flexrlhf.weights.shards import Part
+from flexrlhf.weights.shards import Part, Parts, trained_parts
 
 
 def piece_key(kind: str, name: str) -> str:

@@ -17,8 +17,9 @@ from flexrlhf.execution.recorder import Recorder
 from flexrlhf.plan.end_tokens import usage_files
 from flexrlhf.plan.inputs import chat_format
 from flexrlhf.strategies.instructions import Save
+from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.lora import shape_of
-from flexrlhf.weights.reshard import bucket_names, trained_parts
+from flexrlhf.weights.shards import trained_parts
 
 
 class ModelSaver:

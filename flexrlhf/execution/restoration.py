@@ -17,7 +17,8 @@ from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.weight_syncs import WeightSyncs
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.strategies.schedule import checkpointed_models
-from flexrlhf.weights.reshard import Parts, bucket_names, trained_parts
+from flexrlhf.weights.buckets import bucket_names
+from flexrlhf.weights.shards import Parts, trained_parts
 
 
 def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:

@@ -180,7 +180,7 @@ class Sizing:
                 source, destination = self.placement[work.source], self.placement[work.destination]
                 parts: NamedBytes = {"buckets": None}
                 if source.role in self.shapes:
-                    parts = sync_parts(work, source, destination, self.shapes[source.role], self.sync, rank)
+                    parts = sync_parts(source, destination, self.shapes[source.role], self.sync, rank)
                 return (Phase("sync", destination.name, parts),)
             case Saving():
                 return (self._save(work, self.placement[work.model], rank),)

@@ -10,23 +10,14 @@ from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.states import item_bytes, num_moments
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.loading import is_read_in_parts
-from flexrlhf.weights.lora import gathered_names, is_merged
+from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.pieces import written_names
-from flexrlhf.weights.reshard import (
-    Parts,
-    WeightTransfer,
-    bucket_names,
-    gathering_sets,
-    part_elements,
-    trained_parts,
-)
 from flexrlhf.weights.shapes import ModelShape, count_elements
-from flexrlhf.weights.shards import parts_on
-
-NUM_BUCKETS = 3
-"""Buckets that exist at a time: two in flight while a third is packed."""
+from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
+from flexrlhf.weights.sync_plan import adapter_gathers, most_packed
 
 
 @dataclass(frozen=True)
@@ -35,36 +26,31 @@ class WeightSync:
 
     source: ModelName
     destination: ModelName
-    transfers: tuple[WeightTransfer, ...]
 
 
 def sync_parts(
-    work: WeightSync, source: PlacedModel, destination: PlacedModel, shape: ModelShape, settings: SyncSpec, rank: int
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape, settings: SyncSpec, rank: int
 ) -> dict[str, int | None]:
-    """Return bytes by name on ``rank``: a sender, a receiver, or one that only gathers."""
+    """Return bytes by name on ``rank``: buffers of what it sends and receives, and adapters that are merged.
+
+    A rank is counted as packing for every different part of the destination; of several replicas some pack less.
+    """
     item = item_bytes(destination)
-    arriving = trained_parts(destination, shape, work.transfers[0].destination)
-    buckets = bucket_names(arriving, item, settings.bucket_bytes)
+    sent, received = (item * each for each in most_packed(source, destination, shape, rank))
     parts: dict[str, int | None] = {}
-    if rank in source.ranks:
-        # a bucket for the rank itself is copied from tensor to tensor
-        receivers = [t.destination for t in work.transfers if t.source == rank != t.destination]
-        distinct = [dict(each) for each in {tuple(trained_parts(destination, shape, r).items()) for r in receivers}]
-        sizes = [item * sum(part_elements(each, names) for each in distinct) for names in buckets]
-        sets = gathering_sets(source, [transfer.source for transfer in work.transfers])
-        members = next((ranks for ranks in sets if rank in ranks), (rank,))
-        parts["buckets"] = sum(sizes if settings.snapshot else sorted(sizes)[-NUM_BUCKETS:])
-        largest = item * _largest(arriving, buckets)
-        if is_merged(destination, shape):
-            merged = largest
-            largest = 4 * _largest(parts_on(source, shape, rank), [gathered_names(names) for names in buckets])
-            # without a gather the base weights are cast to float32
-            parts["merged"] = merged + (largest if len(members) == 1 and item_bytes(source) < 4 else 0)
-        parts["gathered"] = _gathering(largest, len(members))
-    if any(transfer.destination == rank != transfer.source for transfer in work.transfers):
-        # one is loaded while the next one arrives
-        mine = trained_parts(destination, shape, rank)
-        parts["buckets"] = 2 * item * max(part_elements(mine, names) for names in buckets)
+    if settings.snapshot:
+        parts["buckets"] = sent + min(received, settings.bucket_bytes)
+    elif sent or received:
+        # in one bucket, or in as many as exist at a time
+        parts["buckets"] = min(sent + received, settings.bucket_bytes)
+    if rank in source.ranks and is_merged(destination, shape):
+        adapters = 4 * part_elements(parts_on(source, shape, rank), [name for name, _ in shape.trained])
+        largest = max(math.prod(size) for _, size in shape_of(destination, shape).trained)
+        region = min(largest, settings.bucket_bytes // item)
+        members = next((ranks for ranks in adapter_gathers(source, destination, shape) if rank in ranks), (rank,))
+        # the base weights of a region in float32, B A, and their sum
+        parts["merged"] = 3 * 4 * region
+        parts["gathered"] = _gathering(4 * count_elements(shape.trained), len(members)) or adapters
     return parts
 
 

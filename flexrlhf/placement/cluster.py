@@ -62,6 +62,10 @@ class Cluster:
             nodes.setdefault(device.node, []).append(device.rank)
         return {node: tuple(ranks) for node, ranks in nodes.items()}
 
+    def node_of(self, rank: int) -> int:
+        """Return the number of the node of ``rank``."""
+        return self.devices[rank].node
+
     def resolve_class(self, name: str) -> str:
         """Return the class called ``name``, or the only one that starts so: ``V100`` is ``V100-32G``. Raises
         UserError.

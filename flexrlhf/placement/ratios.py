@@ -8,13 +8,14 @@ a training side (first ranks) and an inference side (the rest); FlexRLHF, sectio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations
 
 from flexrlhf.config.spec import PLACEMENT_SETTINGS, Head, ModelSpec, PlacementEntry, PlacementMap, Spec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.generation_order import generation_layout
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
 from flexrlhf.placement.packing import DeviceRequest, Packing, pack
@@ -66,11 +67,17 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
 
 
 def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:
-    """Return the rollout engine on the ranks of the trained copy; its replicas take rows as that copy's do."""
+    """Return the rollout engine on the ranks of the trained copy; its replicas take rows as that copy's do.
+
+    Where that copy has more tensor-parallel ranks, each rank's part of the engine contains the part that it trains.
+    """
     entry = PlacementEntry(ranks=trained.ranks)
     if spec.rollout.tp == trained.layout.tp and trained.layout.row_shares:
         entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
-    return _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
+    model = _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
+    if trained.layout.tp % model.layout.tp or model.layout.row_shares:
+        return model
+    return replace(model, layout=generation_layout(trained.layout, model.layout.tp))
 
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:

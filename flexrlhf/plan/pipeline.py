@@ -156,7 +156,7 @@ def _groups(placement: Placement, instructions: tuple[Instruction, ...]) -> list
             case Eval():
                 groups += [Group("move", move.ranks) for move in instruction.moves]
             case Sync():
-                if not instruction.is_local:
+                if not instruction.is_in_place:
                     groups.append(Group(f"sync {instruction.source}", instruction.ranks))
                 groups += [Group(f"gather {instruction.source}", ranks) for ranks in instruction.gathers]
             case Save():

@@ -22,8 +22,8 @@ from flexrlhf.strategies.instructions import Move, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
 from flexrlhf.strategies.schedule import Schedule, later_chunks
 from flexrlhf.strategies.workload import first_alike, workload
-from flexrlhf.weights.reshard import sync_bytes
 from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,12 @@ class Plan:
         """Return the bytes that cross between ranks when ``sync`` runs once; None for an architecture yet unknown."""
         source, destination = self.placement[sync.source], self.placement[sync.destination]
         shape = self.shapes.get(source.role)
-        if shape is None:
-            return None
-        return sync_bytes(
-            source, destination, shape, sync.transfers, self.spec.sync.bucket_bytes, self.spec.sync.checksum
-        )
+        return None if shape is None else sync_bytes(source, destination, shape)
+
+    def sync_links(self, sync: Sync) -> Mapping[tuple[int, int], float]:
+        """Return the bytes of ``sync_bytes`` by link: source and destination rank."""
+        source, destination = self.placement[sync.source], self.placement[sync.destination]
+        return sync_links(source, destination, self.shapes[source.role], self.cluster.node_of)
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""

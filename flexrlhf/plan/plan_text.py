@@ -192,13 +192,7 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
         case Move():
             notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction, batch))]
         case Sync():
-            way = (
-                "point_to_point"
-                if not instruction.is_local
-                else "gathered, in place"
-                if instruction.gathers
-                else "in place"
-            )
+            way = "in place" if instruction.is_in_place else "point_to_point"
             notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
         case Run() if instruction.operator.every > 1:
             notes = [_turns(instruction.operator, plan.spec.steps)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.sync import SyncChannel, WeightReceiver, WeightSender
-from flexrlhf.comm.weights import WeightGather
+from flexrlhf.comm.sync import SyncChannel, WeightMover
 from flexrlhf.execution.checkpoint import save_model
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
@@ -24,7 +23,6 @@ from flexrlhf.placement.routes import Transfer
 from flexrlhf.profiling.model_calls import ProfileContext
 from flexrlhf.profiling.stopwatch import TimedCall
 from flexrlhf.strategies.instructions import Move
-from flexrlhf.weights.reshard import WeightTransfer
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.sync_plan import plan_sync
 
@@ -150,23 +148,14 @@ def _sync_call(channel: Channel, tensors: int, numbers: int) -> TimedCall:
     shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
     trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
     copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
-    transfers = (WeightTransfer(source, destination),)
-    plan = plan_sync(trained, copy, shape, transfers, spec.sync.bucket_bytes, context.rank)
-    gather = None if plan.send is None else WeightGather(None, plan.send.ranks, plan.send.shards, wait)
-    sync = SyncChannel(plan, torch.float32, gather, channel.group)
-    sender, receiver = WeightSender(spec.sync, wait), WeightReceiver(spec.sync.checksum, wait)
+    plan = plan_sync(trained, copy, shape, spec.sync.bucket_bytes, context.rank)
+    sync = SyncChannel(plan, torch.float32, context.device, channel.group)
+    mover = WeightMover(spec.sync, wait)
     weights = {name: torch.zeros(numbers, device=context.device) for name, _ in shape.parameters}
 
-    def load(values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            weights[name].copy_(value)
-
     def call() -> None:
-        if context.rank == source:
-            sender.send(sync, weights, None)
-            sender.close()
-        else:
-            receiver.receive(sync, weights, load)
+        mover.run(sync, weights if context.rank == source else None, weights if context.rank == destination else None)
+        mover.close()
 
     return call
 

@@ -8,7 +8,6 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.routes import Primitive, Transfer
-from flexrlhf.weights.reshard import WeightTransfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,19 +95,14 @@ class Move(Instruction):
 class Sync(_Periodic):
     """Transfer of the weights of a trained model to a copy that follows it.
 
-    transfers:  pairs of source and destination ranks.
-    gathers:    sets of source ranks that gather their shards.
+    is_in_place:  whether no weights cross between ranks.
+    gathers:      sets of source ranks that gather adapters, which the copy stores merged.
     """
 
     source: ModelName
     destination: ModelName
-    transfers: tuple[WeightTransfer, ...]
+    is_in_place: bool = False
     gathers: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def is_local(self) -> bool:
-        """Whether no weights cross between ranks."""
-        return all(transfer.source == transfer.destination for transfer in self.transfers)
 
     @property
     def label(self) -> str:

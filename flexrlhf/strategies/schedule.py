@@ -22,7 +22,7 @@ from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
 from flexrlhf.strategies.evaluation_batches import evaluation_batch
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Run, Save, Sync
-from flexrlhf.weights.reshard import gathering_sets, pair_ranks
+from flexrlhf.weights.sync_plan import adapter_gathers, is_in_place
 
 
 @dataclass(frozen=True)
@@ -249,15 +249,14 @@ def with_syncs(
     for follower in placement.followers:
         source = placement[follower.role]
         ranks = tuple(sorted({*source.ranks, *follower.ranks}))
-        transfers = pair_ranks(source.ranks, follower.ranks)
         sync = Sync(
             ranks=ranks,
             lag=lag,
             every=spec.sync.every,
             source=source.name,
             destination=follower.name,
-            transfers=transfers,
-            gathers=gathering_sets(source, [transfer.source for transfer in transfers]),
+            is_in_place=is_in_place(source, follower),
+            gathers=adapter_gathers(source, follower),
         )
         trains = [
             i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name

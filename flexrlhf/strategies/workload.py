@@ -44,7 +44,7 @@ def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, 
             runs = [run for run in instruction.runs if rank in run.ranks]
             return tuple(work for run in runs for work in works_of(run, placement, evaluation, rank))
         case Sync():
-            return (WeightSync(instruction.source, instruction.destination, instruction.transfers),)
+            return (WeightSync(instruction.source, instruction.destination),)
         case Save():
             return (Saving(instruction.model, instruction.ranks),)
         case Checkpoint():
@@ -103,10 +103,5 @@ def _rows(model: PlacedModel, batch: BatchShape, rank: int) -> Iterator[int]:
 
 
 def _roles(instruction: Instruction) -> Counter[int]:
-    """Count the ranks that each rank sends weights to."""
-    match instruction:
-        case Sync():
-            return Counter(transfer.source for transfer in instruction.transfers)
-        case Save():
-            return Counter(instruction.ranks[:1])
-    return Counter()
+    """Count the files that each rank writes by itself."""
+    return Counter(instruction.ranks[:1]) if isinstance(instruction, Save) else Counter()

@@ -5,7 +5,6 @@ A rollout engine stores the same model merged: of each target one weight, W + al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -97,8 +96,3 @@ def merged_from(name: str) -> tuple[str, str, str]:
     """Return the names that the merged weight ``name`` is computed from: the base weight, A and B."""
     path = name.removesuffix(".weight")
     return f"{path}{BASE}weight", f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight"
-
-
-def gathered_names(names: Sequence[str]) -> list[str]:
-    """Return all names that the merged weights ``names`` are computed from."""
-    return [part for name in names for part in merged_from(name)]

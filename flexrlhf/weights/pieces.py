@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.reshard import Parts, trained_parts
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import Part
+from flexrlhf.weights.shards import Part, Parts, trained_parts
 
 
 def flat_part(shape: tuple[int, ...], flat: range) -> Part:

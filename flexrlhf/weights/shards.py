@@ -7,7 +7,7 @@ weights resharded between any two layouts: ``comm/weights.py`` gathers parts int
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from flexrlhf.placement.placed import PlacedModel, Split
 from flexrlhf.weights.lora import shape_of
 from flexrlhf.weights.shapes import ModelShape, Parameters
+from flexrlhf.weights.stages import of_stage
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
@@ -39,6 +40,10 @@ class Part:
         return math.prod(len(side) for side in self.box) if self.flat is None else len(self.flat)
 
 
+Parts = Mapping[str, Part]
+"""Part of each parameter on one rank, by name."""
+
+
 def whole(shape: tuple[int, ...]) -> Part:
     """Return the part that is all of a tensor of ``shape``."""
     return Part(shape, tuple(range(size) for size in shape))
@@ -57,7 +62,7 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a rank in a layout: ``replica`` of ``dp``, ``tp_index`` of ``tp``.
+    """Position of a rank in a layout: ``replica`` of ``dp``, ``tp_index`` of ``tp``, ``stage`` of ``pp``.
 
     ``splits_vocabulary``: embeddings are split along the vocabulary, as a rollout engine does.
     """
@@ -68,6 +73,8 @@ class _Position:
     replica: int
     tp_index: int
     splits_vocabulary: bool
+    pp: int = 1
+    stage: int = 0
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
@@ -92,12 +99,27 @@ class _Position:
 
 
 def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> Mapping[str, Part]:
-    """Return the part of every parameter on ``rank``, by name. Ranks at the same position share the result."""
+    """Return the part of every parameter of the pipeline stage on ``rank``, by name.
+
+    Ranks at the same position share the result.
+    """
     layout, split = model.layout, model.split
     replica = 0 if split == "whole" else layout.replica(rank)
     shape = shape_of(model, shape)
-    position = _Position(split, layout.dp, layout.tp, replica, layout.tp_index(rank), model.rollout is not None)
-    return _parts(position, shape.parameters)
+    tp_index, stage = layout.tp_index(rank), layout.stage(rank)
+    position = _Position(split, layout.dp, layout.tp, replica, tp_index, model.rollout is not None, layout.pp, stage)
+    return _parts(position, shape.parameters if layout.pp == 1 else of_stage(shape, stage, layout.pp))
+
+
+def part_elements(parts: Parts, names: Sequence[str]) -> int:
+    """Return the elements of the parts called ``names``."""
+    return sum(parts[name].num_elements for name in names)
+
+
+def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str, Part]:
+    """Return the part on ``rank`` of each parameter that training changes, by name."""
+    parts = parts_on(model, shape, rank)
+    return {name: parts[name] for name, _ in shape_of(model, shape).trained if name in parts}
 
 
 @lru_cache(maxsize=1024)

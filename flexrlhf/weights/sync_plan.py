@@ -1,77 +1,62 @@
-"""One rank's part in a Sync, planned once before the run: shards to gather, buckets, receivers and their parts.
+"""One rank's part in a Sync, planned once before the run: elements to send, to receive and to copy, in buckets.
 
 Pure data; ``comm/sync.py`` executes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 from flexrlhf.config.spec import Dtype, LoraSpec
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.lora import adapters_to_merge
-from flexrlhf.weights.reshard import Parts, WeightTransfer, bucket_names, gathering_sets, trained_parts
+from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Part, parts_on
+from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
+from flexrlhf.weights.transfers import (
+    Holdings,
+    NodeOf,
+    Regions,
+    TransferPlan,
+    WeightMessage,
+    mean_links,
+    overlap,
+    plan_transfers,
+)
 
-Buckets = tuple[tuple[str, ...], ...]
-"""Names of the weights in each bucket."""
-
-
-@dataclass(frozen=True)
-class Packet:
-    """One buffer of a bucket, for all ranks that store the same parts of it.
-
-    parts:      of each weight of the bucket, in the bucket's order.
-    receivers:  ranks that it is sent to.
-    """
-
-    parts: tuple[Part, ...]
-    receivers: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return sum(part.num_elements for part in self.parts)
+NUM_BUCKETS = 3
+"""Buckets that exist at a time: two in flight while a third is packed."""
 
 
 @dataclass(frozen=True)
-class SendPlan:
-    """Gathering and sending on one rank of the trained model.
+class RankBucket:
+    """One bucket on one rank.
 
-    ranks:     ranks that gather together, this one among them; a single one stores whole tensors.
-    shards:    parts that each of ``ranks`` stores, in their order.
-    merge:     adapters to add to the weights that they change; None: weights are sent as they are.
-    packets:   buffers of each bucket for other ranks.
+    sends:     messages that it sends.
+    receives:  messages that it receives.
+    stays:     what it copies from its own part of the trained model.
     """
 
+    sends: tuple[WeightMessage, ...]
+    receives: tuple[WeightMessage, ...]
+    stays: Regions
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters that are added to the weights that they change before these are sent.
+
+    lora:    their settings.
+    ranks:   ranks that gather their shards of them, this one among them; a single one stores them whole.
+    shards:  parts that each of ``ranks`` stores of them, in their order.
+    """
+
+    lora: LoraSpec
     ranks: tuple[int, ...]
     shards: tuple[Parts, ...]
-    merge: LoraSpec | None
-    packets: tuple[tuple[Packet, ...], ...]
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """Other ranks that this one sends to."""
-        return tuple(rank for packet in self.packets[0] for rank in packet.receivers)
-
-    @property
-    def longest(self) -> int:
-        """Numbers in the longest buffer."""
-        return max((packet.num_elements for bucket in self.packets for packet in bucket), default=0)
-
-
-@dataclass(frozen=True)
-class ReceivePlan:
-    """Receiving on one rank of the copy.
-
-    sender:  rank that sends the weights; this rank itself where it also stores the trained model.
-    parts:   what this rank stores of each weight.
-    """
-
-    sender: int
-    parts: Parts
 
 
 @dataclass(frozen=True)
@@ -82,82 +67,175 @@ class SyncPlan:
     destination:  the copy.
     rank:         the rank that this plan is for.
     dtype:        type of the copy's weights, in which they are sent.
-    buckets:      names of the weights in each bucket, in the order of sending.
-    send:         None: this rank neither gathers nor sends.
-    receive:      None: the copy is not on this rank.
+    buckets:      in the order of sending.
+    source_parts: what this rank stores of the trained model, by the copy's names; empty where it is not.
+    parts:        what this rank stores of the copy; empty where it is not.
+    adapters:     None: weights are sent as they are.
     """
 
     source: ModelName
     destination: ModelName
     rank: int
     dtype: Dtype
-    buckets: Buckets
-    send: SendPlan | None
-    receive: ReceivePlan | None
-
-    @property
-    def own_parts(self) -> Parts | None:
-        """Parts of the copy that this rank loads from its own trained model; None where it does not."""
-        return self.receive.parts if self.receive is not None and self.receive.sender == self.rank else None
+    buckets: tuple[RankBucket, ...]
+    source_parts: Parts
+    parts: Parts
+    adapters: Adapters | None
 
 
 def plan_sync(
     source: PlacedModel,
     destination: PlacedModel,
     shape: ModelShape,
-    transfers: Sequence[WeightTransfer],
     bucket_bytes: int,
     rank: int,
+    node_of: NodeOf | None = None,
 ) -> SyncPlan:
     """Plan the part of ``rank`` in a Sync of the trained weights of ``source`` to ``destination``."""
-    parts = {t.destination: trained_parts(destination, shape, t.destination) for t in transfers if rank in _ends(t)}
-    any_parts = trained_parts(destination, shape, transfers[0].destination)
-    dtype = destination.settings.dtype
-    buckets = tuple(tuple(names) for names in bucket_names(any_parts, DTYPE_BYTES[dtype], bucket_bytes))
-    sender = next((t.source for t in transfers if t.destination == rank), None)
+    transfers = transfers_of(source, destination, shape, bucket_bytes, node_of)
     return SyncPlan(
         source=source.name,
         destination=destination.name,
         rank=rank,
-        dtype=dtype,
-        buckets=buckets,
-        send=_plan_send(source, destination, shape, transfers, parts, buckets, rank),
-        receive=None if sender is None else ReceivePlan(sender, parts[rank]),
+        dtype=destination.settings.dtype,
+        buckets=_on_rank(transfers, rank),
+        source_parts=_sent_parts(source, destination, shape, rank) if rank in source.ranks else {},
+        parts=trained_parts(destination, shape, rank) if rank in destination.ranks else {},
+        adapters=_adapters(source, destination, shape, rank),
     )
 
 
-def _ends(transfer: WeightTransfer) -> tuple[int, int]:
-    return transfer.source, transfer.destination
-
-
-def _plan_send(
+def transfers_of(
     source: PlacedModel,
     destination: PlacedModel,
     shape: ModelShape,
-    transfers: Sequence[WeightTransfer],
-    parts: Mapping[int, Parts],
-    buckets: Buckets,
-    rank: int,
-) -> SendPlan | None:
-    receivers = [t.destination for t in transfers if t.source == rank]
-    sets = gathering_sets(source, [t.source for t in transfers])
-    ranks = next((members for members in sets if rank in members), (rank,))
-    if rank not in source.ranks or (not receivers and len(ranks) == 1):
-        return None
-    merge = adapters_to_merge(source, destination)
-    shards_on = trained_parts if merge is None else parts_on
-    others = {receiver: parts[receiver] for receiver in receivers if receiver != rank}
-    return SendPlan(
-        ranks=ranks,
-        shards=tuple(shards_on(source, shape, member) for member in ranks),
-        merge=merge,
-        packets=tuple(_packets(names, others) for names in buckets),
+    bucket_bytes: int,
+    node_of: NodeOf | None = None,
+) -> TransferPlan:
+    """Return the transfers of a Sync of the trained weights. All buckets of a rank at a time are ``bucket_bytes``."""
+    most = bucket_bytes // (NUM_BUCKETS * DTYPE_BYTES[destination.settings.dtype])
+    return plan_transfers(*_holdings(source, destination, shape), max(1, most), node_of)
+
+
+def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> tuple[Holdings, Holdings]:
+    """Return what ranks of the source have of the weights that are sent, and what ranks of the copy store of them."""
+    held = {rank: _sent_parts(source, destination, shape, rank) for rank in source.ranks}
+    return held, {rank: trained_parts(destination, shape, rank) for rank in destination.ranks}
+
+
+def sync_links(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape, node_of: NodeOf | None = None
+) -> Mapping[tuple[int, int], float]:
+    """Return the bytes that cross from rank to rank in one Sync: weights, and adapters that are gathered.
+
+    Replicas of the source are counted with equal shares. Checksums are not counted: 8 bytes a message.
+    """
+    found: dict[tuple[int, int], float] = defaultdict(float)
+    item = DTYPE_BYTES[destination.settings.dtype]
+    for link, elements in mean_links(*_holdings(source, destination, shape), node_of).items():
+        found[link] += item * elements
+    for ranks, size in _gathered_bytes(source, destination, shape):
+        for link in permutations(ranks, 2):
+            found[link] += size
+    return dict(found)
+
+
+def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> int:
+    """Return the sum of ``sync_links``, which depends on no bucket: what destination ranks do not have themselves."""
+    total = 0
+    for rank in destination.ranks:
+        own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
+        for name, part in trained_parts(destination, shape, rank).items():
+            total += part.num_elements - (overlap(own[name], part) if name in own else 0)
+    gathers = sum(len(ranks) * (len(ranks) - 1) * size for ranks, size in _gathered_bytes(source, destination, shape))
+    return DTYPE_BYTES[destination.settings.dtype] * total + gathers
+
+
+def _gathered_bytes(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield sets of ranks that gather adapters, in float32, with the bytes that each sends to each."""
+    for ranks in adapter_gathers(source, destination, shape):
+        yield (
+            ranks,
+            4 * max(part_elements(parts, list(parts)) for parts in _adapter_shards(source, destination, shape, ranks)),
+        )
+
+
+def most_packed(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> tuple[int, int]:
+    """Return the most elements that ``rank`` packs for others in one Sync, and those that it receives.
+
+    It packs its part of a tensor once, and for each tensor-parallel rank where they store all of it; and once more
+    where some ranks of the copy have a part themselves and others not.
+    """
+    own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
+    needed = trained_parts(destination, shape, rank) if rank in destination.ranks else {}
+    received = sum(
+        part.num_elements - (overlap(own[name], part) if name in own else 0) for name, part in needed.items()
     )
+    if is_in_place(source, destination):
+        return 0, received
+    replica = [trained_parts(destination, shape, each) for each in destination.layout.tp_sets[0]]
+    packed = 0
+    for name, part in own.items():
+        stored = {parts[name] for parts in replica if name in parts}
+        packed += part.num_elements * (len(replica) if len(stored) == 1 else 1)
+    common = set(source.ranks) & set(destination.ranks)
+    return packed * (2 if common and common != set(destination.ranks) else 1), received
 
 
-def _packets(names: Sequence[str], parts: Mapping[int, Parts]) -> tuple[Packet, ...]:
-    """Return a buffer for each different content of the bucket ``names``. ``parts``: by receiver."""
-    receivers: dict[tuple[Part, ...], list[int]] = {}
-    for rank, stored in parts.items():
-        receivers.setdefault(tuple(stored[name] for name in names), []).append(rank)
-    return tuple(Packet(contents, tuple(ranks)) for contents, ranks in receivers.items())
+def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:
+    """Whether every rank of the copy has all that it stores from its own trained model."""
+    if not set(destination.ranks) <= set(source.ranks):
+        return False
+    return source.split == "whole" and source.layout.tp == source.layout.pp == 1
+
+
+def adapter_gathers(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks that gather adapters before these are merged.
+
+    ``shape``: None: of a model that may have adapters.
+    """
+    merges = adapters_to_merge(source, destination) is not None and (shape is None or is_merged(destination, shape))
+    return tuple(ranks for ranks in source.gather_sets if len(ranks) > 1) if merges else ()
+
+
+def _sent_parts(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Parts:
+    """Return the part of ``source`` on ``rank`` of each weight that is sent, by the copy's names."""
+    parts = parts_on(source, shape, rank)
+    if not is_merged(destination, shape):
+        return {name: parts[name] for name, _ in shape_of(destination, shape).trained if name in parts}
+    bases = {name: merged_from(name)[0] for name, _ in shape_of(destination, shape).trained}
+    return {name: parts[base] for name, base in bases.items() if base in parts}
+
+
+def _adapters(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Adapters | None:
+    lora = adapters_to_merge(source, destination)
+    if lora is None or rank not in source.ranks:
+        return None
+    ranks = next((each for each in adapter_gathers(source, destination, shape) if rank in each), (rank,))
+    return Adapters(lora, ranks, _adapter_shards(source, destination, shape, ranks))
+
+
+def _adapter_shards(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]
+) -> tuple[Parts, ...]:
+    """Return the parts of A and B on each of ``ranks``."""
+    names = [part for name, _ in shape_of(destination, shape).trained for part in merged_from(name)[1:]]
+    shards = (parts_on(source, shape, rank) for rank in ranks)
+    return tuple({name: parts[name] for name in names} for parts in shards)
+
+
+def _on_rank(transfers: TransferPlan, rank: int) -> tuple[RankBucket, ...]:
+    """Return the buckets in which ``rank`` takes part."""
+    found = (
+        RankBucket(
+            sends=tuple(message for message in bucket.messages if message.source == rank),
+            receives=tuple(message for message in bucket.messages if rank in message.destinations),
+            stays=bucket.stays.get(rank, ()),
+        )
+        for bucket in transfers.buckets
+    )
+    return tuple(bucket for bucket in found if bucket.sends or bucket.receives or bucket.stays)

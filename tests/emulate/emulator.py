@@ -34,6 +34,9 @@ from flexrlhf.plan.plan import Group, Plan
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.sync_plan import plan_sync
 
 Position = object
 """Of an instruction in the walk; in an evaluation also in its list, and of which batches."""
@@ -341,25 +344,37 @@ class Rank:
     # Sync --------------------------------------------------------------------------------------------------------
 
     def _sync(self, position: Position, sync: Sync) -> None:
-        if any(t.source != t.destination for t in sync.transfers):
-            self._check_group(f"sync {sync.source}", sync.ranks, sync)
-        assert {t.destination for t in sync.transfers} == set(self._plan.placement[sync.destination].ranks)
-        receivers = [t.destination for t in sync.transfers if t.source == self.number]
+        source, destination = (self._plan.placement[name] for name in (sync.source, sync.destination))
         ranks = next((ranks for ranks in sync.gathers if self.number in ranks), ())
-        if receivers or ranks:
-            weights = self._gathered(position, sync.source, ranks or (self.number,), sync, bool(receivers))
-        for transfer in sync.transfers:
-            assert {transfer.source, transfer.destination} <= set(sync.ranks), f"{transfer} leaves {sync.ranks}"
+        if ranks:
+            self._gathered(position, sync.source, ranks, sync, True)
+        shape, size = self._plan.shapes[source.role], self._plan.spec.sync.bucket_bytes
+        plan = plan_sync(source, destination, shape, size, self.number, self._plan.cluster.node_of)
+        receivers = {rank for bucket in plan.buckets for message in bucket.sends for rank in message.destinations}
+        senders = {message.source for bucket in plan.buckets for message in bucket.receives}
+        if receivers or senders:
+            assert {*receivers, *senders} <= set(sync.ranks), f"{sync.label} leaves {sync.ranks}"
+            self._check_group(f"sync {sync.source}", sync.ranks, sync)
+        own = {self._weights(sync.source)} if self.number in source.ranks else set()
+        # ranks that nothing is left for, of fewer rows than ranks
+        without = {rank for rank in destination.ranks if not _stores_something(destination, shape, rank)}
+        if self.number == source.ranks[0]:
+            receivers |= without
+        if self.number in without:
+            senders = {source.ranks[0]}
         for receiver in receivers:
-            self._fabric.send(("sync", position, receiver), weights)
-        for transfer in sync.transfers:
-            if transfer.destination == self.number:
-                self._weights(sync.destination)
-                self._check_nothing_begun(sync.destination)
-                what = f"{self._at} waits for weights from rank {transfer.source}"
-                parcel = self._fabric.receive(self.number, ("sync", position, self.number), what)
-                assert isinstance(parcel, int)
-                self.trace.weights[sync.destination] = parcel
+            self._fabric.send(("sync", position, self.number, receiver), *own)
+        if self.number not in destination.ranks:
+            return
+        self._weights(sync.destination)
+        self._check_nothing_begun(sync.destination)
+        arrived = own if any(bucket.stays for bucket in plan.buckets) else set()
+        for sender in sorted(senders):
+            what = f"{self._at} waits for weights from rank {sender}"
+            arrived.add(self._fabric.receive(self.number, ("sync", position, sender, self.number), what))
+        (parcel,) = arrived
+        assert isinstance(parcel, int)
+        self.trace.weights[sync.destination] = parcel
 
     # Eval --------------------------------------------------------------------------------------------------------
 
@@ -421,6 +436,10 @@ class Rank:
         """Ranks talk in a group that the plan made for this purpose and that the instruction names."""
         assert set(ranks) <= set(instruction.ranks), f"{purpose} of {ranks}, but {instruction.ranks} are named"
         assert len(ranks) == 1 or Group(purpose, ranks) in self._plan.groups, f"no group {purpose!r} of {ranks}"
+
+
+def _stores_something(model: PlacedModel, shape: ModelShape, rank: int) -> bool:
+    return any(part.num_elements for part in trained_parts(model, shape, rank).values())
 
 
 class EvaluationRank(Rank):

@@ -403,10 +403,9 @@ def _adapters(plan: Plan) -> list[str]:
 
 
 def _reshards(plan: Plan, sync: Sync) -> str:
-    """Whether the source gathers, and whether the shadow holds whole tensors."""
-    shadow = plan.placement[sync.destination]
-    is_whole = shadow.split == "whole" and shadow.layout.tp == 1
-    return f"{'parts' if sync.gathers else 'whole'} to {'whole' if is_whole else 'parts'}"
+    """Whether ranks of the source and of the shadow have whole tensors."""
+    ends = [plan.placement[name] for name in (sync.source, sync.destination)]
+    return " to ".join("whole" if each.split == "whole" and each.layout.tp == 1 else "parts" for each in ends)
 
 
 def _form(plan: Plan) -> str:

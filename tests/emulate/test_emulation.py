@@ -20,7 +20,6 @@ from symbolic import Cell, Reference, inference_version, is_compared, num_evalua
 
 from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -395,24 +394,11 @@ def test_deepspeed_without_a_group_of_one_rank_is_reported() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("gathers", "message"),
-    [
-        ((), r"rank \d at step 0, sync weights actor.*: ranks \(\d,\) hold actor without its parts \[\(0, \d\)\]"),
-        (((0, 1, 2, 3),), "actor is not placed on rank"),
-    ],
-)
-def test_a_sync_that_does_not_gather_its_parts_is_reported(
-    gathers: tuple[tuple[int, ...], ...], message: str, mode: Mode
-) -> None:
-    def change(instruction: Instruction) -> Instruction:
-        is_it = isinstance(instruction, Sync) and instruction.source == "actor"
-        return replace(instruction, gathers=gathers) if is_it else instruction
-
-    plan = with_instructions(ppo_plan(SIX, 4, models=CROSSED), change)
-    extra = tuple(Group("gather actor", ranks) for ranks in gathers)
-    with pytest.raises(EmulationError, match=message):
-        emulate(replace(plan, groups=(*plan.groups, *extra)), mode)
+def test_a_sync_without_its_group_is_reported(mode: Mode) -> None:
+    plan = ppo_plan(SIX, 4, models=CROSSED)
+    groups = tuple(group for group in plan.groups if group.purpose != "sync actor")
+    with pytest.raises(EmulationError, match=r"sync weights actor.*: no group 'sync actor' of \(0, 1, 2, 3\)"):
+        emulate(replace(plan, groups=groups), mode)
 
 
 def test_a_save_without_all_parts_is_reported() -> None:

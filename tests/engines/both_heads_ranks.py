@@ -24,9 +24,8 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.reshard import trained_parts
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.shards import parts_on, trained_parts
 
 SECONDS = 100.0
 BOTH = (0, 1)

@@ -32,9 +32,8 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.reshard import Parts
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.shards import Parts, parts_on
 
 SECONDS = 100.0
 

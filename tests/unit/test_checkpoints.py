@@ -43,7 +43,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Checkpoint
 from flexrlhf.strategies.schedule import rounds, walk_round
 from flexrlhf.weights.pieces import dump_part, flat_part, load_part, written_names
-from flexrlhf.weights.reshard import trained_parts
+from flexrlhf.weights.shards import trained_parts
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -13,7 +13,6 @@ from flexrlhf.engines.capabilities import check_models
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.pricing import synced_weights, transformer_of_shape
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-from flexrlhf.memory.transfers import WeightSync, sync_parts
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.evaluation import GENERATE
 from flexrlhf.operators.graph import Graph, Operator
@@ -22,11 +21,11 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
-from flexrlhf.weights.lora import gathered_names, shape_of, with_adapters
+from flexrlhf.weights.lora import shape_of, with_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD
-from flexrlhf.weights.reshard import WeightTransfer, gather_bytes, sync_bytes, trained_parts
 from flexrlhf.weights.shapes import ModelShape, Sizes, model_shape
-from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.shards import parts_on, trained_parts
+from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
 VALUES = Operator("values", "forward", "actor", TEXT, ("values",))
@@ -128,15 +127,7 @@ def test_nothing_of_the_second_head_is_sent_to_a_rollout_engine(settings: dict[s
     assert SCALAR_HEAD in trained_parts(source, shape, 0)
     # what is gathered for it is what it would be of a model without that head
     without = plain if shape is not ADAPTED else with_adapters("actor", plain, LoraSpec(rank=2))
-    work = WeightSync("actor", "actor.rollout", (WeightTransfer(0, 2),))
-    found, expected = (
-        (
-            gather_bytes(source, each, (0, 1), 4, ROLLOUT),
-            sync_bytes(source, ROLLOUT, each, work.transfers, 1000, checksum=True),
-            sync_parts(work, source, ROLLOUT, each, SyncSpec(bucket_mb=1e-3), 0),
-        )
-        for each in (shape, without)
-    )
+    found, expected = (sync_links(source, ROLLOUT, each) for each in (shape, without))
     assert found == expected
 
 
@@ -144,10 +135,7 @@ def test_a_shadow_is_sent_both_heads() -> None:
     """8 numbers more in float32."""
     source, shadow, plain = trunk((0,)), trunk((2,), "actor.shadow"), model_shape("actor", ModelSpec(init=TINY))
     assert plain is not None
-    sent = [
-        sync_bytes(source, shadow, shape, (WeightTransfer(0, 2),), 10**6, checksum=False)
-        for shape in (plain, trunk_shape())
-    ]
+    sent = [sync_bytes(source, shadow, shape) for shape in (plain, trunk_shape())]
     assert sent[1] - sent[0] == 4 * 8
 
 
@@ -159,7 +147,6 @@ def test_the_shape_of_a_copy_is_found_once() -> None:
         name for name in shape_of(ROLLOUT, ADAPTED).names if name.endswith("_proj.weight")
     }
     assert SCALAR_HEAD in ADAPTED.adapters
-    assert SCALAR_HEAD not in gathered_names([name for name, _ in shape_of(ROLLOUT, ADAPTED).trained])
 
 
 def test_the_guideline_prices_the_sync_without_it() -> None:

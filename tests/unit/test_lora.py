@@ -13,15 +13,14 @@ from flexrlhf.config.spec import LoraSpec, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.weights.lora import (
-    gathered_names,
     lora_candidates,
     merged_from,
     shape_of,
     with_adapters,
     with_adapters_merged,
 )
-from flexrlhf.weights.reshard import trained_parts
 from flexrlhf.weights.shapes import ModelShape, count_elements, model_shape
+from flexrlhf.weights.shards import trained_parts
 
 SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES = [SMALL, SMALL | {"model_type": "qwen2"}, SMALL | {"attention_bias": True, "mlp_bias": True}]
@@ -145,11 +144,11 @@ def test_a_plan_refuses_an_unknown_target_of_a_user() -> None:
 
 
 def test_only_adapters_and_the_scalar_head_travel_to_a_shadow() -> None:
-    """One layer; 4 bytes a number, one bucket with a checksum of 8 bytes."""
+    """One layer; 4 bytes a number."""
     plan = plan_of([0.5] * 6, 2, "models.actor.lora={rank: 2}", "models.critic.lora={rank: 3}")
     numbers = {"actor": 2 * (4 * (8 + 8) + 3 * (8 + 16)), "critic": 3 * (4 * (8 + 8) + 3 * (8 + 16)) + 8}
     syncs = [x for x in plan.schedule.instructions if isinstance(x, Sync)]
-    assert {sync.source: plan.sync_bytes(sync) for sync in syncs} == {n: 4 * c + 8 for n, c in numbers.items()}
+    assert {sync.source: plan.sync_bytes(sync) for sync in syncs} == {n: 4 * c for n, c in numbers.items()}
     for role, count in numbers.items():
         parts = trained_parts(plan.placement[role], plan.shapes[role], 0)
         assert sum(part.num_elements for part in parts.values()) == count
@@ -184,8 +183,8 @@ def test_a_merged_weight_is_computed_from_parameters_that_peft_has() -> None:
     for name, (outputs, inputs) in merged.trained:
         assert [known[part] for part in merged_from(name)] == [(outputs, inputs), (3, inputs), (outputs, 3)]
     changing = {name for name, _ in shape.trained}
-    bases = set(gathered_names(names)) - changing
-    assert set(gathered_names(names)) >= changing and len(bases) == len(names)
+    bases = {part for name in names for part in merged_from(name)} - changing
+    assert {part for name in names for part in merged_from(name)} >= changing and len(bases) == len(names)
 
 
 def test_only_an_engine_that_generates_holds_them_merged() -> None:
@@ -203,4 +202,4 @@ def test_only_the_weights_that_adapters_change_travel_to_an_engine() -> None:
     """One layer: q k v o of 8 x 8 and gate up down of 8 x 16, in 2 bytes; one bucket with a checksum of 8 bytes."""
     plan = plan_of([0.5] * 6, 2, "rollout={engine: vllm, dtype: bfloat16}", "models.actor.lora={rank: 2}")
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == "actor")
-    assert plan.sync_bytes(sync) == 2 * (4 * 8 * 8 + 3 * 8 * 16) + 8
+    assert plan.sync_bytes(sync) == 2 * (4 * 8 * 8 + 3 * 8 * 16)

@@ -29,7 +29,7 @@ from flexrlhf.memory.states import (
     sliced_elements,
     zero_split,
 )
-from flexrlhf.memory.transfers import NUM_BUCKETS, WeightSync, saving_parts, sync_parts
+from flexrlhf.memory.transfers import saving_parts, sync_parts
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, trained_units, update_bytes
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.plan import Plan
@@ -38,7 +38,6 @@ from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.workload import workload, works_of
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.reshard import pair_ranks
 from flexrlhf.weights.shapes import ModelShape, Sizes, model_shape
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published"
@@ -484,28 +483,35 @@ def test_a_smaller_bucket_of_deepspeed_takes_less() -> None:
 # --- weights that travel
 
 
-def test_buckets_of_a_sync() -> None:
-    """Four tensors of 4000 bytes, one in a bucket: three travel or are made; a receiver also checks one."""
+def test_buffers_of_a_sync() -> None:
+    """Of one bucket where that is within the setting, else as much as that; a snapshot packs all."""
     shape = ModelShape(tuple((f"w{index}", (1000,)) for index in range(4)))
     actor, shadow = placed_model("actor", (0, 1)), placed_model("actor.shadow", (2, 3))
-    work = WeightSync("actor", "actor.shadow", pair_ranks(actor.ranks, shadow.ranks))
-    settings = SyncSpec(bucket_mb=0.004)
-    assert sync_parts(work, actor, shadow, shape, settings, 0) == {"buckets": NUM_BUCKETS * 4000, "gathered": 0}
-    assert sync_parts(work, actor, shadow, shape, settings, 2) == {"buckets": 2 * 4000}
-    at_once = settings.model_copy(update={"snapshot": True})
-    assert sync_parts(work, actor, shadow, shape, at_once, 0) == {"buckets": 4 * 4000, "gathered": 0}
+    for bucket_mb, size in ((0.1, 16000), (0.004, 4000)):
+        settings = SyncSpec(bucket_mb=bucket_mb)
+        assert sync_parts(actor, shadow, shape, settings, 0) == {"buckets": size}
+        assert sync_parts(actor, shadow, shape, settings, 2) == {"buckets": size}
+    at_once = SyncSpec(bucket_mb=0.004, snapshot=True)
+    assert sync_parts(actor, shadow, shape, at_once, 0) == {"buckets": 16000}
+    assert sync_parts(actor, shadow, shape, at_once, 2) == {"buckets": 4000}
 
 
-def test_shards_are_gathered_before_they_travel_or_are_saved() -> None:
+def test_a_rank_packs_its_own_shards() -> None:
     shape = ModelShape(tuple((f"w{index}.weight", (1000, 1)) for index in range(4)))
     actor = placed_model("actor", (0, 1), zero=3)
     shadow = placed_model("actor.shadow", (2,), dtype="bfloat16")
-    work = WeightSync("actor", "actor.shadow", pair_ranks(actor.ranks, shadow.ranks))
-    settings = SyncSpec(bucket_mb=0.002)
-    assert sync_parts(work, actor, shadow, shape, settings, 0)["gathered"] == 2 * 2000 + 2 * 1000
-    assert sync_parts(work, actor, shadow, shape, settings, 1) == {"buckets": 0, "gathered": 2 * 2000 + 2 * 1000}
+    assert [sync_parts(actor, shadow, shape, SyncSpec(), rank) for rank in (0, 1, 2)] == [
+        {"buckets": 4000},
+        {"buckets": 4000},
+        {"buckets": 8000},
+    ]
+
+
+def test_shards_are_gathered_before_they_are_saved() -> None:
+    shape = ModelShape(tuple((f"w{index}.weight", (1000, 1)) for index in range(4)))
+    actor = placed_model("actor", (0, 1), zero=3)
     assert saving_parts(actor, shape, (0, 1), SyncSpec(bucket_mb=0.004)) == {"gathered": 2 * 4000 + 2 * 2000}
-    assert saving_parts(actor, shape, (0,), settings) == {"gathered": 0}
+    assert saving_parts(actor, shape, (0,), SyncSpec(bucket_mb=0.002)) == {"gathered": 0}
 
 
 # --- a rank
@@ -804,26 +810,23 @@ def test_an_engine_decodes_with_the_cache_that_it_has() -> None:
     assert parts and "KV cache" not in parts
 
 
-def test_to_hand_over_in_place_takes_no_bucket_for_others() -> None:
-    """Whole tensors are there already; what is handed over is compared, a copy of a bucket at a time."""
+def test_to_copy_in_place_takes_no_buffer() -> None:
+    """Whole tensors are there already; of shards the other half arrives and the own one is sent."""
     shape = ModelShape(tuple((f"w{index}", (1000,)) for index in range(4)))
     plan = plan_of(None, 2, VLLM)
-    actor, engine = placed_model("actor", (0, 1)), plan.placement["actor.rollout"]
-    work = WeightSync("actor", "actor.rollout", pair_ranks((0, 1), (0, 1)))
-    parts = sync_parts(work, actor, engine, shape, SyncSpec(bucket_mb=0.004), 0)
-    assert parts["gathered"] == 0 and parts["buckets"] <= 2 * 4000
-    shards = sync_parts(work, placed_model("actor", (0, 1), zero=3), engine, shape, SyncSpec(bucket_mb=0.004), 0)
-    assert shards["gathered"] == 2 * 4000 + 2 * 2000
+    engine = plan.placement["actor.rollout"]
+    assert sync_parts(placed_model("actor", (0, 1)), engine, shape, SyncSpec(), 0) == {}
+    shards = sync_parts(placed_model("actor", (0, 1), zero=3), engine, shape, SyncSpec(), 0)
+    assert shards == {"buckets": 2 * 8000}
 
 
-def test_adapters_are_merged_in_float32_bucket_by_bucket() -> None:
-    """All in one bucket: q k v o of 8 x 8, gate up down of 8 x 16, and A and B of rank 2 beside each."""
+def test_adapters_are_merged_in_float32_region_by_region() -> None:
+    """q k v o of 8 x 8, gate up down of 8 x 16, and A and B of rank 2 beside each."""
     plan = plan_of([0.5] * 6, 2, "rollout={engine: vllm, dtype: bfloat16}", "models.actor.lora={rank: 2}")
     actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
-    work = WeightSync("actor", "actor.rollout", pair_ranks(actor.ranks, engine.ranks))
     sender, receiver = (
-        sync_parts(work, actor, engine, plan.shapes["actor"], SyncSpec(), model.ranks[0]) for model in (actor, engine)
+        sync_parts(actor, engine, plan.shapes["actor"], SyncSpec(), model.ranks[0]) for model in (actor, engine)
     )
-    linear = 4 * 8 * 8 + 3 * 8 * 16
-    assert sender == {"buckets": 2 * linear, "merged": 2 * linear, "gathered": 0}
-    assert receiver == {"buckets": 2 * 2 * linear}
+    linear, adapters = 4 * 8 * 8 + 3 * 8 * 16, 2 * (4 * (8 + 8) + 3 * (8 + 16))
+    assert sender == {"buckets": 2 * linear, "merged": 3 * 4 * 8 * 16, "gathered": 4 * adapters}
+    assert receiver == {"buckets": 2 * linear}

@@ -18,8 +18,8 @@ from flexrlhf.memory.states import model_state
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
-from flexrlhf.weights.reshard import WeightTransfer, make_buckets, pair_ranks, sync_bytes
-from flexrlhf.weights.shapes import ModelShape, llama_like_shapes, model_shape
+from flexrlhf.weights.buckets import make_buckets
+from flexrlhf.weights.shapes import llama_like_shapes, model_shape
 
 LLAMA_2_7B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
 LLAMA_3_8B = LLAMA_2_7B | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
@@ -82,14 +82,7 @@ def test_weights_held_by_each_rank() -> None:
 def test_bytes_of_a_sync(devices: int, copies: int) -> None:
     plan = plan_of([0.5] * 6, devices)
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
-    assert plan.sync_bytes(sync) == copies * (TINY_ACTOR_PARAMETERS * 4 + 8)
-    without = plan_of([0.5] * 6, devices, "sync.checksum=false")
-    assert without.sync_bytes(sync) == copies * TINY_ACTOR_PARAMETERS * 4
-
-
-def test_every_shadow_rank_gets_one_source_and_sources_take_turns() -> None:
-    pairs = pair_ranks((0, 1), (2, 3, 4))
-    assert pairs == (WeightTransfer(0, 2), WeightTransfer(1, 3), WeightTransfer(0, 4))
+    assert plan.sync_bytes(sync) == sum(plan.sync_links(sync).values()) == copies * TINY_ACTOR_PARAMETERS * 4
 
 
 @pytest.mark.parametrize(
@@ -104,10 +97,6 @@ def test_every_shadow_rank_gets_one_source_and_sources_take_turns() -> None:
 )
 def test_buckets_are_whole_tensors_within_the_limit(sizes: tuple[int, ...], limit: int, buckets: list[range]) -> None:
     assert make_buckets(sizes, limit) == buckets
-    shape = ModelShape(tuple((f"tensor {i}", (size // 4,)) for i, size in enumerate(sizes)))
-    source, shadow = placed_model("actor", (0,)), placed_model("actor.shadow", (1, 2, 3))
-    transfers = pair_ranks(source.ranks, shadow.ranks)
-    assert sync_bytes(source, shadow, shape, transfers, limit, True) == 3 * (sum(sizes) + 8 * len(buckets))
 
 
 # --- models by role

@@ -1,4 +1,4 @@
-"""Weights between layouts: who gathers, who sends what, in which buckets, and the bytes of it by hand."""
+"""Weights between layouts: buckets that are gathered, groups of a plan, and the bytes of a Sync by hand."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ from small_runs import placed_model, plan_of
 from flexrlhf.placement.groups import Group
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Save, Sync
-from flexrlhf.weights.reshard import (
-    WeightTransfer,
-    bucket_names,
-    gather_bytes,
-    gathering_sets,
-    pair_ranks,
-    part_elements,
-    sync_bytes,
-    trained_parts,
-)
+from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.shards import part_elements, parts_on, trained_parts
+from flexrlhf.weights.sync_plan import sync_bytes
 
 SHAPE = ModelShape((("norm.weight", (5,)), ("q_proj.weight", (4, 3))))
 """5 numbers that tensor parallelism leaves whole, and 4 rows of 3 that it cuts."""
-ONE_BUCKET = 1000
 SIX = [0.5] * 6
 SHARDED, DEEPSPEED, TENSOR = {"zero": 3}, {"engine": "deepspeed", "zero": 3}, {"tp": 2}
 
@@ -68,83 +59,23 @@ def test_only_what_training_changes_travels() -> None:
     assert trained_parts(model, SHAPE, 1) == parts_on(model, SHAPE, 1)
 
 
-# --- who gathers
-
-
-@pytest.mark.parametrize(
-    ("settings", "senders", "sets"),
-    [
-        ({}, (0, 1), ()),
-        (SHARDED, (0,), ((0, 1, 2, 3),)),
-        (DEEPSPEED, (0, 3), ((0, 1, 2, 3),)),
-        ({"engine": "deepspeed", "zero": 2}, (0, 1, 2, 3), ()),
-        (TENSOR, (0,), ((0, 1),)),
-        (TENSOR, (0, 1), ((0, 1),)),
-        (TENSOR, (0, 3), ((0, 1), (2, 3))),
-        (TENSOR | SHARDED, (1,), ((0, 1, 2, 3),)),
-    ],
-)
-def test_only_sets_with_a_sender_gather(
-    settings: dict[str, Any], senders: tuple[int, ...], sets: tuple[tuple[int, ...], ...]
-) -> None:
-    assert gathering_sets(placed_model("actor", (0, 1, 2, 3), **settings), senders) == sets
-
-
 # --- bytes
 
 
-@pytest.mark.parametrize("settings", [SHARDED, DEEPSPEED, TENSOR], ids=str)
-def test_a_gather_pads_to_the_largest_part(settings: dict[str, Any]) -> None:
-    """3 and 2 of 5 numbers, 6 of 12: two ranks hand each other 9. Under tensor parallel both hold all 5: 11."""
-    model = placed_model("actor", (0, 1), **settings)
-    longest = 11 if settings is TENSOR else 9
-    assert gather_bytes(model, SHAPE, (0, 1), 4, model) == 2 * 4 * longest
-    assert gather_bytes(model, SHAPE, (0, 1), 2, model) == 2 * 2 * longest
-
-
-def test_buckets_do_not_change_the_padding() -> None:
-    """The first rank holds the most of every tensor: here all of a single row."""
-    shape = ModelShape((("a", (1, 3)), ("b", (3,))))
-    two, three = (placed_model("actor", tuple(range(count)), **SHARDED) for count in (2, 3))
-    assert gather_bytes(two, shape, (0, 1), 4, two) == 2 * 4 * (3 + 2)
-    assert gather_bytes(three, shape, (0, 1, 2), 4, three) == 3 * 2 * 4 * (3 + 1)
-
-
-def bytes_between(
-    source: dict[str, Any], shadow: dict[str, Any], limit: int = ONE_BUCKET, checksum: bool = True
-) -> int:
+def bytes_between(source: dict[str, Any], shadow: dict[str, Any]) -> int:
     trained, copy = placed_model("actor", (0, 1), **source), placed_model("actor.shadow", (2, 3), **shadow)
-    return sync_bytes(trained, copy, SHAPE, pair_ranks((0, 1), (2, 3)), limit, checksum)
+    return sync_bytes(trained, copy, SHAPE)
 
 
+@pytest.mark.parametrize("source", [{}, SHARDED, DEEPSPEED, TENSOR], ids=str)
 @pytest.mark.parametrize(
-    ("source", "shadow", "numbers"),
-    [
-        ({}, {}, 2 * 17),
-        ({}, TENSOR, 2 * (5 + 6)),
-        ({}, SHARDED, 9 + 8),
-        ({}, DEEPSPEED, 9 + 8),
-        (SHARDED, {}, 2 * 9 + 2 * 17),
-        (DEEPSPEED, TENSOR, 2 * 9 + 2 * 11),
-        (TENSOR, SHARDED, 2 * 11 + 9 + 8),
-        (SHARDED, SHARDED, 2 * 9 + 9 + 8),
-    ],
+    ("shadow", "numbers"), [({}, 2 * 17), (TENSOR, 2 * (5 + 6)), (SHARDED, 9 + 8), (DEEPSPEED, 9 + 8)], ids=str
 )
-def test_bytes_of_a_sync_are_those_of_the_gathers_and_of_each_part(
-    source: dict[str, Any], shadow: dict[str, Any], numbers: int
-) -> None:
-    assert bytes_between(source, shadow, checksum=False) == 4 * numbers
-    assert bytes_between(source, shadow) == 4 * numbers + 2 * 8
-    # two buckets; of each a checksum for each of the two receivers
-    assert bytes_between(source, shadow, limit=20) == 4 * numbers + 2 * 2 * 8
-
-
-def test_everything_travels_in_the_type_of_the_shadow() -> None:
-    numbers = 2 * 9 + 2 * 11
-    assert bytes_between(DEEPSPEED, TENSOR | {"dtype": "bfloat16"}) == 2 * numbers + 2 * 8
-    assert bytes_between(DEEPSPEED | {"dtype": "bfloat16"}, TENSOR) == 4 * numbers + 2 * 8
-    # 17 numbers of 2 bytes fit where those of 4 bytes do not
-    assert bytes_between({}, {"dtype": "float16"}, limit=34) == 2 * 2 * 17 + 2 * 8
+def test_bytes_of_a_sync_are_those_of_each_part(source: dict[str, Any], shadow: dict[str, Any], numbers: int) -> None:
+    """Whatever the source's layout; in the type of the shadow."""
+    assert bytes_between(source, shadow) == 4 * numbers
+    assert bytes_between(source, shadow | {"dtype": "bfloat16"}) == 2 * numbers
+    assert bytes_between(source | {"dtype": "bfloat16"}, shadow) == 4 * numbers
 
 
 # --- in a plan
@@ -164,14 +95,11 @@ def sync_of(plan: Plan, source: str) -> Sync:
 
 
 def test_bytes_of_a_sync_from_shards_to_tensor_parallel_parts() -> None:
-    """Ranks 0 and 1 hand each other their halves, then each sends one rank its part."""
+    """Each of two ranks gets its half of what is split, and all that is not."""
     plan = plan_of(SIX, 4, *CROSSED)
     sync = sync_of(plan, "actor")
-    assert sync.gathers == ((0, 1),)
-    assert sync.transfers == (WeightTransfer(0, 2), WeightTransfer(1, 3))
-    gathered = 2 * (TINY_CUT + TINY_WHOLE) // 2
-    received = 2 * (TINY_CUT // 2 + TINY_WHOLE)
-    assert plan.sync_bytes(sync) == 4 * (gathered + received) + 2 * 8
+    assert not sync.gathers and not sync.is_in_place
+    assert plan.sync_bytes(sync) == 4 * 2 * (TINY_CUT // 2 + TINY_WHOLE)
 
 
 def test_bytes_are_the_same_whichever_library_cuts_in_halves() -> None:
@@ -201,8 +129,9 @@ def test_the_groups_of_a_plan_with_shards_and_tensor_parallel() -> None:
         "compute ref": [(2, 3)],
         "compute reward": [(2, 3)],
         "sync actor": [(0, 1, 2, 3)],
-        "gather actor": [(0, 1)],
         "sync critic": [(0, 1, 2, 3)],
+        # to save them
+        "gather actor": [(0, 1)],
         "gather critic": [(0, 1)],
     }
 
@@ -269,38 +198,37 @@ def engine_sync(placement: object, devices: int, *overrides: str) -> tuple[Plan,
 @pytest.mark.parametrize("overrides", [(), ("rollout.tp=2",), ("models.actor.lora={}",), ("rollout.dtype=bfloat16",)])
 def test_in_place_nothing_crosses(overrides: tuple[str, ...]) -> None:
     plan, sync = engine_sync(None, 2, *overrides)
-    assert sync.transfers == (WeightTransfer(0, 0), WeightTransfer(1, 1)) and sync.is_local
+    assert sync.is_in_place
     assert (sync.ranks, sync.gathers, plan.sync_bytes(sync)) == ((0, 1), (), 0)
 
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
-@pytest.mark.parametrize(("overrides", "item"), [((), 4), (("rollout.dtype=bfloat16",), 2), (("rollout.tp=2",), 4)])
-def test_in_place_the_shards_are_gathered_in_the_type_of_the_engine(
+@pytest.mark.parametrize(("overrides", "item"), [((), 4), (("rollout.dtype=bfloat16",), 2)])
+def test_on_the_same_ranks_the_other_half_comes_in_the_type_of_the_engine(
     engine: str, overrides: tuple[str, ...], item: int
 ) -> None:
-    """Two ranks hand each other their halves; no checksum travels."""
     plan, sync = engine_sync(None, 2, f"models.actor.engine={engine}", "models.actor.zero=3", *overrides)
-    assert sync.gathers == ((0, 1),) and sync.is_local
+    assert not sync.gathers and not sync.is_in_place
     assert plan.sync_bytes(sync) == 2 * item * TINY_ALL // 2
 
 
-def test_in_place_tensor_parallel_parts_are_gathered_by_replica() -> None:
-    """Two replicas of two ranks each: all hold the norms and the embedding whole, and hand over their halves."""
+def test_on_the_same_ranks_replicas_get_the_other_half_of_what_is_split() -> None:
+    """Two replicas of two ranks each: all have the norms and the embedding whole."""
     plan, sync = engine_sync(None, 4, "models.actor.tp=2")
-    assert sync.gathers == ((0, 1), (2, 3)) and sync.is_local
-    assert plan.sync_bytes(sync) == 2 * 2 * 4 * (TINY_CUT // 2 + TINY_WHOLE)
+    assert not sync.gathers and not sync.is_in_place
+    assert plan.sync_bytes(sync) == 4 * 4 * TINY_CUT // 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_to_merge_shards_the_base_weights_are_gathered_too_and_in_float32(dtype: str) -> None:
-    """W, A and B of each target, halved between two ranks; rank 2 divides them all."""
+def test_to_merge_shards_adapters_are_gathered_in_float32(dtype: str) -> None:
+    """A and B of each target, halved between two ranks; rank 2 divides them all."""
     lora = ("models.actor.lora={rank: 2}", "models.actor.zero=3", f"rollout.dtype={dtype}")
-    adapters = 2 * (4 * (8 + 8) + 3 * (8 + 16))
+    adapters, item = 2 * (4 * (8 + 8) + 3 * (8 + 16)), 4 if dtype == "float32" else 2
     plan, sync = engine_sync(None, 2, *lora)
-    assert plan.sync_bytes(sync) == 2 * 4 * (TINY_LINEAR + adapters) // 2
+    assert plan.sync_bytes(sync) == 2 * 4 * adapters // 2 + item * TINY_LINEAR
     plan, sync = engine_sync(SIX, 4, *lora)
-    item = 4 if dtype == "float32" else 2
-    assert plan.sync_bytes(sync) == 2 * 4 * (TINY_LINEAR + adapters) // 2 + 2 * (item * TINY_LINEAR + 8)
+    assert sync.gathers == ((0, 1),)
+    assert plan.sync_bytes(sync) == 2 * 4 * adapters // 2 + 2 * item * TINY_LINEAR
 
 
 def test_an_engine_cuts_embedding_and_head_along_a_padded_vocabulary() -> None:
@@ -316,5 +244,5 @@ def test_an_engine_cuts_embedding_and_head_along_a_padded_vocabulary() -> None:
 def test_an_engine_apart_is_sent_its_part() -> None:
     """Each of two ranks gets what it holds; the first of them all the words."""
     plan, sync = engine_sync(SIX, 4, "rollout.tp=2")
-    assert not sync.is_local and sync.transfers == (WeightTransfer(0, 2), WeightTransfer(1, 3))
-    assert plan.sync_bytes(sync) == 4 * (2 * TINY_LINEAR // 2 + 2 * 3 * 8 + 2 * 32 * 8) + 2 * 8
+    assert not sync.is_in_place
+    assert plan.sync_bytes(sync) == 4 * (2 * TINY_LINEAR // 2 + 2 * 3 * 8 + 2 * 32 * 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.rollout import with_rollout
+from flexrlhf.placement.generation_order import received_share
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.plan.plan import Plan
@@ -19,6 +21,8 @@ from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk
+from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.transfers import overlap
 
 VLLM = "rollout.engine=vllm"
 SIX = [0.5] * 6
@@ -564,14 +568,34 @@ def test_the_weights_of_an_engine_beside_the_actor_come_after_all_training() -> 
     kinds = [type(x).__name__ for x in instructions]
     assert kinds[-4:] == ["Save", "Save", "Reload", "Sync"]
     sync = next(x for x in instructions if isinstance(x, Sync))
-    assert sync.is_local and sync.ranks == (0, 1) and sync.every == 1
+    assert sync.is_in_place and sync.ranks == (0, 1) and sync.every == 1
 
 
 def test_what_is_synced_in_place_needs_no_group() -> None:
-    plan = plan_of(None, 4, VLLM, "rollout.tp=2", "models.actor.zero=3")
-    purposes = {group.purpose for group in plan.groups}
-    assert "sync actor" not in purposes and Group("gather actor", (0, 1, 2, 3)) in plan.groups
+    purposes = {group.purpose for group in plan_of(None, 4, VLLM, "rollout.tp=2").groups}
+    assert "sync actor" not in purposes
+    shards = plan_of(None, 4, VLLM, "rollout.tp=2", "models.actor.zero=3")
+    assert Group("sync actor", (0, 1, 2, 3)) in shards.groups
     assert "sync actor" in {group.purpose for group in plan_of(SIX, 4, VLLM).groups}
+
+
+@pytest.mark.parametrize(("tp", "order"), [(1, (0, 1, 2, 3, 4, 5, 6, 7)), (2, (0, 2, 1, 3, 4, 6, 5, 7))])
+def test_an_engine_in_place_keeps_what_its_ranks_train(tp: int, order: tuple[int, ...]) -> None:
+    """Training with tp 4: each rank receives the share of HybridFlow's table 2 of what tensor parallelism splits."""
+    sizes = ("models.actor.init.num_attention_heads=4", "models.actor.init.hidden_size=16")
+    plan = plan_of(None, 8, VLLM, *sizes, "models.actor.tp=4", f"rollout.tp={tp}")
+    actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
+    assert engine.ranks == order
+    split = 4 * 16 * 16 + 3 * 16 * 16
+    assert received_share(actor.layout, tp) == Fraction(4 - tp, 4 * tp)
+    layers = [name for name, _ in plan.shapes["actor"].parameters if "_proj" in name]
+    held = {rank: parts_on(actor, plan.shapes["actor"], rank) for rank in actor.ranks}
+    needed = {rank: parts_on(engine, plan.shapes["actor"], rank) for rank in actor.ranks}
+    for rank in actor.ranks:
+        missing = sum(
+            needed[rank][name].num_elements - overlap(held[rank][name], needed[rank][name]) for name in layers
+        )
+        assert missing == split * received_share(actor.layout, tp)
 
 
 def test_a_seldom_sync_needs_an_engine_apart() -> None:

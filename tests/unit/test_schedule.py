@@ -331,7 +331,7 @@ def test_chunks_change_no_row(placement: list[float], devices: int, whiten: str)
 # --- periodic instructions
 
 
-SYNC = Sync(ranks=(0,), source="actor", destination="actor.shadow", transfers=())
+SYNC = Sync(ranks=(0,), source="actor", destination="actor.shadow")
 GATE = Run(ranks=(0,), operator=Operator("parity", "combine", "actor", ()), model="actor", mini_batches=range(1))
 
 

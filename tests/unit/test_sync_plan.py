@@ -1,19 +1,32 @@
-"""The plan of a Sync, rank by rank: every receiver gets its parts once, from the sender that its plan names."""
+"""The plan of a Sync, rank by rank: both ends of a message know it, and in the same order."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
-from small_runs import TINY, placed_model
+from small_runs import TINY, placed_model, plan_of
 
 from flexrlhf.config.spec import LoraSpec, ModelSpec
-from flexrlhf.weights.reshard import Parts, pair_ranks, trained_parts
 from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
+from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.sync_plan import (
+    NUM_BUCKETS,
+    SyncPlan,
+    adapter_gathers,
+    is_in_place,
+    most_packed,
+    plan_sync,
+    sync_bytes,
+    sync_links,
+    transfers_of,
+)
+from flexrlhf.weights.transfers import WeightMessage, count
 
 RANKS, COPY = (0, 1, 2, 3), (2, 3, 4, 5)
 LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
+BUCKET = 2000
 
 
 def shape() -> ModelShape:
@@ -25,64 +38,101 @@ def shape() -> ModelShape:
 def plans_of(source: dict[str, Any], copy: dict[str, Any], ranks: range = range(7)) -> dict[int, SyncPlan]:
     """The plan of each rank; two ranks store both models, and rank 6 neither."""
     trained, follower = placed_model("actor", RANKS, **source), placed_model("actor.shadow", COPY, **copy)
-    return {
-        rank: plan_sync(trained, follower, shape(), pair_ranks(RANKS, COPY), bucket_bytes=2000, rank=rank)
-        for rank in ranks
-    }
+    return {rank: plan_sync(trained, follower, shape(), BUCKET, rank) for rank in ranks}
 
 
 @pytest.mark.parametrize("copy", LAYOUTS, ids=str)
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
-def test_every_receiver_gets_its_parts_from_the_sender_in_its_plan(
-    source: dict[str, Any], copy: dict[str, Any]
-) -> None:
+def test_both_ends_know_every_message(source: dict[str, Any], copy: dict[str, Any]) -> None:
     plans = plans_of(source, copy)
-    received: dict[int, Parts] = {rank: plan.own_parts for rank, plan in plans.items() if plan.own_parts is not None}
-    assert set(received) == set(RANKS) & set(COPY)
+    sent: dict[tuple[int, int], list[WeightMessage]] = defaultdict(list)
+    received: dict[tuple[int, int], list[WeightMessage]] = defaultdict(list)
     for rank, plan in plans.items():
-        for names, packets in zip(plan.buckets, plan.send.packets if plan.send else (), strict=bool(plan.send)):
-            for packet in packets:
-                for receiver in packet.receivers:
-                    receive = plans[receiver].receive
-                    assert receive is not None and receive.sender == rank
-                    before = received.get(receiver, {})
-                    assert not set(before) & set(names)
-                    received[receiver] = {**before, **dict(zip(names, packet.parts, strict=True))}
-    follower = placed_model("actor.shadow", COPY, **copy)
-    assert received == {rank: trained_parts(follower, shape(), rank) for rank in COPY}
+        for bucket in plan.buckets:
+            for message in bucket.sends:
+                assert message.source == rank
+                for receiver in message.destinations:
+                    sent[rank, receiver].append(message)
+            for message in bucket.receives:
+                received[message.source, rank].append(message)
+    assert sent == received
+    assert not plans[6].buckets and not plans[6].parts and not plans[6].source_parts
+    for rank in COPY:
+        regions = [*(message.regions for bucket in plans[rank].buckets for message in bucket.receives)]
+        stays = [bucket.stays for bucket in plans[rank].buckets]
+        assert sum(map(count, regions + stays)) == sum(part.num_elements for part in plans[rank].parts.values())
 
 
-def test_all_ranks_plan_the_same_buckets_and_one_outside_does_nothing() -> None:
-    plans = plans_of({"zero": 3}, {"tp": 2})
-    assert len({plan.buckets for plan in plans.values()}) == 1
-    assert plans[6].send is plans[6].receive is None
+@pytest.mark.parametrize("copy", LAYOUTS, ids=str)
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_buffers_are_within_the_setting(source: dict[str, Any], copy: dict[str, Any]) -> None:
+    trained, follower = placed_model("actor", RANKS, **source), placed_model("actor.shadow", COPY, **copy)
+    plan = transfers_of(trained, follower, shape(), BUCKET)
+    assert len(plan.buckets) > 1 and 4 * NUM_BUCKETS * plan.largest_buffers <= BUCKET
+    # and in one bucket within what the memory plan counts
+    whole = transfers_of(trained, follower, shape(), 10**9)
+    for rank, size in whole.buffers.items():
+        assert size <= sum(most_packed(trained, follower, shape(), rank))
+    for rank in COPY:
+        assert whole.received.get(rank, 0) == most_packed(trained, follower, shape(), rank)[1]
 
 
-def test_a_rank_that_sends_nothing_still_gathers_with_those_that_do() -> None:
-    """Of four replicas with whole weights only those that send take part; with shards all do."""
-    transfers, copy = pair_ranks(RANKS, (5,)), placed_model("actor.shadow", (5,))
-    for source, taking_part in (({}, [0]), ({"zero": 3}, [0, 1, 2, 3])):
-        trained = placed_model("actor", RANKS, **source)
-        plans = [plan_sync(trained, copy, shape(), transfers, 2000, rank) for rank in RANKS]
-        assert [plan.rank for plan in plans if plan.send is not None] == taking_part
-        assert [plan.send.receivers for plan in plans if plan.send is not None] == [(5,)] + [()] * (
-            len(taking_part) - 1
+@pytest.mark.parametrize("copy", LAYOUTS, ids=str)
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_bytes_do_not_depend_on_buckets(source: dict[str, Any], copy: dict[str, Any]) -> None:
+    trained, follower = placed_model("actor", RANKS, **source), placed_model("actor.shadow", COPY, **copy)
+    planned = sync_bytes(trained, follower, shape())
+    for size in (BUCKET, 10**9):
+        assert 4 * sum(transfers_of(trained, follower, shape(), size).links.values()) == planned
+    links = sync_links(trained, follower, shape())
+    assert sum(links.values()) == pytest.approx(planned)
+    for rank in COPY:
+        found, mean = (
+            sum(size for (_, to), size in each.items() if to == rank)
+            for each in (transfers_of(trained, follower, shape(), BUCKET).links, links)
         )
+        assert 4 * found == pytest.approx(mean)
 
 
-def test_receivers_with_the_same_parts_share_a_buffer() -> None:
-    trained = placed_model("actor", (0,))
-    for copy, shared in (({}, [(1, 2, 3, 4)]), ({"tp": 2}, [(1, 3), (2, 4)])):
-        follower = placed_model("actor.shadow", (1, 2, 3, 4), **copy)
-        plan = plan_sync(trained, follower, shape(), pair_ranks((0,), follower.ranks), 2000, 0)
-        assert plan.send is not None
-        sliced = next(packets for packets in plan.send.packets if len(packets) == len(shared))
-        assert [packet.receivers for packet in sliced] == shared
+@pytest.mark.parametrize(
+    ("source", "ranks", "expected"),
+    [
+        ({}, (0, 1), True),
+        ({}, (1,), True),
+        ({}, (0, 1, 2), False),
+        ({"zero": 2}, (0, 1), False),
+        ({"zero": 3}, (0, 1), False),
+        ({"tp": 2}, (0, 1), False),
+    ],
+)
+def test_nothing_crosses_where_each_rank_has_whole_tensors(
+    source: dict[str, Any], ranks: tuple[int, ...], expected: bool
+) -> None:
+    trained, follower = placed_model("actor", (0, 1), **source), placed_model("actor.shadow", ranks)
+    assert is_in_place(trained, follower) == expected == (sync_bytes(trained, follower, shape()) == 0)
 
 
-def test_a_plan_has_the_type_of_the_copy_and_no_adapters_to_merge_into_another_trained_layout() -> None:
-    lora = LoraSpec(rank=3)
+def test_adapters_are_sent_alone_where_the_copy_has_them_too() -> None:
+    lora = LoraSpec(rank=2)
     trained = placed_model("actor", (0,), lora=lora)
     follower = placed_model("actor.shadow", (1,), lora=lora, dtype="bfloat16")
-    plan = plan_sync(trained, follower, shape(), pair_ranks((0,), (1,)), 2000, 0)
-    assert plan.dtype == "bfloat16" and plan.send is not None and plan.send.merge is None
+    adapted = plan_of([0.5] * 6, 2, "models.actor.lora={rank: 2}").shapes["actor"]
+    plan = plan_sync(trained, follower, adapted, BUCKET, 1)
+    assert plan.dtype == "bfloat16" and plan.adapters is None
+    assert set(plan.parts) == set(trained_parts(follower, adapted, 1)) == adapted.adapters
+
+
+@pytest.mark.parametrize(("zero", "gathers"), [(0, ()), (3, ((0, 1),))])
+def test_adapters_are_gathered_where_they_are_merged(zero: int, gathers: tuple[tuple[int, ...], ...]) -> None:
+    """In float32 and by all ranks that have shards of them; base weights are not."""
+    settings = ("rollout={engine: vllm, dtype: bfloat16}", f"models.actor.zero={zero}", "models.actor.lora={rank: 2}")
+    plan = plan_of([0.5] * 6, 4, *settings)
+    actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
+    adapted = plan.shapes["actor"]
+    sets = adapter_gathers(actor, engine, adapted)
+    assert [len(ranks) for ranks in sets] == [len(ranks) for ranks in gathers]
+    on_rank = plan_sync(actor, engine, adapted, BUCKET, actor.ranks[0])
+    assert on_rank.adapters is not None and on_rank.adapters.ranks == (sets[0] if sets else actor.ranks[:1])
+    sent = 2 * 2 * sum(part.num_elements for part in trained_parts(engine, adapted, engine.ranks[0]).values())
+    sizes = [part.num_elements for part in trained_parts(actor, adapted, actor.ranks[0]).values()]
+    assert sync_bytes(actor, engine, adapted) == sent + (2 * 4 * sum(sizes) if zero else 0)

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from flexrlhf.comm.weights import WeightGather, cut, fill, flat
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.reshard import trained_parts
 from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import Part, parts_on, whole
+from flexrlhf.weights.shards import Part, parts_on, trained_parts, whole
 
 SETTINGS = [
     {},

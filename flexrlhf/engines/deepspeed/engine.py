@@ -271,6 +271,9 @@ class DeepSpeedEngine:
         for name, values in weights.items():
             own[name].copy_(values.view(own[name].shape))
 
+    def weights_changed(self) -> None:
+        """Do nothing: every pass reads the weights."""
+
     @contextmanager
     def _gathering(self) -> Iterator[None]:
         """Free the weights that the passes inside have gathered, which DeepSpeed would keep for a next pass."""

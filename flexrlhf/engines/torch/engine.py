@@ -128,6 +128,9 @@ class TorchEngine:
             target = local(own[name])
             target.copy_(values.view(target.shape))
 
+    def weights_changed(self) -> None:
+        """Do nothing: every pass reads the weights."""
+
     def training_state(self) -> TrainingState:
         assert self._update is not None, "this placed model is not trained"
         tensors: dict[str, dict[str, StateTensor]] = defaultdict(dict)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.optimizers import local
-from flexrlhf.weights.reshard import make_buckets
+from flexrlhf.weights.buckets import make_buckets
 
 BUCKET_BYTES = 25_000_000
 """Bytes of gradients in one collective; DistributedDataParallel's default."""

@@ -184,6 +184,10 @@ class VllmEngine:
         assert not self._responses, "weights may change only between requests"
         for name, values in weights.items():
             self._views[name].copy_(values.view(self._views[name].shape))
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        assert not self._responses, "weights may change only between requests"
         self._has_stale_cache = True
 
     def _reset_prefix_cache(self) -> None:

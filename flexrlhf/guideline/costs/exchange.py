@@ -8,6 +8,7 @@ crossing between nodes unless both models fit the same devices of one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
 from flexrlhf.placement.relation import Relation
@@ -61,15 +62,19 @@ def rows_traffic(size: int, writer: MeshSide, reader: MeshSide, relation: Relati
 def sync_traffic(
     part: int, num_buckets: int, source: MeshSide, destination: MeshSide, relation: Relation, several_nodes: bool
 ) -> Traffic:
-    """Return the traffic of a weight sync. ``part``: bytes of weights on a rank of the destination, each of which comes
-    from one rank of the source."""
+    """Return the traffic of a weight sync. ``part``: bytes of weights on a rank of the destination, which the ranks of
+    the source send in equal shares; on the same ranks each has its own shard of them already."""
     if relation == "same":
+        part, served = part * (source.shards - 1) // source.shards, 1.0
+    else:
+        served = destination.size / source.size
+    if not part:
         return Traffic(0, 0, 0)
-    served = -(-destination.size // source.size)
-    if several_nodes:
-        across = part * max(destination.per_node, served * min(source.per_node, destination.size))
-        return Traffic(0, across, num_buckets * served)
-    return Traffic(part * served, 0, num_buckets * served)
+    messages = num_buckets * max(ceil(served), source.shards)
+    if several_nodes and (relation != "same" or source.shards > source.per_node):
+        across = part * max(destination.per_node, served * min(source.per_node, source.size))
+        return Traffic(0, ceil(across), messages)
+    return Traffic(ceil(part * max(1.0, served)), 0, messages)
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,13 @@ class SyncWeights:
     """Weights of one Sync.
 
     part:         bytes on one rank of the destination
-    whole:        bytes that the source's ranks gather where they have shards
+    adapters:     bytes of adapters that the source's ranks gather where they have shards of them
     num_buckets:  messages to each rank of the destination
     num_tensors:  weight tensors
     """
 
     part: int
-    whole: int
+    adapters: int
     num_buckets: int
     num_tensors: int
 
@@ -118,4 +123,4 @@ class ModelLink:
         traffic = sync_traffic(
             weights.part, weights.num_buckets, self.source, self.destination, self.relation, self.several_nodes
         )
-        return costs.sync(traffic, self.source.gathered(weights.whole), weights.num_tensors, self.links)
+        return costs.sync(traffic, self.source.gathered(weights.adapters), weights.num_tensors, self.links)

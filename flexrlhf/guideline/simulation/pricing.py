@@ -32,8 +32,9 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.relation import relation_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
-from flexrlhf.weights.lora import gathered_names, is_merged, shape_of
+from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Sizes, count_elements
+from flexrlhf.weights.sync_plan import NUM_BUCKETS
 
 OWN_DECODING = "torch"
 """Decode profile of ``engines/decoding.py``, with which all but rollout engines generate."""
@@ -387,17 +388,13 @@ def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Operator, reader: Op
 
 
 def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> SyncWeights:
-    """Return what a Sync sends to ``destination``, in its dtype; weights that are merged there are gathered in float32,
-    with their adapters."""
-    item = item_bytes(destination)
-    is_sum = is_merged(destination, shape)
+    """Return what a Sync sends to ``destination``, in its dtype; adapters that are merged there are gathered in
+    float32."""
     sent = shape_of(destination, shape).trained
-    size = item * count_elements(sent)
-    names = set(gathered_names([name for name, _ in sent])) if is_sum else set()
-    whole = 4 * count_elements(tuple(each for each in shape.parameters if each[0] in names)) if is_sum else size
     # where shards are uneven the first rank has most
-    part = item * elements_on_rank(destination, sent, destination.ranks[0])
-    return SyncWeights(part, whole, -(-size // spec.sync.bucket_bytes), len(sent))
+    part = item_bytes(destination) * elements_on_rank(destination, sent, destination.ranks[0])
+    adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
+    return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent))
 
 
 def transformer_of_shape(shape: ModelShape, head: Head, is_adapted: bool) -> Transformer:

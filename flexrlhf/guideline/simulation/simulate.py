@@ -16,8 +16,8 @@ from pathlib import Path
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
-from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths, synced_weights
-from flexrlhf.guideline.simulation.traffic import Flow, NodeBytes, bytes_by_node, gather_flows, move_flows, sync_flows
+from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
+from flexrlhf.guideline.simulation.traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.names import ModelName
@@ -256,7 +256,7 @@ def _timed(
         case Move():
             return replace(plain, blocking=False)
         case Sync():
-            return replace(plain, together=not it.is_local or bool(it.gathers))
+            return replace(plain, together=not it.is_in_place or bool(it.gathers))
         case Offload() | Reload():
             return replace(plain, together=False)
     return plain
@@ -278,10 +278,7 @@ def flows_of(plan: Plan, instruction: Instruction) -> Iterator[Flow]:
         case Move():
             yield from move_flows(plan, instruction)
         case Sync():
-            destination = plan.placement[instruction.destination]
-            weights = synced_weights(destination, plan.shapes[destination.role], plan.spec)
-            yield from sync_flows(instruction, weights)
-            yield from gather_flows(instruction, weights)
+            yield from sync_flows(plan, instruction)
 
 
 def _sent(plan: Plan, instruction: Instruction) -> Mapping[int, int]:

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flexrlhf.guideline.costs.exchange import SyncWeights
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
@@ -14,12 +13,11 @@ from flexrlhf.strategies.instructions import Move, Sync
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes from one rank to another, in so many messages."""
+    """Bytes from one rank to another."""
 
     source: int
     destination: int
     size: int
-    messages: int = 1
 
 
 @dataclass
@@ -41,18 +39,10 @@ def move_flows(plan: Plan, move: Move) -> list[Flow]:
     return [Flow(source, destination, size) for (source, destination), size in sizes.items()]
 
 
-def sync_flows(sync: Sync, weights: SyncWeights) -> Iterator[Flow]:
-    """Yield the flows of a Sync: to each rank of the destination its weights, a message for each bucket."""
-    for transfer in sync.transfers:
-        if transfer.source != transfer.destination:
-            yield Flow(transfer.source, transfer.destination, weights.part, weights.num_buckets)
-
-
-def gather_flows(sync: Sync, weights: SyncWeights) -> Iterator[Flow]:
-    """Yield the flows of gathering on the source, a ring: each rank passes on the shards of the others."""
-    for ranks in sync.gathers:
-        for place, rank in enumerate(ranks):
-            yield Flow(rank, ranks[(place + 1) % len(ranks)], weights.whole * (len(ranks) - 1) // len(ranks))
+def sync_flows(plan: Plan, sync: Sync) -> Iterator[Flow]:
+    """Yield the flows of a Sync."""
+    for (source, destination), size in plan.sync_links(sync).items():
+        yield Flow(source, destination, round(size))
 
 
 def bytes_by_node(flows: Iterable[tuple[Flow, float]], cluster: Cluster) -> dict[int, NodeBytes]:

@@ -1,0 +1,40 @@
+"""Elements of a trained model's weights as a copy of it stores them, with adapters merged where it has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from flexrlhf.comm.regions import view_of
+from flexrlhf.comm.weights import Weights, merged
+from flexrlhf.config.spec import LoraSpec
+from flexrlhf.weights.lora import merged_from
+from flexrlhf.weights.shards import Parts
+from flexrlhf.weights.transfers import Region
+
+
+@dataclass(frozen=True)
+class TrainedValues:
+    """Weights on one rank.
+
+    weights:   live local parts.
+    parts:     what they are, by the copy's names.
+    lora:      adapters that the copy stores inside the weights that they change; None: none.
+    adapters:  these, whole and in float32.
+    """
+
+    weights: Weights
+    parts: Parts
+    lora: LoraSpec | None = None
+    adapters: Weights = field(default_factory=dict)
+
+    def __getitem__(self, region: Region) -> Tensor:
+        """Return the elements of ``region``; merged in float32, so that the sum is rounded once."""
+        part = self.parts[region.name]
+        if self.lora is None:
+            return view_of(self.weights[region.name].detach(), part, region.box)
+        base, a, b = merged_from(region.name)
+        rows, columns = (slice(side.start, side.stop) for side in region.box)
+        values = view_of(self.weights[base].detach(), part, region.box).float()
+        return merged(self.lora, values, self.adapters[a][:, columns], self.adapters[b][rows])
