@@ -1,7 +1,7 @@
 """Shards: the part of each tensor that a rank stores, by tensor parallelism and by ZeRO.
 
 Engines shard as their libraries do; this module computes the same parts before a run, so that bytes can be planned and
-weights resharded between any two layouts: ``comm/weights.py`` gathers parts into tensors and splits tensors into parts.
+weights moved between any two layouts (``weights/transfers.py``).
 """
 
 from __future__ import annotations
