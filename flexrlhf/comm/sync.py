@@ -75,22 +75,30 @@ class _Packed:
 
 
 @dataclass(frozen=True)
-class _ArrivingVector:
-    """A vector under way.
+class _Incoming:
+    """A vector for this rank.
 
-    targets:  views of the copy that it is written into; none: it arrives there.
+    targets:  views of the copy that it is written into; none: ``numbers`` are the copy's own.
     """
 
     source: int
-    work: Waitable
     numbers: Tensor
     targets: tuple[Tensor, ...]
 
-    def store(self) -> None:
-        """Write the numbers that have arrived into the copy."""
-        if self.targets:
-            pieces = self.numbers.split([view.numel() for view in self.targets])
-            for view, piece in zip(self.targets, pieces, strict=True):
+
+@dataclass(frozen=True)
+class _ArrivingVector:
+    """A vector under way."""
+
+    vector: _Incoming
+    work: Waitable
+
+    def store(self, wait: Wait) -> None:
+        """Await the numbers and write them into the copy."""
+        wait(self.work, (self.vector.source,))
+        if self.vector.targets:
+            pieces = self.vector.numbers.split([view.numel() for view in self.vector.targets])
+            for view, piece in zip(self.vector.targets, pieces, strict=True):
                 view.copy_(piece.view(view.shape))
 
 
@@ -185,9 +193,9 @@ class _Exchange:
         vectors = iter(list(packed)) if self._settings.snapshot else packed
         arriving: deque[_ArrivingBucket] = deque()
         for bucket in self._plan.buckets:
-            if bucket.receives:
-                arriving.append(self._arriving(bucket, copy))
-            self._send(next(vectors))
+            incoming = self._begin(bucket, next(vectors), copy)
+            if incoming is not None:
+                arriving.append(incoming)
             if bucket.stays:
                 assert values is not None and copy is not None, "both models are on this rank"
                 self._copy(bucket.stays, values, copy)
@@ -249,36 +257,51 @@ class _Exchange:
             piece.view([len(side) for side in region.box]).copy_(values[region])
         return vector, pieces
 
-    def _send(self, packed: _Packed) -> None:
-        """Begin to send the vectors of a bucket."""
-        if packed.buffer is None:
-            return
-        works = []
-        for message, vector in packed.vectors:
-            for receiver in message.destinations:
-                works.append((send(vector.view(torch.uint8), receiver, self._channel.group), receiver))
-                self._num_bytes += vector.nbytes
-        self._sending.append(_InFlight(tuple(works), packed.buffer))
+    def _begin(self, bucket: RankBucket, packed: _Packed, copy: Weights | None) -> _ArrivingBucket | None:
+        """Begin to send and to receive the vectors of a bucket; return what arrives, None where nothing does."""
+        space = _Space(self._buffer(self._most_received)) if bucket.receives else None
+        incoming = [] if space is None else self._incoming(bucket, space, copy)
+        sent, received = [], []
+        for is_first in (True, False):
+            for message, vector in packed.vectors:
+                for receiver in self._of_turn(message.destinations, is_first):
+                    sent.append((send(vector.view(torch.uint8), receiver, self._channel.group), receiver))
+                    self._num_bytes += vector.nbytes
+            for each in incoming:
+                # a lower rank sends to this one when that one sends to a higher one
+                if self._of_turn((each.source,), not is_first):
+                    work = receive(each.numbers.view(torch.uint8), each.source, self._channel.group)
+                    received.append(_ArrivingVector(each, work))
+        if packed.buffer is not None:
+            self._sending.append(_InFlight(tuple(sent), packed.buffer))
+        return None if space is None else _ArrivingBucket(bucket, tuple(received), space.buffer)
 
-    def _arriving(self, bucket: RankBucket, copy: Weights | None) -> _ArrivingBucket:
-        """Begin to receive the vectors of ``bucket``, those of large contiguous regions in the copy itself."""
+    def _of_turn(self, ranks: Sequence[int], is_first: bool) -> list[int]:
+        """Return those of ``ranks`` that are higher than this one in the first turn, and lower in the second.
+
+        Of two ranks the messages of the lower one so come first on both, because NCCL carries those of a pair one after
+        another.
+        """
+        return [rank for rank in ranks if (self._plan.rank < rank) == is_first]
+
+    def _incoming(self, bucket: RankBucket, space: _Space, copy: Weights | None) -> list[_Incoming]:
+        """Return the vectors of ``bucket`` for this rank, those of large contiguous regions in the copy itself."""
         assert copy is not None, "the copy is on this rank"
-        space, vectors = _Space(self._buffer(self._most_received)), []
+        found = []
         for message in bucket.receives:
             for regions in message.vectors:
                 views = self._views(regions, copy)
-                is_direct = regions[0].num_elements >= LARGE and views[0].is_contiguous()
-                numbers = views[0].view(-1) if is_direct else space.take(count(regions))
-                work = receive(numbers.view(torch.uint8), message.source, self._channel.group)
-                vectors.append(_ArrivingVector(message.source, work, numbers, () if is_direct else tuple(views)))
-        return _ArrivingBucket(bucket, tuple(vectors), space.buffer)
+                if regions[0].num_elements >= LARGE and views[0].is_contiguous():
+                    found.append(_Incoming(message.source, views[0].view(-1), ()))
+                else:
+                    found.append(_Incoming(message.source, space.take(count(regions)), tuple(views)))
+        return found
 
     def _store(self, arriving: _ArrivingBucket, copy: Weights | None) -> None:
         """Await the vectors of a bucket and write them into the copy."""
         assert copy is not None, "the copy is on this rank"
         for vector in arriving.vectors:
-            self._wait(vector.work, (vector.source,))
-            vector.store()
+            vector.store(self._wait)
         for message in arriving.bucket.receives:
             regions = tuple(chain.from_iterable(message.vectors))
             self._note(message.source, regions, self._views(regions, copy))
@@ -309,15 +332,17 @@ class _Exchange:
         sent, rank, group = self._sums.sent, self._plan.rank, self._channel.group
         mine = {receiver: torch.stack(sums) for receiver, sums in sent.items()}
         found = {rank: mine.pop(rank)} if rank in mine else {}
-        works = []
-        for source, sums in self._sums.stored.items():
-            if source != rank:
-                found[source] = torch.empty(len(sums), dtype=torch.int64, device=self._channel.device)
-                works.append((receive(found[source].view(torch.uint8), source, group), source))
-        for receiver, all_sums in mine.items():
-            work = send(all_sums.view(torch.uint8), receiver, group)
-            self._sending.append(_InFlight(((work, receiver),), all_sums, is_pooled=False))
-        for work, source in works:
+        awaited = []
+        for is_first in (True, False):
+            for receiver in self._of_turn(list(mine), is_first):
+                work = send(mine[receiver].view(torch.uint8), receiver, group)
+                self._sending.append(_InFlight(((work, receiver),), mine[receiver], is_pooled=False))
+            for source in self._of_turn([each for each in self._sums.stored if each != rank], not is_first):
+                found[source] = torch.empty(
+                    len(self._sums.stored[source]), dtype=torch.int64, device=self._channel.device
+                )
+                awaited.append((receive(found[source].view(torch.uint8), source, group), source))
+        for work, source in awaited:
             self._wait(work, (source,))
         return found
 

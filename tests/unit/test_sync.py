@@ -74,17 +74,22 @@ class Wires:
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
     change: dict[tuple[int, int], Callable[[Tensor], None]] = field(default_factory=dict)
+    posted: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """By rank and other rank: sender and size of each message, in the order in which the rank posts them."""
 
     def isend(self, buffer: Tensor, to: int, group: dist.ProcessGroup) -> Sent:
         assert group is A_GROUP and len(buffer) and to != self.local.rank
         self._queue(self.local.rank, to).put(buffer.clone())
         with self.lock:
             self.num_bytes[self.local.rank, to] += len(buffer)
+            self.posted[self.local.rank, to].append((self.local.rank, len(buffer)))
         return Sent()
 
     def irecv(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> Arriving:
         assert group is A_GROUP and len(buffer)
         link = (source, self.local.rank)
+        with self.lock:
+            self.posted[self.local.rank, source].append((source, len(buffer)))
         return Arriving(self._queue(*link), buffer, self.change.get(link, lambda message: None))
 
     def _queue(self, source: int, to: int) -> Queue[Tensor]:
@@ -263,6 +268,17 @@ def test_an_engine_on_the_same_ranks_gets_what_they_lack(source: str, tp: int, d
         assert_arrived(case, moved)
         assert moved.num_bytes == case.planned_bytes()
         assert (moved.num_bytes == 0) == is_in_place(case.source, case.shadow) == (source == "{}")
+
+
+@pytest.mark.parametrize("source", SOURCES[1:])
+def test_two_ranks_post_their_messages_in_the_same_order(source: str, wires: Wires) -> None:
+    """Both ways, because NCCL carries those of a pair one after another."""
+    case = engine_case(True, 1, source, bucket_mb=0.001)
+    move(case, wires, times=2)
+    assert wires.posted
+    for rank, other in wires.posted:
+        assert wires.posted[rank, other] == wires.posted[other, rank]
+    assert any(len({sender for sender, _ in posted}) == 2 for posted in wires.posted.values())
 
 
 def test_an_engine_is_synced_again_and_again(wires: Wires) -> None:
