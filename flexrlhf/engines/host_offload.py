@@ -17,14 +17,14 @@ class _OffloadedStorage:
     copy: torch.UntypedStorage
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Storages behind ``tensors``, each once."""
+def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages behind ``tensors``, each once."""
     return list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}.values())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind ``tensors``, each counted once."""
-    return sum(storage.nbytes() for storage in _storages(tensors))
+    return sum(storage.nbytes() for storage in storages_of(tensors))
 
 
 class HostOffload:
@@ -42,7 +42,7 @@ class HostOffload:
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy the storages of ``tensors`` to host memory and free them. May not be called twice without ``reload``."""
         assert not self._offloaded, "already offloaded"
-        for storage in _storages(tensors):
+        for storage in storages_of(tensors):
             if storage.device.type != self._device.type:
                 continue  # in host memory already
             # copied on a CPU too, where it saves nothing but runs the same way

@@ -53,17 +53,15 @@ class LanguageHead(nn.Module):
 
     def __init__(
         self,
-        linear: nn.Linear,
+        weight: Tensor,
         chunk_elements: int = CHUNK_ELEMENTS,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        assert not _has_bias(linear), "the head has a bias"
-        self.weight = linear.weight
+        self.weight = weight
         self.chunk_elements = chunk_elements
         self.group = group
         self._scoring: _ScoringArguments | None = None
-        self.train(linear.training)
 
     @contextmanager
     def scoring(
@@ -133,7 +131,8 @@ def use_language_head(
     linear = getattr(model, "lm_head", None)
     if model.config.model_type not in FAMILIES or not isinstance(linear, nn.Linear) or _has_bias(linear):
         return None
-    head = LanguageHead(linear, chunk_elements, group)
+    head = LanguageHead(linear.weight, chunk_elements, group)
+    head.train(linear.training)
     model.lm_head = head
     return head
 

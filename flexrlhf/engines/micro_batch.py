@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.packing import PackedPass, Place, TextGroup, packed, shared
+from flexrlhf.engines.models import DTYPES
+from flexrlhf.engines.packing import PackedPass, Place, TextGroup, may_pack, packed, shared
 from flexrlhf.operators.columns import Lengths
 
 
@@ -34,6 +36,18 @@ class PassSettings:
     packs: bool = False
     shares: bool = False
     dtype: torch.dtype = torch.float32
+
+
+def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths) -> PassSettings:
+    """Return how texts are laid out for a model. ``config``: its Hugging Face config."""
+    window = getattr(config, "sliding_window", None)
+    return PassSettings(
+        lengths=lengths,
+        budget=settings.micro_batch_tokens,
+        packs=settings.pack_texts and may_pack(config.model_type, settings.attention, window, lengths.total),
+        shares=settings.share_prompts,
+        dtype=DTYPES[settings.dtype],
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,8 +62,19 @@ def make_skeleton(context: EngineContext) -> Skeleton:
         return whole_model(context)
     model, stored = made
     settle(model, placed, pad_token_id)
-    shape = ModelShape(tuple(sorted((name, tuple(each.shape)) for name, each in model.named_parameters())))
-    return Skeleton(model, stored, parts_on(placed, shape, _rank(context)))
+    return Skeleton(model, stored, planned_parts(context, model))
+
+
+def planned_parts(context: EngineContext, model: PreTrainedModel) -> Mapping[str, Part]:
+    """Return the part of every parameter of ``model`` that this rank stores, by name."""
+    shapes = tuple(sorted((name, tuple(each.shape)) for name, each in model.named_parameters()))
+    shape = ModelShape(shapes, is_tied=is_tied(context.placed, model.config))
+    return parts_on(context.placed, shape, _rank(context))
+
+
+def is_tied(placed: PlacedModel, config: Any) -> bool:
+    """Whether the embedding is also the language head. ``config``: its Hugging Face config."""
+    return placed.head != "scalar" and bool(config.tie_word_embeddings)
 
 
 def whole_model(context: EngineContext) -> Skeleton:

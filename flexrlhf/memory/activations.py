@@ -10,6 +10,10 @@ a row and b bytes per number, autograd keeps
     gated MLP           4b * f                    gate, its activation, up, product
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
 
+Megatron-Core has query, key and value in one tensor, of which attention keeps a view, cosines and sines in every layer,
+and adds 0 to a half of the MLP: b * (max(4A, 3A + 3K) + 4 * head_dim) and 5b * f. Under sequence parallelism its ranks
+share the norms. A stage of a pipeline has its layers alone, the last one the last norm and the head.
+
 Rows of several texts come with one mask of numbers, b * w bytes a token, which layers do not copy.
 
 tests/unit/test_memory.py compares this with the tensors that autograd keeps, the rest with the allocator's peaks.
@@ -27,6 +31,10 @@ NOISE_BYTES = 35
 Without it, hash and noise need 24."""
 CACHE_COLUMNS = 64
 """Columns by which the space of a KV cache grows."""
+SEQUENCE_COPIES = 6
+"""Copies of a layer's input at most, where sequence parallelism gathers it and scatters its gradient, over gloo."""
+OUTPUT_BYTES = 16
+"""Bytes per token of what the last stage of a pipeline computes and the others receive: log-probs, entropy, values."""
 PLACE_BYTES = 48
 """Bytes per token of a packed row: its id, position, text and prompt, and the places at which a text is read."""
 
@@ -39,16 +47,34 @@ def larger(**parts: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Layers of one model on one tensor-parallel rank.
+    """Layers of one model on one tensor-parallel rank of a pipeline stage.
 
     item:      bytes of a number.
     adapters:  whether linear layers have low-rank adapters.
+    megatron:  whether they are Megatron-Core's.
+    sharers:   ranks that share the hidden states between layers (sequence parallelism).
+    pp:        pipeline stages.
+    stage:     number of the stage.
     """
 
     sizes: Sizes
     item: int
     tp: int = 1
     adapters: bool = False
+    megatron: bool = False
+    sharers: int = 1
+    pp: int = 1
+    stage: int = 0
+
+    @property
+    def layers(self) -> int:
+        """Layers of the stage."""
+        return self.sizes.layers // self.pp
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the last norm and the head."""
+        return self.stage == self.pp - 1
 
     @property
     def _query(self) -> int:
@@ -61,14 +87,24 @@ class Blocks:
     def saved_by_layer(self, width: int) -> int:
         """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens."""
         sizes, item, tp = self.sizes, self.item, self.tp
-        norms = 2 * ((4 + 2 * item) * sizes.hidden + 4)
-        attention = (4 * item * self._query + 4 * sizes.heads) // tp + item * width
+        norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
+        attention = (item * self._saved_by_attention + 4 * sizes.heads) // tp + item * width
+        if self.megatron:
+            attention += 4 * item * sizes.head_dim
         heads = ((4 + item) * (self._query + self._key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
-        return norms + attention + 4 * item * sizes.ffn // tp + (heads if sizes.family == "qwen3" else 0)
+        mlp = (4 + self.megatron) * item * sizes.ffn // tp
+        return norms + attention + mlp + (heads if sizes.family == "qwen3" else 0)
+
+    @property
+    def _saved_by_attention(self) -> int:
+        """Numbers per token that attention keeps, on all tensor-parallel ranks."""
+        query, key = self._query, self._key
+        return max(4 * query, 3 * query + 3 * key) if self.megatron else 4 * query
 
     def saved_outside_layers(self) -> int:
         """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
-        return 8 + 2 * self.item * self.sizes.head_dim + (4 + self.item) * self.sizes.hidden + 4
+        norm = (4 + self.item) * self.sizes.hidden + 4 if self.is_last else 0
+        return 8 + 2 * self.item * self.sizes.head_dim + norm
 
     def forward_bytes(self, tokens: int, width: int, packed: bool = False) -> int:
         """Return the peak bytes of a pass without gradients over ``tokens`` in rows of ``width``: inside one layer, at
@@ -77,24 +113,48 @@ class Blocks:
         An adapter's output exists in addition to that of its linear layer.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
-        mlp = item * ((3 + self.adapters) * sizes.ffn // tp + 4 * sizes.hidden)
-        attention = item * ((4 * self._query + 2 * self._key) // tp + 4 * sizes.hidden) + 4 * sizes.heads // tp
+        mlp = item * ((3 + self.adapters + 2 * self.megatron) * sizes.ffn // tp + 4 * sizes.hidden)
+        heads = (6 * self._query + 3 * self._key if self.megatron else 4 * self._query + 2 * self._key) // tp
+        attention = item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // tp
+        always = 2 * item * sizes.head_dim * (1 + self.megatron) + self._copied
         if packed:  # the mask is made from one of two numbers a place, before the first layer
-            return tokens * (max(mlp, attention, 2 * width) + 2 * item * sizes.head_dim + self._given_mask(width))
-        return tokens * (max(mlp, attention + item * width) + 2 * item * sizes.head_dim + width)
+            return tokens * (max(mlp, attention, 2 * width) + always + self._given_mask(width))
+        return tokens * (max(mlp, attention + item * width) + always + width)
 
-    def train_bytes(self, tokens: int, width: int, recompute: bool, packed: bool = False) -> int:
+    @property
+    def _copied(self) -> int:
+        """Bytes per token of hidden states that sequence parallelism gathers and scatters."""
+        return SEQUENCE_COPIES * self.item * self.sizes.hidden if self.sharers > 1 else 0
+
+    def train_bytes(
+        self, tokens: int, width: int, recompute: bool, packed: bool = False, in_flight: int | None = None
+    ) -> int:
         """Return the bytes kept for the backward pass over ``tokens`` in rows of ``width``, and those that it needs in
-        addition, without the head. ``packed``: rows have several texts.
+        addition, without the head. ``packed``: rows have several texts; ``in_flight``: tokens of all micro-batches
+        whose backward pass is to come, where a pipeline has several.
 
         With ``recompute`` the input of every layer is kept, and all activations of one layer.
         """
         sizes, item = self.sizes, self.item
         made = 0 if packed else width
         layer = self.saved_by_layer(made)
-        layers = sizes.layers * item * sizes.hidden + layer if recompute else sizes.layers * layer
+        kept = self.layers * (item * sizes.hidden // self.sharers if recompute else layer)
+        once = (layer if recompute else 0) + self._backward(made, recompute)
         given = self._given_mask(width) if packed else 0
-        return tokens * (layers + self.saved_outside_layers() + self._backward(made, recompute) + given)
+        return (in_flight or tokens) * (kept + self.saved_outside_layers() + given) + tokens * once
+
+    def stage_bytes(self, tokens: int, in_flight: int) -> int:
+        """Return the bytes of hidden states between stages: received and sent ones of all micro-batches in flight, and
+        gradients of both of one; without gradients ``in_flight`` is 0.
+        """
+        if self.pp == 1:
+            return 0
+        hidden = self.item * self.sizes.hidden // self.sharers
+        return hidden * (2 * in_flight + 2 * tokens) + OUTPUT_BYTES * tokens
+
+    def received_bytes(self, tokens: int) -> int:
+        """Return the bytes of hidden states and their residual that a stage of vLLM receives for ``tokens``."""
+        return 2 * self.item * self.sizes.hidden * tokens
 
     def _given_mask(self, width: int) -> int:
         """Return the bytes per token of what a pass of packed rows comes with: a mask as numbers, which all layers
@@ -107,14 +167,14 @@ class Blocks:
 
         In 16 bits the last norm computes its own in float32, before any layer is computed again.
         """
-        widest = self.item * max(self.sizes.ffn, self._query) // self.tp
+        widest = self.item * max(self.sizes.ffn * (1 + self.megatron), self._query) // self.tp
         if recompute:
-            return 2 * widest + self.item * width
-        return 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
+            return 2 * widest + self.item * width + self._copied
+        return self._copied + (2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden)
 
     def kv_bytes_per_token(self) -> int:
-        """Return the bytes per token of keys and values of all layers."""
-        return 2 * self.sizes.layers * self._key * self.item // self.tp
+        """Return the bytes per token of keys and values of all layers of a stage."""
+        return 2 * self.layers * self._key * self.item // self.tp
 
     def decode_bytes(self, rows: int, prompt: int, response: int) -> dict[str, int]:
         """Return bytes by name while ``rows`` are decoded together: the cache, and the larger of activations and

@@ -15,5 +15,7 @@ def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """
     assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
     blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
-    per_token = Blocks(shape.sizes, DTYPE_BYTES[model.settings.dtype], model.settings.tp, False).kv_bytes_per_token()
+    settings = model.settings
+    blocks_of_stage = Blocks(shape.sizes, DTYPE_BYTES[settings.dtype], settings.tp, False, pp=settings.pp)
+    per_token = blocks_of_stage.kv_bytes_per_token()
     return blocks * KV_BLOCK_TOKENS * per_token

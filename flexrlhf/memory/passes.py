@@ -23,12 +23,19 @@ class PassSize:
     width:      tokens of a row.
     responses:  tokens of responses, whose log-probs are computed.
     packed:     whether rows have several texts, so that a mask separates these.
+    total:      computed tokens of all passes of the call; None: any number.
     """
 
     tokens: int
     width: int
     responses: int
     packed: bool
+    total: int | None = None
+
+    def in_flight(self, passes: int, texts: int = 1) -> int:
+        """Return the tokens of at most so many passes of calls with ``texts`` texts a row."""
+        several = passes * self.tokens
+        return several if self.total is None else max(self.tokens, min(several, texts * self.total))
 
 
 def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
@@ -62,12 +69,14 @@ def largest_pass(
     answered = response * max(len(part.responses) for part in parts)
     # a prompt has a token at least
     responses = tokens - tokens // (1 + answered)
+    total = None
     if rows is not None:
         units = max(1, rows // samples)
-        tokens, responses = min(tokens, units * unit), min(responses, units * samples * response)
+        total = units * unit
+        tokens, responses = min(tokens, total), min(responses, units * samples * response)
     if not packs:
-        return PassSize(tokens, prompt + response, responses, packed=False)
+        return PassSize(tokens, prompt + response, responses, packed=False, total=total)
     # shorter samples may share one row where the longest are divided
     longest = whole.tokens if shares else prompt + response
     widest = min(ceil(WIDTHS[-1] * longest), max(budget, parts[0].tokens), tokens)
-    return PassSize(tokens, max(widest, prompt + response), responses, packed=True)
+    return PassSize(tokens, max(widest, prompt + response), responses, packed=True, total=total)

@@ -14,9 +14,8 @@ from functools import lru_cache
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
 from flexrlhf.memory.kv_cache import kv_cache_bytes
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.lora import shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.shards import parts_of, shape_on
 
 DEEPSPEED_ELEMENTS = {
     "reduce_bucket_size": 50_000_000,
@@ -25,6 +24,8 @@ DEEPSPEED_ELEMENTS = {
     "sub_group_size": 1_000_000_000,
 }
 """Settings under ``zero_optimization`` that cost memory, in elements: as our configuration leaves them."""
+MEGATRON_ALIGNMENT, MEGATRON_BUFFER_MULTIPLE = 64, 128
+"""Elements at whose multiples Megatron-Core 0.16.1 lets a parameter and a buffer of its distributed optimizer begin."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class State:
     cache:            keys and values of a rollout engine, lost when it is offloaded.
     keeps_gradients:  whether gradients stay allocated between instructions.
     stays:            nothing of it can be offloaded.
+    transient:        it is released instead of offloaded, and nothing of it is copied to host memory.
     """
 
     weights: int
@@ -80,6 +82,7 @@ class State:
     cache: int = 0
     keeps_gradients: bool = False
     stays: bool = False
+    transient: bool = False
 
     @property
     def resting(self) -> int:
@@ -89,13 +92,13 @@ class State:
 
     @property
     def freed(self) -> int:
-        """Bytes of ``resting`` that offloading frees; buffers of a library stay."""
+        """Bytes of ``resting`` that offloading or releasing frees; buffers of a library stay."""
         return 0 if self.stays else self.resting - self.buffers
 
     @property
     def offloaded(self) -> int:
         """Bytes of ``freed`` that offloading copies to host memory."""
-        return 0 if self.stays else self.freed - self.cache
+        return 0 if self.stays or self.transient else self.freed - self.cache
 
     @property
     def training(self) -> int:
@@ -105,14 +108,17 @@ class State:
 
 def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     """Return the state of ``model`` on ``rank``, one of its ranks."""
-    shape = shape_of(model, shape)
+    shape = shape_on(model, shape, rank)
     if model.rollout is not None:
         # a child process goes on decoding while other models compute
-        stays = model.rollout.process == "child"
-        return replace(_frozen_state(model, shape, rank), cache=kv_cache_bytes(model, shape), stays=stays)
+        stays, cache = model.rollout.process == "child", kv_cache_bytes(model, shape) if model.has_cache else 0
+        state = _frozen_state(model, shape, rank)
+        return replace(state, cache=cache, stays=stays, transient=model.is_transient)
     if not model.trained:
-        return _frozen_state(model, shape, rank)
-    return _deepspeed_state(model, shape) if model.engine == "deepspeed" else _torch_state(model, shape, rank)
+        return replace(_frozen_state(model, shape, rank), transient=model.is_transient)
+    if model.engine == "deepspeed":
+        return _deepspeed_state(model, shape)
+    return (_megatron_state if model.engine == "megatron" else _torch_state)(model, shape, rank)
 
 
 def bytes_per_parameter(model: PlacedModel) -> PerParameter:
@@ -165,6 +171,32 @@ def _deepspeed_state(model: PlacedModel, shape: ModelShape) -> State:
     return state
 
 
+def _megatron_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
+    """Return the state on a rank of Megatron: gradients are summed in one float32 buffer, which stays allocated.
+
+    Its distributed optimizer (zero 1) lays parameters out in buffers with gaps, of which each replica updates a part.
+    """
+    per, is_split = bytes_per_parameter(model), model.settings.zero == 1
+    elements = elements_on_rank(model, shape.parameters, rank)
+    buffer = megatron_buffer(model, shape, rank) if is_split else elements
+    return State(
+        weights=per.weights * buffer,
+        gradients=per.gradients * buffer,
+        optimizer=per.optimizer * (buffer // model.layout.dp if is_split else elements),
+        keeps_gradients=True,
+    )
+
+
+def megatron_buffer(model: PlacedModel, shape: ModelShape, rank: int) -> int:
+    """Return the elements of a buffer of Megatron's distributed optimizer, which replicas share equally."""
+    starts = sum(
+        count * -(-elements_on_rank(model, (kind,), rank) // MEGATRON_ALIGNMENT) * MEGATRON_ALIGNMENT
+        for kind, count in _kinds(shape.parameters).items()
+    )
+    multiple = math.lcm(model.layout.dp, MEGATRON_BUFFER_MULTIPLE)
+    return -(-starts // multiple) * multiple
+
+
 def is_bf16_optimizer(settings: ModelSpec) -> bool:
     """Whether DeepSpeed uses its BF16_Optimizer, which keeps float32 gradients of the whole model."""
     return settings.zero == 1 and settings.dtype == "bfloat16" and not settings.offload_optimizer
@@ -213,10 +245,11 @@ def item_bytes(model: PlacedModel) -> int:
 
 
 def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int) -> int:
-    """Return the elements of ``parameters`` on ``rank``: its shards of its tensor-parallel slices."""
+    """Return the elements of ``parameters``, of the stage of ``rank``, on it: its shards of its tensor-parallel
+    slices.
+    """
     return sum(
-        count * parts_on(model, ModelShape((kind,)), rank)[kind[0]].num_elements
-        for kind, count in _kinds(parameters).items()
+        count * parts_of(model, (kind,), rank)[kind[0]].num_elements for kind, count in _kinds(parameters).items()
     )
 
 

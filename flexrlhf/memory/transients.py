@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.memory.states import deepspeed_elements, is_bf16_optimizer, item_bytes, sliced_elements
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Parameters
+from flexrlhf.weights.stages import shape_of_stage
 
 UNREDUCED_BYTES = 12
 """Per element of a unit while its gradients are scattered: as computed, as summands in float32, and the sums."""
@@ -40,20 +42,44 @@ class Units:
 
 
 def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
-    """Return the units of all parameters."""
-    return _units(model, shape.parameters, rank)
+    """Return the units of all parameters of the stage on ``rank``."""
+    return _units(model, _stage(model, shape, rank).parameters, rank)
 
 
 def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
-    """Return the units of the trained parameters."""
-    return _units(model, shape.trained, rank)
+    """Return the units of the trained parameters of the stage on ``rank``."""
+    return _units(model, _stage(model, shape, rank).trained, rank)
+
+
+def _stage(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
+    return shape_of_stage(shape, model.layout.stage(rank), model.layout.pp)
 
 
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     """Return units from a cache: they depend on few settings, and plans need them for many models that share these."""
     layout = Layout(tuple(range(model.layout.tp)), model.layout.tp)
     bare = PlacedModel(ModelName(model.role), layout, trained=False, rollout=model.rollout, head=model.head)
+    if model.engine == "megatron":
+        bare, parameters = replace(bare, settings=_MEGATRON), with_fused_layers(parameters)
     return _units_of(bare, parameters, model.layout.tp_index(rank))
+
+
+_MEGATRON = ModelSpec(engine="megatron")
+_FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Linear layers that Megatron-Core has in one with another: query, key and value; gate and up."""
+
+
+@lru_cache(maxsize=256)
+def with_fused_layers(parameters: Parameters) -> Parameters:
+    """Return ``parameters`` with those that Megatron-Core has in one tensor as one, called by the first of them."""
+    fused: dict[str, tuple[int, ...]] = {}
+    for name, size in parameters:
+        path, _, kind = name.rpartition(".")
+        module = path.rpartition(".")[2]
+        first = f"{path.removesuffix(module)}{_FUSED[module]}.{kind}" if module in _FUSED else name
+        rows = fused[first][0] if first in fused else 0
+        fused[first] = (rows + size[0], *size[1:])
+    return tuple(sorted(fused.items()))
 
 
 @lru_cache(maxsize=256)
@@ -159,6 +185,10 @@ def update_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
     trained = trained_units(model, shape, rank)
     if model.engine == "deepspeed":
         return _deepspeed_update(model, trained)
+    if model.engine == "megatron":
+        # buffers are reduced where they are; the norm of all gradients takes a number of each tensor
+        part = -(-trained.total // model.layout.dp) if model.settings.zero else trained.total
+        return 4 * max(part, trained.largest)
     if model.split != "whole":
         return max(UNREDUCED_BYTES * trained.root, 8 * trained.largest // model.layout.dp)
     summed = 4 * trained.largest if model.layout.dp > 1 else 0

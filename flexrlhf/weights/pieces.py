@@ -12,12 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import Part, Parts, trained_parts
-
-
-def flat_part(shape: tuple[int, ...], flat: range) -> Part:
-    """Return the part that is the range ``flat`` of the flattened tensor."""
-    return Part(shape, tuple(range(size) for size in shape), flat)
+from flexrlhf.weights.shards import Part, Parts, trained_parts, whole
 
 
 def dump_part(part: Part) -> str:
@@ -40,13 +35,16 @@ def written_names(model: PlacedModel, shape: ModelShape, rank: int) -> frozenset
     Of ranks that store the same part of a parameter one writes it; they take turns.
     """
     parts = {each: trained_parts(model, shape, each) for each in model.ranks}
-    names = sorted(parts[rank])
-    return frozenset(name for turn, name in enumerate(names) if _writer(parts, name, turn, rank) == rank)
+    # of all stages: a tied embedding is on two of them
+    names = sorted(dict.fromkeys(name for stored in parts.values() for name in stored))
+    return frozenset(
+        name for turn, name in enumerate(names) if name in parts[rank] and _writer(parts, name, turn, rank) == rank
+    )
 
 
 def _writer(parts: Mapping[int, Parts], name: str, turn: int, rank: int) -> int:
     """Return the rank that writes what ``rank`` stores of ``name``."""
-    alike = [other for other, stored in parts.items() if stored[name] == parts[rank][name]]
+    alike = [other for other, stored in parts.items() if stored.get(name) == parts[rank][name]]
     return alike[turn % len(alike)]
 
 
@@ -65,8 +63,7 @@ def _span(part: Part) -> range:
     """Return the least range of the flattened tensor that contains ``part``."""
     if part.num_elements == 0:
         return range(0)
-    if part.flat is not None:
-        # ranges are of whole tensors: ZeRO splits no dim
+    if part.flat is not None and part.box == whole(part.shape).box:
         return part.flat
     strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
     first = sum(side.start * stride for side, stride in zip(part.box, strides, strict=True))

@@ -54,6 +54,8 @@ class ModelShape:
     sizes:       None for a family whose config uses other keys.
     window:      tokens that sliding attention reaches back; None: it reaches all.
     is_tied:     whether the embedding is also the language head.
+    rope:        type of its rotary embeddings.
+    activation:  of its MLPs.
     """
 
     parameters: Parameters
@@ -61,6 +63,8 @@ class ModelShape:
     sizes: Sizes | None = None
     window: int | None = None
     is_tied: bool = False
+    rope: str = "default"
+    activation: str = "silu"
 
     @cached_property
     def trained(self) -> Parameters:
@@ -83,6 +87,14 @@ def attention_window(config: Mapping[str, Any]) -> int | None:
         return None
     window = config.get("sliding_window", _WINDOWS.get(str(kind)))
     return window if isinstance(window, int) else None
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """Return the type of a model's rotary embeddings, as transformers reads its config."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else rope
+    is_partial = isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1.0) != 1.0
+    return f"{found} of a part of each head" if is_partial else str(found)
 
 
 def count_elements(parameters: Parameters) -> int:
@@ -153,7 +165,14 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
     shapes = {name: tensor.shape for name, tensor in stored.items()} if computed is None else computed
     parameters = tuple(sorted(_with_head(shapes, head, config).items()))
     is_tied = head != "scalar" and _is_tied(config)
-    return ModelShape(parameters, sizes=_sizes(config), window=attention_window(config), is_tied=is_tied)
+    return ModelShape(
+        parameters,
+        sizes=model_sizes(config),
+        window=attention_window(config),
+        is_tied=is_tied,
+        rope=rope_type(config),
+        activation=str(config.get("hidden_act") or "silu"),
+    )
 
 
 def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
@@ -218,7 +237,8 @@ _WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
 """Windows of transformers for configs that leave them out."""
 
 
-def _sizes(config: dict[str, Any]) -> Sizes | None:
+def model_sizes(config: dict[str, Any]) -> Sizes | None:
+    """Return the sizes in a Hugging Face config; None for a family whose config uses other keys."""
     kind = str(config["model_type"])
     known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config} if kind in LLAMA_LIKE else config
     if _wrong_size(known) is not None:
@@ -242,7 +262,7 @@ def _wrong_size(config: dict[str, Any]) -> str | None:
 
 def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of a dense Llama, Mistral, Qwen2 or Qwen3 causal model under transformers' names."""
-    sizes = _sizes(config)
+    sizes = model_sizes(config)
     if sizes is None:
         raise ValueError(_wrong_size({**_DEFAULTS, **config}))
     if sizes.head_dim == 0:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from flexrlhf.placement.placed import PlacedModel, Split
 from flexrlhf.weights.lora import shape_of
 from flexrlhf.weights.shapes import ModelShape, Parameters
-from flexrlhf.weights.stages import of_stage
+from flexrlhf.weights.stages import shape_of_stage
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
@@ -23,6 +23,8 @@ ROWWISE = ("o_proj", "down_proj")
 VOCABULARY = (".embed_tokens.weight", ".lm_head.weight")
 VOCABULARY_MULTIPLE = 64
 """vLLM splits these along the vocabulary, which it first pads to a multiple of so many rows."""
+_VOCABULARY_MULTIPLES = {"vllm": VOCABULARY_MULTIPLE, "megatron": 1}
+"""Engines that split these, by what they pad the vocabulary to a multiple of."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a rank in a layout: ``replica`` of ``dp``, ``tp_index`` of ``tp``, ``stage`` of ``pp``.
+    """Position of a rank in a pipeline stage: ``replica`` of ``dp``, ``tp_index`` of ``tp``.
 
-    ``splits_vocabulary``: embeddings are split along the vocabulary, as a rollout engine does.
+    ``vocabulary_multiple``: embeddings are split along the vocabulary, padded to a multiple of so many rows; 0: whole.
     """
 
     split: Split
@@ -72,9 +74,7 @@ class _Position:
     tp: int
     replica: int
     tp_index: int
-    splits_vocabulary: bool
-    pp: int = 1
-    stage: int = 0
+    vocabulary_multiple: int
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
@@ -90,8 +90,8 @@ class _Position:
         """Return the range of each dim that tensor parallelism assigns to the rank."""
         box = list(whole(size).box)
         dim = tensor_parallel_dim(name, size, self.tp)
-        if self.splits_vocabulary and f".{name}".endswith(VOCABULARY):
-            padded = -(-size[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        if self.vocabulary_multiple and f".{name}".endswith(VOCABULARY):
+            padded = -(-size[0] // self.vocabulary_multiple) * self.vocabulary_multiple
             box[0] = _at(size[0], padded // self.tp, self.tp_index)
         elif dim is not None:
             box[dim] = _share(size[dim], self.tp, self.tp_index)
@@ -103,12 +103,21 @@ def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> Mapping[str, P
 
     Ranks at the same position share the result.
     """
+    return parts_of(model, shape_on(model, shape, rank).parameters, rank)
+
+
+def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
+    """Return the shape of a role as this copy names its parameters, of the pipeline stage on ``rank``."""
+    layout = model.layout
+    return shape_of_stage(shape_of(model, shape), layout.stage(rank), layout.pp)
+
+
+def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
+    """Return the part on ``rank`` of each of ``parameters``, which are in the pipeline stage of the rank, by name."""
     layout, split = model.layout, model.split
     replica = 0 if split == "whole" else layout.replica(rank)
-    shape = shape_of(model, shape)
-    tp_index, stage = layout.tp_index(rank), layout.stage(rank)
-    position = _Position(split, layout.dp, layout.tp, replica, tp_index, model.rollout is not None, layout.pp, stage)
-    return _parts(position, shape.parameters if layout.pp == 1 else of_stage(shape, stage, layout.pp))
+    multiple = _VOCABULARY_MULTIPLES.get(model.engine, 0)
+    return _parts(_Position(split, layout.dp, layout.tp, replica, layout.tp_index(rank), multiple), parameters)
 
 
 def part_elements(parts: Parts, names: Sequence[str]) -> int:

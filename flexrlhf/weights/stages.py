@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 from flexrlhf.weights.shapes import ModelShape, Parameters
@@ -31,6 +32,12 @@ def of_stage(shape: ModelShape, stage: int, pp: int) -> Parameters:
         return {pp - 1}
 
     return tuple((name, size) for name, size in shape.parameters if stage in stages(name))
+
+
+@lru_cache(maxsize=256)
+def shape_of_stage(shape: ModelShape, stage: int, pp: int) -> ModelShape:
+    """Return ``shape`` with the parameters of a pipeline stage alone."""
+    return shape if pp == 1 else replace(shape, parameters=of_stage(shape, stage, pp))
 
 
 def layer_of(name: str) -> int | None:

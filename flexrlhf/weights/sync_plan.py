@@ -175,7 +175,7 @@ def most_packed(source: PlacedModel, destination: PlacedModel, shape: ModelShape
     )
     if is_in_place(source, destination):
         return 0, received
-    replica = [trained_parts(destination, shape, each) for each in destination.layout.tp_sets[0]]
+    replica = [trained_parts(destination, shape, each) for each in destination.layout.replica_sets[0]]
     packed = 0
     for name, part in own.items():
         stored = {parts[name] for parts in replica if name in parts}
@@ -188,7 +188,8 @@ def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:
     """Whether every rank of the copy has all that it stores from its own trained model."""
     if not set(destination.ranks) <= set(source.ranks):
         return False
-    return source.split == "whole" and source.layout.tp == source.layout.pp == 1
+    is_alike = (source.engine, source.layout) == (destination.engine, destination.layout)
+    return source.split == "whole" and (source.layout.tp == source.layout.pp == 1 or is_alike)
 
 
 def adapter_gathers(

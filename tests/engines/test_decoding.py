@@ -21,7 +21,9 @@ from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.growing_cache import growing_cache
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
+from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.passes import Passes
+from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.stop_strings import completes_stop
 from flexrlhf.memory.activations import CACHE_COLUMNS
@@ -59,17 +61,11 @@ def model_of(kind: str = "llama", **changes: object) -> PreTrainedModel:
 
 def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, dp: RankGroup | None = None) -> Passes:
     """``replicas``: in lockstep with them."""
-    return Passes(
-        model=model,
-        call=model,
-        heads="causal",
-        head=model.lm_head if isinstance(model.lm_head, LanguageHead) else None,
-        settings=ModelSpec(init=TINY, generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response)),
-        lengths=LENGTHS,
-        temperature=1.0,
-        dp=dp or ONE_RANK,
-        lockstep=dp is not None,
-    )
+    head = model.lm_head if isinstance(model.lm_head, LanguageHead) else None
+    settings = ModelSpec(init=TINY, generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response))
+    readout = Readout("causal", head, LENGTHS, 1.0)
+    laid_out = pass_settings(settings, model.config, LENGTHS)
+    return Passes(model, model, readout, settings, laid_out, dp or ONE_RANK, lockstep=dp is not None)
 
 
 @pytest.fixture(scope="module")

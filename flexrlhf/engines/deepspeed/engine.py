@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupMember
 
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
 from flexrlhf.engines.deepspeed.partitions import partition, shard
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, state_tensors_by_kind
+from flexrlhf.engines.default_group import as_world
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.language_head import use_language_head
@@ -36,8 +36,7 @@ from flexrlhf.engines.optimizers import (
     state_tensors,
     update_statistics,
 )
-from flexrlhf.engines.passes import Passes
-from flexrlhf.engines.score_rule import score_rule
+from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.skeletons import Skeleton, make_skeleton, placeholder, whole_model
 from flexrlhf.operators.columns import Column
 
@@ -110,7 +109,7 @@ class DeepSpeedEngine:
         skeleton = make_skeleton(context) if partitions_plainly(self._settings) else whole_model(context)
         self._model = skeleton.model
         self.config = self._model.config
-        head = use_language_head(self._model, int(self._settings.logits_mb * 1e6 / 4))
+        head = use_language_head(self._model, self._settings.logits_at_a_time)
         use_kernels(self._model, self._settings)
         if self._settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -124,19 +123,9 @@ class DeepSpeedEngine:
             if self._settings.zero == 3 and skeleton.stored:
                 self._partition(skeleton, context.device)
             self._engine = self._initialize()
-        self._passes = Passes(
-            model=self._model,
-            call=self._engine,
-            heads=placed.head,
-            head=head,
-            settings=self._settings,
-            lengths=context.lengths,
-            temperature=context.temperature,
-            dp=context.dp,
-            # gradients are reduced during backward, and weights of stage 3 gathered layer by layer
-            lockstep=placed.trained or self._settings.zero == 3,
-            score_rule=score_rule(self.config, placed.trained),
-        )
+        # gradients are reduced during backward, and weights of stage 3 gathered layer by layer
+        lockstep = placed.trained or self._settings.zero == 3
+        self._passes = make_passes(context, self._model, self._engine, head, lockstep)
         self._host_offload = HostOffload(context.device)
         self._usage_at_offload: MemoryUsage | None = None
         self._gradient_bytes = 0
@@ -199,12 +188,12 @@ class DeepSpeedEngine:
     def _as_world(self) -> Iterator[None]:
         """Make the subgroup the world, and this engine's mpu DeepSpeed's global one."""
         groups = self._deepspeed.utils.groups
-        world, mpu = GroupMember.WORLD, groups.mpu
-        GroupMember.WORLD, groups.mpu = self._mpu.dp, self._mpu
+        before, groups.mpu = groups.mpu, self._mpu
         try:
-            yield
+            with as_world(self._mpu.dp):
+                yield
         finally:
-            GroupMember.WORLD, groups.mpu = world, mpu
+            groups.mpu = before
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         self.num_requests += len(batch)

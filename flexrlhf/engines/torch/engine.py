@@ -27,8 +27,7 @@ from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
-from flexrlhf.engines.passes import Passes
-from flexrlhf.engines.score_rule import score_rule
+from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.skeletons import Skeleton, exchange, make_skeleton
 from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes, read_shards
 from flexrlhf.engines.torch.gradients import Gradients, TrainedParameter
@@ -50,24 +49,13 @@ class TorchEngine:
         skeleton = make_skeleton(context)
         self._model = skeleton.model
         self.config = self._model.config
-        head = use_language_head(self._model, int(settings.logits_mb * 1e6 / 4))
+        head = use_language_head(self._model, settings.logits_at_a_time)
         use_kernels(self._model, settings)
         partial = _shard(skeleton, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
-        self._passes = Passes(
-            model=self._model,
-            call=self._model,
-            heads=placed.head,
-            head=head,
-            settings=settings,
-            lengths=context.lengths,
-            temperature=context.temperature,
-            dp=context.dp,
-            lockstep=self._is_sharded,
-            score_rule=score_rule(self.config, placed.trained),
-        )
+        self._passes = make_passes(context, self._model, self._model, head, lockstep=self._is_sharded)
         self._host_offload = HostOffload(context.device)
         self._usage_at_offload: MemoryUsage | None = None
         self._update = self._make_update(context, partial) if placed.trained else None

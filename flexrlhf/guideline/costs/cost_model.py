@@ -31,13 +31,15 @@ class Links:
 class Mesh:
     """Devices of one placed model and how they share its work: ``dp`` replicas of ``tp * pp`` devices.
 
-    device:    slowest class among them
-    links:     slowest links among them
-    dp:        replicas
-    tp:        tensor-parallel ranks
-    pp:        pipeline stages
-    per_node:  devices of the mesh in each node that it spans
-    zero:      ZeRO stage over the replicas
+    device:         slowest class among them
+    links:          slowest links among them
+    dp:             replicas
+    tp:             tensor-parallel ranks
+    pp:             pipeline stages
+    per_node:       devices of the mesh in each node that it spans
+    zero:           ZeRO stage over the replicas
+    stages_spread:  whether all replicas of a stage are next to each other, and the next stage behind them; else all
+                    stages of a replica are
     """
 
     device: DeviceClass
@@ -47,6 +49,7 @@ class Mesh:
     pp: int = 1
     per_node: int = 1
     zero: int = 0
+    stages_spread: bool = False
 
     @property
     def size(self) -> int:
@@ -55,6 +58,16 @@ class Mesh:
     @property
     def spans_nodes(self) -> bool:
         return self.size > self.per_node
+
+    @property
+    def between_replicas(self) -> int:
+        """Ranks from one to the next of a data-parallel group."""
+        return self.tp if self.stages_spread else self.tp * self.pp
+
+    @property
+    def between_stages(self) -> int:
+        """Ranks from a stage of a replica to the next one's; all of them send to the next stage at once."""
+        return self.tp * self.dp if self.stages_spread else self.tp
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,10 @@ class Traffic:
     within: int
     across: int
     messages: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.within + self.across
 
 
 class CostModel(Protocol):

@@ -25,6 +25,7 @@ class MeshSide:
     tp:        tensor-parallel ranks of a replica
     zero:      ZeRO stage
     shards:    ranks that gather their shards of a tensor before weights are sent; 1: each has whole tensors
+    pp:        pipeline stages of a replica
     """
 
     size: int
@@ -33,6 +34,12 @@ class MeshSide:
     tp: int = 1
     zero: int = 0
     shards: int = 1
+    pp: int = 1
+
+    @property
+    def replica(self) -> int:
+        """Ranks of a replica, which all have its rows."""
+        return self.tp * self.pp
 
     def gathered(self, whole: int) -> Traffic:
         """Return the traffic of gathering ``whole`` bytes of weights: every rank receives what the others have."""
@@ -43,8 +50,10 @@ class MeshSide:
 
 def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:
     """Whether a rank of the reader needs rows that it has not written itself."""
-    if relation == "same":
+    if relation == "same" and writer.pp == reader.pp == 1:
         return writer.tp % reader.tp != 0
+    if relation == "same":
+        return writer.dp > 1 and (writer.tp, writer.pp) != (reader.tp, reader.pp)
     return relation == "disjoint" or reader.size > writer.size or writer.dp > 1
 
 
@@ -52,7 +61,7 @@ def rows_traffic(size: int, writer: MeshSide, reader: MeshSide, relation: Relati
     """Return the traffic of ``size`` bytes of rows. Every rank is counted as receiving all rows of its replica."""
     if not lacks_rows(writer, reader, relation):
         return Traffic(0, 0, 0)
-    received, sent = -(-size // reader.dp), -(-size * reader.tp // writer.dp)
+    received, sent = -(-size // reader.dp), -(-size * reader.replica // writer.dp)
     messages = max(-(-writer.dp // reader.dp), -(-reader.size // writer.dp))
     if several_nodes and (relation == "disjoint" or max(writer.size, reader.size) > writer.per_node):
         return Traffic(0, max(received * reader.per_node, sent * min(writer.per_node, writer.dp)), messages)

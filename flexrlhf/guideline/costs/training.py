@@ -11,6 +11,9 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.engines import EngineProfile
 from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import (
+    ACROSS,
+    WITHIN,
+    Figures,
     all_reduce_seconds,
     gather_seconds,
     travel_seconds,
@@ -134,14 +137,19 @@ def _replica_traffic(call: Call, mesh: Mesh, micro_batches: int) -> dict[str, fl
         gather = call.updates * _gather(gradients, mesh)
         reductions = micro_batches if mesh.zero == 2 else call.updates
         return {"gather": gather, "gradients": reductions * _gather(gradients, mesh)}
+    return {"gradients": call.updates * replica_sum_seconds(gradients, mesh)}
+
+
+def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACROSS)) -> float:
+    """Return the seconds of a sum of ``size`` bytes on each rank over the replicas of a model."""
     groups, per_node = _groups(mesh)
-    return {"gradients": call.updates * all_reduce_seconds(gradients, mesh.dp, per_node, mesh.links, groups)}
+    return all_reduce_seconds(size, mesh.dp, per_node, mesh.links, groups, figures)
 
 
 def _groups(mesh: Mesh) -> tuple[int, int]:
     """Return the number of data-parallel groups that share a node's link, and the ranks of each in a node."""
-    groups = min(mesh.tp * mesh.pp, mesh.per_node)
-    return groups, max(1, mesh.per_node // (mesh.tp * mesh.pp))
+    groups = min(mesh.between_replicas, mesh.per_node)
+    return groups, max(1, mesh.per_node // mesh.between_replicas)
 
 
 def _gather(size: float, mesh: Mesh) -> float:
@@ -201,8 +209,8 @@ def _parts(stage: StageSeconds, times: float) -> dict[str, float]:
 def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
     """Return the seconds of a micro-batch's activations to the next stage; each rank of a stage sends a part."""
     size = int(call.item * call.model.hidden * tokens / mesh.tp)
-    within = mesh.tp * mesh.pp <= mesh.per_node
-    traffic = Traffic(size, 0) if within else Traffic(0, size * min(mesh.tp, mesh.per_node))
+    within = mesh.between_stages * mesh.pp <= mesh.per_node
+    traffic = Traffic(size, 0) if within else Traffic(0, size * min(mesh.between_stages, mesh.per_node))
     return travel_seconds(traffic, mesh.links)
 
 

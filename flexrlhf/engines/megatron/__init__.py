@@ -1,0 +1,1 @@
+"""Engine on Megatron-Core: tensor-parallel parts, pipeline stages and replicas, on any ranks."""

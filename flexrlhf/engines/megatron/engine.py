@@ -1,0 +1,239 @@
+"""Engine on Megatron-Core: tensor-parallel parts and pipeline stages on any ranks, several models in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from flexrlhf.engines.base import (
+    WEIGHTS,
+    Batch,
+    EngineContext,
+    Loss,
+    MemoryUsage,
+    Moments,
+    Sampling,
+    StageRanks,
+    StateTensor,
+    TrainingState,
+)
+from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.engines.megatron.config import gradient_config, transformer_config
+from flexrlhf.engines.megatron.groups import process_groups
+from flexrlhf.engines.megatron.names import Named, named_rows
+from flexrlhf.engines.megatron.passes import StagePasses
+from flexrlhf.engines.megatron.process import mark_as_shard, prepare_process
+from flexrlhf.engines.megatron.stage import Stage, StageShape
+from flexrlhf.engines.megatron.update import StageUpdate
+from flexrlhf.engines.megatron_checks import CPU_MODULE
+from flexrlhf.engines.micro_batch import pass_settings
+from flexrlhf.engines.non_finite import NonFiniteStep
+from flexrlhf.engines.readout import Readout
+from flexrlhf.engines.score_rule import score_rule
+from flexrlhf.engines.skeletons import Skeleton, is_tied, make_skeleton, planned_parts
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import Column
+from flexrlhf.weights.shapes import model_sizes
+from flexrlhf.weights.shards import whole
+
+
+class MegatronEngine:
+    """Stage of a model on this rank; ``Engine`` in engines/base.py documents the methods.
+
+    ``weights`` of a 16-bit model are in 16 bits: with zero 1 the float32 masters are in flat ranges.
+    """
+
+    num_requests = 0
+
+    def __init__(self, context: EngineContext) -> None:
+        if context.device.type == "cpu":
+            # Megatron-Core addresses CUDA by name; planning refuses CPUs without this module
+            import_module(CPU_MODULE).install()
+        prepare_process(context.seed)
+        placed, self._settings = context.placed, context.placed.settings
+        ranks = _stage_ranks(context)
+        _check_links(context, ranks)
+        skeleton = make_skeleton(context)
+        self.config = skeleton.model.config
+        groups = process_groups(context, ranks)
+        self._stage = _stage(context, skeleton, groups)
+        if not placed.trained:
+            self._stage.requires_grad_(False)
+        self._named: Named = named_rows(self._stage)
+        source = _Source(context, skeleton)
+        _read(source, self._named)
+        module: nn.Module = self._stage
+        self._update: StageUpdate | None = None
+        if placed.trained:
+            module = DistributedDataParallel(
+                self._stage.config, gradient_config(self._settings), self._stage, pg_collection=groups
+            )
+            self._stage.config.finalize_model_grads_func = _finalize
+            world = ranks.model.group or context.alone
+            assert world is not None, "the plan has a group of one rank for every rank of a Megatron model"
+            self._update = StageUpdate(self._settings, module, groups, world, context.num_updates)
+            if self._settings.dtype != "float32":
+                _read_masters(source, self._update.tensors(self._named)[WEIGHTS])
+        rule = score_rule(self.config, placed.trained)
+        self._passes = StagePasses(
+            module=module,
+            readout=Readout(placed.head, self._stage.head, context.lengths, context.temperature, rule),
+            pass_settings=pass_settings(self._settings, self.config, context.lengths),
+            groups=groups,
+            dp=context.dp,
+            ranks=ranks,
+        )
+        self._host_offload = HostOffload(context.device)
+        self._usage_at_offload: MemoryUsage | None = None
+
+    def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        raise AssertionError("planning places generation on another engine")
+
+    def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
+        return self._passes.forward(batch, columns)
+
+    def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        update = self._trained
+        update.clear()
+        statistics = self._passes.backward(parts)
+        try:
+            return statistics | update.step()
+        except NonFiniteStep as error:
+            error.first = self._passes.first_non_finite(parts)
+            raise
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: rows.live for name, rows in self._named.items()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, values in weights.items():
+            live = self._named[name].live
+            live.copy_(values.view(live.shape))
+
+    def weights_changed(self) -> None:
+        """Do nothing: every pass reads the weights."""
+
+    def training_state(self) -> TrainingState:
+        tensors = self._trained.tensors(self._named)
+        for of_kind in tensors.values():
+            for name, each in of_kind.items():
+                of_kind[name] = replace(each, values=self._host_offload.readable(each.values))
+        return TrainingState(tensors, self._trained.numbers)
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        self._trained.load_numbers(numbers)
+
+    def memory_usage(self) -> MemoryUsage:
+        if self._usage_at_offload is not None:
+            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
+        update = self._update
+        return MemoryUsage(
+            weights=storage_bytes(self._parameters()),
+            gradients=storage_bytes(update.gradients) if update else 0,
+            optimizer=storage_bytes(update.state_tensors()) if update else 0,
+        )
+
+    def offload(self) -> None:
+        self._usage_at_offload = self.memory_usage()
+        update = self._update
+        of_training = [*update.state_tensors(), *update.gradients] if update else []
+        self._host_offload.offload([*self._parameters(), *of_training])
+
+    def reload(self) -> None:
+        self._host_offload.reload()
+        self._usage_at_offload = None
+
+    def close(self) -> None:
+        del self._stage, self._named, self._passes, self._update
+
+    @property
+    def _trained(self) -> StageUpdate:
+        assert self._update is not None, "this placed model is not trained"
+        return self._update
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self._stage.parameters()]
+
+
+def _stage_ranks(context: EngineContext) -> StageRanks:
+    assert context.stages is not None, "an engine with stages has their groups"
+    return context.stages
+
+
+def _check_links(context: EngineContext, ranks: StageRanks) -> None:
+    """Raise UserError for stages on GPUs that ranks share, between which NCCL does not send."""
+    group, model = ranks.stages.group, context.placed
+    if group is not None and context.device.type == "cuda" and dist.get_backend(group) == "gloo":
+        raise UserError(
+            f"{model.key('pp')}: {model.layout.pp} stages need a GPU each, and several ranks share one here; use 1"
+        )
+
+
+def _stage(context: EngineContext, skeleton: Skeleton, groups: ProcessGroupCollection) -> Stage:
+    """Return the stage of this rank, whose weights are not read yet."""
+    placed, config = context.placed, skeleton.model.config
+    sizes = model_sizes(config.to_dict())
+    assert sizes is not None, "planning refuses families that are not mapped"
+    shape = StageShape(
+        sizes=sizes,
+        head=placed.head,
+        is_tied=is_tied(placed, config),
+        padding_token=skeleton.model.get_input_embeddings().padding_idx,
+        chunk_elements=placed.settings.logits_at_a_time,
+    )
+    frequencies: Any = skeleton.model.base_model.rotary_emb.inv_freq
+    stage = Stage(transformer_config(placed, sizes, config), shape, frequencies, groups)
+    return stage.to(context.device)
+
+
+class _Source:
+    """Parts of the weights on this rank, from files or from the model that was loaded whole."""
+
+    def __init__(self, context: EngineContext, skeleton: Skeleton) -> None:
+        self.parts = planned_parts(context, skeleton.model)
+        self._skeleton = skeleton
+        self._loaded = dict(skeleton.model.named_parameters())
+
+    def values(self, name: str) -> Tensor:
+        """Return this rank's part of a parameter as a vector, float32 and on the CPU."""
+        part = self.parts[name]
+        if name not in self._skeleton.stored:
+            box = tuple(slice(side.start, side.stop) for side in part.box)
+            return self._loaded[name].detach()[box].reshape(-1)
+        values = torch.empty(part.num_elements)
+        self._skeleton.read(name, values)
+        return values
+
+
+@torch.no_grad()
+def _read(source: _Source, named: Named) -> None:
+    """Read this rank's part of every parameter."""
+    assert source.parts.keys() == named.keys(), f"{sorted(source.parts.keys() ^ named.keys())} are not mapped"
+    for name, rows in named.items():
+        rows.live.copy_(source.values(name).view(rows.live.shape))
+        if source.parts[name] != whole(source.parts[name].shape):
+            mark_as_shard(rows.parameter)
+
+
+@torch.no_grad()
+def _read_masters(source: _Source, masters: Mapping[str, StateTensor]) -> None:
+    """Read the master weights of a 16-bit model, which Megatron has made of the rounded ones."""
+    for name, master in masters.items():
+        assert master.flat is not None, "masters are ranges"
+        master.values.copy_(source.values(name)[master.flat.start : master.flat.stop])
+
+
+def _finalize(
+    model: list[nn.Module], num_tokens: Tensor | None, pg_collection: ProcessGroupCollection, force_all_reduce: bool
+) -> None:
+    """Sum the gradients over ranks. Losses are divided already, so that no number of tokens divides them."""
+    finalize_model_grads(model, None, pg_collection, force_all_reduce)

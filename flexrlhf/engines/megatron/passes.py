@@ -1,0 +1,178 @@
+"""Passes of a model over its pipeline: one forward, one backward in turn (Narayanan et al. 2021), by Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.engines.base import Batch, Loss, Moments, StageRanks, Totals, add_moments
+from flexrlhf.engines.megatron.process import free_buffer
+from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
+from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
+from flexrlhf.engines.readout import (
+    Computed,
+    PassRequest,
+    Readout,
+    outputs_of,
+    quantity_of,
+    totals_of,
+    without_gradient,
+)
+from flexrlhf.operators.columns import Column, Lengths, Quantity
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A micro-batch on its way through the stages, and the loss that backward starts from; None: there is none."""
+
+    piece: MicroBatch
+    request: PassRequest
+    loss: Loss | None = None
+    totals: Totals | None = None
+
+
+@dataclass(frozen=True)
+class StagePasses:
+    """Passes of a model of which this rank has one stage. All ranks of a replica call alike, with the same rows.
+
+    module:         the stage of this rank, or the module around it that collects gradients.
+    readout:        heads of the last stage, and what is read from them.
+    pass_settings:  by which texts are laid out in micro-batches.
+    groups:         of this rank.
+    dp:             data-parallel group.
+    ranks:          stages and replica.
+    """
+
+    module: nn.Module
+    readout: Readout
+    pass_settings: PassSettings
+    groups: ProcessGroupCollection
+    dp: RankGroup
+    ranks: StageRanks
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, columns: Sequence[Column]) -> dict[str, Tensor]:
+        """Compute ``columns`` (n, ...) of every row, as ``Engine.forward``, on every rank of the replica."""
+        request = PassRequest(frozenset(map(quantity_of, columns)))
+        pieces = list(micro_batches(batch, self.pass_settings))
+        computed = self._outputs([_Work(piece, request) for piece in pieces])
+        return self.readout.columns(list(zip(pieces, computed, strict=True)), columns, batch.rows.device)
+
+    def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        """Compute the gradients of the sum of the losses, each of its own mini-batch; return their statistics."""
+        empty = torch.zeros(3, dtype=torch.float64, device=parts[0][0].rows.device)
+        statistics: Moments = {name: empty for _, loss in parts for name in loss.statistics}
+        work = [
+            _Work(piece, self.readout.request_for(loss), loss, totals)
+            for batch, loss in parts
+            for totals in (totals_of(batch, self.dp),)
+            for piece in micro_batches(batch, self.pass_settings)
+        ]
+        if not work:
+            batch, loss = parts[0]
+            idle = idle_micro_batch(self.pass_settings, batch.rows.device)
+            work = [_Work(idle, self.readout.request_for(loss), loss, Totals(1, 1, 1))]
+        for part in self._run(work, forward_only=False):
+            add_moments(statistics, part)
+        # the last stage alone has computed them
+        summed = self.ranks.stages.sum(torch.stack([empty, *statistics.values()]))
+        return dict(zip(statistics, summed[1:], strict=True))
+
+    @torch.no_grad()
+    def first_non_finite(self, parts: Sequence[tuple[Batch, Loss]]) -> NonFinite | None:
+        """Return the first row with a number that is not finite, over all data-parallel ranks, which call alike."""
+        return first_in_training(self._training_passes(parts), parts, self.dp)
+
+    def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
+        for part, (batch, loss) in enumerate(parts):
+            totals, request = totals_of(batch, self.dp), without_gradient(loss)
+            pieces = list(micro_batches(batch, self.pass_settings))
+            outputs = self._outputs([_Work(piece, request) for piece in pieces])
+            for number, (piece, computed) in enumerate(zip(pieces, outputs, strict=True)):
+                yield TrainingPass(part, number, piece.batch, outputs_of(computed, loss), totals)
+
+    def _outputs(self, work: Sequence[_Work]) -> list[Computed]:
+        """Return what is computed of each micro-batch, on every rank of the replica, without gradients."""
+        if not work:
+            return []
+        computed = self._run(work, forward_only=True)
+        if self.ranks.stages.group is None:
+            return computed
+        shapes = [_shapes(each, self.readout.lengths) for each in work]
+        sizes = [torch.Size(shape).numel() for named in shapes for shape in named.values()]
+        flat = torch.zeros(sum(sizes), device=work[0].piece.batch.rows.device)
+        if computed:
+            values = (each[name] for each, named in zip(computed, shapes, strict=True) for name in named)
+            flat = torch.cat([tensor.float().flatten() for tensor in values])
+        parts = iter(self.ranks.stages.sum(flat).split(sizes))
+        return [{name: next(parts).view(shape) for name, shape in named.items()} for named in shapes]
+
+    def _run(self, work: Sequence[_Work], forward_only: bool) -> list[Any]:
+        """Pass ``work`` through the stages; return on the last one what is computed, or statistics, of each piece."""
+        arguments: dict[str, Any] = {
+            "forward_step_func": self._step,
+            "data_iterator": iter(work),
+            "model": self.module,
+            "num_microbatches": len(work),
+            "seq_length": 1,
+            "micro_batch_size": 1,
+            "forward_only": forward_only,
+            "collect_non_loss_data": forward_only,
+            "pg_collection": self.groups,
+        }
+        self.module.train(not forward_only)
+        if self.groups.pp.size() == 1:
+            results: list[Any] = forward_backward_no_pipelining(**arguments)
+        else:
+            pipeline = P2PCommunicator(self.groups.pp, get_model_config(self.module))
+            results = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=pipeline)
+        free_buffer()
+        return results
+
+    def _step(self, work: Iterator[_Work], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        """Compute the stage of the next micro-batch; return its output, and what the last stage makes of that."""
+        each = next(work)
+        mask = each.piece.attention_mask
+        # texts begin at the left of their rows, so that causal attention masks the padding behind them
+        mask = None if mask is None or mask.ndim == 2 else mask
+        with self.readout.scoring(each.piece, each.request):
+            output = module(each.piece.tokens, each.piece.position_ids, mask)
+        return output, partial(self._computed if each.loss is None else self._loss, each)
+
+    def _computed(self, work: _Work, output: Tensor, non_loss_data: bool) -> Computed:
+        """Return what is requested of the output (m, W) or (k, 2) of the head."""
+        scores, logits = (output, None) if self.readout.heads == "scalar" else (None, output)
+        return self.readout.read(work.piece, work.request, logits, scores)
+
+    def _loss(self, work: _Work, output: Tensor) -> tuple[Tensor, Tensor, Moments]:
+        """Return a contribution to the loss, no tokens to divide it by, and its statistics."""
+        assert work.loss is not None and work.totals is not None, "backward starts from a loss"
+        computed = self._computed(work, output, non_loss_data=True)
+        value, statistics = self.readout.loss(work.loss, work.totals, work.piece, computed)
+        return value, torch.zeros((), dtype=torch.int, device=value.device), statistics
+
+
+def _shapes(work: _Work, lengths: Lengths) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what is computed of a micro-batch, by name."""
+    rows = len(work.piece.batch)
+    widths: dict[Quantity, tuple[int, ...]] = {
+        "logprobs": (lengths.response,),
+        "values": (lengths.response + 1,),
+        "token_scores": (lengths.response,),
+        "scores": (),
+    }
+    shapes: dict[str, tuple[int, ...]] = {name: (rows, *widths[name]) for name in sorted(work.request.quantities)}
+    return shapes if work.request.entropy == "none" else {**shapes, "entropy": (rows, lengths.response)}

@@ -1,0 +1,130 @@
+"""Pipeline stage of a decoder on this rank, with the heads of the last stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from flexrlhf.config.spec import Head
+from flexrlhf.engines.language_head import LanguageHead
+from flexrlhf.engines.megatron.layers import layers_spec
+from flexrlhf.weights.shapes import Sizes
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """Shape of a model's stages.
+
+    sizes:           of the whole model.
+    head:            of its last stage.
+    is_tied:         whether the embedding is also the language head.
+    padding_token:   whose embedding is not trained, as in transformers; None: all are.
+    chunk_elements:  logits that exist at a time.
+    """
+
+    sizes: Sizes
+    head: Head
+    is_tied: bool
+    padding_token: int | None
+    chunk_elements: int
+
+
+class Stage(GPTModel):
+    """Consecutive layers of a decoder; the first stage has the embedding, the last one the final norm and the head.
+
+    frequencies:  of rotary embeddings, (head size / 2,).
+    """
+
+    frequencies: Tensor
+
+    def __init__(
+        self, config: TransformerConfig, shape: StageShape, frequencies: Tensor, groups: ProcessGroupCollection
+    ) -> None:
+        number, count = groups.pp.rank(), groups.pp.size()
+        super().__init__(
+            config,
+            layers_spec(config, config.num_layers // count),
+            vocab_size=shape.sizes.vocabulary,
+            max_sequence_length=1,  # of learned positions, which there are none of
+            pre_process=number == 0,
+            post_process=number == count - 1,
+            share_embeddings_and_output_weights=shape.is_tied,
+            position_embedding_type="none",
+            pg_collection=groups,
+        )
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+        self.head: LanguageHead | None = None
+        self._padding_token = shape.padding_token
+        if self.post_process:
+            self.output_layer = self._head(shape)
+
+    def _head(self, shape: StageShape) -> nn.Module:
+        """Return the module that replaces Megatron's projection to logits, of which log-probs need a part at a time."""
+        if shape.head == "scalar":
+            options = {"device": torch.cuda.current_device(), "dtype": self.config.params_dtype}
+            return nn.Linear(self.config.hidden_size, 1, bias=False, **options)
+        weight: Any = self.shared_embedding_or_output_weight() if shape.is_tied else self.output_layer.weight
+        self.head = LanguageHead(weight, shape.chunk_elements, self.tp_group if self.tp_group.size() > 1 else None)
+        return self.head
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Return what the stage computes of texts: on the last one the head's output, float32.
+
+        tokens:     int64 (m, W).
+        positions:  int64 (m, W).
+        mask:       (m, 1, W, W), added to the scores of attention; None: causal.
+        """
+        self._width = tokens.shape[1]
+        padding = -self._width % self.tp_group.size() if self.config.sequence_parallel else 0
+        if padding:
+            mask = None if mask is None else _padded(mask, padding)
+            tokens, positions = pad(tokens, (0, padding)), pad(positions, (0, padding))
+        output: Tensor = super().forward(tokens, positions, mask)
+        return output
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> tuple[Any, ...]:
+        """Return the embedded tokens (W, m, hidden), on the first stage, and the angles of rotary embeddings."""
+        embedded = self._embedded(input_ids) if self.pre_process else None
+        return embedded, self._angles(position_ids), None, None, None, None
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Return the embedding (W, m, hidden) of ``tokens``; under sequence parallelism this rank's part of W."""
+        embedded: Tensor = self.embedding(tokens, None)
+        if self._padding_token is not None and embedded.requires_grad:
+            is_padding = (tokens == self._padding_token).t()[..., None]
+            if self.config.sequence_parallel:
+                is_padding = is_padding.chunk(self.tp_group.size())[self.tp_group.rank()]
+            embedded.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0))
+        return embedded
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return the angle of each pair of features at each position: float32 (W, m, 1, head size)."""
+        half = positions.t()[:, :, None, None].float() * self.frequencies
+        return torch.cat([half, half], -1)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Return the hidden states (W, m, hidden) for the next stage; of the last one the output of the head."""
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # each rank computes the head's gradient of all positions
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        hidden = hidden_states.transpose(0, 1)[:, : self._width]
+        output: Tensor = self.output_layer(hidden)
+        return output if self.head is not None else output.squeeze(-1).float()
+
+
+def _padded(mask: Tensor, padding: int) -> Tensor:
+    """Return ``mask`` (m, 1, W, W) for longer rows: no token attends to padding, which attends to all."""
+    keys = pad(mask, (0, padding), value=torch.finfo(mask.dtype).min)
+    return pad(keys, (0, 0, 0, padding))

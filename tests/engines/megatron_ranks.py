@@ -1,0 +1,140 @@
+"""One process: a rank of four that compute models by Megatron-Core, one after the other and two at once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_models import CASES, TOGETHER, UPDATES, Case, parts_of, poisoned, rows_of
+from small_models import LENGTHS, SEED, mini_batch
+from torch import Tensor
+
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.engines.base import Engine, EngineContext
+from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.non_finite import NonFiniteStep
+from flexrlhf.execution.loaded_models import stage_ranks
+from flexrlhf.placement.groups import compute_groups
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.shards import parts_on
+
+SECONDS = 100.0
+
+
+def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
+    work.wait()
+
+
+def named(name: str, case: Case, path: Path) -> PlacedModel:
+    """The model of a case under a name of its own, so that its groups are."""
+    model = case.placed(path)
+    return PlacedModel(ModelName(name), model.layout, True, model.settings, head=model.head)
+
+
+def engine_of(model: PlacedModel, world: World, groups: Groups) -> Engine:
+    rank, layout = world.rank, model.layout
+
+    def ranks_of(purpose: str, ranks: tuple[int, ...]) -> RankGroup:
+        return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, wait)
+
+    return make_engine(
+        EngineContext(
+            placed=model,
+            lengths=LENGTHS,
+            temperature=1.0,
+            seed=SEED,
+            num_updates=UPDATES,
+            dp=ranks_of("compute", layout.dp_set(rank)),
+            tp=ranks_of("tp", next(ranks for ranks in layout.tp_sets if rank in ranks)),
+            alone=groups.alone(rank),
+            device=torch.device("cpu"),
+            kv_bytes=0,
+            store=dist.PrefixStore(model.name, world.store),
+            stages=stage_ranks(layout, rank, ranks_of),
+        )
+    )
+
+
+def run_case(model: PlacedModel, case: Case, world: World, groups: Groups) -> dict[str, Tensor]:
+    """Columns of this rank's rows before and after some updates, norms of gradients, and its parts of the weights."""
+    shape = model_shape("actor", model.settings, model.head)
+    assert shape is not None
+    engine, rows = engine_of(model, world, groups), rows_of(model.layout, world.rank)
+    planned = {each: part.num_elements for each, part in parts_on(model, shape, world.rank).items()}
+    assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, model.name
+    batch = mini_batch(20, rows=7).select(rows)
+    found = {f"first {each}": tensor.clone() for each, tensor in engine.weights().items()}
+    found["before"] = engine.forward(batch, [case.column])[case.column.name]
+    for step in range(UPDATES):
+        found[f"norm {step}"] = engine.train(parts_of(case, step, rows))["grad_norm"][1]
+        if step == 1:
+            engine.offload()
+            engine.reload()
+    found["after"] = engine.forward(batch, [case.column])[case.column.name]
+    found |= {f"last {each}": tensor for each, tensor in engine.weights().items()}
+    for kind, tensors in engine.training_state().tensors.items():
+        found |= {f"{kind} {each}": tensor.values for each, tensor in tensors.items()}
+    found = {each: tensor.detach().clone() for each, tensor in found.items()}
+    engine.close()
+    return found
+
+
+def run_together(world: World, groups: Groups, models: dict[str, PlacedModel]) -> dict[str, Tensor]:
+    """Two models at once: one is trained, the other gets its weights and computes before and after.
+
+    Then a loss that is not finite on one replica stops the update on all ranks.
+    """
+    case, model = CASES[TOGETHER], models[TOGETHER]
+    rows, batch = rows_of(model.layout, world.rank), mini_batch(20, rows=7)
+    trained = engine_of(model, world, groups)
+    frozen = engine_of(replace(model, trained=False), world, groups)
+    own = batch.select(rows)
+    found = {"stale": frozen.forward(own, [case.column])[case.column.name]}
+    for step in range(UPDATES):
+        trained.train(parts_of(case, step, rows))
+        frozen.forward(own, [case.column])
+    frozen.load_weights({name: tensor.clone() for name, tensor in trained.weights().items()})
+    frozen.weights_changed()
+    found["filled"] = frozen.forward(own, [case.column])[case.column.name]
+    found["expected"] = trained.forward(own, [case.column])[case.column.name]
+    before = {name: tensor.clone() for name, tensor in trained.weights().items()}
+    with pytest.raises(NonFiniteStep) as stopped:
+        trained.train([(mini_batch(0, rows=7).select(rows), poisoned(row=6))])
+    assert stopped.value.first is not None
+    found["row"] = torch.tensor(stopped.value.first.row)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights().items())
+    for engine in (trained, frozen):
+        engine.close()
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def run_rank(directory: Path, files: Path, world: World) -> None:
+    models = {name: named(name, case, files) for name, case in CASES.items()}
+    groups = world.make_groups(
+        dict.fromkeys(
+            group for model in models.values() for group in compute_groups(model) if len(group.ranks) > 1 or group.alone
+        ),
+        SECONDS,
+    )
+    found = {
+        name: run_case(models[name], case, world, groups)
+        for name, case in CASES.items()
+        if world.rank in models[name].ranks
+    }
+    found["together"] = run_together(world, groups, models)
+    torch.save(found, directory / f"rank-{world.rank}.pt")
+    groups.close()
+    world.meet("end", SECONDS)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with open_world("cpu", SECONDS) as opened:
+        run_rank(*map(Path, sys.argv[1:]), opened)

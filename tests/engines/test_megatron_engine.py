@@ -1,0 +1,128 @@
+"""Megatron-Core's parts, stages and replicas compute what one rank does with PyTorch alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_models import CASES, LLAMA, UPDATES, Case, parts_of, rows_of
+from small_models import engine_for, mini_batch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flexrlhf.comm.weights import cut
+from flexrlhf.config.spec import ModelSpec
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.shards import parts_on
+
+pytest.importorskip("megatron.core")
+
+ON_CPU = Path(__file__).parents[1] / "megatron_on_cpu"
+Found = tuple[dict[str, dict[str, Tensor]], ...]
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as transformers writes it."""
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def of_four_ranks(tmp_path_factory: pytest.TempPathFactory, model_files: Path) -> Found:
+    """What each of four ranks found, by case."""
+    directory = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("megatron_ranks.py")
+    address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ON_CPU), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environments = [
+        {**os.environ, **address, "PYTHONPATH": paths, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
+        for rank in range(4)
+    ]
+    ranks = [subprocess.Popen([sys.executable, script, directory, model_files], env=each) for each in environments]
+    try:
+        assert [rank.wait(200) for rank in ranks] == [0] * 4
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return tuple(torch.load(directory / f"rank-{rank}.pt") for rank in range(4))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_what_one_does(name: str, of_four_ranks: Found, model_files: Path) -> None:
+    case = CASES[name]
+    engine, batch = engine_for(case.placed(model_files, "torch"), UPDATES), mini_batch(20, rows=7)
+    layout, column = case.placed(model_files).layout, case.column.name
+    found = {rank: of_four_ranks[rank][name] for rank in layout.ranks}
+    for rank in layout.ranks:
+        check_weights(case, rank, found[rank], "first", engine.weights(), exact=True)
+    expected = {"before": engine.forward(batch, [case.column])[column]}
+    for step in range(UPDATES):
+        expected[f"norm {step}"] = engine.train(parts_of(case, step, slice(None)))["grad_norm"][1]
+    expected["after"] = engine.forward(batch, [case.column])[column]
+    is_rounded = "dtype" in case.settings
+    for rank in layout.ranks:
+        rows = rows_of(layout, rank)
+        close(found[rank]["before"], expected["before"][rows], 0.05 if is_rounded else 1e-5, "before")
+        for step in range(UPDATES):
+            name = f"norm {step}"
+            close(found[rank][name], expected[name], (0.1 if is_rounded else 5e-5) * float(expected[name]), name)
+        check_updated(case, found[rank]["after"], expected["after"][rows], "after", 0.1)
+        check_weights(case, rank, found[rank], "last", engine.weights())
+    check_states(case, list(found.values()))
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other(of_four_ranks: Found) -> None:
+    for of_rank in of_four_ranks:
+        found = of_rank["together"]
+        assert torch.equal(found["filled"], found["expected"])
+        assert not torch.equal(found["filled"], found["stale"])
+        assert int(found["row"]) == 6
+
+
+def close(found: Tensor, expected: Tensor, limit: float, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=limit, msg=lambda text: f"{what}: {text}")
+
+
+def check_updated(case: Case, found: Tensor, expected: Tensor, what: str, rounding: float) -> None:
+    """What updates have changed is the same: in 16 bits on average, because Adam turns a rounding into a sign."""
+    if "dtype" in case.settings:
+        found, expected = (found - expected).abs().mean(), torch.zeros(())
+    close(found, expected, rounding if "dtype" in case.settings else 5e-5, what)
+
+
+def check_weights(
+    case: Case, rank: int, found: dict[str, Tensor], when: str, expected: dict[str, Tensor], exact: bool = False
+) -> None:
+    """A rank has the part that is planned of what one rank has; exactly: of the float32 weights, rounded."""
+    shape = model_shape("actor", ModelSpec(init=case.init), case.head)
+    assert shape is not None
+    for name, part in parts_on(case.placed(), shape, rank).items():
+        values = found[f"{when} {name}"].reshape(-1)
+        own = cut(expected[name], part)
+        if exact:
+            assert torch.equal(values, own.to(values.dtype)), name
+        else:
+            check_updated(case, values.float(), own, name, 0.01)
+
+
+def check_states(case: Case, found: list[dict[str, Tensor]]) -> None:
+    """Moments of every parameter are there, with the distributed optimizer once over the replicas."""
+    model, shape = case.placed(), model_shape("actor", ModelSpec(init=case.init), case.head)
+    assert shape is not None
+    for each, _ in shape.parameters:
+        stored = sum(of_rank[f"exp_avg {each}"].numel() for of_rank in found if f"exp_avg {each}" in of_rank)
+        planned = sum(
+            parts[each].num_elements for rank in model.ranks if each in (parts := parts_on(model, shape, rank))
+        )
+        assert stored == (planned // model.layout.dp if model.settings.zero == 1 else planned), each
