@@ -58,7 +58,12 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
     check_setting(graph, spec)
     if rollout.engine == "transformers":
         return
-    if isinstance(algorithm, SampledSpec) and algorithm.temperature < LEAST_TEMPERATURE:
+    if rollout.engine == "torch" and spec.schedule.lag:
+        raise UserError(
+            "schedule.lag: 1 needs shadows, and rollout.engine torch generates on the ranks that train the actor; use "
+            "lag 0, or rollout.engine: transformers"
+        )
+    if rollout.engine == "vllm" and isinstance(algorithm, SampledSpec) and algorithm.temperature < LEAST_TEMPERATURE:
         raise UserError(
             f"algorithm.temperature: {rollout.engine} raises what is below {LEAST_TEMPERATURE} to it, found "
             f"{algorithm.temperature:g}; use at least {LEAST_TEMPERATURE}, or rollout.engine: transformers"

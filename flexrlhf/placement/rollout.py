@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import BatchShape, Layout
 
+_OF_MODULES = ("trust_remote_code", "attention", "liger", "compile", "share_prompts")
 KV_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's cache, a size that its attention supports on CPUs and on GPUs."""
+PREFILL_TOKENS = 8192
+"""Most tokens of one step of vLLM, unless one prompt is longer or there are more rows."""
 
 
 def padded_row(spec: Spec) -> int:
-    """Return the tokens of the longest prompt and response, in whole blocks."""
+    """Return the tokens of the longest prompt and response; in vLLM's cache those of whole blocks."""
     width = spec.data.max_prompt_tokens + spec.data.max_response_tokens
-    return -(-width // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    return width if spec.rollout.engine == "torch" else -(-width // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+
+
+def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
+    """Return the rows that vLLM decodes at a time: as many as fit its cache at full length, none is preempted."""
+    blocks_of_row = -(-(prompt + response) // KV_BLOCK_TOKENS)
+    return max(1, generate_tokens // KV_BLOCK_TOKENS // blocks_of_row)
+
+
+def most_step_tokens(generate_tokens: int, prompt: int, response: int) -> int:
+    """Return the most tokens of one step of vLLM: of whole prompts of some rows, or one of each row."""
+    rows = most_rows_at_once(generate_tokens, prompt, response)
+    return max(prompt, rows, min(rows * prompt, PREFILL_TOKENS))
 
 
 def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
@@ -26,19 +42,27 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     """
     rollout, row = spec.rollout, padded_row(spec)
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
+        blocks = "" if rollout.engine == "torch" else f", in blocks of {KV_BLOCK_TOKENS}"
         raise UserError(
-            f"rollout.kv_tokens: {rollout.kv_tokens} are less than one row of {row} tokens (prompt and response, in "
-            f"blocks of {KV_BLOCK_TOKENS}); use at least {row}"
+            f"rollout.kv_tokens: {rollout.kv_tokens} are less than one row of {row} tokens (prompt and response"
+            f"{blocks}); use at least {row}"
         )
     tokens = rollout.kv_tokens or max(model.generate_tokens, row)
-    return ModelSpec(
+    settings = ModelSpec(
         path=model.path,
         init=model.init,
         engine=rollout.engine,
         tp=rollout.tp,
+        pp=rollout.pp,
         dtype=rollout.dtype or model.dtype,
         generate_tokens=min(tokens, row * _most_rows(layout, spec)),
     )
+    return settings if rollout.engine == "vllm" else settings.model_copy(update=_kept(model))
+
+
+def _kept(model: ModelSpec) -> dict[str, Any]:
+    """Return the settings of ``model`` that change how transformers' modules compute, which a copy of it shares."""
+    return {name: getattr(model, name) for name in _OF_MODULES}
 
 
 def rollout_warnings(spec: Spec, role: str) -> list[str]:
@@ -61,4 +85,4 @@ def _most_rows(layout: Layout, spec: Spec) -> int:
 
 @lru_cache(maxsize=1024)
 def _most_prompts(batch: BatchShape, layout: Layout) -> int:
-    return max(1, *(len(batch.prompts_on(layout, ranks[0], batch.mini_batches)) for ranks in layout.tp_sets))
+    return max(1, *(len(batch.prompts_on(layout, ranks[0], batch.mini_batches)) for ranks in layout.replica_sets))

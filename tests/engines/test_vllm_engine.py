@@ -413,12 +413,13 @@ def test_a_child_ends_with_its_rank() -> None:
     assert comes(lambda: in_shared_memory() <= before), in_shared_memory() - before
 
 
-# --- tensor parallel
+# --- tensor parallel and pipeline stages
 
 
 # the equality suite runs engines of two ranks by default
 @pytest.mark.full
-def test_two_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
+def test_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
+    """Ranks 0 and 1 have a stage each, 2 and 3 a part of every layer; then all four have both."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -431,12 +432,20 @@ def test_two_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    (responses, is_as_planned), (others, _) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (2, 3))
-    assert is_as_planned
-    assert all(
-        torch.equal(one[name], other[name]) for one, other in zip(responses, others, strict=True) for name in one
-    )
+    found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(4)]
     model, batch = load_model(placed(CUT), SEED), prompts(8)
-    for step in range(2):
-        check(responses[step], batch, reference(model, batch, sampling(step=step)))
-    check(responses[2], batch, reference(other_weights(placed(CUT)), batch, sampling()))
+    expected = [reference(model, batch, sampling(step=step)) for step in range(2)]
+    expected.append(reference(other_weights(placed(CUT)), batch, sampling()))
+    for pair, together in found:
+        for responses, is_as_planned in (pair, together):
+            assert is_as_planned
+            for response, tokens in zip(responses, expected, strict=True):
+                check(response, batch, tokens)
+    for first, second, part in ((0, 1, 0), (2, 3, 0), (0, 1, 1), (0, 2, 1), (0, 3, 1)):
+        assert_equal(found[first][part][0], found[second][part][0])
+
+
+def assert_equal(responses: list[Columns], others: list[Columns]) -> None:
+    """All ranks of an engine return the same numbers."""
+    for one, other in zip(responses, others, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)

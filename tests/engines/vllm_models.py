@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec, RolloutSpec
-from flexrlhf.engines.base import Batch, EngineContext, Sampling
+from flexrlhf.engines.base import Batch, EngineContext, Sampling, StageRanks
 from flexrlhf.engines.models import load_model
 from flexrlhf.memory.kv_cache import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
@@ -44,15 +44,17 @@ ONE_RANK = RankGroup(None, (0,), lambda work, ranks: None)
 
 
 def placed(init: dict[str, Any] = LLAMA, ranks: tuple[int, ...] = (0,), **rollout: Any) -> PlacedModel:
-    tokens = rollout.pop("kv_tokens", KV_TOKENS)
-    tp = len(ranks)
-    settings = ModelSpec(init=init, engine="vllm", tp=tp, generate_tokens=tokens)
+    tokens, pp = rollout.pop("kv_tokens", KV_TOKENS), rollout.get("pp", 1)
+    tp = len(ranks) // pp
+    settings = ModelSpec(init=init, engine="vllm", tp=tp, pp=pp, generate_tokens=tokens)
+    layout = Layout(ranks, tp=tp, pp=pp)
     return PlacedModel(
-        ModelName("actor.rollout"), Layout(ranks, tp=tp), False, settings, RolloutSpec(engine="vllm", tp=tp, **rollout)
+        ModelName("actor.rollout"), layout, False, settings, RolloutSpec(engine="vllm", tp=tp, **rollout)
     )
 
 
-def engine_context(model: PlacedModel, tp: RankGroup = ONE_RANK, store: dist.Store | None = None) -> EngineContext:
+def engine_context(model: PlacedModel, replica: RankGroup = ONE_RANK, store: dist.Store | None = None) -> EngineContext:
+    """``replica``: ranks of the one replica, of tensor-parallel parts or of stages."""
     shape = model_shape("actor", model.settings)
     assert shape is not None
     return EngineContext(
@@ -62,11 +64,12 @@ def engine_context(model: PlacedModel, tp: RankGroup = ONE_RANK, store: dist.Sto
         seed=SEED,
         num_updates=1,
         dp=ONE_RANK,
-        tp=tp,
+        tp=replica,
         alone=None,
         device=torch.device("cpu"),
         kv_bytes=kv_cache_bytes(model, shape),
         store=store or dist.HashStore(),
+        stages=StageRanks(replica, replica, replica, replica),
     )
 
 

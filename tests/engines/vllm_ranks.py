@@ -1,4 +1,4 @@
-"""One process: a rank of a job of four, of which ranks 2 and 3 generate together, or the parent of a child engine."""
+"""One process: a rank of a job of four, of which pairs and then all generate, or the parent of a child engine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ SECONDS = 200
 
 
 def run_rank(directory: Path, world: World) -> None:
-    """Ranks 0 and 1 add numbers meanwhile."""
-    pairs = ((0, 1), (2, 3))
-    groups = world.make_groups([Group("tp actor.rollout", pair) for pair in pairs], SECONDS)
+    """Ranks 2 and 3 split layers, while 0 and 1 add numbers; then these have a stage each; then all have both."""
+    pairs, everyone = ((0, 1), (2, 3)), (0, 1, 2, 3)
+    asked = [*(Group("tp actor.rollout", pair) for pair in pairs), Group("replica actor.rollout", everyone)]
+    groups = world.make_groups(asked, SECONDS)
     mine = pairs[world.rank // 2]
     group = groups.get("tp actor.rollout", mine)
+    pair = RankGroup(group, mine, wait)
     if mine == (0, 1):
         add(group, 500)
+        found = generate(world, pair, pp=2)
     else:
-        torch.save(generate(world, RankGroup(group, mine, wait)), directory / f"rank-{world.rank}.pt")
+        found = generate(world, pair)
+        add(group, 500)
+    replica = RankGroup(groups.get("replica actor.rollout", everyone), everyone, wait)
+    torch.save((found, generate(world, replica, pp=2)), directory / f"rank-{world.rank}.pt")
     # the job's groups are as they were
     add(group, 3)
     groups.close()
@@ -46,7 +52,7 @@ def add(group: dist.ProcessGroup | None, times: int) -> None:
         assert number == 2
 
 
-def generate(world: World, tp: RankGroup) -> tuple[list[dict[str, Tensor]], bool]:
+def generate(world: World, replica: RankGroup, pp: int = 1) -> tuple[list[dict[str, Tensor]], bool]:
     """Responses of two steps and of other weights; whether each tensor is as large as planned."""
     from vllm_models import CUT, engine_context, other_weights, placed, prompts, sampling
 
@@ -55,8 +61,9 @@ def generate(world: World, tp: RankGroup) -> tuple[list[dict[str, Tensor]], bool
     from flexrlhf.weights.shapes import model_shape
     from flexrlhf.weights.shards import parts_on
 
-    model = placed(CUT, ranks=(2, 3), kv_tokens=256)
-    engine = VllmEngine(engine_context(model, tp, dist.PrefixStore("rollout", world.store)))
+    model = placed(CUT, ranks=replica.ranks, kv_tokens=256, pp=pp)
+    store = dist.PrefixStore(f"rollout/{replica.ranks}", world.store)
+    engine = VllmEngine(engine_context(model, replica, store))
     shape = model_shape("actor", model.settings)
     assert shape is not None
     parts = parts_on(model, shape, world.rank)

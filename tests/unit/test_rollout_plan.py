@@ -178,14 +178,65 @@ def test_tensor_parallel_ranks_of_an_engine_lie_side_by_side(placement: Any, ran
             ("rollout.tp=4",),
             "rollout.tp: 4 does not divide its 2 heads, 2 key-value heads and 16 MLP features; use 1 or 2",
         ),
+        (("rollout.pp=4",), "rollout.pp: 4 does not divide its 1 layers; use 1"),
+        (("rollout.pp=3",), "rollout.pp: 3 does not divide the 4 devices of actor.rollout; use 1, 2 or 4"),
+        (
+            ("rollout.pp=2", "rollout.tp=4"),
+            "rollout.tp: 4 does not divide the 4 devices of actor.rollout in 2 pipeline stages; use 1 or 2",
+        ),
         (
             ("rollout.tp=2", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),
             "rollout.tp: 2 ranks of actor.rollout would lie on two nodes; use 1",
         ),
+        (("rollout.pp=3",), "rollout.pp: 3 does not divide the 4 devices of actor.rollout; use 1, 2 or 4"),
+        (
+            ("rollout.tp=4", "rollout.pp=2"),
+            "rollout.tp: 4 does not divide the 4 devices of actor.rollout in 2 pipeline stages; use 1 or 2",
+        ),
+        (
+            ("rollout.pp=4", "models.actor.init.num_hidden_layers=6"),
+            "rollout.pp: 4 does not divide its 6 layers; use 1, 2, 3 or 6",
+        ),
     ],
 )
-def test_tensor_parallel_sizes_that_cannot_be(overrides: tuple[str, ...], sentence: str) -> None:
+def test_tensor_parallel_sizes_and_stages_that_cannot_be(overrides: tuple[str, ...], sentence: str) -> None:
     assert refused(None, 4, VLLM, *overrides) == sentence
+
+
+def test_stages_of_an_engine_have_ranks_one_behind_the_other() -> None:
+    two = "models.actor.init.num_hidden_layers=2"
+    engine = plan_of(None, 4, two, VLLM, "rollout.tp=2", "rollout.pp=2").placement["actor.rollout"]
+    assert engine.layout == Layout((0, 1, 2, 3), tp=2, pp=2)
+    assert (engine.settings.tp, engine.settings.pp) == (2, 2)
+    engine = plan_of([1, 1, 0.5, 0.5], 4, two, VLLM, "rollout.pp=2").placement["actor.rollout"]
+    assert engine.layout.replica_sets == ((0, 2), (1, 3))
+
+
+FOUR_LAYERS = (
+    "models.actor.init={model_type: llama, vocab_size: 64, hidden_size: 8, intermediate_size: 16, "
+    "num_hidden_layers: 4, num_attention_heads: 2, num_key_value_heads: 2}"
+)
+
+
+@pytest.mark.parametrize(
+    ("trained", "rollout", "sent"),
+    # elements of each rank's two layers more than it trains, and the embedding or the last norm and head
+    [
+        (("pp=2",), "pp: 2", False),
+        (("tp=2", "pp=2"), "tp: 2, pp: 2", False),
+        (("pp=4",), "pp: 2", True),
+        (("pp=2",), "pp: 1", True),
+    ],
+)
+def test_stages_keep_what_their_ranks_train(trained: tuple[str, ...], rollout: str, sent: bool) -> None:
+    settings = (FOUR_LAYERS, "models.actor.engine=megatron", *(f"models.actor.{each}" for each in trained))
+    plan = plan_of(None, 4, *settings, f"rollout={{engine: vllm, {rollout}}}")
+    actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
+    for rank in range(4):
+        trains, generates = (parts_on(model, plan.shapes["actor"], rank) for model in (actor, engine))
+        assert trains.keys() <= generates.keys()
+    (sync,) = (x for x in plan.schedule.instructions if isinstance(x, Sync))
+    assert bool(plan.sync_bytes(sync)) == sent
 
 
 # --- rows

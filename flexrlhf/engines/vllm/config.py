@@ -6,7 +6,7 @@ from typing import Any
 
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import KV_BLOCK_TOKENS
+from flexrlhf.placement.rollout import KV_BLOCK_TOKENS, most_rows_at_once, most_step_tokens
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -48,20 +48,6 @@ OWN_ARGUMENTS = frozenset(
     }
 )
 """Arguments that ``rollout.config`` may not set: they follow from the placement, or must be alike on all ranks."""
-PREFILL_TOKENS = 8192
-"""Most tokens of one step of the engine, unless one prompt is longer or there are more rows."""
-
-
-def max_rows(model: PlacedModel, lengths: Lengths) -> int:
-    """Rows that the engine decodes at a time: as many as fit its KV cache at full length, so that none is preempted."""
-    blocks_of_row = -(-(lengths.prompt + lengths.response) // KV_BLOCK_TOKENS)
-    return max(1, model.settings.generate_tokens // KV_BLOCK_TOKENS // blocks_of_row)
-
-
-def step_tokens(model: PlacedModel, lengths: Lengths) -> int:
-    """Most tokens of one step of the engine, which computes whole prompts of some rows or one token of each row."""
-    rows = max_rows(model, lengths)
-    return max(lengths.prompt, rows, min(rows * lengths.prompt, PREFILL_TOKENS))
 
 
 def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device: str) -> dict[str, Any]:
@@ -71,7 +57,8 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
     """
     rollout, settings = model.rollout, model.settings
     assert rollout is not None, f"{model.name} is no rollout engine"
-    defaults = {"max_num_seqs": max_rows(model, lengths), "max_num_batched_tokens": step_tokens(model, lengths)}
+    texts = settings.generate_tokens, lengths.prompt, lengths.response
+    defaults = {"max_num_seqs": most_rows_at_once(*texts), "max_num_batched_tokens": most_step_tokens(*texts)}
     return {
         **defaults,
         # vLLM's check of free memory assumes that the device is not shared
@@ -80,6 +67,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "runner": "generate",
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tp,
+        "pipeline_parallel_size": settings.pp,
         "max_model_len": lengths.prompt + lengths.response,
         "block_size": KV_BLOCK_TOKENS,
         "kv_cache_memory_bytes": kv_bytes,
@@ -91,7 +79,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         # responses end as Sampling defines, and only their tokens are read
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        # ranks of a tensor-parallel group schedule alike only after they have the tokens of the step before
+        # ranks of a replica schedule alike only after they have the tokens of the step before
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

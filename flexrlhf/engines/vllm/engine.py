@@ -73,6 +73,8 @@ class VllmEngine:
                 else None
             )
             self._call("use_rollout_sampler", self._is_exact)
+            if context.placed.settings.pp > 1:
+                self._join_stages()
             self._views: dict[str, Tensor] = self._call("weight_views") if self._child is None else self._child.views()
             self._sleep_mode = SleepMode(self._engine, context.device)
         self._responses: dict[RequestKey, PartialResponse] = {}
@@ -89,6 +91,8 @@ class VllmEngine:
         """Return vLLM's engine with the weights in ``directory``. Raises UserError for arguments that it refuses."""
         from vllm import EngineArgs, LLMEngine, envs
 
+        from flexrlhf.engines.vllm.worker import RankExecutor
+
         # values that an earlier engine has read from its environment
         envs.disable_envs_cache()
         # vLLM collects garbage many times while it starts, which would scan all objects of the run
@@ -104,7 +108,7 @@ class VllmEngine:
                     # whatever class the files were saved from
                     hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__]},
                     additional_config=self._worker_config(),
-                    distributed_executor_backend=f"{_WORKER}.RankExecutor",
+                    distributed_executor_backend=RankExecutor,
                     worker_extension_cls=f"{_WORKER}.WorkerExtension",
                 )
             )
@@ -114,6 +118,12 @@ class VllmEngine:
             # close() shuts it down: at the end of the process vLLM's finalizer would destroy groups of the run
             engine.engine_core._finalizer.detach()
         return engine
+
+    def _join_stages(self) -> None:
+        """Make all stages return the same tokens, one step after the other: vLLM would begin a step for each stage."""
+        self._call("join_stages")
+        core = self._engine.engine_core.engine_core
+        core.batch_queue, core.step_fn = None, core.step
 
     def _worker_config(self) -> dict[str, int]:
         """Return ``additional_config`` of ``RankExecutor``."""

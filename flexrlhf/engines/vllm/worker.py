@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -31,9 +32,11 @@ _PR_SET_PDEATHSIG = 1
 class RankExecutor(UniProcExecutor):
     """Executor of the one worker of this process.
 
-    ``additional_config`` has the ``rank`` in the tensor-parallel group, the ``local_rank`` (index of the device), and
+    ``additional_config`` has the ``rank`` in the replica, the ``local_rank`` (index of the device), and
     in a child process the id of the ``parent``.
     """
+
+    supports_pp = True
 
     def _init_executor(self) -> None:
         if "parent" in self.vllm_config.additional_config:
@@ -106,6 +109,17 @@ class WorkerExtension:
     def use_rollout_sampler(self, is_exact: bool) -> None:
         """Replace vLLM's sampler."""
         self.model_runner.sampler = RolloutSampler(self.model_runner, is_exact)
+
+    def join_stages(self) -> None:
+        """Let all stages get the logits of the last one, so that each samples the same tokens.
+
+        vLLM does so for a launcher of its own, and makes the buffer of a stage in a profiling run, which is left out.
+        """
+        runner, stages = self.model_runner, get_pp_group()
+        runner.broadcast_pp_output = True
+        if not stages.is_first_rank:
+            size, dtype = runner.max_num_tokens, runner.model_config.dtype
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(size, dtype, runner.device)
 
     def weight_views(self) -> dict[str, Tensor]:
         """Return the weights by their Hugging Face names."""
