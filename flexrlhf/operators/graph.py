@@ -113,6 +113,11 @@ class Graph:
         return tuple(role for role in self.roles if role in trained)
 
     @property
+    def evaluated(self) -> tuple[Operator, ...]:
+        """Operators of evaluations, on the trained copies: a rollout engine may sleep or lag."""
+        return tuple(replace(operator, on_trained=True) for operator in self.evaluation)
+
+    @property
     def generated(self) -> str | None:
         """Role that generates what is trained on; None where the data set has it."""
         return next((operator.role for operator in self.operators if operator.kind == "generate"), None)

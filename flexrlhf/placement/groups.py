@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
+
+WITH_GROUPS_OF_ONE = ("deepspeed", "megatron")
+"""Engines whose libraries require a group where a rank is alone."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose: compute or tp (of a placed model), move, sync or gather.
+    """Ranks that communicate for one purpose: compute, tp, pp, ends, replica, model (of a placed model), move, sync or
+    gather.
 
     Purposes never share a group. A single rank needs none, unless a library requires one (``alone``).
     """
@@ -20,11 +25,39 @@ class Group:
 
 
 def compute_groups(model: PlacedModel) -> list[Group]:
-    """Return the groups of an engine: data-parallel, tensor-parallel and, for DeepSpeed, of single ranks."""
+    """Return the groups of an engine: data-parallel, tensor-parallel, pipelines, and those that a library requires."""
     layout = model.layout
-    groups = [Group(f"compute {model.name}", layout.dp_set(rank)) for rank in model.ranks[: layout.tp]]
-    if layout.tp > 1:
-        groups += [Group(f"tp {model.name}", ranks) for ranks in layout.tp_sets]
-    if model.engine == "deepspeed":
+    pipelines = tuple(dict.fromkeys(map(layout.pp_set, model.ranks)))
+    purposes: list[tuple[str, tuple[int, ...]]] = [
+        *(("compute", ranks) for ranks in dict.fromkeys(map(layout.dp_set, model.ranks))),
+        *(("tp", ranks) for ranks in layout.tp_sets),
+        *(("pp", ranks) for ranks in pipelines),
+        *(ends_of(ranks) for ranks in pipelines),
+        *((replica_purpose(layout), ranks) for ranks in layout.replica_sets),
+    ]
+    if has_model_group(model):
+        purposes.append((model_purpose(layout), layout.ranks))
+    groups = [Group(f"{purpose} {model.name}", ranks) for purpose, ranks in dict.fromkeys(purposes)]
+    if model.engine in WITH_GROUPS_OF_ONE:
         groups += [Group("alone", (rank,), alone=True) for rank in model.ranks]
     return groups
+
+
+def has_model_group(model: PlacedModel) -> bool:
+    """Whether an engine has a group of all ranks of the model."""
+    return model.engine == "megatron"
+
+
+def ends_of(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the first and the last rank of a pipeline, after the purpose of their group."""
+    return ("pp", pipeline) if len(pipeline) < 3 else ("ends", (pipeline[0], pipeline[-1]))
+
+
+def replica_purpose(layout: Layout) -> str:
+    """Return the purpose of the group of a replica's ranks."""
+    return "tp" if layout.pp == 1 else "pp" if layout.tp == 1 else "replica"
+
+
+def model_purpose(layout: Layout) -> str:
+    """Return the purpose of the group of all ranks of an engine with pipeline stages."""
+    return replica_purpose(layout) if layout.dp == 1 else "compute" if layout.tp == layout.pp == 1 else "model"

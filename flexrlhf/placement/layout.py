@@ -60,15 +60,31 @@ class Layout:
         """Return the number of the pipeline stage on ``rank``."""
         return self.places[rank] // (self.tp * self.dp)
 
+    def is_first_of_replica(self, rank: int) -> bool:
+        """Whether ``rank`` is the one of its replica that acts for all of them, such as to write rows."""
+        return self.tp_index(rank) == self.stage(rank) == 0
+
     @property
     def tp_sets(self) -> tuple[tuple[int, ...], ...]:
         """Tensor-parallel groups: ranks that share one replica's tensors."""
         return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
 
+    @cached_property
+    def replica_sets(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each replica, stage by stage."""
+        sets, dp = self.tp_sets, self.dp
+        return tuple(sum(sets[replica::dp], ()) for replica in range(dp))
+
     def dp_set(self, rank: int) -> tuple[int, ...]:
         """Return the data-parallel group of ``rank``: the ranks at the same position in every replica."""
-        assert self.pp == 1, "no engine has pipeline stages yet"
-        return self.ranks[self.tp_index(rank) :: self.tp]
+        width = self.tp * self.dp
+        start = self.stage(rank) * width
+        return self.ranks[start + self.tp_index(rank) : start + width : self.tp]
+
+    def pp_set(self, rank: int) -> tuple[int, ...]:
+        """Return the pipeline of ``rank``: the ranks at the same position in every stage of its replica."""
+        width = self.tp * self.dp
+        return self.ranks[self.places[rank] % width :: width]
 
     @cached_property
     def bounds(self) -> tuple[Fraction, ...]:

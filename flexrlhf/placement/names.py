@@ -11,10 +11,12 @@ ROLLOUT = "rollout"
 class ModelName(str):
     """Name of a placed model: ``role`` for the copy that is trained or frozen, ``role.copy`` for one that follows it.
 
+    A copy is called shadow, rollout, or as the first operator that it computes where operators are placed.
+
     It is a string, so that it serves as a key of YAML mappings and in messages; this class alone takes it apart.
 
     role:  ``actor`` of ``actor.shadow``.
-    copy:  ``shadow``, ``rollout``, or nothing.
+    copy:  ``shadow``, ``rollout``, an operator, or nothing.
     """
 
     role: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, Protocol
 
-from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec
+from flexrlhf.config.spec import Head, ModelSpec, OperatorPlacement, RolloutSpec, ShadowSpec
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
 
@@ -15,16 +17,33 @@ _SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "ro
 """How replicas split weights between passes, by engine and ZeRO stage: FSDP2 by rows of a tensor, ZeRO-3 flat."""
 
 
+class PlacedOperator(Protocol):
+    """Operator, as far as its placement depends on it (``Operator`` in operators/graph.py)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def on_trained(self) -> bool: ...
+    @property
+    def every(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class PlacedModel:
     """One copy of a role's weights on given ranks.
 
-    name:      role and copy.
-    layout:    its ranks, and how they form replicas.
-    trained:   whether it has an optimizer; shadows and rollout engines follow a trained copy by Sync.
-    settings:  how this copy computes.
-    rollout:   settings of a copy that only generates.
-    head:      follows from what its operators compute.
+    name:       role and copy.
+    layout:     its ranks, and how they form replicas.
+    trained:    whether it has an optimizer; other copies of a role follow by Sync.
+    settings:   how this copy computes.
+    rollout:    settings of a copy that only generates.
+    head:       follows from what its operators compute.
+    operator:   the first operator that it computes, where operators are placed; else nothing.
+    is_hybrid:  whether it is filled to generate on the ranks of the trained copy, and freed afterwards.
     """
 
     name: ModelName
@@ -33,6 +52,8 @@ class PlacedModel:
     settings: ModelSpec = field(default=ModelSpec(), hash=False)
     rollout: RolloutSpec | None = field(default=None, hash=False)
     head: Head = "causal"
+    operator: str = ""
+    is_hybrid: bool = False
 
     @property
     def role(self) -> str:
@@ -50,7 +71,7 @@ class PlacedModel:
     @property
     def gather_sets(self) -> tuple[tuple[int, ...], ...]:
         """Smallest sets of ranks that together store all weights."""
-        return self.layout.tp_sets if self.split == "whole" else (self.ranks,)
+        return self.layout.replica_sets if self.split == "whole" else (self.ranks,)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -63,10 +84,35 @@ class PlacedModel:
     @property
     def follows(self) -> bool:
         """Whether its weights come from another copy by Sync."""
-        return self.is_shadow or self.rollout is not None
+        return bool(self.name.copy)
+
+    @property
+    def is_of_operators(self) -> bool:
+        """Whether it is a further copy, for operators that are placed otherwise than the training of its role."""
+        return self.follows and bool(self.operator)
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether its weights exist only from a Sync to its last call in a step.
+
+        With adapters they stay, because a Sync brings the adapters alone.
+        """
+        return self.is_hybrid or (self.is_of_operators and self.settings.lora is None)
+
+    @property
+    def is_filled_for_calls(self) -> bool:
+        """Whether a Sync brings its weights before its first call in a step, else after training."""
+        return self.is_of_operators or self.is_hybrid
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether keys and values have memory of their own between calls; else a call allocates them."""
+        return self.rollout is not None and self.rollout.engine == "vllm"
 
     def key(self, setting: str) -> str:
-        """Return the YAML key of ``setting``; a shadow takes from its role what its own section does not have."""
+        """Return the YAML key of ``setting``; a copy takes from its role what its own section does not have."""
+        if self.operator and setting in OperatorPlacement.model_fields:
+            return f"placement.operators.{self.operator}.{setting}"
         if self.rollout is not None:
             own = {"generate_tokens": "kv_tokens"}.get(setting, setting)
             return f"rollout.{own}" if own in RolloutSpec.model_fields else f"models.{self.role}.{setting}"
@@ -76,11 +122,17 @@ class PlacedModel:
 
 @dataclass(frozen=True)
 class Placement:
-    """All placed models of a run, in vector order, with warnings for the user."""
+    """All placed models of a run, in vector order.
+
+    num_ranks:  devices of the run.
+    warnings:   for the user.
+    operators:  copy of each operator that has a placement of its own, by name.
+    """
 
     models: tuple[PlacedModel, ...]
     num_ranks: int
     warnings: tuple[str, ...] = ()
+    operators: Mapping[str, ModelName] = field(default_factory=lambda: MappingProxyType({}), hash=False)
 
     def __getitem__(self, name: str) -> PlacedModel:
         return next(model for model in self.models if model.name == name)
@@ -100,8 +152,8 @@ class Placement:
 
     @property
     def followers(self) -> tuple[PlacedModel, ...]:
-        """Copies whose weights come from a trained copy by Sync."""
-        return tuple(model for model in self.models if model.follows)
+        """Copies whose weights come from a trained copy by Sync once it has trained; copies of operators are others."""
+        return tuple(model for model in self.models if model.follows and not model.is_filled_for_calls)
 
     @property
     def shadows(self) -> tuple[PlacedModel, ...]:
@@ -112,18 +164,21 @@ class Placement:
         """Return the copy on whose ranks rows of ``role`` are generated and scored: the shadow where there is one."""
         return next((model for model in self.shadows if model.role == role), self[role])
 
-    def copy_for(self, role: str, kind: str, on_trained: bool = False) -> PlacedModel:
-        """Return the copy that an operator of ``kind`` runs on.
+    def copy_for(self, operator: PlacedOperator) -> PlacedModel:
+        """Return the copy that ``operator`` runs on: its own where it has a placement.
 
-        The trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
+        Else the trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
         """
-        if kind == "train" or on_trained:
+        role = operator.role
+        if operator.name in self.operators:
+            return self[self.operators[operator.name]]
+        if operator.kind == "train" or operator.on_trained:
             return self[role]
         engine = ModelName.of(role, ROLLOUT)
-        if kind == "generate" and engine in self:
+        if operator.kind == "generate" and engine in self:
             return self[engine]
         copy = self.inference_copy(role)
-        return self[role] if kind == "forward" and copy.rollout is not None else copy
+        return self[role] if operator.kind == "forward" and copy.rollout is not None else copy
 
     def co_located_pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of placed models that share a device."""

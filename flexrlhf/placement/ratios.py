@@ -7,7 +7,7 @@ a training side (first ranks) and an inference side (the rest); FlexRLHF, sectio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations
@@ -54,7 +54,7 @@ class Roles:
 def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Placement:
     """Place every model of ``roles``. Raises UserError with the nearest placement that works."""
     request = _entries(spec, roles, can_shadow)
-    ranks, warnings = _ranks(request, roles, cluster)
+    ranks, warnings = assign_ranks(request, roles, cluster)
     models = tuple(
         _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
     )
@@ -62,7 +62,7 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
         models += (_rollout_on_trained_ranks(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
     if roles.rollout is not None:
         warnings = warnings + rollout_warnings(spec, roles.rollout)
-    _check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
+    check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
     return Placement(models, len(cluster.devices), tuple(warnings))
 
 
@@ -72,12 +72,16 @@ def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cl
     Where that copy has more tensor-parallel ranks, each rank's part of the engine contains the part that it trains.
     """
     entry = PlacementEntry(ranks=trained.ranks)
-    if spec.rollout.tp == trained.layout.tp and trained.layout.row_shares:
+    if (spec.rollout.tp, spec.rollout.pp) == (trained.layout.tp, trained.layout.pp) and trained.layout.row_shares:
         entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
     model = _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
-    if trained.layout.tp % model.layout.tp or model.layout.row_shares:
+    if spec.rollout.engine == "torch" and spec.rollout.sleep:
+        # adapters alone would be sent, and the weights that they do not change would be lost
+        model = replace(model, is_hybrid=trained.settings.lora is None)
+    training, own = trained.layout, model.layout
+    if training.tp % own.tp or training.pp % own.pp or own.row_shares:
         return model
-    return replace(model, layout=generation_layout(trained.layout, model.layout.tp))
+    return replace(model, layout=generation_layout(training, own.tp, own.pp))
 
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
@@ -86,6 +90,7 @@ def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
     if spec.placement is None:
         return PlacementMap(models={name: PlacementEntry(ratio=Fraction(1)) for name in roles.all})
     if isinstance(spec.placement, PlacementMap):
+        _check_hybrid(spec, _has_shadows(spec.placement.models))
         return _check_names(spec.placement, roles, can_shadow)
     names = {len(roles.all): roles.all}
     if can_shadow:
@@ -97,7 +102,19 @@ def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
             f"found {len(spec.placement)} entries {_shown(spec.placement)}"
         )
     entries = zip(names[len(spec.placement)], spec.placement, strict=True)
+    _check_hybrid(spec, _has_shadows(names[len(spec.placement)]))
     return PlacementMap(models={name: PlacementEntry(ratio=ratio) for name, ratio in entries})
+
+
+def _check_hybrid(spec: Spec, has_shadows: bool) -> None:
+    """Raise UserError for a shadow next to a copy that generates on the trained copy's ranks."""
+    rollout = spec.rollout
+    if rollout.engine == "torch" and has_shadows:
+        raise UserError(
+            f"rollout.engine: torch generates on the ranks that train the actor, and with shadows its shadow "
+            f"generates; use transformers with models.actor.shadow: {{engine: torch, tp: {rollout.tp}}}, or a "
+            f"placement without shadows"
+        )
 
 
 def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> PlacementMap:
@@ -125,7 +142,7 @@ def _has_shadows(names: Iterable[str]) -> bool:
     return any(ModelName(name).copy for name in names)
 
 
-def _ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+def assign_ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Return ranks by placed model: explicit ones as written, the others pool by pool; and warnings."""
     ranks = {name: _explicit(name, e.ranks, cluster) for name, e in request.models.items() if e.ranks is not None}
     warnings: list[str] = []
@@ -276,40 +293,49 @@ def _placed(
 ) -> PlacedModel:
     model = spec.models.of(name.role) or ModelSpec()
     if name.is_rollout:
-        layout = _layout(name, entry, tuple(sorted(ranks)), ranks, spec.rollout.tp, cluster)
+        layout = make_layout(name, "rollout", entry, ranks, (spec.rollout.tp, spec.rollout.pp), cluster)
         return PlacedModel(name, layout, False, rollout_settings(model, layout, spec), spec.rollout)
     settings = model.of_shadow if name.is_shadow else model
-    layout = _layout(name, entry, tuple(sorted(ranks)), ranks, settings.tp, cluster)
+    layout = make_layout(name, f"models.{name}", entry, ranks, (settings.tp, settings.pp), cluster)
     return PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
 
 
-def _layout(
-    name: ModelName, entry: PlacementEntry, ranks: tuple[int, ...], written: tuple[int, ...], tp: int, cluster: Cluster
+def make_layout(
+    name: str, section: str, entry: PlacementEntry, written: tuple[int, ...], degrees: tuple[int, int], cluster: Cluster
 ) -> Layout:
-    """Return the layout on ascending ranks; ``row_shares`` are in the order in which the user wrote the ranks."""
-    _check_tensor_parallel(name, ranks, tp, cluster)
-    dp = len(ranks) // tp
+    """Return the layout on ascending ranks, of ``degrees`` tp and pp; ``row_shares`` are in the order in which the
+    user wrote the ranks.
+
+    ``section``: of the YAML, with the degrees. Raises UserError for degrees and shares that do not fit the ranks.
+    """
+    ranks, (tp, pp) = tuple(sorted(written)), degrees
+    _check_degrees(name, section, ranks, tp, pp, cluster)
+    layout = Layout(ranks, tp, pp)
     shares = entry.row_shares
     if shares is None:
         # a replica is as fast as its slowest rank
-        shares = tuple(
-            Fraction(min(cluster.speed(rank) for rank in ranks[i : i + tp])) for i in range(0, len(ranks), tp)
-        )
-    elif len(shares) != dp:
-        raise UserError(f"placement: {name} has {dp} replicas, but row_shares has {len(shares)} entries")
-    elif tp == 1:
+        shares = tuple(Fraction(min(map(cluster.speed, replica))) for replica in layout.replica_sets)
+    elif len(shares) != layout.dp:
+        raise UserError(f"placement: {name} has {layout.dp} replicas, but row_shares has {len(shares)} entries")
+    elif tp == pp == 1:
         shares = tuple(share for _, share in sorted(zip(written, shares, strict=True)))
-    return Layout(ranks, tp=tp, row_shares=() if len(set(shares)) == 1 else shares)
+    return replace(layout, row_shares=() if len(set(shares)) == 1 else shares)
 
 
-def _check_tensor_parallel(name: ModelName, ranks: tuple[int, ...], tp: int, cluster: Cluster) -> None:
-    """Raise UserError for tensor-parallel ranks of a replica on several nodes, whose links are slow."""
-    where = "rollout.tp" if name.is_rollout else f"models.{name}.tp"
-    works = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _stays_on_node(ranks, n, cluster)]
-    if len(ranks) % tp:
-        raise UserError(f"{where}: {tp} does not divide the {len(ranks)} devices of {name}; use {either(works)}")
+def _check_degrees(name: str, section: str, ranks: tuple[int, ...], tp: int, pp: int, cluster: Cluster) -> None:
+    """Raise UserError for degrees that do not divide the ranks, and for tensor-parallel ranks of a replica on several
+    nodes, whose links are slow.
+    """
+    size = len(ranks)
+    if size % pp:
+        stages = either(n for n in range(1, size + 1) if size % n == 0)
+        raise UserError(f"{section}.pp: {pp} does not divide the {size} devices of {name}; use {stages}")
+    works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster)]
+    if size % (tp * pp):
+        stages = f" in {pp} pipeline stages" if pp > 1 else ""
+        raise UserError(f"{section}.tp: {tp} does not divide the {size} devices of {name}{stages}; use {either(works)}")
     if not _stays_on_node(ranks, tp, cluster):
-        raise UserError(f"{where}: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
+        raise UserError(f"{section}.tp: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
 
 
 def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:
@@ -320,14 +346,14 @@ def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:
 _PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"
 
 
-def _check_classes(models: tuple[PlacedModel, ...], request: PlacementMap, cluster: Cluster, is_vector: bool) -> None:
+def check_classes(models: Sequence[PlacedModel], request: PlacementMap, cluster: Cluster, is_vector: bool) -> None:
     """Raise UserError for a model over two device classes, which runs at the slower one's pace, unless it is
     explicit.
     """
     for model in models:
         classes = {cluster.devices[rank].device_class for rank in model.ranks}
         # a rollout engine without an entry is where its role is
-        entry = request.models.get(model.name) or request.models[model.role]
+        entry = request.models.get(model.operator or model.name) or request.models[model.role]
         if len(classes) > 1 and not request.span_classes and entry.ranks is None:
             raise UserError(
                 f"placement: {model.name} would span the device classes {', '.join(sorted(classes))}; "

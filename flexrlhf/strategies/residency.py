@@ -16,7 +16,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import Placement
-from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 from flexrlhf.strategies.workload import first_alike, works_of
 
 TRAINING = ("train", "update")
@@ -100,7 +100,8 @@ class _Walk:
     """One rank's walk over the list.
 
     sleepers:   models that are offloaded whenever another one computes.
-    on_device:  models that are not offloaded.
+    transient:  models that a Sync refills and a Release frees, so that they are never offloaded.
+    on_device:  models that are neither offloaded nor released.
     before, after, closing: changes around an index, and at the end of a step.
     """
 
@@ -110,6 +111,7 @@ class _Walk:
     memory: DeviceMemory
     capacity: int
     sleepers: frozenset[ModelName] = frozenset()
+    transient: frozenset[ModelName] = frozenset()
     on_device: set[ModelName] = field(default_factory=set)
     before: dict[int, list[Change]] = field(default_factory=dict)
     after: dict[int, list[Change]] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class _Walk:
 
     @property
     def offloaded(self) -> tuple[ModelName, ...]:
-        return tuple(name for name in self.placed if name not in self.on_device)
+        return tuple(name for name in self.placed if name not in self.on_device | self.transient)
 
     def walk(self) -> None:
         self.before, self.after = defaultdict(list), defaultdict(list)
@@ -126,21 +128,25 @@ class _Walk:
             missing = [name for name in needed if name not in self.on_device]
             room = self.capacity - self.memory.needed_for(self.rank, instruction) if needed else self.capacity
             victims = self._victims(index, needed, missing, room) if needed else []
+            reloaded = [name for name in missing if name not in self.transient]
             if _is_rare(instruction):
-                self._visit(index, missing, victims)
+                self._visit(index, reloaded, victims)
             else:
-                self._change(self.before[index], victims, missing)
+                self._change(self.before[index], victims, reloaded)
                 self.on_device = self.on_device - set(victims) | set(missing)
                 tired = [name for name in needed if name in self.sleepers and self._sleeps_after(index, name)]
                 self._change(self.after[index], tired, [])
                 self.on_device -= set(tired)
+            if isinstance(instruction, Release):
+                self.on_device.discard(instruction.model)
 
     def _victims(
         self, index: int, needed: Sequence[ModelName], missing: Sequence[ModelName], room: int
     ) -> list[ModelName]:
         """Return the models to evict so that those needed fit, farthest next use first."""
         total = sum(self.memory.state(self.rank, name) for name in self.on_device.union(missing))
-        movable = (name for name in self.on_device - set(needed) if self.memory.state(self.rank, name))
+        others = self.on_device - set(needed) - self.transient
+        movable = (name for name in others if self.memory.state(self.rank, name))
         idle = sorted(movable, key=lambda name: (-self._next_use(index, name), name))
         victims: list[ModelName] = []
         while total > room and idle:
@@ -198,7 +204,8 @@ def with_residency(instructions: Sequence[Instruction], memory: DeviceMemory) ->
         sleepers = _sleepers(memory.sizing.placement) & set(names)
         if names and (capacity is not None or sleepers):
             room = sys.maxsize if capacity is None else capacity
-            walks[rank] = _settled(_Walk(rank, names, instructions, memory, room, sleepers))
+            transient = frozenset(name for name in names if memory.sizing.placement[name].is_transient)
+            walks[rank] = _settled(_Walk(rank, names, instructions, memory, room, sleepers, transient))
     each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
     out: list[Instruction] = []
     for index, instruction in enumerate(instructions):
@@ -211,14 +218,15 @@ def with_residency(instructions: Sequence[Instruction], memory: DeviceMemory) ->
 
 def _settled(walk: _Walk) -> _Walk:
     """Walk until the models on the device at the start of the list are those at its end. Returns ``walk``."""
-    walk.on_device = set(walk.placed)
+    walk.on_device = set(walk.placed) - walk.transient
     for _ in range(MAX_ROUNDS):
         seen = frozenset(walk.on_device)
         walk.walk()
         if walk.on_device == seen:
             return walk
     # a set that keeps changing: offload all at the end of every step
-    stuck = {name for name in walk.placed if not walk.memory.state(walk.rank, name)}
+    movable = {name for name in walk.placed if walk.memory.state(walk.rank, name)} - walk.transient
+    stuck = set(walk.placed) - movable - walk.transient
     walk.on_device = set(stuck)
     walk.walk()
     walk.closing = [(Offload, name) for name in sorted(walk.on_device - stuck)]

@@ -28,11 +28,12 @@ from symbolic import (
     written,
 )
 
+from flexrlhf.placement.groups import WITH_GROUPS_OF_ONE, Group, ends_of
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
-from flexrlhf.plan.plan import Group, Plan
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Release, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import trained_parts
@@ -112,7 +113,8 @@ class Rank:
 
     def __init__(self, number: int, plan: Plan, fabric: Fabric, mode: Mode) -> None:
         self.number = number
-        self.trace = Trace(weights={m.name: initial_weights(m.role) for m in plan.placement.on_rank(number)})
+        here = [model for model in plan.placement.on_rank(number) if not model.is_transient]
+        self.trace = Trace(weights={model.name: initial_weights(model.role) for model in here})
         self._plan = plan
         self._fabric = fabric
         self._mode = mode
@@ -161,6 +163,10 @@ class Rank:
             case Reload():
                 assert instruction.model in self._offloaded, f"{instruction.model} is on the device already"
                 self._offloaded.remove(instruction.model)
+            case Release():
+                self._weights(instruction.model)
+                self._check_nothing_begun(instruction.model)
+                del self.trace.weights[instruction.model]
             case _:
                 raise AssertionError(f"unknown instruction {instruction}")
 
@@ -268,7 +274,7 @@ class Rank:
         for column in run.operator.writes:
             value = written(run.operator, column, step, row, read, context)
             self._put(step, column, row, value)
-            if not self._plan.placement[run.model].layout.tp_index(self.number):
+            if self._plan.placement[run.model].layout.is_first_of_replica(self.number):
                 self.trace.produced.add((step, column, row))
 
     def _put(self, step: int, column: str, row: int, value: Value) -> None:
@@ -366,7 +372,10 @@ class Rank:
             self._fabric.send(("sync", position, self.number, receiver), *own)
         if self.number not in destination.ranks:
             return
-        self._weights(sync.destination)
+        if sync.refills:
+            assert sync.destination not in self.trace.weights, f"{sync.destination} has not been released"
+        else:
+            self._weights(sync.destination)
         self._check_nothing_begun(sync.destination)
         arrived = own if any(bucket.stays for bucket in plan.buckets) else set()
         for sender in sorted(senders):
@@ -389,7 +398,7 @@ class Rank:
 
     def _weights(self, model: str) -> Value:
         """The weights that this rank's part belongs to."""
-        assert model in self.trace.weights, f"{model} is not placed on rank {self.number}"
+        assert model in self.trace.weights, f"{model} has no weights on rank {self.number}"
         assert model not in self._offloaded, f"{model} waits in host memory on rank {self.number}"
         return self.trace.weights[model]
 
@@ -399,11 +408,15 @@ class Rank:
         So all of them must come, with parts of the same weights; those of one replica with the same rows.
         """
         layout, weights = model.layout, self._weights(model.name)
-        if model.engine == "deepspeed":
+        if model.engine in WITH_GROUPS_OF_ONE:
             assert Group("alone", (self.number,), alone=True) in self._plan.groups, f"no group of {self.number} alone"
         if layout.tp > 1:
             ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)
             self._agree((*key, "tp"), f"tp {model.name}", ranks, instruction, (weights, reads))
+        if layout.pp > 1:
+            stages, ends = layout.pp_set(self.number), ends_of(layout.pp_set(self.number))
+            self._agree((*key, "pp"), f"pp {model.name}", stages, instruction, (weights, reads))
+            self._check_group(f"{ends[0]} {model.name}", ends[1], instruction)
         if model.split != "whole":
             self._agree((*key, "dp"), f"compute {model.name}", layout.dp_set(self.number), instruction, weights)
         return weights
@@ -487,7 +500,9 @@ class EvaluationRank(Rank):
         return self._batches
 
 
-def shard_of(model: PlacedModel, rank: int) -> tuple[int, int]:
-    """Which part of the weights a rank holds: by tensor parallelism, and by ZeRO where that leaves it only a part."""
+def shard_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
+    """Which part of the weights a rank holds: its stage, by tensor parallelism, and by ZeRO where that leaves it only a
+    part.
+    """
     layout = model.layout
-    return layout.tp_index(rank), 0 if model.split == "whole" else layout.replica(rank)
+    return layout.stage(rank), layout.tp_index(rank), 0 if model.split == "whole" else layout.replica(rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field
 from fractions import Fraction
 from random import Random
@@ -62,6 +63,7 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
             plan = make_plan(parse_spec(raw))
             if chance(rng, 0.7) and add_tensor_parallel(rng, raw, plan):
                 plan = make_plan(parse_spec(raw))
+            raw, plan = with_rollout_stages(*with_stages(raw, plan))
             if chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
                 plan = make_plan(parse_spec(raw))
@@ -101,6 +103,7 @@ def make_spec(rng: Random) -> Raw:
     }
     if name == "ppo":
         _set_logprobs(Random(repr(spec)), spec)
+        _set_rollout_engine(Random(repr(spec)), spec, shadows)
     if chance(rng, 0.1):
         spec["schedule"]["strategy"] = strategy
     if chance(rng, 0.3):
@@ -116,6 +119,16 @@ def _set_logprobs(rng: Random, spec: Raw) -> None:
     spec["rollout"]["logprobs"] = rng.choice(("auto", "auto", "auto", "recompute", "reuse"))
     if chance(rng, 0.4):
         spec["algorithm"]["kl"] = {"place": "loss"}
+
+
+def _set_rollout_engine(rng: Random, spec: Raw, shadows: bool) -> None:
+    """Let torch generate in place of vLLM in some specs without shadows, by numbers of its own, and nearly always with
+    settings that it has."""
+    rollout = spec["rollout"]
+    if rollout.get("engine") == "vllm" and chance(rng, 0.02 if shadows else 0.5):
+        rollout["engine"] = "torch"
+        if chance(rng, 0.95):
+            rollout.pop("process", None)
 
 
 def chance(rng: Random, probability: float) -> bool:
@@ -179,6 +192,52 @@ def add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
             settings["tp"] = tp
         changed = changed or tp > 1
     return changed
+
+
+def with_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Put some models on Megatron, in pipeline stages, by numbers of its own; as they are where that is not valid."""
+    rng, staged = Random(repr(raw)), deepcopy(raw)
+    if not chance(rng, 0.25):
+        return raw, plan
+    for settings in staged["models"].values():
+        if "init" in settings:
+            settings["init"] = {**settings["init"], "num_hidden_layers": 4}
+    generates = "" if raw["rollout"] else plan.graph.generated
+    for role in plan.graph.roles:
+        settings = staged["models"].setdefault(role, {})
+        if role != generates and "share" not in settings and chance(rng, 0.8):
+            _put_on_megatron(rng, settings, plan, plan.placement[role])
+    try:
+        return staged, make_plan(parse_spec(staged))
+    except UserError:
+        return raw, plan
+
+
+def with_rollout_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Put some vLLM engines in two stages; as they are where that is not valid."""
+    if raw["rollout"].get("engine") != "vllm" or chance(Random(repr(raw)), 0.4):
+        return raw, plan
+    staged = deepcopy(raw)
+    staged["rollout"]["pp"] = 2
+    for settings in staged["models"].values():
+        if "init" in settings:
+            settings["init"] = {**settings["init"], "num_hidden_layers": 4}
+    try:
+        return staged, make_plan(parse_spec(staged))
+    except UserError:
+        return raw, plan
+
+
+def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel) -> None:
+    for name in ("lora", "config", "offload_optimizer", "offload_parameters", "liger", "compile", "attention", "dtype"):
+        settings.pop(name, None)
+    stages = [number for number in (2, 4) if len(model.ranks) // model.layout.tp % number == 0]
+    is_adam = settings.get("optimizer", {}).get("name") != "sgd"
+    settings |= {"engine": "megatron", "zero": rng.choice((0, 1)) if is_adam else 0}
+    if stages:
+        settings["pp"] = rng.choice((*stages, stages[-1]))
+    if f"{model.role}.shadow" in plan.placement and chance(rng, 0.7):
+        settings["shadow"] = rng.choice(({"pp": 1}, {"pp": 2}, {"pp": 2}, {"engine": "torch", "zero": 3}))
 
 
 def _tensor_parallel_sizes(plan: Plan, model: PlacedModel) -> list[int]:
@@ -330,11 +389,13 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "engine": [f"{m.engine}-{m.settings.zero}" for m in placement.models],
         "weights": [f"{m.split} of {'tp' if m.layout.tp > 1 else 'one'}" for m in placement.models if len(m.ranks) > 1],
         "tensor parallel": [str(m.layout.tp) for m in placement.models],
+        "pipeline stages": [f"{m.layout.pp} of {'a copy' if m.is_shadow else 'a role'}" for m in placement.models],
         "adapters": _adapters(plan),
         "syncs": [_reshards(plan, x) for x in plan.schedule.instructions if isinstance(x, Sync)],
         "offload": ["some" if _is_tight(plan) else "none"],
         "rollout": [_rollout_kind(plan), *(["same ranks, asleep, little memory"] if _sleeps_tight(plan) else [])],
         "rollout tp": [str(m.layout.tp) for m in placement.models if m.rollout is not None],
+        "rollout pp": [str(m.layout.pp) for m in placement.models if m.rollout is not None],
         "gate": [_gate(plan)],
         "log-probs": [_logprobs(plan)] if plan.graph.generated else [],
         "importance": [getattr(getattr(algorithm, "importance", None), "level", "none")],
@@ -352,7 +413,7 @@ def _is_tight(plan: Plan) -> bool:
 
 
 def _sleeps_tight(plan: Plan) -> bool:
-    return _is_tight(plan) and _rollout_kind(plan) == "same ranks, asleep"
+    return _is_tight(plan) and _rollout_kind(plan) in ("same ranks, asleep", "same ranks, released")
 
 
 def _logprobs(plan: Plan) -> str:
@@ -367,6 +428,8 @@ def _rollout_kind(plan: Plan) -> str:
         return "none"
     if engine in plan.placement.shadows:
         return f"apart, {engine.rollout.process}"
+    if engine.is_transient:
+        return "same ranks, released"
     return "same ranks, asleep" if engine.rollout.sleep else "same ranks, awake"
 
 

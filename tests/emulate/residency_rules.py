@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.schedule import walk
 
@@ -32,7 +32,8 @@ def check_residency(plan: Plan) -> None:
     memory = memory_of(plan)
     for rank in range(plan.placement.num_ranks):
         capacity = memory.capacity(rank)
-        here = {model.name for model in plan.placement.on_rank(rank)} - set(plan.offloaded.get(rank, ()))
+        transient = {model.name for model in plan.placement.on_rank(rank) if model.is_transient}
+        here = {model.name for model in plan.placement.on_rank(rank)} - set(plan.offloaded.get(rank, ())) - transient
         states = {model.name: memory.state(rank, model.name) for model in plan.placement.on_rank(rank)}
         needed = {id(x): memory.needed_for(rank, x) for x in plan.schedule.for_rank(rank) if capacity is not None}
         for _, step, instruction in walk(plan.schedule, rank, plan.spec.steps):
@@ -41,12 +42,17 @@ def check_residency(plan: Plan) -> None:
             elif isinstance(instruction, Reload):
                 assert instruction.model not in here, f"rank {rank}: {instruction.model} is on the device already"
                 here.add(instruction.model)
+            elif isinstance(instruction, Release):
+                here.remove(instruction.model)
+            elif isinstance(instruction, Sync) and instruction.refills and instruction.destination in transient:
+                assert instruction.destination not in here, f"rank {rank}: {instruction.destination} is not released"
+                here.add(instruction.destination)
             used = models_used(plan, rank, instruction)
             where = f"rank {rank}, step {step}: {instruction.kind} {instruction.label}"
             assert used <= here, f"{where} without {sorted(used - here)}"
             if used and capacity is not None:
                 total = sum(states[name] for name in here) + needed[id(instruction)]
-                idle = {name for name in here - used if states[name]}
+                idle = {name for name in here - used - transient if states[name]}
                 assert total <= capacity or not idle, f"{where}: {total} of {capacity} bytes, with {sorted(here)}"
 
 
@@ -54,7 +60,8 @@ def check_sleep(plan: Plan) -> None:
     """A rollout engine on the ranks of the trained copy is on the device while it generates a batch, chunk by chunk,
     and for its Sync; while other models work, it is not. One that does not sleep moves only where memory is short."""
     for engine in plan.placement.models:
-        if engine.rollout is None or not set(engine.ranks) & set(plan.placement[engine.role].ranks):
+        is_apart = not set(engine.ranks) & set(plan.placement[engine.role].ranks)
+        if engine.rollout is None or engine.is_transient or is_apart:
             continue
         for rank in engine.ranks:
             if engine.rollout.sleep:

@@ -134,8 +134,12 @@ def _check_evaluated(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, 
 def _check_weights(plan: Plan, traces: dict[int, Trace], expected: Reference) -> None:
     steps, every = plan.spec.steps, plan.spec.sync.every
     for model in plan.placement.models:
-        batches = steps // every * every if model.follows else steps
+        # the copy of an operator is synced before its first call, not after training
+        batches = steps - 1 if model.is_filled_for_calls else steps // every * every if model.follows else steps
         for rank in model.ranks:
+            if model.is_transient:
+                assert model.name not in traces[rank].weights, f"rank {rank} ends with {model.name}"
+                continue
             found, right = traces[rank].weights[model.name], expected.versions[model.role][batches]
             assert found == right, f"rank {rank} ends with weights of {model.name} other than those after {batches}"
 
@@ -173,13 +177,18 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
         "engine": (50, [f"{engine}-{zero}" for engine in ("torch", "deepspeed") for zero in (0, 2, 3)]),
         "weights": (10, ["whole of one", "whole of tp", "rows of one", "rows of tp", "flat of one"]),
         "tensor parallel": (5, ["1", "2", "4"]),
+        "pipeline stages": (5, ["2 of a role", "4 of a role"]),
         "adapters": (30, ["none", "some", "shared"]),
         "syncs": (10, ["whole to whole", "whole to parts", "parts to whole", "parts to parts"]),
         "offload": (30, ["none", "some"]),
         "evaluation": (20, ["none", "with moves", "without moves"]),
         "saves": (50, ["one rank", "several ranks"]),
-        "rollout": (15, ["apart, inline", "apart, child", "same ranks, asleep", "same ranks, awake"]),
+        "rollout": (
+            15,
+            ["apart, inline", "apart, child", "same ranks, asleep", "same ranks, released", "same ranks, awake"],
+        ),
         "rollout tp": (8, ["1", "2"]),
+        "rollout pp": (5, ["1", "2"]),
         "gate": (15, ["none", "every 1", "every 2", "at step 0"]),
         "log-probs": (10, ["forward", "generate", "train"]),
         "importance": (30, ["none", "token", "sequence"]),
@@ -200,9 +209,24 @@ CROSSED: dict[str, Any] = {
     "critic": {"tp": 2, "shadow": {"tp": 1, "zero": 3}},
 }
 TENSOR: dict[str, Any] = {"actor": {"tp": 2}, "critic": {"tp": 4}, "ref": {"tp": 2, "zero": 3}}
+TALL: dict[str, Any] = {"init": INIT | {"num_hidden_layers": 4}, "engine": "megatron"}
+STAGES: dict[str, Any] = {
+    "actor": TALL | {"pp": 2, "tp": 2},
+    "critic": {"engine": "megatron", "pp": 4, "zero": 1},
+    "reward": TALL | {"pp": 2},
+}
+SCORED: dict[str, Any] = STAGES | {"actor": {"init": INIT | {"num_hidden_layers": 4}}}
+STAGED: dict[str, Any] = {
+    "actor": TALL | {"pp": 2, "tp": 2, "zero": 1},
+    "critic": {"engine": "megatron", "pp": 4, "shadow": {"pp": 2, "tp": 2}},
+    "ref": {"engine": "megatron", "pp": 4},
+    "reward": {"init": INIT | {"num_hidden_layers": 4}},
+}
+TO_TORCH: dict[str, Any] = STAGED | {"actor": STAGED["actor"] | {"shadow": {"engine": "torch", "zero": 3, "tp": 2}}}
 SHARED: dict[str, Any] = {"actor": {"lora": {}, "zero": 3}, "ref": {"share": "actor"}}
 VLLM: dict[str, Any] = {"engine": "vllm", "parity": {"every": 2}}
 HALVES: dict[str, Any] = VLLM | {"tp": 2}
+HYBRID: dict[str, Any] = HALVES | {"engine": "torch"}
 CHILD: dict[str, Any] = VLLM | {"process": "child"}
 RECOMPUTE: dict[str, Any] = {"logprobs": "recompute"}
 STREAM: dict[str, Any] = {"num_chunks": 4}
@@ -225,12 +249,18 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="none", models=CROSSED), id="six-crossed"),
         pytest.param(lambda: ppo_plan(SIX, 8, {"lag": 1}, sync_every=2, models=CROSSED), id="six-crossed-lag-1"),
+        pytest.param(lambda: ppo_plan(None, 8, rollout=HALVES, models=STAGES), id="stages"),
+        pytest.param(lambda: ppo_plan(None, 8, rollout=VLLM, models=SCORED, evaluation={}), id="stages-evaluated"),
+        pytest.param(lambda: ppo_plan(SIX, 8, STREAM, whiten="none", models=TO_TORCH), id="six-stages-streaming"),
+        pytest.param(lambda: ppo_plan(SIX, 8, {"lag": 1}, rollout=HALVES, models=STAGED), id="six-stages-lag-1"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, models=SHARED), id="shared-reference"),
         pytest.param(lambda: ppo_plan(SIX[:5], 4, {"lag": 1}, models=SHARED), id="shared-reference-of-a-shadow"),
         pytest.param(lambda: ppo_plan(None, 2, rollout=VLLM), id="rollout"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, STREAM, rollout=HALVES), id="rollout-tp-chunks"),
         pytest.param(lambda: ppo_plan(None, 4, rollout=HALVES, models=SHARDED), id="rollout-of-shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, rollout=HALVES, models=SHARED), id="rollout-merged"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, STREAM, rollout=HYBRID), id="hybrid-chunks"),
+        pytest.param(lambda: ppo_plan(None, 4, rollout=HYBRID, models=SHARDED), id="hybrid-of-shards"),
         pytest.param(lambda: ppo_plan(None, 2, importance={}), id="importance"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=RECOMPUTE), id="recompute-lag-1"),
         pytest.param(lambda: ppo_plan(SIX[:5], 4, num_mini_batches=1, kl=None), id="one-pass"),
@@ -405,7 +435,12 @@ def test_a_save_without_all_parts_is_reported() -> None:
     def lone(instruction: Instruction) -> Instruction:
         return replace(instruction, ranks=instruction.ranks[:1]) if isinstance(instruction, Save) else instruction
 
-    for models, missing in (({"critic": {"zero": 3}}, "(0, 1)"), ({"critic": {"tp": 2}}, "(1, 0)")):
+    staged = {"critic": {"engine": "megatron", "pp": 2}, "reward": {"init": TALL["init"]}}
+    for models, missing in (
+        ({"critic": {"zero": 3}}, "(0, 0, 1)"),
+        ({"critic": {"tp": 2}}, "(0, 1, 0)"),
+        (staged, "(1, 0, 0)"),
+    ):
         plan = with_instructions(ppo_plan([1, 1, 1, 1], 2, models=models), lone)
         with pytest.raises(EmulationError, match=re.escape(f"ranks (0,) hold critic without its parts [{missing}]")):
             emulate(plan, "asynchronous")
@@ -471,6 +506,13 @@ def test_an_engine_that_does_not_sleep_is_reported() -> None:
     plan = without(without(sleeping_plan(), Offload), Reload)
     with pytest.raises(AssertionError, match=r"rank 0, step 0: \w+ on \w+ next to actor.rollout, which does not sleep"):
         check_sleep(plan)
+
+
+def test_a_copy_that_is_not_filled_before_it_generates_is_reported() -> None:
+    """The hybrid engine's: its weights were freed after the responses of the step before."""
+    plan = ppo_plan([1, 1, 1, 1], 4, rollout=HYBRID)
+    with pytest.raises(EmulationError, match=r"actor.rollout"):
+        emulate(without(plan, Sync), "asynchronous")
 
 
 def test_an_engine_that_sleeps_though_it_should_not_is_reported() -> None:

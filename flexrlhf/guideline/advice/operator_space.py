@@ -1,0 +1,231 @@
+"""Space of one placement for each operator (ReaL: Mei et al., MLSys 2025): from a search to ``placement.operators``.
+
+Every model call of a step is a part of the search problem, with a mesh, degrees and a ZeRO stage of its own. The copy
+that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is the copy
+that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low. Batch
+sizes and recomputation are those of the YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+
+from flexrlhf.config.spec import ModelSpec, OperatorPlacement, PlacementMap, Spec
+from flexrlhf.engines.capabilities import CAPABILITIES
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
+from flexrlhf.guideline.advice.space import Space, make_space, name_of
+from flexrlhf.guideline.costs.cost_model import CostModel
+from flexrlhf.guideline.search.branch_and_bound import search
+from flexrlhf.guideline.search.problem import (
+    Assignment,
+    Choice,
+    LinkEnd,
+    MeshShape,
+    Option,
+    RowTransfer,
+    SearchPart,
+    SearchProblem,
+    SearchSync,
+    SearchTask,
+)
+from flexrlhf.guideline.search.result import SearchResult
+from flexrlhf.guideline.simulation.pricing import TextLengths, source_section, texts_per_row
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.relation import Relation
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+
+GENERATOR = "torch"
+"""Engine of an operator that the engine of its role does not serve."""
+BATCH_SETTINGS = ("micro_batch_tokens", "generate_tokens", "activation_checkpointing")
+"""Settings of a role that its operators share."""
+GAP = 0.01
+"""Share of its time by which the result of a search may miss the fastest plan."""
+
+
+@dataclass(frozen=True)
+class OperatorSpace(Space):
+    """Placements of the operators of ``spec``, in one chunk and without a lag."""
+
+    @cached_property
+    def placed_operators(self) -> dict[str, Operator]:
+        """Model calls of a step by name, those that train first: a part of the problem each."""
+        calls = [operator for operator in self.operators if operator.call is not None]
+        return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
+
+    def part_of(self, operator: Operator) -> str:
+        """Return the part that computes an operator; one without a model runs next to the copy that its role owns."""
+        return operator.name if operator.name in self.placed_operators else self.own_part(operator.role)
+
+    def own_part(self, role: str) -> str:
+        """Return the part that has the weights of ``role`` all the time: its training, else its first call."""
+        return next(name for name, operator in self.placed_operators.items() if operator.role == role)
+
+    def problem(self) -> SearchProblem:
+        """State the space as a search problem."""
+        parts = tuple(SearchPart(name, partial(self._options_of, name)) for name in self.placed_operators)
+        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
+
+    @cached_property
+    def _models_by_part(self) -> dict[str, SearchModel]:
+        calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
+        for task, _ in self.steps:
+            operator = task.operator
+            call = PlacedCall(operator.kind, self.mini_batches(task), source_section(operator), texts_per_row(operator))
+            calls[self.part_of(operator)].append(call)
+        return {
+            name: SearchModel(
+                ModelName(each.role), each.kind == "train", tuple(calls[name]), self.roles.heads[each.role]
+            )
+            for name, each in self.placed_operators.items()
+        }
+
+    def _options_of(self, part: str, shape: MeshShape) -> tuple[Option, ...]:
+        """Return the options of an operator on a mesh; the memory of a further copy is that of its calls."""
+        if len(shape.kinds) > 1:
+            return ()
+        kind, model = shape.kinds[0], self._models_by_part[part]
+        mesh = UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+        options = [each for variant in self._variants_of(part) for each in variant.options(model, mesh)]
+        if part == self.own_part(model.role):
+            return tuple(options)
+        return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)
+
+    def _variants_of(self, part: str) -> Iterator[OptionEnumerator]:
+        """Yield what enumerates the options of an operator: with another engine where that of its role does not serve
+        it, and also in the ZeRO stages of the copy that trains, which it may share.
+        """
+        operator = self.placed_operators[part]
+        settings = self.spec.models.of(operator.role)
+        assert settings is not None, f"{operator.role} is resolved"
+        serves = operator.kind in CAPABILITIES[settings.engine].kinds
+        engine = settings.engine if serves else GENERATOR
+        yield self._variant(engine, None)
+        follows = operator.kind != "train" and operator.role in self.roles.trained
+        if serves and follows and "zero" not in settings.model_fields_set:
+            yield from (self._variant(engine, zero) for zero in (1, 2) if zero in CAPABILITIES[engine].zero)
+
+    def _variant(self, engine: str, zero: int | None) -> OptionEnumerator:
+        """Return an enumerator of models on ``engine``. ``zero``: their stage; None: it is open."""
+        if (engine, zero) not in self._variants:
+            changes = {} if zero is None else {"zero": zero}
+            models = {role: _on_engine(self.spec.models.of(role), engine, changes) for role in self.roles.all}
+            spec = self.spec.model_copy(update={"models": self.spec.models.model_copy(update=models)})
+            self._variants[engine, zero] = replace(self.enumerator, spec=spec, _options={}, _cache={})
+        return self._variants[engine, zero]
+
+    @cached_property
+    def _variants(self) -> dict[tuple[str, int | None], OptionEnumerator]:
+        """(engine, ZeRO stage) → its enumerator, filled on use."""
+        return {}
+
+    def _calls(self) -> Iterator[SearchTask | SearchSync]:
+        for task, _ in self.steps:
+            reads = tuple(name_of(writer) for writer in self._writers(task))
+            yield SearchTask(name_of(task), self.part_of(task.operator), reads)
+            role = task.operator.role
+            if task.operator.name == self.own_part(role):
+                for name, other in self.placed_operators.items():
+                    if other.role == role and name != task.operator.name:
+                        copy = PlacedModel(ModelName.of(role, name), Layout((0,)), False, head=self.roles.heads[role])
+                        yield SearchSync(name_of(task), name, partial(self._refill_seconds, copy))
+
+    def _rows(self) -> Iterator[RowTransfer]:
+        for reader, _ in self.steps:
+            for writer in self._writers(reader):
+                seconds = partial(self._rows_seconds, self._rows_bytes(writer, reader), False)
+                yield RowTransfer(name_of(writer), name_of(reader), seconds)
+
+    def _refill_seconds(self, copy: PlacedModel, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+        """Return the seconds of filling ``copy``; 0 where it is the copy that trains."""
+        if relation == "same" and source.layout == to.layout:
+            return 0.0
+        return self._between(source, to, relation).sync_cost(self.costs, self._weights(copy, to)).seconds
+
+    def spec_of(self, assignment: Assignment) -> Spec:
+        """Return the spec with the placement of ``assignment``."""
+        entries = {choice.part: self._entry(choice) for choice in assignment}
+        names = [operator.name for operator in self.operators if operator.name in entries]
+        placement = PlacementMap.model_validate({"operators": {name: entries[name] for name in names}})
+        return self.spec.model_copy(update={"placement": placement})
+
+    def _entry(self, choice: Choice) -> OperatorPlacement:
+        settings, model = choice.option.settings, self.spec.models.of(self.placed_operators[choice.part].role)
+        assert isinstance(settings, ModelSpec) and model is not None, "options of a Space have settings"
+        return OperatorPlacement(
+            ranks=tuple(range(choice.start, choice.start + choice.size)),
+            engine=None if settings.engine == model.engine else settings.engine,
+            zero=settings.zero,
+            tp=settings.tp,
+            pp=settings.pp if CAPABILITIES[settings.engine].pp else None,
+        )
+
+
+@dataclass(frozen=True)
+class OperatorAdvice:
+    """Outcome of ``advise_operators``.
+
+    spec:        with the placement that was found.
+    result:      of the search.
+    plan:        of ``spec``.
+    simulation:  of ``plan``.
+    """
+
+    spec: Spec
+    result: SearchResult
+    plan: Plan
+    simulation: Simulation
+
+
+def advise_operators(
+    spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0
+) -> OperatorAdvice:
+    """Find the fastest placement of every operator of ``spec``, whose own placement is ignored.
+
+    Raises UserError for a rollout engine, which has a place of its own, and where nothing fits.
+    """
+    if spec.rollout.engine != "transformers":
+        raise UserError(
+            f"rollout.engine: {spec.rollout.engine} is placed with its model, not as an operator; use transformers"
+        )
+    space = make_operator_space(spec, costs, lengths)
+    result = search(space.problem(), seconds_limit, GAP)
+    if not result.is_feasible:
+        raise UserError(
+            "no placement of these operators fits the devices; set models.ROLE.activation_checkpointing: true, fewer "
+            "micro_batch_tokens or fewer generate_tokens, or use more devices"
+        )
+    found = space.spec_of(result.assignment)
+    plan = make_plan(found)
+    return OperatorAdvice(found, result, plan, simulate(plan, costs, space.lengths))
+
+
+def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> OperatorSpace:
+    """Return the space of ``spec``. Raises UserError for models or devices that no plan could have."""
+    schedule = spec.schedule.model_copy(update={"num_chunks": 1, "lag": 0})
+    plain = spec.model_copy(update={"placement": None, "schedule": schedule})
+    base = make_space(plain, costs, lengths, may_generate_elsewhere=True)
+    models = {role: _with_batch_settings(base.spec.models.of(role)) for role in base.roles.all}
+    whole = base.spec.model_copy(update={"models": base.spec.models.model_copy(update=models)})
+    enumerator = replace(base.enumerator, spec=whole, _options={}, _cache={})
+    kept = {each.name: getattr(base, each.name) for each in fields(base)}
+    return OperatorSpace(**{**kept, "spec": whole, "enumerator": enumerator})
+
+
+def _on_engine(model: ModelSpec | None, engine: str, changes: dict[str, int]) -> ModelSpec:
+    assert model is not None, "models are resolved"
+    other = model if model.engine == engine else model.of_copy({"engine": engine})
+    return other.model_copy(update=changes)
+
+
+def _with_batch_settings(model: ModelSpec | None) -> ModelSpec:
+    """Return ``model`` with the settings that operators share marked as given, so that a search keeps them."""
+    assert model is not None, "models are resolved"
+    return model.model_copy(update={name: getattr(model, name) for name in BATCH_SETTINGS})

@@ -1,0 +1,221 @@
+"""The hybrid engine in a plan: a copy of the actor on its own ranks, in another layout, which lives to generate."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from small_runs import TINY, plan_of
+
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.simulation.pricing import Pricer, engine_of, longest_lengths, reads_prompts_once
+from flexrlhf.memory.budget import Phase
+from flexrlhf.placement.generation_order import received_share
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Offload, Release, Reload, Run, Sync
+from flexrlhf.weights.shapes import count_elements
+
+HYBRID, TP = "rollout.engine=torch", "rollout.tp=2"
+ZERO = ("models.actor.engine=deepspeed", "models.actor.zero=3")
+LORA = "models.actor.lora={rank: 2}"
+EIGHT = {**TINY, "num_attention_heads": 8, "hidden_size": 32}
+"""A model whose heads are divided by 8."""
+
+
+def refused(placement: Any, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        plan_of(placement, 4, HYBRID, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def phase(plan: Plan, label: str, rank: int = 0) -> Phase:
+    return next(each for each in plan.memory(rank).phases if each.label == label)
+
+
+def of_rollout(plan: Plan) -> list[str]:
+    """Instructions that use the copy, in order."""
+    mine = [each for each in plan.schedule.for_rank(0) if "actor.rollout" in each.label]
+    return [type(each).__name__ for each in mine if isinstance(each, Offload | Release | Reload | Run | Sync)]
+
+
+@pytest.mark.parametrize("overrides", [ZERO, ("models.actor.tp=2",), ("models.actor.zero=3",), ()])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_copy_generates_on_the_ranks_that_train_in_a_layout_of_its_own(overrides: tuple[str, ...], tp: int) -> None:
+    plan = plan_of(None, 4, HYBRID, f"rollout.tp={tp}", *overrides)
+    copy, actor = plan.placement["actor.rollout"], plan.placement["actor"]
+    assert set(copy.ranks) == set(actor.ranks) and (copy.layout.tp, copy.engine, copy.settings.zero) == (tp, "torch", 0)
+    models = {each.operator.name: each.model for each in plan.schedule.instructions if isinstance(each, Run)}
+    assert models["generate"] == "actor.rollout" and models["train_actor"] == models["logprobs"] == "actor"
+    assert of_rollout(plan) == ["Sync", "Run", "Release"]
+
+
+@pytest.mark.parametrize(("trained", "generating"), [(8, 2), (8, 4), (4, 2), (2, 1), (8, 8)])
+def test_a_sync_sends_what_hybridflow_sends(trained: int, generating: int) -> None:
+    """(t - t_g) / (t_g t) of what is split over ranks; norms and the embedding are on every rank already."""
+    overrides = (f"models.actor.init={EIGHT}", f"models.actor.tp={trained}", f"rollout.tp={generating}")
+    plan = plan_of(None, 8, HYBRID, *overrides)
+    sync = next(each for each in plan.schedule.instructions if isinstance(each, Sync))
+    layout, shape = plan.placement["actor"].layout, plan.shapes["actor"]
+    kept = [(name, size) for name, size in shape.parameters if len(size) == 1 or name == "model.embed_tokens.weight"]
+    split = 4 * (count_elements(shape.parameters) - count_elements(kept))
+    share = received_share(layout, generating)
+    assert share == Fraction(trained - generating, trained * generating)
+    assert plan.sync_bytes(sync) == 8 * share * split
+    assert sync.is_in_place == (trained == generating)
+
+
+def test_the_copy_has_memory_only_while_it_generates() -> None:
+    """Nothing of it is in host memory meanwhile, where vLLM's weights would be."""
+    plan = plan_of(None, 4, HYBRID, TP, *ZERO)
+    state = plan.state(plan.placement["actor.rollout"], 0)
+    assert state is not None and state.weights == state.freed > 0 and state.offloaded == state.cache == 0
+    trains, generates = phase(plan, "train on actor"), phase(plan, "generate on actor.rollout")
+    without = plan_of(None, 4, *ZERO)
+    assert trains.total == phase(without, "train on actor").total and trains.host == 0
+    others = sum(each.resting for name, each in plan.memory(0).states.items() if each and name != "actor.rollout")
+    assert generates.states == others + state.weights and "KV cache" in generates.parts
+    awake = plan_of(None, 4, HYBRID, TP, "rollout.sleep=false", *ZERO)
+    assert phase(awake, "train on actor").total == trains.total + state.weights
+
+
+def test_generation_on_slices_needs_no_gathered_weights() -> None:
+    hybrid, gathering = plan_of(None, 4, HYBRID, TP, *ZERO), plan_of(None, 4, *ZERO)
+    assert phase(gathering, "generate on actor").parts["gathered"]
+    assert not phase(hybrid, "generate on actor.rollout").parts["gathered"]
+
+
+def test_weights_that_adapters_do_not_change_are_kept_in_host_memory() -> None:
+    """The Sync sends only what training changes."""
+    plan = plan_of(None, 4, HYBRID, LORA)
+    copy = plan.placement["actor.rollout"]
+    state = plan.state(copy, 0)
+    assert not copy.is_transient and state is not None and state.offloaded == state.weights
+    assert phase(plan, "train on actor").host == state.weights
+
+
+@pytest.mark.parametrize("overrides", [(), ("schedule.num_chunks=4", "algorithm.num_mini_batches=4")])
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_little_memory_never_evicts_it_between_its_weights_and_its_responses(
+    share: float, overrides: tuple[str, ...]
+) -> None:
+    free = plan_of([1, 1, 0.5, 0.5], 4, HYBRID, *overrides)
+    peak = max(free.memory(rank).peak_bytes for rank in range(4))
+    plan = plan_of([1, 1, 0.5, 0.5], 4, HYBRID, *overrides, f"cluster.memory_gb={share * peak / 1e9}")
+    used = of_rollout(plan)
+    assert (used[0], set(used[1:-1]), used[-1]) == ("Sync", {"Run"}, "Release")
+    assert share == 0.9 or any(
+        isinstance(x, Offload) and x.model != "actor.rollout" for x in plan.schedule.instructions
+    )
+
+
+def test_kv_tokens_bound_the_rows_that_are_decoded_together() -> None:
+    plan = plan_of(None, 2, HYBRID, "rollout.kv_tokens=24")
+    assert plan.placement["actor.rollout"].settings.generate_tokens == 24
+    all_rows = plan_of(None, 2, HYBRID)
+    fewer, more = (phase(each, "generate on actor.rollout").parts["KV cache"] for each in (plan, all_rows))
+    assert fewer is not None and more is not None and 2 * fewer == more
+
+
+def test_the_copy_computes_as_the_actor_does() -> None:
+    plan = plan_of(None, 2, HYBRID, "models.actor.attention=eager", "models.actor.share_prompts=false")
+    copy = plan.placement["actor.rollout"]
+    assert (copy.settings.attention, reads_prompts_once(copy)) == ("eager", False)
+    assert engine_of(copy, "generate") == "torch"
+
+
+CUDA = "cluster={nodes: [{count: 1, devices: 4, class: A100-80G}]}"
+
+
+def test_generation_without_gathers_is_priced_below_that_of_zero_3() -> None:
+    """Where weights are large: every step of ZeRO-3 gathers all of them."""
+    large = {**TINY, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 16}
+    common = (CUDA, f"models.actor.init={large}", *ZERO)
+    gathering, hybrid = plan_of(None, 4, *common), plan_of(None, 4, HYBRID, TP, *common)
+    seconds = []
+    for plan in (gathering, hybrid):
+        pricer = Pricer(plan, AnalyticCosts(), longest_lengths(plan))
+        mine = [each for each in plan.schedule.instructions if isinstance(each, Run | Sync)]
+        names = ("generate", "weights actor")
+        seconds.append(sum(pricer.price(each).seconds for each in mine if each.label.startswith(names)))
+    assert seconds[1] < seconds[0]
+
+
+def test_advice_generates_on_the_ranks_that_train() -> None:
+    spec = plan_of(None, 4, HYBRID, CUDA).spec
+    found = advise(spec, AnalyticCosts(), seconds_limit=20.0)
+    assert found.feasible and all(
+        "actor.rollout" in plan.placement and not plan.placement.shadows
+        for plan in (candidate.plan for candidate in found.feasible)
+    )
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides", "sentence"),
+    [
+        (
+            [0.5] * 6,
+            (TP,),
+            "rollout.engine: torch generates on the ranks that train the actor, and with shadows its shadow generates; "
+            "use transformers with models.actor.shadow: {engine: torch, tp: 2}, or a placement without shadows",
+        ),
+        (
+            {name: 0.5 for name in ("actor.shadow", "critic.shadow", "actor", "critic", "ref", "reward")},
+            (),
+            "rollout.engine: torch generates on the ranks that train the actor, and with shadows its shadow generates; "
+            "use transformers with models.actor.shadow: {engine: torch, tp: 1}, or a placement without shadows",
+        ),
+        (None, ("rollout.tp=3",), "rollout.tp: 3 does not divide the 4 devices of actor.rollout; use 1, 2 or 4"),
+        (
+            None,
+            ("rollout.tp=4",),
+            "rollout.tp: 4 does not divide its 2 heads, 2 key-value heads and 16 MLP features; use 1 or 2",
+        ),
+        (
+            None,
+            ("rollout.kv_tokens=11",),
+            "rollout.kv_tokens: 11 are less than one row of 12 tokens (prompt and response); use at least 12",
+        ),
+        (
+            None,
+            ("rollout.noise=engine", "rollout.cuda_graphs=false"),
+            "rollout: noise goes with engine vllm; torch generates with the settings of models.actor: "
+            "remove noise, cuda_graphs",
+        ),
+        (
+            None,
+            ("rollout.process=child",),
+            "rollout: process goes with engine vllm; torch generates with the settings of models.actor: remove process",
+        ),
+        (
+            None,
+            ("algorithm.top_p=0.9", "algorithm.importance={}"),
+            "rollout.parity: top_p, top_k and min_response_tokens cut the sampling distribution, so the engine's "
+            "log-probs are not those of the policy that the trainer computes; use null",
+        ),
+        (
+            None,
+            ("algorithm={name: sft, prompts_per_step: 8}", "models.reward=null"),
+            "rollout.engine: torch has nothing to do, since sft trains on responses of the data set; remove rollout",
+        ),
+        (
+            None,
+            ("models.actor.init={model_type: gpt2, vocab_size: 32, n_embd: 8, n_layer: 1, n_head: 2}", TP),
+            "rollout.tp: needs parameter shapes before loading, which are unknown for this architecture; set a path "
+            "with safetensors weights, or use a model of llama, mistral, qwen2, qwen3",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(placement: Any, overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(placement, *overrides).removeprefix("config: ") == sentence
+
+
+def test_families_that_vllm_lacks_generate() -> None:
+    """At temperatures that vLLM would raise, too."""
+    gpt2 = "models.actor.init={model_type: gpt2, vocab_size: 32, n_embd: 8, n_layer: 1, n_head: 2}"
+    plan = plan_of(None, 2, HYBRID, gpt2, "algorithm.temperature=0.005")
+    assert plan.placement["actor.rollout"].engine == "torch"
+    assert of_rollout(plan) == ["Sync", "Run", "Release"]

@@ -1,0 +1,141 @@
+"""The search for a placement of each operator: what it finds is a YAML that plans, with the seconds that it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from small_runs import spec_of
+
+from flexrlhf.cli.app import app
+from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.operator_space import OperatorAdvice, advise_operators, make_operator_space
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.search.evaluate import evaluate
+from flexrlhf.guideline.search.problem import LinkEnd, SearchSync
+from flexrlhf.placement.layout import Layout
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.strategies.instructions import Release, Sync
+
+LLAMA_7B = (
+    "{model_type: llama, vocab_size: 32000, hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32, "
+    "num_attention_heads: 32}"
+)
+SETTINGS = (
+    *(f"models.{role}.init={LLAMA_7B}" for role in ("actor", "reward")),
+    *(f"models.{role}.dtype=bfloat16" for role in ("actor", "critic", "ref", "reward")),
+    *(f"models.{role}.activation_checkpointing=true" for role in ("actor", "critic")),
+    "algorithm.prompts_per_step=256",
+    "algorithm.num_mini_batches=8",
+    "data.max_prompt_tokens=256",
+    "data.max_response_tokens=256",
+    "cluster={nodes: [{devices: 8, class: A100-80G}]}",
+)
+
+
+def large_spec(*overrides: str) -> Spec:
+    return spec_of(None, 8, *SETTINGS, *overrides)
+
+
+@cache
+def found(*overrides: str) -> OperatorAdvice:
+    return advise_operators(large_spec(*overrides), AnalyticCosts(), None, 30.0)
+
+
+def test_the_search_predicts_the_seconds_of_the_plan() -> None:
+    advice = found()
+    assert advice.result.is_feasible
+    assert advice.simulation.seconds == pytest.approx(advice.result.seconds, rel=0.02)
+
+
+def test_no_placement_of_models_is_faster() -> None:
+    """Without shadows and on the same engines: each is in the space, but for batch sizes, which the YAML leaves open
+    there."""
+    sizes = [f"models.{role}.{name}" for role in ("actor", "critic", "ref", "reward") for name in SIZES]
+    fixed = [f"{key}={SIZES[key.rpartition('.')[2]]}" for key in sizes]
+    best = advise(large_spec(*fixed, "schedule.lag=0"), AnalyticCosts(), None, 30.0)
+    models = min(item.seconds for item in best.feasible if not item.candidate.space.has_shadows)
+    assert found(*fixed).simulation.seconds <= models * 1.02
+
+
+SIZES = {"micro_batch_tokens": 8192, "generate_tokens": 65536}
+
+
+def test_generation_is_placed_otherwise_than_training() -> None:
+    """Training is fastest in shards, which decoding would gather for every token."""
+    plan = found().plan
+    generate, train = (plan.placement[plan.placement.operators[name]] for name in ("generate", "train_actor"))
+    assert generate != train
+    kinds = [type(x) for x in plan.schedule.instructions]
+    assert Sync in kinds and Release in kinds
+
+
+def test_memory_of_the_plan_is_that_of_the_devices() -> None:
+    assert max(memory.peak_bytes for memory in found().plan.memories) < 80e9
+
+
+def test_another_engine_generates_where_that_of_the_role_does_not() -> None:
+    advice = found("models.actor.engine=megatron", "models.critic.engine=megatron")
+    placement = advice.spec.placement
+    assert isinstance(placement, PlacementMap) and placement.operators is not None
+    assert placement.operators["generate"].engine == "torch"
+    assert placement.operators["train_actor"].engine is None
+    assert advice.plan.placement["actor"].engine == "megatron"
+
+
+def test_a_copy_that_trains_is_not_filled() -> None:
+    space = make_operator_space(large_spec(), AnalyticCosts(), None)
+    problem = space.problem()
+    sync = next(call for call in problem.calls if isinstance(call, SearchSync) and call.to == "generate")
+    shape = problem.shape_of(0, 8)
+    parts = {part.name: part for part in problem.parts}
+    ends = [[LinkEnd(shape, option.layout) for option in parts[name].options(shape)] for name in (sync.task, sync.to)]
+    for source in ends[0]:
+        for to in ends[1]:
+            assert (sync.seconds(source, to, "same") == 0) == (source.layout == to.layout)
+
+
+def test_operators_that_share_a_layout_share_a_copy_in_the_plan() -> None:
+    space = make_operator_space(large_spec(), AnalyticCosts(), None)
+    result = found().result
+    chosen = {choice.part: choice for choice in result.assignment}
+    alike = replace(chosen["train_actor"], part="generate")
+    option = next(
+        each
+        for part in space.problem().parts
+        if part.name == "generate"
+        for each in part.options(space.problem().shape_of(alike.start, alike.size))
+        if each.layout == alike.option.layout
+    )
+    assignment = tuple(replace(alike, option=option) if c.part == "generate" else c for c in result.assignment)
+    plan = make_plan(space.spec_of(assignment))
+    assert plan.placement.operators["generate"] == "actor"
+    assert isinstance(plan.placement["actor"].layout, Layout)
+    assert evaluate(space.problem(), assignment) >= result.bound * (1 - 1e-9)
+
+
+def test_a_rollout_engine_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rollout.engine: vllm is placed with its model, not as an operator"):
+        advise_operators(large_spec("rollout.engine=vllm"), AnalyticCosts())
+
+
+def test_models_that_fit_nowhere_are_refused() -> None:
+    with pytest.raises(UserError, match="no placement of these operators fits the devices"):
+        advise_operators(large_spec("cluster={nodes: [{devices: 1, class: V100-32G}]}"), AnalyticCosts())
+
+
+def test_the_written_yaml_gives_the_placement_that_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, output = Path(__file__).parents[2] / "configs" / "interleaving-8.yaml", tmp_path / "found.yaml"
+    app(["advise", str(config), "--per-operator", "--seconds", "20", "-o", str(output)], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert "train_critic" in printed and "s a step as simulated" in printed and f"flexrlhf plan {output}" in printed
+    plan = make_plan(load_spec(output))
+    assert set(plan.placement.operators) >= {"generate", "train_actor", "train_critic"}
+    assert "ranks: 0-7" in output.read_text()
