@@ -18,6 +18,11 @@ def bytes_text(size: int | None) -> str:
     return f"{size} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     """Return one line for each row, with columns aligned. ``sides``: ``<`` or ``>`` for each column."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]

@@ -28,10 +28,13 @@ MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response l
 Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
 MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
-Engine = Annotated[Text, typer.Option(help="training engine: torch or deepspeed; default: torch")]
-Rollout = Annotated[Text, typer.Option(help="generation engine: transformers or vllm; default: vllm")]
+Engine = Annotated[Text, typer.Option(help="training engine: torch, deepspeed or megatron; default: torch")]
+Rollout = Annotated[Text, typer.Option(help="generation engine: transformers, torch or vllm; default: vllm")]
 Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="time limit of the searches")]
+PerOperator = Annotated[
+    bool, typer.Option("--per-operator", help="a placement for each operator instead of each model")
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the recommended YAML")]
 
 
@@ -56,11 +59,14 @@ def advise(
     set_: Overrides = None,
     profile: Profile = None,
     seconds: Seconds = 60.0,
+    per_operator: PerOperator = False,
     output: Output = None,
 ) -> None:
     """Recommend a placement, with its predicted time, the reasons and the alternatives. Starts nothing."""
     from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advise import advise, is_advised, write_advised
+    from flexrlhf.guideline.advice.operator_space import advise_operators
+    from flexrlhf.guideline.advice.operator_text import format_operator_advice, write_operator_advice
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
@@ -78,15 +84,22 @@ def advise(
         samples=samples,
         mini_batches=mini_batches,
         engine=engine,
-        rollout=rollout,
+        rollout="transformers" if rollout is None and per_operator and config is None else rollout,
         lora=lora,
     )
     if output is not None:
         check_output(output, "--output", "advised.yaml", is_advised, (config, cluster, profile))
     spec = options.spec(config, tuple(set_ or ()))
     source = costs_for(spec, profile)
-    advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
-    typer.echo(format_advice(advice, source.name))
+    if per_operator:
+        operators = advise_operators(spec, source.costs, lengths_for(spec, mean_response), seconds)
+        typer.echo(format_operator_advice(operators, source.name))
+        if output is not None:
+            write_operator_advice(operators, output)
+    else:
+        advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
+        typer.echo(format_advice(advice, source.name))
+        if output is not None:
+            write_advised(advice.best, output)
     if output is not None:
-        write_advised(advice.best, output)
         typer.echo(f"\nwritten to {output}: flexrlhf plan {output}")

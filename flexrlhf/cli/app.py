@@ -9,10 +9,12 @@ from flexrlhf.cli.data import data
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
 from flexrlhf.cli.export import export
+from flexrlhf.cli.join import join
 from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
 from flexrlhf.cli.run import run
 from flexrlhf.cli.simulate import simulate
+from flexrlhf.cli.slurm import slurm
 from flexrlhf.cli.verify import verify
 
 app = typer.Typer(
@@ -22,5 +24,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLHF by placement ratios.",
 )
-for command in (data, plan, simulate, advise, profile, doctor, run, export, verify):
+for command in (data, plan, simulate, advise, profile, doctor, run, join, slurm, export, verify):
     app.command()(with_exit_codes(command))

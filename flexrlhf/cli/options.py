@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,3 +20,8 @@ Profile = Annotated[Path | None, typer.Option(help="times measured by `flexrlhf 
 Nnodes = Annotated[int, typer.Option(min=1, help="number of nodes")]
 NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
 RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]
+
+Launcher = Annotated[
+    Literal["auto", "local", "torchrun", "slurm"],
+    typer.Option(help="what starts the ranks: this command, torchrun or srun; auto: by the environment"),
+]

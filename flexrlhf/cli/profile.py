@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Devices, Overrides
+from flexrlhf.cli.options import Devices, Nnodes, NodeRank, Overrides, RdzvEndpoint
 from flexrlhf.cli.planning import plan_runs
 from flexrlhf.cli.specs import load_specs
 from flexrlhf.data.quickstart import prepare_corpus
+from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.plan import Plan
 
 Configs = Annotated[
     list[Path] | None, typer.Argument(help="YAML files whose models are measured; default: the quick start's PPO")
@@ -25,9 +27,23 @@ def profile(
     set_: Overrides = None,
     output: Output = Path("runs/profile.json"),
     seconds: Seconds = 5.0,
+    nnodes: Nnodes = 1,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: RdzvEndpoint = "",
 ) -> None:
-    """Measure on this machine the times that `simulate` and `advise` predict from. Takes a minute, trains nothing."""
-    plans = plan_runs(load_specs(configs, None, devices, set_))
+    """Measure the times that `simulate` and `advise` predict from: of this machine, and of the links between several.
+
+    Takes a minute and trains nothing. With several nodes node 0 measures its calls and writes the file.
+    """
+    hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
+    plans = plan_runs(load_specs(configs, None, devices, set_, nnodes))
+    hosts.check_cluster(plans[0].cluster)
+    network = None
+    if nnodes > 1:
+        network = _network(plans[0], hosts)
+        if not hosts.is_first_node:
+            typer.echo(f"slowest link between machines: {network:.3g} GB/s; node 0 measures the rest")
+            return
     from flexrlhf.profiling.command import profile
     from flexrlhf.profiling.table import format_measurements
 
@@ -36,5 +52,16 @@ def profile(
         prepare_corpus()
         # PPO alone: it has the models of the stages before it
         measured_plans = plans[-1:]
-    measurements = profile(measured_plans, plans, seconds, output, configs or ())
+    measurements = profile(measured_plans, plans, seconds, output, configs or (), network)
     typer.echo(f"\n{format_measurements(measurements)}\n\nwritten to {output}")
+
+
+def _network(plan: Plan, hosts: Hosts) -> float:
+    """Measure the links between all machines with all their ranks; return GB/s."""
+    from flexrlhf.execution.lifetime import quiet_torch
+
+    quiet_torch()
+    from flexrlhf.execution.rendezvous import JOIN_SECONDS
+    from flexrlhf.preflight.command import Waits, measure_network
+
+    return measure_network(plan, hosts, Waits(JOIN_SECONDS, plan.spec.timeout_seconds))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.options import Configs, Devices, Force, Nnodes, NodeRank, Overrides, PlacementRatio, RdzvEndpoint
+from flexrlhf.cli.options import (
+    Configs,
+    Devices,
+    Force,
+    Launcher,
+    Nnodes,
+    NodeRank,
+    Overrides,
+    PlacementRatio,
+    RdzvEndpoint,
+)
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.specs import load_specs
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
+from flexrlhf.placement.slurm import hosts_of
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, format_summary
@@ -45,17 +57,18 @@ def run(
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
     rdzv_endpoint: RdzvEndpoint = "",
+    launcher: Launcher = "auto",
     max_restarts: MaxRestarts = 0,
     force: Force = False,
     resume: Resume = None,
     preflight: Preflight = False,
 ) -> None:
     """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
-    hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
+    hosts = hosts_of(launcher, Hosts(nnodes, node_rank, rdzv_endpoint), os.environ)
     check_restarts(max_restarts)
     if (notice := rank_notice()) is not None:
         print_error(notice)
-    specs = load_specs(configs, placement_ratio, devices, set_, nnodes)
+    specs = load_specs(configs, placement_ratio, devices, set_, hosts.nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
     check_memory(plans, force)

@@ -18,6 +18,7 @@ from ipaddress import ip_address
 import torch.distributed as dist
 
 from flexrlhf.comm.deadlines import listed
+from flexrlhf.comm.interfaces import is_local
 from flexrlhf.errors import RunStopped, UserError
 
 NOTICE_SECONDS = 5.0
@@ -85,7 +86,7 @@ def serve_store(endpoint: Endpoint, several_hosts: bool, timeout_seconds: float)
     """
     address = endpoint.address
     is_name = endpoint.host not in ("localhost", address)
-    everywhere = several_hosts and ((is_name and ip_address(address).is_loopback) or not _is_of_this_machine(address))
+    everywhere = several_hosts and ((is_name and ip_address(address).is_loopback) or not is_local(address))
     listener = _listen("" if everywhere else address, endpoint)
     port = listener.getsockname()[1]
     timeout = timedelta(seconds=timeout_seconds)
@@ -148,16 +149,6 @@ def _try_connect(endpoint: Endpoint) -> str | None:
         return f"{endpoint} does not respond"
     except OSError as error:
         return f"{endpoint}: {(error.strerror or str(error)).lower()}"
-
-
-def _is_of_this_machine(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def _listen(address: str, endpoint: Endpoint) -> socket.socket:

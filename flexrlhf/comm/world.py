@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.deadlines import Cause, DeadlineError, deadline, listed
+from flexrlhf.comm.interfaces import VARIABLES, job_interface, route_to, use_interface
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
+from flexrlhf.text import ranks_text
 
 
 class SealedWorld(dist.ProcessGroup):
@@ -211,11 +213,24 @@ def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store
     )
     # a store may serve several attempts
     attempt = dist.PrefixStore(f"flexrlhf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    attempt.set(f"joined/{rank}", host)
+    attempt.set(f"joined/{rank}", f"{route_to(endpoint.address) or ''}/{host}")
     keys = {f"joined/{each}": f"rank {each}" for each in range(size)}
     notice = Notice(f"rank {rank} waits for the job's {size} ranks", prints)
     await_keys(attempt, keys, timeout_seconds, notice)
+    found = [each.decode().split("/", 1) for each in attempt.multi_get(list(keys))]
+    use_interface(job_interface([address for address, _ in found if address], endpoint.address))
+    if rank == 0 and len(hosts := ranks_by_host(found)) > 1:
+        interface = os.environ.get(VARIABLES[0], "an interface that gloo chooses")
+        print(f"hosts: {'; '.join(hosts)}; here over {interface}", flush=True)
     return attempt
+
+
+def ranks_by_host(places: Sequence[Sequence[str]]) -> list[str]:
+    """Return a text for each host, with its address and ranks. ``places``: address and host of each rank."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(tuple(place), []).append(rank)
+    return [f"{host} ({address}) {ranks_text(tuple(own))}" for (address, host), own in ranks.items()]
 
 
 def _number(name: str) -> int:

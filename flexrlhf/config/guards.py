@@ -24,7 +24,7 @@ class GuardsSpec(StrictModel):
     sampled_logprobs: Literal["stop", "warn", "off"] = Field(
         "stop",
         description="log-probs of the first step as transformers sampled the tokens differ from those computed of the "
-        "whole texts; for vllm see rollout.parity",
+        "whole texts; for torch and vllm see rollout.parity",
     )
     max_logprob_difference: float | None = Field(
         None, gt=0, description="limit of that difference, mean over tokens (nats); null: 1e-3, or 0.05 in 16 bits"

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.guards import GuardsSpec
@@ -78,9 +78,10 @@ Head = Literal["causal", "scalar", "both"]
 class ShadowSpec(StrictModel):
     """Settings in which a role's shadow differs from its trained copy; null: the trained copy's setting."""
 
-    engine: str | None = Field(None, description="torch or deepspeed")
+    engine: str | None = Field(None, description="torch, deepspeed or megatron")
     zero: Zero | None = Field(None, description="3: weights sharded; otherwise each replica has all of them")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
+    pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
     dtype: Dtype | None = Field(None, description="type of weights and passes")
     micro_batch_tokens: int | None = Field(None, ge=1, description="computed tokens of one forward pass")
     generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
@@ -111,11 +112,15 @@ class ModelSpec(StrictModel):
         "response, at most the model's positions",
     )
     share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
-    engine: str = Field("torch", description="torch or deepspeed")
+    engine: str = Field("torch", description="torch, deepspeed or megatron")
     zero: Zero = Field(
         0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
+    pp: int = Field(1, ge=1, description="pipeline stages of a replica, of equally many layers (megatron)")
+    sequence_parallel: bool = Field(
+        True, description="tensor-parallel ranks split what lies between split layers along the texts (megatron)"
+    )
     dtype: Dtype = Field(
         "float32", description="type of weights and passes; a trained model keeps float32 master weights"
     )
@@ -141,6 +146,11 @@ class ModelSpec(StrictModel):
     config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, by their names")
     shadow: ShadowSpec | None = Field(None, description="settings in which this role's shadow differs")
 
+    @property
+    def logits_at_a_time(self) -> int:
+        """Logits, in float32, that ``logits_mb`` has room for."""
+        return int(self.logits_mb * 1e6 / 4)
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is not None and self.init is not None:
@@ -164,12 +174,19 @@ class ModelSpec(StrictModel):
 
     @property
     def of_shadow(self) -> Self:
-        """Settings of this role's shadow, without those for training or for another engine's library."""
-        own = {key: value for key, value in (self.shadow or ()) if value is not None}
+        """Settings of this role's shadow."""
+        return self.of_copy({key: value for key, value in (self.shadow or ()) if value is not None})
+
+    def of_copy(self, own: dict[str, Any]) -> Self:
+        """Return the settings of a copy that is not trained and has ``own`` ones, without those for training or for
+        another engine's library.
+
+        Of another engine it has one pipeline stage, unless its own settings have more.
+        """
         dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
         is_other = own.get("engine", self.engine) != self.engine
         if is_other:
-            dropped["config"] = {}
+            dropped |= {"config": {}, "pp": own.get("pp", 1)}
         if is_other or own.get("zero", self.zero) != 3:
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})
@@ -253,11 +270,31 @@ class ClusterSpec(StrictModel):
         return self
 
 
+def _ranks(value: Any) -> Any:
+    """Read ranks that are written as a text such as ``0-3`` or ``0-1,4-5``."""
+    if not isinstance(value, str):
+        return value
+    spans = [re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part) for part in value.split(",")]
+    ranks = [rank for span in spans if span for rank in range(int(span[1]), int(span[2] or span[1]) + 1)]
+    if not all(spans) or not ranks:
+        raise ValueError(f"expected ranks such as [0, 1, 2, 3] or 0-3, found {shown(value)}")
+    return ranks
+
+
+def _written_ranks(ranks: tuple[int, ...]) -> list[int] | str:
+    """Write ranks so that reading them gives the same: a run of several as a span."""
+    is_run = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]}-{ranks[-1]}" if is_run else list(ranks)
+
+
+Ranks = Annotated[tuple[int, ...], BeforeValidator(_ranks), PlainSerializer(_written_ranks)]
+
+
 class PlacementEntry(StrictModel):
     """Ranks of one placed model, in the mapping form."""
 
     ratio: Exact | None = Field(None, description="share of the devices, in (0, 1]; or ranks")
-    ranks: tuple[int, ...] | None = Field(None, description="the ranks themselves; or ratio")
+    ranks: Ranks | None = Field(None, description="the ranks themselves, as a list or as 0-3; or ratio")
     on: str | None = Field(None, description="device class; the ratio then counts devices of this class only")
     row_shares: tuple[Exact, ...] | None = Field(
         None, description="relative share of the rows for each replica; null: equal shares"
@@ -282,11 +319,26 @@ def _entry(value: Any) -> Any:
     return value if isinstance(value, dict | PlacementEntry) else {"ratio": value}
 
 
+class OperatorPlacement(PlacementEntry):
+    """Ranks of one operator, and settings in which it differs from its role; null: those of the role."""
+
+    engine: str | None = Field(None, description="torch, deepspeed or megatron")
+    zero: Zero | None = Field(None, description="ZeRO stage")
+    tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
+    pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that are given."""
+        given = {name: getattr(self, name) for name in ("engine", "zero", "tp", "pp")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 PLACEMENT_SETTINGS = ("train_share", "span_classes")
 
 
 class PlacementMap(BaseModel):
-    """Mapping form of a placement: placed model → ratio, or → ratio, ranks, on, row_shares.
+    """Mapping form of a placement: placed model → ratio, or → ratio, ranks, on, row_shares; or ``operators``.
 
     ``train_share`` and ``span_classes`` stand next to the models, whose names ``placement/`` checks.
     """
@@ -294,6 +346,9 @@ class PlacementMap(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     models: dict[str, Annotated[PlacementEntry, BeforeValidator(_entry)]]
+    operators: dict[str, Annotated[OperatorPlacement, BeforeValidator(_entry)]] | None = Field(
+        None, description="a placement for each operator, in place of one for each model"
+    )
     train_share: Exact | None = Field(
         None, description="share of the devices on the training side, with shadows; null: follows from the ratios"
     )
@@ -305,8 +360,12 @@ class PlacementMap(BaseModel):
         """Split a user's mapping into placed models and settings; our own code passes entries as ``models``."""
         if not isinstance(value, dict) or _holds_entries(value.get("models")):
             return value
-        settings = {key: value[key] for key in PLACEMENT_SETTINGS if key in value}
+        settings = {key: value[key] for key in (*PLACEMENT_SETTINGS, "operators") if key in value}
         models = {key: entry for key, entry in value.items() if key not in settings}
+        if settings.get("operators") is not None:
+            others = [*models, *(["train_share"] if settings.get("train_share") is not None else [])]
+            if others:
+                raise ValueError(f"operators and {others[0]} exclude each other: remove {', '.join(others)}")
         for key, entry in models.items():
             if isinstance(entry, bool):
                 raise ValueError(
@@ -334,7 +393,11 @@ class SyncSpec(StrictModel):
 
     every: int = Field(1, ge=1, description="steps between two syncs")
     checksum: bool = Field(True, description="compare checksums of the weights on both sides")
-    snapshot: bool = Field(False, description="copy the weights first, so that training goes on during the transfer")
+    overlap: Literal["auto"] | bool = Field(
+        "auto",
+        description="transfer while both sides compute, with a second copy of the weights on each; auto: with a lag, "
+        "and on several nodes",
+    )
     bucket_mb: float = Field(
         48.0, ge=0.001, description="MB of a rank's buffers in a transfer, and of weights gathered together for a save"
     )
@@ -418,7 +481,10 @@ class ParitySpec(StrictModel):
 
 
 class RolloutSpec(StrictModel):
-    """Engine that generates: transformers with the actor's own weights, or vLLM with a copy of them."""
+    """Engine that generates: transformers with the actor's own weights, or another one with a copy of them.
+
+    vllm: in its own memory; torch: on the ranks of the trained actor, in a layout of its own (a hybrid engine).
+    """
 
     logprobs: Literal["auto", "recompute", "reuse"] = Field(
         "auto",
@@ -426,9 +492,12 @@ class RolloutSpec(StrictModel):
         "computed them, in any type of numbers; auto: without a pass of their own where numbers stay the same but for "
         "the rounding of float32",
     )
-    engine: Literal["transformers", "vllm"] = Field("transformers", description="the settings below are for vllm")
-    tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine")
-    dtype: Dtype | None = Field(None, description="type of weights and passes; null: the actor's")
+    engine: Literal["transformers", "torch", "vllm"] = Field(
+        "transformers", description="transformers has none of the settings below, torch those marked so, vllm all"
+    )
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine (torch too)")
+    pp: int = Field(1, ge=1, description="pipeline stages of an engine")
+    dtype: Dtype | None = Field(None, description="type of weights and passes; null: the actor's (torch too)")
     process: Literal["inline", "child"] = Field(
         "inline", description="child: a process of its own, which decodes while its rank runs other instructions"
     )
@@ -437,25 +506,37 @@ class RolloutSpec(StrictModel):
         description="sampling noise: exact: samples the same tokens as every other engine; engine: vLLM's generators",
     )
     kv_tokens: int | None = Field(
-        None, ge=1, description="tokens whose keys and values fit in the cache; null: models.actor.generate_tokens"
+        None,
+        ge=1,
+        description="tokens whose keys and values fit in the cache; null: models.actor.generate_tokens (torch too)",
     )
     prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")
-    sleep: bool = Field(True, description="co-located: free the engine's memory while other models run")
+    sleep: bool = Field(True, description="co-located: free the engine's memory while other models run (torch too)")
     config: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM, by their names")
-    parity: ParitySpec | None = Field(ParitySpec(), description="null: the engine is not compared with the trainer")
+    parity: ParitySpec | None = Field(
+        ParitySpec(), description="null: the engine is not compared with the trainer (torch too)"
+    )
 
     @model_validator(mode="after")
-    def _settings_of_vllm(self) -> Self:
-        plain = type(self).model_construct()
-        fields = [name for name in type(self).model_fields if name != "logprobs"]
+    def _settings_of_the_engine(self) -> Self:
+        plain, allowed = type(self).model_construct(), _ROLLOUT_SETTINGS.get(self.engine, ())
+        fields = [name for name in type(self).model_fields if name not in ("engine", "logprobs", *allowed)]
         set_ones = [name for name in fields if getattr(self, name) != getattr(plain, name)]
-        if self.engine == "transformers" and set_ones:
+        if self.engine != "vllm" and set_ones:
+            engines = "vllm" if set_ones[0] not in _ROLLOUT_SETTINGS["torch"] else "torch or vllm"
             raise ValueError(
-                f"{set_ones[0]} goes with engine vllm; transformers generates with the settings of models.actor: "
+                f"{set_ones[0]} goes with engine {engines}; {self.engine} generates with the settings of models.actor: "
                 f"remove {', '.join(set_ones)}"
             )
         return self
+
+
+_ROLLOUT_SETTINGS: dict[str, tuple[str, ...]] = {
+    "transformers": (),
+    "torch": ("tp", "dtype", "kv_tokens", "sleep", "parity"),
+}
+"""Settings of ``RolloutSpec`` by engine; vllm has all."""
 
 
 class SaveSpec(StrictModel):

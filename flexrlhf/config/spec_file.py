@@ -141,7 +141,10 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
                 }
     raw["algorithm"] = {"name": spec.algorithm.name, **raw["algorithm"]}
     if isinstance(spec.placement, PlacementMap):
-        raw["placement"] = {**raw["placement"].pop("models"), **raw["placement"]}
+        further = {key: each for key, each in raw["placement"].items() if key != "models"}
+        if spec.placement.operators is None:
+            further.pop("operators", None)
+        raw["placement"] = {**raw["placement"]["models"], **further}
     return write_yaml(raw)
 
 

@@ -4,8 +4,10 @@ reported at once."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
 from flexrlhf.engines.capabilities import check_device
@@ -22,18 +24,18 @@ from flexrlhf.plan.plan_text import format_plan
 
 @dataclass(frozen=True)
 class Job:
-    """Runs that are checked and have their directories.
+    """Runs that are checked.
 
-    runs:    the runs that are not finished, in order, and how each begins
-    hosts:   nodes of the job
-    device:  ``cpu`` or ``cuda``, for all ranks
-    locks:   open files that keep other processes from the directories of the runs
+    runs:      the runs that are not finished, in order, and how each begins
+    hosts:     nodes of the job
+    device:    ``cpu`` or ``cuda``, for all ranks
+    launcher:  of the ranks
     """
 
     runs: tuple[Resumption, ...]
     hosts: Hosts
     device: str
-    locks: tuple[IO[str], ...] = ()
+    launcher: str
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -41,32 +43,38 @@ class Job:
         return tuple(run.plan for run in self.runs)
 
     def start(self, max_restarts: int = 0) -> None:
-        """Run on all ranks of this node, or, under torchrun, as one of them; returns when all runs have ended.
+        """Start the ranks of this node, or be one of them; returns when all runs have ended.
 
         ``max_restarts``: how often the ranks are started again after one has failed; under torchrun it restarts them.
-        Raises RankFailure when a rank fails, Interrupted on a signal and Preempted on a request to save and end; no
-        process is left.
+        Raises UserError where machines differ or a directory cannot be written, RankFailure when a rank fails,
+        Interrupted on a signal and Preempted on a request to save and end; no process is left.
         """
         if not self.runs:
             return
-        orders = [RunOrder(with_device(run.plan.spec, self.device), run.candidates) for run in self.runs]
+        from flexrlhf.execution.launchers.choice import launcher
+        from flexrlhf.execution.launchers.job_start import JobStart
+        from flexrlhf.execution.terms import terms_of
+
+        job = JobStart(
+            orders=[RunOrder(with_device(run.plan.spec, self.device), run.candidates) for run in self.runs],
+            plans=self.plans,
+            hosts=self.hosts,
+            max_restarts=max_restarts,
+            make_terms=partial(terms_of, self.plans, self.device, self.hosts.nnodes, max_restarts),
+            directories=self._directories,
+        )
+        if launcher(self.launcher)(job):
+            raise Preempted(stopped_sentence(self.plans))
+
+    @contextmanager
+    def _directories(self) -> Iterator[None]:
+        """Make the directories of the runs on the first machine, and keep other processes from them."""
+        locks = _make_directories(self.runs) if self.hosts.is_first else ()
         try:
-            self._start(orders, max_restarts)
+            yield
         finally:
-            for lock in self.locks:
+            for lock in locks:
                 lock.close()
-
-    def _start(self, orders: Sequence[RunOrder], max_restarts: int) -> None:
-        if under_torchrun():
-            from flexrlhf.execution.worker import work
-
-            if not work(orders):
-                raise Preempted(stopped_sentence(self.plans))
-        else:
-            from flexrlhf.execution.launch import launch
-
-            if launch(orders, self.plans[0], self.hosts, max_restarts):
-                raise Preempted(stopped_sentence(self.plans))
 
 
 def stopped_sentence(plans: Sequence[Plan]) -> str:
@@ -80,21 +88,24 @@ def stopped_sentence(plans: Sequence[Plan]) -> str:
 
 
 def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False, resume: str | None = None) -> Job:
-    """Check devices, packages, models, data and free space of all runs, then make their directories.
+    """Check devices, packages, models, data and free space of all runs. Nothing of a run is written yet.
 
     is_quickstart:  write the quick start's corpus first
     resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
 
-    Raises UserError before any directory is made.
+    Raises UserError.
     """
+    runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
+    return checked_job(runs, hosts, is_quickstart) if runs else Job((), hosts, "cpu", "local")
+
+
+def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = False) -> Job:
+    """Return the job of ``runs`` once this machine can do its part. Raises UserError."""
     from flexrlhf.execution.lifetime import quiet_torch
 
     quiet_torch()
     from flexrlhf.execution.launch import choose_device
 
-    runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
-    if not runs:
-        return Job((), hosts, "cpu")
     plans = [run.plan for run in runs]
     first, is_rank = plans[0], under_torchrun()
     num_local = num_torchrun_ranks(first.placement.num_ranks) if is_rank else hosts.num_local_ranks(first.cluster)
@@ -105,8 +116,7 @@ def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False
         _check_inputs(plans, is_quickstart)
     if hosts.is_first:
         check_free_space(runs)
-    locks = _make_directories(runs) if hosts.is_first else ()
-    return Job(tuple(runs), hosts, device, locks)
+    return Job(tuple(runs), hosts, device, "torchrun" if is_rank else "local")
 
 
 def _check_inputs(plans: Sequence[Plan], is_quickstart: bool) -> None:

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from flexrlhf.comm.interfaces import interface_to
 from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
 from flexrlhf.execution.agent import RankAgent
 from flexrlhf.execution.failures import Failure, FailureReporter
 from flexrlhf.execution.lifetime import rank_environment
 from flexrlhf.execution.node_watch import NodeWatch
 from flexrlhf.execution.rank_watch import silence_limit
-from flexrlhf.execution.rendezvous import NodeRendezvous, endpoint_of
+from flexrlhf.execution.rendezvous import NodeRendezvous
 from flexrlhf.execution.run_order import RunOrder, dump_orders
 from flexrlhf.execution.stop_requests import END_NOW
 from flexrlhf.placement.hosts import Hosts
@@ -56,11 +55,16 @@ def choose_device(setting: str, num_local: int) -> str:
     return setting if setting != "auto" else "cuda" if count >= num_local else "cpu"
 
 
-def launch(orders: Sequence[RunOrder], plan: Plan, hosts: Hosts, max_restarts: int = 0) -> bool:
+def launch(
+    orders: Sequence[RunOrder],
+    plan: Plan,
+    hosts: Hosts,
+    max_restarts: int = 0,
+    rendezvous: NodeRendezvous | None = None,
+) -> bool:
     """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
 
-    ``max_restarts``: how often all ranks are started again after one has failed. Returns whether a signal has made the
-    ranks save and end.
+    ``max_restarts``, ``rendezvous``: as of ``start_ranks``. Returns whether a signal has made the ranks save and end.
     """
     directories = [order.spec.directory for order in orders]
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
@@ -69,7 +73,7 @@ def launch(orders: Sequence[RunOrder], plan: Plan, hosts: Hosts, max_restarts: i
         saves = all(order.spec.checkpoint.on_signal for order in orders)
         with _saving_on_signals(stop, saves):
             ranks = ["flexrlhf.execution.rank", str(file), str(stop)]
-            start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else ())
+            start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else (), rendezvous)
         return stop.exists()
 
 
@@ -120,7 +124,7 @@ def start_ranks(
             reporter.report,
         )
         ending = [number.name for number in HANDLED if number not in others_signals]
-        with rank_environment(_network(hosts), {SIGNALS_VARIABLE: ",".join(ending)}):
+        with rank_environment({SIGNALS_VARIABLE: ",".join(ending)}):
             _run_agent(agent, hosts, reporter)
 
 
@@ -175,17 +179,6 @@ def _node_names(store: dist.Store, plan: Plan, hosts: Hosts) -> list[str]:
         ranks = ", ".join(map(str, plan.cluster.ranks_on_node(node))) if hosts.nnodes > 1 else ""
         names.append(f"node {node} (host {store.get(f'node/{node}').decode()}; ranks {ranks})")
     return names
-
-
-def _network(hosts: Hosts) -> dict[str, str]:
-    """Return variables that choose the interfaces of the ranks: of one machine, the loopback alone.
-
-    Of several, the one that reaches node 0; NCCL chooses by itself, since it also has other networks than IP's.
-    """
-    if hosts.nnodes == 1:
-        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    interface = interface_to(endpoint_of(hosts).address)
-    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
 
 
 @contextmanager

@@ -37,10 +37,9 @@ def quiet_torch() -> None:
 
 
 @contextmanager
-def rank_environment(defaults: Mapping[str, str], always: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the ranks started inside, then restore them. Of ``defaults`` those that the user set stay."""
-    unset = {name: value for name, value in defaults.items() if name not in os.environ}
-    added = {LAUNCHER: str(os.getpid()), **unset, **always}
+def rank_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the ranks started inside, then restore them."""
+    added = {LAUNCHER: str(os.getpid()), **variables}
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

@@ -55,8 +55,9 @@ class NodeWatch:
         self._own: Failure | None = None
         self._is_closed_store = False
         self._wake, self._stop, self._posted = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._exchange, name="node watch", daemon=True)
         if self._peers:
-            threading.Thread(target=self._exchange, name="node watch", daemon=True).start()
+            self._thread.start()
 
     def publish(self, failure: Failure) -> None:
         """Let the other launchers read a failure of this node."""
@@ -91,6 +92,7 @@ class NodeWatch:
             # on a lost connection the thread does not return; it ends with the process
             self._posted.wait(CLOSE_SECONDS)
             self._posted.set()
+            self._thread.join(CLOSING_BEAT_SECONDS)
 
     def _fate(self, peer: _Peer) -> Failure:
         return peer.failure or self._lost(peer, "has ended or is not reachable")

@@ -35,6 +35,8 @@ from flexrlhf.execution.stop_requests import END_NOW
 CHECK_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 """Time after its deadline in which a wait has to fail by itself."""
+CLOSE_SECONDS = 5.0
+"""Longest wait for the threads of a watch that is closed; one that waits for a lost store does not return."""
 CLOSED_SECONDS = 3.0
 """Time that a rank has to end by itself once the job's store is closed."""
 REQUEST_SECONDS = 1.0
@@ -67,6 +69,10 @@ class RankWatch:
         self._closed = threading.Event()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        self._threads = [
+            threading.Thread(target=work, name=f"rank {world.rank} watch", daemon=True)
+            for work in (self._watch, self._check_waits)
+        ]
 
     def __enter__(self) -> Self:
         if self._handles_signals():
@@ -74,14 +80,18 @@ class RankWatch:
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             # a process that is forked shares the pipe and would end this one with itself
             os.register_at_fork(after_in_child=_restore_signals)
-        for work in (self._watch, self._check_waits):
-            threading.Thread(target=work, name=f"rank {self._world.rank} watch", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed.set()
+        os.write(self._write, b"\0")
+        # the interpreter ends threads that are left, and one in a call of torch would abort the process
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
         if self._handles_signals():
             _restore_signals()
 

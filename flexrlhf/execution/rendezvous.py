@@ -6,6 +6,7 @@ The job's store listens on the loopback address with one node and on the address
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -13,7 +14,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
 from flexrlhf.errors import UserError
+from flexrlhf.execution.agreement import Member, agree
+from flexrlhf.execution.job_offer import OFFER, JobOffer, agreement_store, dump_offer, taken_key
+from flexrlhf.execution.terms import Terms
 from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.plan import Plan
 
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 900.0
@@ -47,12 +52,28 @@ class NodeRendezvous(RendezvousHandler):
         """
         self._attempt += 1
         hosts = self._hosts
+        store = dist.PrefixStore(f"nodes/{self._attempt}", self._opened())
+        self._join(store)
+        port = self._opened().port if hosts.nnodes == 1 else self._endpoint.port
+        return RendezvousInfo(store, hosts.node_rank, hosts.nnodes, RendezvousStoreInfo(self._endpoint.host, port))
+
+    def agree(self, offer: JobOffer, plans: Sequence[Plan], make_terms: Callable[[], Terms]) -> None:
+        """Publish the job on node 0, and compare the terms of all nodes before the first attempt.
+
+        Raises as ``agreement.agree`` does.
+        """
+        hosts, store = self._hosts, agreement_store(self._opened())
+        self._take_number(store)
+        if hosts.is_first_node:
+            store.set(OFFER, dump_offer(offer))
+        member = Member(hosts.node_rank, hosts.nnodes, socket.gethostname())
+        agree(store, member, plans, make_terms, self._join_seconds)
+
+    def _opened(self) -> dist.TCPStore:
+        """Return the store of the job, which node 0 serves from here on."""
         if self.store is None:
             self.store = self._open()
-        store = dist.PrefixStore(f"nodes/{self._attempt}", self.store)
-        self._join(store)
-        port = self.store.port if hosts.nnodes == 1 else self._endpoint.port
-        return RendezvousInfo(store, hosts.node_rank, hosts.nnodes, RendezvousStoreInfo(self._endpoint.host, port))
+        return self.store
 
     def _open(self) -> dist.TCPStore:
         if self._hosts.is_first_node:
@@ -73,12 +94,15 @@ class NodeRendezvous(RendezvousHandler):
 
     def _join(self, store: dist.Store) -> None:
         """Wait for the launchers of all nodes. Raises UserError where two have the same number."""
-        hosts, name = self._hosts, socket.gethostname()
-        if store.add(f"taken/{hosts.node_rank}", 1) > 1:
-            raise UserError(f"--node-rank {hosts.node_rank}: another machine has joined under this number")
-        store.set(f"node/{hosts.node_rank}", name)
+        hosts = self._hosts
+        self._take_number(store)
+        store.set(f"node/{hosts.node_rank}", socket.gethostname())
         keys = {f"node/{node}": f"node {node}" for node in range(hosts.nnodes)}
         await_keys(store, keys, self._join_seconds, Notice(f"node {hosts.node_rank} waits for the other nodes"))
+
+    def _take_number(self, store: dist.Store) -> None:
+        if store.add(taken_key(self._hosts.node_rank), 1) > 1:
+            raise UserError(f"--node-rank {self._hosts.node_rank}: another machine has joined under this number")
 
     def is_closed(self) -> bool:
         """Return False: the nodes of a job are fixed."""
@@ -105,5 +129,10 @@ def endpoint_of(hosts: Hosts) -> Endpoint:
     """Return where the store of a job is served: on the loopback address with one node."""
     if hosts.nnodes == 1:
         return Endpoint("loopback", LOOPBACK, 0)
-    host, _, port = hosts.rdzv_endpoint.rpartition(":")
+    return endpoint_at(hosts.rdzv_endpoint)
+
+
+def endpoint_at(address: str) -> Endpoint:
+    """Return the endpoint of ``HOST:PORT``, of which ``Hosts`` has checked the form."""
+    host, _, port = address.rpartition(":")
     return Endpoint("--rdzv-endpoint", host, int(port))

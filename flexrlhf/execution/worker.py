@@ -13,20 +13,24 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
 from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.execution.agreement import Member, agree
 from flexrlhf.execution.failures import ErrorReport
 from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.hub_commits import check_commits
+from flexrlhf.execution.launchers.job_start import JobStart
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.rank_watch import RankWatch
 from flexrlhf.execution.run_directory import RunStatus, read_status, write_status, writing_to
@@ -41,12 +45,13 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
 
-def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
+def work(orders: Sequence[RunOrder], stop_file: Path | None = None, begin: JobStart | None = None) -> bool:
     """Execute runs in order on this rank; all runs of a command share the job's ranks.
 
     Returns whether all have finished; else a request has stopped them.
 
-    ``stop_file``: exists once the launcher has received a signal to save and end; None: signals come to this process.
+    stop_file:  exists once the launcher has received a signal to save and end; None: signals come to this process.
+    begin:      of a job without a launcher of ours: its ranks agree by themselves before anything is written.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -54,8 +59,10 @@ def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
     with (
         open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world,
         RankWatch(world, timeout_seconds, stop_file) as watch,
+        ExitStack() as stack,
     ):
         meter, stops = MemoryMeter(world.device), StopRequests(world.store, stop_file)
+        stack.enter_context(nullcontext() if begin is None else _agreed(begin, world))
         if stop_file is None:
             stops.install_handlers()
         for order in orders:
@@ -68,6 +75,18 @@ def work(orders: Sequence[RunOrder], stop_file: Path | None = None) -> bool:
             if next_step < order.spec.steps:
                 return False
     return True
+
+
+@contextmanager
+def _agreed(job: JobStart, world: World) -> Iterator[None]:
+    """Make the directories of the runs, on rank 0, once all machines agree. One rank of each machine compares."""
+    store, seconds = dist.PrefixStore("agreement", world.store), job.plans[0].spec.timeout_seconds
+    compares = world.rank == 0 or os.environ.get("LOCAL_RANK", "0") == "0"
+    member = Member(world.rank, world.size, world.host, "rank")
+    agree(store, member, job.plans, job.make_terms if compares else None, seconds)
+    with job.directories():
+        world.meet("the directories of the runs", seconds)
+        yield
 
 
 def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests, watch: RankWatch) -> int:

@@ -85,8 +85,16 @@ class Cluster:
 
     def figures(self, rank: int) -> DeviceClass | None:
         """Return the figures of a device's class with the YAML's links; None for a class without figures."""
+        return self._with_links(rank, DEVICE_CLASSES.get(self.devices[rank].device_class))
+
+    def figures_or(self, rank: int, default: DeviceClass) -> DeviceClass:
+        """Return ``figures``, those of ``default`` with the YAML's links for a class without."""
+        found = self.figures(rank) or self._with_links(rank, default)
+        assert found is not None, "a default has figures"
+        return found
+
+    def _with_links(self, rank: int, known: DeviceClass | None) -> DeviceClass | None:
         device = self.devices[rank]
-        known = DEVICE_CLASSES.get(device.device_class)
         if known is None:
             return None
         link, network = device.link_gb_s or known.link_gb_s, device.network_gb_s or known.node_gb_s

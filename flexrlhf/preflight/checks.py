@@ -66,8 +66,3 @@ def _joined(texts: Iterable[str]) -> str:
     distinct = list(dict.fromkeys(filter(None, texts)))
     more = [f"{len(distinct) - MOST_PARTS} more"] if len(distinct) > MOST_PARTS else []
     return "; ".join([*distinct[:MOST_PARTS], *more])
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 rank`` or ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flexrlhf.errors import RankFailure, UserError
+from flexrlhf.errors import RankFailure, RunStopped, UserError
 from flexrlhf.execution import launch
 from flexrlhf.execution.rendezvous import NodeRendezvous
 from flexrlhf.execution.resumption import Resumption
+from flexrlhf.execution.shared_directories import probed_directories
 from flexrlhf.placement.hosts import Hosts, under_torchrun
 from flexrlhf.plan.plan import Plan
 from flexrlhf.preflight.checks import Check
-from flexrlhf.preflight.directories import probed_directories
 from flexrlhf.preflight.facts import JobFacts, SurveyRequest, load_job, write_request
 from flexrlhf.preflight.host import host_facts
 from flexrlhf.preflight.report import judge
@@ -43,6 +43,26 @@ def preflight(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> list[Ch
     """
     if under_torchrun():
         raise UserError("preflight: starts ranks by itself; under torchrun run `flexrlhf doctor` before, without it")
+    job, failure = survey(runs, hosts, waits)
+    return judge([run.plan for run in runs], job, failure)
+
+
+def measure_network(plan: Plan, hosts: Hosts, waits: Waits) -> float:
+    """Return the GB/s of the slowest link between two of the machines, all their ranks together, in one direction.
+
+    Raises RunStopped where a machine is missing or cannot be reached.
+    """
+    job, failure = survey([Resumption(plan)], hosts, waits)
+    if failure or not job.links:
+        raise RunStopped(f"network: {failure or 'no link was measured; flexrlhf doctor says why'}")
+    return min(link.gb_s for link in job.links if link.ends[0] != link.ends[1])
+
+
+def survey(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> tuple[JobFacts, str]:
+    """Return what the ranks of all machines have collected, and the sentence with which they ended early, if they did.
+
+    No process and no file is left.
+    """
     plans = [run.plan for run in runs]
     host = host_facts(runs, hosts)
     with probed_directories(plans, hosts.is_first_node) as directories, TemporaryDirectory(prefix="flexrlhf-") as place:
@@ -51,7 +71,7 @@ def preflight(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> list[Ch
         write_request(request, SurveyRequest(host, hosts.nnodes, waits.rank))
         failure = _survey(plans[0], hosts, waits, request, result)
         job = load_job(result.read_bytes()) if result.exists() else JobFacts((host,))
-    return judge(plans, job, failure)
+    return job, failure
 
 
 def _survey(plan: Plan, hosts: Hosts, waits: Waits, request: Path, result: Path) -> str:

@@ -7,26 +7,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from flexrlhf.execution.shared_directories import DirectoryFacts
+from flexrlhf.execution.terms import Terms
 from flexrlhf.preflight.checks import Check
 
 UNLIMITED = 2**40
 """Open files of a process without a limit."""
-
-
-@dataclass(frozen=True)
-class DirectoryFacts:
-    """A directory of runs, on one host.
-
-    path:     as the YAML has it
-    place:    absolute
-    problem:  why nothing can be written there; empty where it can
-    probe:    name of the probe directory that node 0 made in it; empty elsewhere
-    """
-
-    path: str
-    place: str
-    problem: str = ""
-    probe: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,11 +21,9 @@ class HostFacts:
 
     node, host:   its number and name
     ranks:        that it starts
-    versions:     of Python, this package and its libraries
-    sources:      digest of each file of this package; empty where they are those of node 0
-    specs:        resolved YAML of each run; empty where they are those of node 0
+    terms:        what must be the same on all machines
     libraries:    check of the libraries that its plans need
-    inputs:       why models or data cannot be read; empty where they can
+    input_problem: why models or data cannot be read; empty where they can
     device:       of its ranks: cpu or cuda
     devices:      CUDA devices
     problem:      why its ranks cannot have the device of the cluster; empty where they can
@@ -54,11 +38,9 @@ class HostFacts:
     node: int
     host: str
     ranks: tuple[int, ...]
-    versions: dict[str, str]
-    sources: dict[str, str]
-    specs: tuple[str, ...]
+    terms: Terms
     libraries: Check
-    inputs: str
+    input_problem: str
     device: str
     devices: int
     problem: str
@@ -76,8 +58,7 @@ class HostFacts:
 
     def without_equals(self, first: HostFacts) -> HostFacts:
         """Return these facts without the files and settings that are those of the ``first`` host: they are long."""
-        sources = {} if self.sources == first.sources else self.sources
-        return replace(self, sources=sources, specs=() if self.specs == first.specs else self.specs)
+        return replace(self, terms=self.terms.without_equals(first.terms))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 import shutil
@@ -10,20 +9,19 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import UserError
 from flexrlhf.execution.free_space import disk_demands
 from flexrlhf.execution.resumption import Resumption
-from flexrlhf.placement.hosts import Hosts, with_device
+from flexrlhf.execution.terms import terms_of
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.plan.plan import Plan
 from flexrlhf.preflight.facts import UNLIMITED, HostFacts
 from flexrlhf.preflight.job_checks import check_disk
-from flexrlhf.preflight.libraries import check_libraries, needed_versions
+from flexrlhf.preflight.libraries import check_libraries
 
 SHARED_MEMORY = Path("/dev/shm")
-_PACKAGE = Path(__file__).parents[1]
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (
@@ -43,11 +41,9 @@ def host_facts(runs: Sequence[Resumption], hosts: Hosts) -> HostFacts:
         node=hosts.node_rank,
         host=socket.gethostname(),
         ranks=hosts.local_ranks(plans[0].cluster),
-        versions=needed_versions(plans),
-        sources=source_digests(_PACKAGE),
-        specs=tuple(dump_spec(with_device(plan.spec, device)) for plan in plans),
+        terms=terms_of(plans, device, hosts.nnodes),
         libraries=check_libraries(plans),
-        inputs=_input_problem(plans, device),
+        input_problem=_input_problem(plans, device),
         device=device,
         devices=devices,
         problem=problem,
@@ -57,12 +53,6 @@ def host_facts(runs: Sequence[Resumption], hosts: Hosts) -> HostFacts:
         open_files=_open_files(),
         disk=check_disk(disk_demands(runs)),
     )
-
-
-def source_digests(package: Path) -> dict[str, str]:
-    """Return a digest of each source file, by its path in the package."""
-    files = sorted(package.rglob("*.py"))
-    return {str(file.relative_to(package)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
 
 
 def available_memory(meminfo: str, cgroup: Path) -> int:

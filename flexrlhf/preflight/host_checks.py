@@ -9,9 +9,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
-from flexrlhf.preflight.checks import Check, counted, united
+from flexrlhf.preflight.checks import Check, united
 from flexrlhf.preflight.facts import UNLIMITED, HostFacts, JobFacts, RankFacts
-from flexrlhf.text import bytes_text
+from flexrlhf.text import bytes_text, counted
 
 SHARED_BYTES = 64 * 2**20
 """Shared memory that a rank may use: NCCL's buffers towards the ranks of its machine, or a worker's queues."""
@@ -122,7 +122,7 @@ def check_host_libraries(hosts: Iterable[HostFacts]) -> Check:
 def check_inputs(hosts: Iterable[HostFacts]) -> Check:
     """Check that every host can read models and data."""
     found = list(hosts)
-    broken = [Check("inputs", "FAILS", f"{host.name}: {host.inputs}") for host in found if host.inputs]
+    broken = [Check("inputs", "FAILS", f"{host.name}: {host.input_problem}") for host in found if host.input_problem]
     return united("inputs", broken or [Check("inputs", "ok", f"models and data can be read on {_hosts(len(found))}")])
 
 

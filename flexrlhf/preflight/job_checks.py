@@ -2,84 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from flexrlhf.config.number_settings import differences
-from flexrlhf.config.secrets import without_secrets
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import shown
 from flexrlhf.execution.free_space import DiskDemand
+from flexrlhf.execution.terms import (
+    MOST_NAMED,
+    SAME_INPUTS,
+    SAME_VERSIONS,
+    Sides,
+    Terms,
+    input_difference,
+    setting_difference,
+    version_difference,
+)
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.preflight.checks import Check, Result, counted, united
+from flexrlhf.preflight.checks import Check, Result, united
 from flexrlhf.preflight.facts import HostFacts, JobFacts, LinkFacts
-from flexrlhf.text import bytes_text, ranks_text
+from flexrlhf.text import bytes_text, counted, ranks_text
 
 MOST_CLOCK_SECONDS = 1.0
 """Difference of clocks from which causes of failures, compared by their times, are in doubt."""
 LEAST_LINK_SHARE = 0.5
 """Share of a link's planned bandwidth that counts as it."""
-MOST_NAMED = 3
 _NOT_REACHED = "not reached"
 
 
 def check_versions(hosts: Sequence[HostFacts]) -> Check:
     """Check that all hosts have the same Python, libraries and source files of this package as node 0."""
-    name, first = "same versions", hosts[0]
-    parts = [part for host in hosts[1:] if (part := _version_difference(first, host))]
-    if parts:
-        return Check(name, "FAILS", "; ".join(parts), "install the same versions on all machines")
-    found = ", ".join(f"{library} {first.versions.get(library, '?')}" for library in ("flexrlhf", "torch", "python"))
-    return Check(name, "ok", f"{found} on {_machines(hosts)}")
-
-
-def _version_difference(first: HostFacts, other: HostFacts) -> str:
-    """Return what differs between two hosts; empty where nothing does."""
-    pairs = list(_differing(first.versions, other.versions))
-    files = list(_differing(first.sources, other.sources or first.sources))
-    named = [
-        f"{name} is {here or 'missing'} on {first.name} and {there or 'missing'} on {other.name}"
-        for name, here, there in pairs[:MOST_NAMED]
-    ]
-    if files:
-        more = f" and {counted(len(files) - 1, 'more file')} differ" if len(files) > 1 else " differs"
-        named.append(f"flexrlhf/{files[0][0]}{more} on {first.name} and {other.name}")
-    return "; ".join(named)
-
-
-def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    for name in {**first, **other}:
-        here, there = first.get(name, ""), other.get(name, "")
-        if here != there:
-            yield name, here, there
+    versions = hosts[0].terms.versions
+    found = ", ".join(f"{library} {versions.get(library, '?')}" for library in ("flexrlhf", "torch", "python"))
+    return _check_terms("same versions", hosts, version_difference, found, SAME_VERSIONS)
 
 
 def check_settings(hosts: Sequence[HostFacts]) -> Check:
     """Check that all hosts have the same resolved settings as node 0."""
-    name, first = "same settings", hosts[0]
-    parts = [part for host in hosts[1:] if (part := _setting_difference(first, host))]
-    if parts:
-        return Check(name, "FAILS", "; ".join(parts), "start the same command with the same files on all machines")
-    return Check(name, "ok", f"{counted(len(first.specs), 'run')} on {_machines(hosts)}")
+    found, advice = (
+        counted(len(hosts[0].terms.specs), "run"),
+        "start the same command with the same files on all machines",
+    )
+    return _check_terms("same settings", hosts, setting_difference, found, advice)
 
 
-def _setting_difference(first: HostFacts, other: HostFacts) -> str:
-    if not other.specs:
-        return ""
-    if len(first.specs) != len(other.specs):
-        return f"{counted(len(first.specs), 'run')} on {first.name} and {len(other.specs)} on {other.name}"
-    found = [
-        f"{each.key} is {_value(each.first)} on {first.name} and {_value(each.second)} on {other.name}"
-        for here, there in zip(first.specs, other.specs, strict=True)
-        if here != there
-        for each in differences(read_yaml(here), read_yaml(there))
-    ]
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return ", ".join(found[:MOST_NAMED]) + more
+def check_same_inputs(hosts: Sequence[HostFacts]) -> Check:
+    """Check that the files of models and data are the same on all hosts."""
+    found = counted(len(hosts[0].terms.inputs), "file")
+    return _check_terms("same inputs", hosts, input_difference, found, SAME_INPUTS)
 
 
-def _value(setting: Any) -> str:
-    return shown(without_secrets(setting))
+def _check_terms(
+    name: str, hosts: Sequence[HostFacts], compare: Callable[[Terms, Terms, Sides], str], found: str, advice: str
+) -> Check:
+    """Compare the terms of every host with those of node 0. ``found``: what is the same where nothing differs."""
+    first = hosts[0]
+    parts = [compare(first.terms, host.terms, Sides(first.name, host.name)) for host in hosts[1:]]
+    if any(parts):
+        return Check(name, "FAILS", "; ".join(filter(None, parts)), advice)
+    return Check(name, "ok", f"{found} on {_machines(hosts)}")
 
 
 def check_reached(job: JobFacts, failure: str) -> Check:

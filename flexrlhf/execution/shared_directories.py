@@ -1,4 +1,5 @@
-"""Directories of runs: node 0 makes a probe directory in each, every rank reads and writes there, and none is left."""
+"""Directories of runs that machines share: node 0 makes a probe directory in each, the others read and write there, and
+none is left."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
 from flexrlhf.plan.plan import Plan
-from flexrlhf.preflight.facts import DirectoryFacts
 
 PROBE_BYTES = 2**20
 """Bytes that node 0 writes: a full disk takes empty files."""
@@ -19,6 +20,22 @@ SEEN_SECONDS = 5.0
 """Time in which a file must be seen on another machine; shared file systems cache directories."""
 _PROBE, _FIRST = ".preflight-", "rank-0"
 """Beginning of the name of a probe directory, and the file of rank 0 in it."""
+
+
+@dataclass(frozen=True)
+class DirectoryFacts:
+    """A directory of runs, on one host.
+
+    path:     as the YAML has it
+    place:    absolute
+    problem:  why nothing can be written there; empty where it can
+    probe:    name of the probe directory that node 0 made in it; empty elsewhere
+    """
+
+    path: str
+    place: str
+    problem: str = ""
+    probe: str = ""
 
 
 @contextmanager

@@ -1,0 +1,39 @@
+"""Everything that a launcher takes to start a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.execution.terms import Terms
+from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """A job that is about to start.
+
+    orders:        runs that the ranks execute.
+    plans:         of the same runs.
+    hosts:         nodes of the job.
+    max_restarts:  how often all ranks are started again after one has failed.
+    make_terms:    returns what must be the same on all machines, as this one has it.
+    directories:   makes and locks the directories of the runs for as long as it is open, on the first machine alone.
+    """
+
+    orders: Sequence[RunOrder]
+    plans: Sequence[Plan]
+    hosts: Hosts
+    max_restarts: int
+    make_terms: Callable[[], Terms]
+    directories: Callable[[], AbstractContextManager[None]]
+
+
+Launcher = Callable[[JobStart], bool]
+"""Starts a job and waits for its end. Returns whether a request has made the ranks save and end before all is done.
+
+Raises RankFailure when a rank fails, Interrupted on a signal, UserError where machines differ; no process is left.
+"""

@@ -1,0 +1,18 @@
+"""Launcher of this machine's ranks by torch's elastic agent; with several nodes each has one of its own."""
+
+from __future__ import annotations
+
+from flexrlhf.execution.job_offer import JobOffer
+from flexrlhf.execution.launch import launch
+from flexrlhf.execution.launchers.job_start import JobStart
+from flexrlhf.execution.rendezvous import NodeRendezvous
+
+
+def start(job: JobStart) -> bool:
+    """Start the ranks of this node once all nodes agree."""
+    rendezvous = NodeRendezvous(job.hosts)
+    if job.hosts.nnodes > 1:
+        offer = JobOffer(tuple(job.orders), job.hosts.nnodes, job.max_restarts)
+        rendezvous.agree(offer, job.plans, job.make_terms)
+    with job.directories():
+        return launch(job.orders, job.plans[0], job.hosts, job.max_restarts, rendezvous)

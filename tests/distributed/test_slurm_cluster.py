@@ -1,0 +1,132 @@
+"""A SLURM of two nodes on this machine: a job saves on its signal, is requeued and goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from cases import Case, make_assets
+from test_nodes import free_port
+
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.execution.run_directory import read_lines, read_status
+
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munge", "unmunge")
+SECONDS = 120
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, PROGRAMS)), reason="needs root and SLURM (apt install slurm-wlm)"
+    ),
+]
+# the first node has the name of this machine, which the other one reaches
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={directory}
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/controller.pid
+SlurmdPidFile={directory}/node-%n.pid
+SlurmctldLogFile={directory}/controller.log
+SlurmdLogFile={directory}/node-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+KillWait=60
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=zz NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=main Nodes=ALL Default=YES State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running SLURM.
+
+    environment:  of its commands.
+    """
+
+    environment: dict[str, str]
+
+    def call(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if subprocess.run("munge -n | unmunge", shell=True, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs a running munged")
+    directory, host = tmp_path_factory.mktemp("slurm"), socket.gethostname()
+    config = directory / "slurm.conf"
+    config.write_text(CONFIG.format(host=host, directory=directory, ports=[free_port() for _ in range(3)]))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    made = Slurm({**os.environ, "SLURM_CONF": str(config), "OMP_NUM_THREADS": "1", "PATH": path})
+    try:
+        for command in (("slurmctld", "-c"), ("slurmd", "-N", host), ("slurmd", "-N", "zz")):
+            assert made.call(*command).returncode == 0
+        wait_until(lambda: made.call("sinfo", "-h", "-o", "%t").stdout.split() == ["idle"])
+        yield made
+    finally:
+        made.call("scontrol", "shutdown")
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "did not come in time"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two nodes of a rank each."""
+    spec = make_assets(tmp_path_factory.mktemp("assets")).spec(Case("two", "halves", 2))
+    raw = yaml.safe_load(dump_spec(spec)) | {"name": "job", "runs": "runs", "steps": 200}
+    raw["cluster"] = {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}
+    path = tmp_path_factory.mktemp("config") / "job.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def test_a_job_that_is_signalled_goes_on_in_the_next_one(slurm: Slurm, config: Path, tmp_path: Path) -> None:
+    written = slurm.call("flexrlhf", "slurm", str(config), "-o", "job.sbatch", cwd=tmp_path)
+    assert written.stdout == "wrote job.sbatch; start it with: sbatch job.sbatch\n", written.stderr
+    job = slurm.call("sbatch", "--parsable", "-o", "job.out", "job.sbatch", cwd=tmp_path).stdout.strip()
+    out, run = tmp_path / "job.out", tmp_path / "runs" / "job"
+    wait_until(lambda: out.exists() and "step 20/" in out.read_text())
+    slurm.call("scancel", "--signal=USR1", job)
+    wait_until(lambda: "job has stopped after" in out.read_text())
+    stopped = read_status(run)
+    assert stopped is not None and stopped.state == "stopped" and 20 <= stopped.next_step < 200
+    wait_until(lambda: "BeginTime" in slurm.call("squeue", "-h", "-j", job, "-o", "%r").stdout)
+    # instead of two minutes later
+    slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_until(lambda: "results in runs/job" in out.read_text())
+    assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(200))
+
+
+def test_what_srun_must_not_start_is_refused(slurm: Slurm, config: Path, tmp_path: Path) -> None:
+    many = slurm.call("srun", "-N2", "-n4", "flexrlhf", "run", str(config), cwd=tmp_path)
+    assert "flexrlhf: srun: 4 tasks on 2 nodes; a task starts all ranks of its node" in many.stderr + many.stdout
+    assert not list(tmp_path.iterdir())

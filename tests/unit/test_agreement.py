@@ -1,0 +1,169 @@
+"""Machines of a job compare settings, versions, files and directories before anything is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from small_runs import plan_of
+
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.execution import agreement, shared_directories
+from flexrlhf.execution.agreement import Member, agree
+from flexrlhf.execution.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
+from flexrlhf.execution.job_offer import JobOffer, OpenJob, dump_offer, load_offer
+from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.execution.shared_directories import DirectoryFacts
+from flexrlhf.execution.terms import Sides, Terms, difference, dump_terms, load_terms
+from flexrlhf.plan.plan import Plan
+
+TERMS = Terms(3, 0, ("seed: 0\n",), {"torch": "2.13.0"}, {"errors.py": "1"}, {"data.path rows.jsonl": "ab"})
+ENDINGS = {
+    "settings": (
+        {"specs": ("seed: 3\n",)},
+        "seed is 0 on node 0 (host a) and 3 on node 2 (host c); start the same command with the same files on all "
+        "machines",
+    ),
+    "runs": (
+        {"specs": ("seed: 0\n",) * 2},
+        "1 run on node 0 (host a) and 2 on node 2 (host c); start the same command with the same files on all machines",
+    ),
+    "versions": (
+        {"versions": {"torch": "2.12.0"}},
+        "torch is 2.13.0 on node 0 (host a) and 2.12.0 on node 2 (host c); install the same versions on all machines",
+    ),
+    "sources": (
+        {"sources": {"errors.py": "2"}},
+        "flexrlhf/errors.py differs on node 0 (host a) and node 2 (host c); install the same versions on all machines",
+    ),
+    "files": (
+        {"inputs": {"data.path rows.jsonl": "cd"}},
+        "data.path rows.jsonl differs between node 0 (host a) (ab) and node 2 (host c) (cd); copy models and data to "
+        "all machines",
+    ),
+    "restarts": (
+        {"restarts": 2},
+        "--max-restarts is 0 on node 0 (host a) and 2 on node 2 (host c); start the same command with the same files "
+        "on all machines",
+    ),
+    "nodes": (
+        {"nodes": 2},
+        "--nnodes is 3 on node 0 (host a) and 2 on node 2 (host c); start the same command with the same files on all "
+        "machines",
+    ),
+}
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return plan_of(None, 2, f"runs={tmp_path / 'runs'}")
+
+
+def ends(plan: Plan, terms: list[Terms | None], seconds: float = 20.0) -> list[str]:
+    """How each member ends that comes with its terms; empty where all agree."""
+    store = dist.HashStore()
+
+    def come(number: int) -> str:
+        own = terms[number]
+        member = Member(number, 3, "abc"[number])
+        try:
+            agree(store, member, [plan], None if own is None else lambda: own, seconds)
+        except (UserError, RunStopped) as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(terms)) as pool:
+        return list(pool.map(come, range(len(terms))))
+
+
+def test_equal_machines_agree(plan: Plan, tmp_path: Path) -> None:
+    """One that leaves the comparison to another process of its machine agrees, too; and no probe is left."""
+    assert ends(plan, [TERMS, TERMS, None]) == ["", "", ""]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_all_end_with_the_same_sentence(name: str, plan: Plan) -> None:
+    changes, sentence = ENDINGS[name]
+    other: Terms = replace(TERMS, **changes)  # type: ignore[arg-type]
+    assert ends(plan, [TERMS, TERMS, other]) == [sentence] * 3
+
+
+def test_a_machine_that_does_not_come_is_named(plan: Plan) -> None:
+    first, second = ends(plan, [TERMS, TERMS], seconds=0.1)
+    assert first.startswith("node 0 (host a) compares settings, versions and files: missing node 2; arrived: node 1")
+    assert "missing node 0" in second
+
+
+def test_a_directory_that_is_another_one_ends_the_job(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_directories, "SEEN_SECONDS", 0.1)
+    monkeypatch.setattr(agreement, "see_probe", elsewhere(tmp_path))
+    sentence = (
+        f"runs: {tmp_path / 'runs'} on node 1 (host b) is not the directory of that name on node 0 (host a); set runs: "
+        f"to one that all machines mount"
+    )
+    assert ends(plan, [TERMS, TERMS, None]) == [sentence] * 3
+
+
+def elsewhere(directory: Path) -> Callable[[DirectoryFacts, int, str], str]:
+    """Look for a probe where another machine has its own directory of that name."""
+
+    def see(facts: DirectoryFacts, number: int, probe: str) -> str:
+        return shared_directories.see_probe(replace(facts, path=str(directory / "other")), number, probe)
+
+    return see
+
+
+def test_a_directory_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    plan = plan_of(None, 2, f"runs={tmp_path / 'file' / 'runs'}")
+    assert ends(plan, [TERMS] * 3) == [f"runs: {tmp_path}/file/runs cannot be written (Not a directory)"] * 3
+
+
+def test_equal_parts_of_terms_travel_once() -> None:
+    assert load_terms(dump_terms(TERMS)) == TERMS
+    short = TERMS.without_equals(TERMS)
+    assert short.specs == () and short.sources == {}
+    assert difference(TERMS, short, Sides("a", "b")) == ""
+
+
+def test_a_digest_covers_small_files_whole_and_large_ones_by_their_blocks(tmp_path: Path) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.write_bytes(b"one")
+    before = file_digest(small)
+    small.write_bytes(b"two")
+    assert file_digest(small) != before
+    with large.open("wb") as file:
+        file.truncate((NUM_BLOCKS + 8) * BLOCK_BYTES)
+    before = file_digest(large)
+    for place in (0, os.path.getsize(large) - 1):
+        with large.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        assert file_digest(large) != before
+        before = file_digest(large)
+
+
+def offered(plan: Plan) -> OpenJob:
+    offer = JobOffer((RunOrder(plan.spec, (Path("runs/a/checkpoints/step-2"),)),), 3, 1)
+    assert load_offer(dump_offer(offer)) == offer
+    return OpenJob(offer, dist.HashStore())
+
+
+def test_machines_that_join_get_the_free_numbers(plan: Plan) -> None:
+    cluster = plan_of(None, 3, "cluster={nodes: [{count: 3, devices: 1}], device: cpu}").cluster
+    job = offered(plan)
+    job.store.add("taken/1", 1)
+    assert job.take_number(cluster) == 2
+    with pytest.raises(UserError, match="join: all 3 nodes of this job are taken"):
+        job.take_number(cluster)
+    uneven = plan_of(None, 4, "cluster={nodes: [{count: 2, devices: 1}, {count: 1, devices: 2}], device: cpu}").cluster
+    with pytest.raises(UserError, match="--node-rank: missing; the nodes of this job differ"):
+        offered(plan).take_number(uneven)

@@ -1,0 +1,101 @@
+"""SLURM: nodes from the environment of a task, and the batch script of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_runs import plan_of
+
+from flexrlhf.errors import UserError
+from flexrlhf.placement.hosts import Hosts
+from flexrlhf.placement.slurm import first_host, hosts_of, slurm_hosts
+from flexrlhf.plan.slurm_script import NodeGroup, node_groups, slurm_script
+
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "gpu[07-08,12],login1",
+    "SLURM_JOB_ID": "20123",
+    "SLURM_NODEID": "2",
+}
+MIXED = "cluster={nodes: [{count: 2, devices: 4, class: A100-80G}, {count: 1, devices: 8, class: V100-32G}]}"
+
+
+@pytest.mark.parametrize(
+    ("listed", "host"),
+    [
+        ("gpu[03-05,7],login1", "gpu03"),
+        ("gpu[3]", "gpu3"),
+        ("a,b", "a"),
+        ("node1", "node1"),
+        ("rack[1-2]n,x", "rack1n"),
+        ("a-b.c,d[1]", "a-b.c"),
+    ],
+)
+def test_the_first_host_of_a_list(listed: str, host: str) -> None:
+    assert first_host(listed) == host
+
+
+def test_a_task_on_each_node_is_a_launcher() -> None:
+    assert slurm_hosts(STEP) == Hosts(3, 2, "gpu07:20123")
+    assert slurm_hosts(STEP, "a:1") == Hosts(3, 2, "a:1")
+    # the first component of a heterogeneous job has node 0, whatever comes first by name
+    assert slurm_hosts({**STEP, "SLURM_JOB_NODELIST_HET_GROUP_0": "z1"}).rdzv_endpoint == "z1:20123"
+    one = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    assert slurm_hosts(one) == Hosts()
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({}, "--launcher slurm: SLURM_STEP_ID missing from the environment; start with srun, a task a node"),
+        (
+            {**STEP, "SLURM_STEP_NUM_TASKS": "12"},
+            "srun: 12 tasks on 3 nodes; a task starts all ranks of its node: use --ntasks-per-node=1",
+        ),
+        (
+            {**STEP, "SLURM_STEP_NODELIST": ""},
+            "SLURM_STEP_NODELIST: no host in the environment of this task; give --rdzv-endpoint HOST:PORT",
+        ),
+        ({**STEP, "SLURM_NODEID": "x"}, "SLURM_NODEID: 'x' in the environment of a task; srun sets a number"),
+    ],
+)
+def test_a_task_that_cannot_be_one(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        slurm_hosts(environment)
+    assert str(caught.value) == sentence
+
+
+def test_the_environment_chooses_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Hosts(2, 1, "a:1")
+    assert hosts_of("auto", Hosts(), STEP) == slurm_hosts(STEP)
+    assert hosts_of("auto", given, STEP) == hosts_of("local", given, STEP) == given
+    assert hosts_of("auto", Hosts(), {**STEP, "SLURM_STEP_NUM_NODES": "1"}) == Hosts()
+    with pytest.raises(UserError, match="--launcher torchrun: RANK and WORLD_SIZE"):
+        hosts_of("torchrun", Hosts(), {})
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    assert hosts_of("auto", Hosts(), STEP) == hosts_of("torchrun", Hosts(), {}) == Hosts()
+    with pytest.raises(UserError, match="--launcher local: another launcher"):
+        hosts_of("local", Hosts(), {})
+
+
+def test_a_script_has_the_nodes_of_the_plan(tmp_path: Path) -> None:
+    plan = plan_of(None, 16, MIXED, "placement={actor: {ratio: 0.5}, critic: 0.5, ref: 0.5, reward: 0.5}")
+    assert node_groups(plan.cluster) == [NodeGroup(2, 4, "A100-80G"), NodeGroup(1, 8, "V100-32G")]
+    lines = slurm_script(plan, "flexrlhf run a.yaml --resume auto", ["time=1:00"], 60).splitlines()
+    assert lines[:5] == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=test",
+        "#SBATCH --signal=USR1@60",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+    ]
+    assert lines.count("#SBATCH hetjob") == 1 and lines.count("#SBATCH --time=1:00") == 2
+    assert [line for line in lines if "nodes=" in line] == ["#SBATCH --nodes=2", "#SBATCH --nodes=1"]
+    assert [line for line in lines if "gpus" in line] == ["#SBATCH --gpus-per-node=4", "#SBATCH --gpus-per-node=8"]
+    assert "srun --het-group=0-1 flexrlhf run a.yaml --resume auto" in lines
+    alike = slurm_script(plan_of(None, 2, "cluster.device=cpu"), "flexrlhf run a.yaml").splitlines()
+    assert "#SBATCH --cpus-per-task=2" in alike and "srun flexrlhf run a.yaml" in alike and "hetjob" not in str(alike)
