@@ -3,12 +3,15 @@
 Each source rank sends the elements that others need, a receiver has them written into the copy's live weights, and it
 compares checksums of what it then stores. Large regions that are contiguous and of the copy's type travel from live
 weights to live weights; others are packed into buffers. What a rank has itself it copies from tensor to tensor. A rank
-waits for its receivers; with ``snapshot`` it packs everything first and does not, so that training may go on.
+waits for its receivers.
+
+A sync that overlaps what its ranks compute needs memory for all that crosses: a source packs everything first and waits
+for nobody, and a receiver has all of it arrive there, until the copy is used next.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,11 +41,12 @@ class ChecksumError(RunStopped):
 class SyncChannel:
     """A sync plan, with the torch objects that carry it out on this rank.
 
-    plan:    messages and parts.
-    dtype:   type of the copy's weights.
-    device:  of the buffers.
-    group:   of senders and receivers; None where nothing crosses between ranks.
-    gather:  collective that makes adapters whole before they are merged; None: none are merged here.
+    plan:      messages and parts.
+    dtype:     type of the copy's weights.
+    device:    of the buffers.
+    group:     of senders and receivers; None where nothing crosses between ranks.
+    gather:    collective that makes adapters whole before they are merged; None: none are merged here.
+    overlaps:  whether it overlaps what its ranks compute.
     """
 
     plan: SyncPlan
@@ -50,6 +54,7 @@ class SyncChannel:
     device: torch.device
     group: dist.ProcessGroup | None
     gather: WeightGather | None = None
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,12 @@ class _Packed:
 class _Incoming:
     """A vector for this rank.
 
-    targets:  views of the copy that it is written into; none: ``numbers`` are the copy's own.
+    regions:  of the copy that it is written into; none: ``numbers`` are the copy's own.
     """
 
     source: int
     numbers: Tensor
-    targets: tuple[Tensor, ...]
+    regions: Regions
 
 
 @dataclass(frozen=True)
@@ -92,14 +97,6 @@ class _ArrivingVector:
 
     vector: _Incoming
     work: Waitable
-
-    def store(self, wait: Wait) -> None:
-        """Await the numbers and write them into the copy."""
-        wait(self.work, (self.vector.source,))
-        if self.vector.targets:
-            pieces = self.vector.numbers.split([view.numel() for view in self.vector.targets])
-            for view, piece in zip(self.vector.targets, pieces, strict=True):
-                view.copy_(piece.view(view.shape))
 
 
 @dataclass(frozen=True)
@@ -155,6 +152,10 @@ class WeightMover:
         self._await_all(sending)
         return _Exchange(channel, self._settings, self._wait, self._pool, sending).run(source, copy)
 
+    def receive(self, channel: SyncChannel) -> Receipt:
+        """Begin to receive all weights of the next Sync of ``channel``, of ranks that the copy shares none with."""
+        return Receipt(_Exchange(channel, self._settings, self._wait, self._pool, deque()))
+
     def close(self) -> None:
         """Await all sends that are under way."""
         for sending in self._sending.values():
@@ -189,8 +190,8 @@ class _Exchange:
         """Send, copy and receive; return the bytes sent."""
         values = None if source is None else self._values(source)
         packed = (self._packed(bucket, values) for bucket in self._plan.buckets)
-        # a snapshot packs all buckets before the first one is sent
-        vectors = iter(list(packed)) if self._settings.snapshot else packed
+        # to overlap, all buckets are packed before the first one is sent
+        vectors = iter(list(packed)) if self._channel.overlaps else packed
         arriving: deque[_ArrivingBucket] = deque()
         for bucket in self._plan.buckets:
             incoming = self._begin(bucket, next(vectors), copy)
@@ -205,11 +206,24 @@ class _Exchange:
         while arriving:
             self._store(arriving.popleft(), copy)
         if self._settings.checksum:
-            self._compare(self._exchanged_checksums())
-        while self._sending and not self._settings.snapshot:
+            self._compare(self._arrived(self._exchanged_checksums()))
+        while self._sending and not self._channel.overlaps:
             # live weights are sent, which the next training changes
             _await(self._sending.popleft(), self._wait, self._pool)
         return self._num_bytes
+
+    def begin(self) -> tuple[list[_ArrivingBucket], list[_ArrivingVector]]:
+        """Begin to receive everything into memory of its own; return the buckets and their checksums under way."""
+        begun = (self._begin(bucket, _Packed((), None), None) for bucket in self._plan.buckets)
+        arriving = [bucket for bucket in begun if bucket is not None]
+        return arriving, self._exchanged_checksums() if self._settings.checksum else []
+
+    def finish(self, arriving: Sequence[_ArrivingBucket], sums: Sequence[_ArrivingVector], copy: Weights) -> None:
+        """Store what ``begin`` has begun to receive. Raises ChecksumError."""
+        for bucket in arriving:
+            self._store(bucket, copy)
+        if self._settings.checksum:
+            self._compare(self._arrived(sums))
 
     def _values(self, source: Weights) -> TrainedValues:
         plan, gather = self._plan, self._channel.gather
@@ -225,7 +239,7 @@ class _Exchange:
         if not bucket.sends:
             return _Packed((), None)
         assert values is not None, "the trained model is on this rank"
-        if not self._settings.snapshot:
+        if not self._channel.overlaps:
             while len(self._sending) >= NUM_BUCKETS - 1:
                 _await(self._sending.popleft(), self._wait, self._pool)
         space = _Space(self._buffer(self._most_sent))
@@ -245,9 +259,10 @@ class _Exchange:
     def _vector(self, regions: Regions, values: TrainedValues, space: _Space) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the elements of ``regions`` as a vector, and its part of each region.
 
-        Without a snapshot that of a large region is the live weights, where they are contiguous and of the copy's type.
+        That of a large region is the live weights, where they are contiguous and of the copy's type, unless training
+        goes on meanwhile.
         """
-        if regions[0].num_elements >= LARGE and values.lora is None and not self._settings.snapshot:
+        if regions[0].num_elements >= LARGE and values.lora is None and not self._channel.overlaps:
             value = values[regions[0]]
             if value.dtype == self._channel.dtype and value.is_contiguous():
                 return value.view(-1), [value]
@@ -285,27 +300,38 @@ class _Exchange:
         return [rank for rank in ranks if (self._plan.rank < rank) == is_first]
 
     def _incoming(self, bucket: RankBucket, space: _Space, copy: Weights | None) -> list[_Incoming]:
-        """Return the vectors of ``bucket`` for this rank, those of large contiguous regions in the copy itself."""
-        assert copy is not None, "the copy is on this rank"
+        """Return the vectors of ``bucket`` for this rank.
+
+        Those of large contiguous regions are in the copy itself, unless it is in use meanwhile (``copy`` is None).
+        """
         found = []
         for message in bucket.receives:
             for regions in message.vectors:
-                views = self._views(regions, copy)
-                if regions[0].num_elements >= LARGE and views[0].is_contiguous():
-                    found.append(_Incoming(message.source, views[0].view(-1), ()))
+                live = None if copy is None or regions[0].num_elements < LARGE else self._views(regions, copy)[0]
+                if live is not None and live.is_contiguous():
+                    found.append(_Incoming(message.source, live.view(-1), ()))
                 else:
-                    found.append(_Incoming(message.source, space.take(count(regions)), tuple(views)))
+                    found.append(_Incoming(message.source, space.take(count(regions)), regions))
         return found
 
     def _store(self, arriving: _ArrivingBucket, copy: Weights | None) -> None:
         """Await the vectors of a bucket and write them into the copy."""
         assert copy is not None, "the copy is on this rank"
-        for vector in arriving.vectors:
-            vector.store(self._wait)
+        for each in arriving.vectors:
+            self._wait(each.work, (each.vector.source,))
+            if each.vector.regions:
+                self._write(each.vector, copy)
         for message in arriving.bucket.receives:
             regions = tuple(chain.from_iterable(message.vectors))
             self._note(message.source, regions, self._views(regions, copy))
         self._pool.give(arriving.buffer)
+
+    def _write(self, vector: _Incoming, copy: Weights) -> None:
+        """Write a vector into the copy."""
+        views = self._views(vector.regions, copy)
+        pieces = vector.numbers.split([view.numel() for view in views])
+        for view, piece in zip(views, pieces, strict=True):
+            view.copy_(piece.view(view.shape))
 
     def _copy(self, regions: Regions, values: TrainedValues, copy: Weights) -> None:
         """Copy what this rank has itself."""
@@ -327,23 +353,29 @@ class _Exchange:
             self._sums.stored[source].append(checksum(stored))
             self._sums.names[source].append(regions[0].name)
 
-    def _exchanged_checksums(self) -> dict[int, Tensor]:
-        """Send the checksums of what this rank has sent; return those that others have sent, by rank."""
-        sent, rank, group = self._sums.sent, self._plan.rank, self._channel.group
-        mine = {receiver: torch.stack(sums) for receiver, sums in sent.items()}
-        found = {rank: mine.pop(rank)} if rank in mine else {}
+    def _exchanged_checksums(self) -> list[_ArrivingVector]:
+        """Send the checksums of what this rank has sent, and begin to receive those of what it receives."""
+        rank, group = self._plan.rank, self._channel.group
+        mine = {receiver: torch.stack(sums) for receiver, sums in self._sums.sent.items() if receiver != rank}
+        expected = Counter(message.source for bucket in self._plan.buckets for message in bucket.receives)
         awaited = []
         for is_first in (True, False):
             for receiver in self._of_turn(list(mine), is_first):
                 work = send(mine[receiver].view(torch.uint8), receiver, group)
                 self._sending.append(_InFlight(((work, receiver),), mine[receiver], is_pooled=False))
-            for source in self._of_turn([each for each in self._sums.stored if each != rank], not is_first):
-                found[source] = torch.empty(
-                    len(self._sums.stored[source]), dtype=torch.int64, device=self._channel.device
-                )
-                awaited.append((receive(found[source].view(torch.uint8), source, group), source))
-        for work, source in awaited:
-            self._wait(work, (source,))
+            for source in self._of_turn(list(expected), not is_first):
+                sums = torch.empty(expected[source], dtype=torch.int64, device=self._channel.device)
+                work = receive(sums.view(torch.uint8), source, group)
+                awaited.append(_ArrivingVector(_Incoming(source, sums, ()), work))
+        return awaited
+
+    def _arrived(self, awaited: Sequence[_ArrivingVector]) -> dict[int, Tensor]:
+        """Await checksums; return those of all that this rank stores, by the rank that has sent it."""
+        own = self._plan.rank
+        found = {own: torch.stack(self._sums.sent[own])} if own in self._sums.sent else {}
+        for each in awaited:
+            self._wait(each.work, (each.vector.source,))
+            found[each.vector.source] = each.vector.numbers
         return found
 
     def _compare(self, sent: dict[int, Tensor]) -> None:
@@ -360,6 +392,19 @@ class _Exchange:
 
     def _buffer(self, size: int) -> Tensor:
         return self._pool.take(size, self._channel.dtype, self._channel.device)
+
+
+class Receipt:
+    """Weights that arrive while the copy that they are for is still in use."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        """Begin to receive."""
+        self._exchange = exchange
+        self._arriving, self._sums = exchange.begin()
+
+    def store(self, copy: Weights) -> None:
+        """Await the weights and write them into ``copy``, live local parts. Raises ChecksumError."""
+        self._exchange.finish(self._arriving, self._sums, copy)
 
 
 def _size(messages: Sequence[WeightMessage]) -> int:

@@ -31,8 +31,9 @@ def fill(tensor: Tensor, part: Part, values: Tensor) -> None:
     if part.flat is None:
         box.copy_(values.view(box.shape))
     else:
-        # ZeRO-3 splits no dim, so the box is the tensor and its view shares the memory
-        box.view(-1)[part.flat.start : part.flat.stop] = values
+        flattened = box.reshape(-1)
+        flattened[part.flat.start : part.flat.stop] = values
+        box.copy_(flattened.view(box.shape))
 
 
 def flat(weights: Weights, names: Sequence[str], dtype: torch.dtype) -> Tensor:
@@ -62,20 +63,25 @@ class WeightGather:
     def whole(self, weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors ``names``, whole, on every rank of the group. A collective.
 
-        ``weights``: local shards by name.
+        ``weights``: local shards by name; those of pipeline stages are of some of the tensors.
         """
         if self.group is None:
             return {name: weights[name].detach().to(dtype).view(self.shards[0][name].shape) for name in names}
-        vectors = self._all_gather(flat(weights, names, dtype), self._longest(names))
-        tensors = {name: vectors.new_empty(self.shards[0][name].shape) for name in names}
+        own = [name for name in names if name in weights]
+        device = next(iter(weights.values())).device
+        mine = flat(weights, own, dtype) if own else torch.empty(0, dtype=dtype, device=device)
+        vectors = self._all_gather(mine, self._longest(names))
+        tensors: dict[str, Tensor] = {}
         for parts, values in zip(self.shards, vectors, strict=True):
-            sizes = [parts[name].num_elements for name in names]
-            for name, piece in zip(names, values[: sum(sizes)].split(sizes), strict=True):
+            stored = [name for name in names if name in parts]
+            sizes = [parts[name].num_elements for name in stored]
+            for name, piece in zip(stored, values[: sum(sizes)].split(sizes), strict=True):
+                tensors.setdefault(name, vectors.new_empty(parts[name].shape))
                 fill(tensors[name], parts[name], piece)
         return tensors
 
     def _longest(self, names: Sequence[str]) -> int:
-        return max(part_elements(parts, names) for parts in self.shards)
+        return max(part_elements(parts, [name for name in names if name in parts]) for parts in self.shards)
 
     def _all_gather(self, mine: Tensor, longest: int) -> Tensor:
         """Return the vectors of all ranks (ranks, longest), each padded with zeros."""

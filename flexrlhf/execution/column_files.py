@@ -29,11 +29,11 @@ def record_columns(
 ) -> None:
     """Write the columns that ``run`` wrote for ``rows``, with the row numbers, if ``debug.record_columns`` is set.
 
-    The first tensor-parallel rank of a replica writes for all of its ranks.
+    The first rank of a replica writes for all of its ranks.
     """
     if not context.plan.spec.debug.record_columns or not run.operator.writes:
         return
-    if context.models[run.model].placed.layout.tp_index(context.rank):
+    if not context.models[run.model].placed.layout.is_first_of_replica(context.rank):
         return
     _write(context, run, step, rows, store, run.operator.writes, prefix)
 

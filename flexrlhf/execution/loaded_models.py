@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -9,13 +10,15 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.engines.base import Engine, EngineContext
+from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, StageRanks
 from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.released_weights import ReleasedWeights
 from flexrlhf.errors import UserError
+from flexrlhf.placement.groups import ends_of, has_model_group, model_purpose, replica_purpose
+from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
-from flexrlhf.weights.lora import shape_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import parts_on
 
@@ -27,25 +30,49 @@ class LoadedModel:
     placed:   its ranks, layout and settings.
     engine:   computes with it.
     dp:       data-parallel group: ranks that store the same part of the model for other rows.
-    tp:       tensor-parallel group: ranks that store the other parts for the same rows.
+    replica:  ranks that store the other parts for the same rows.
     shape:    shapes of its parameters.
     version:  weights version, the number of batches that they have been trained on.
+    released: its weights, while they have no memory.
     """
 
     placed: PlacedModel
     engine: Engine
     dp: RankGroup
-    tp: RankGroup
+    replica: RankGroup
     shape: ModelShape
     version: int = 0
+    released: ReleasedWeights | None = None
+
+    def release(self) -> None:
+        """Free the weights until ``allocate``."""
+        assert self.released is None, f"{self.placed.name} is released already"
+        self.released = ReleasedWeights(self.engine.weights().values())
+
+    def allocate(self) -> None:
+        """Allocate the weights that ``release`` has freed; a Sync then fills them."""
+        assert self.released is not None, f"{self.placed.name} is allocated already"
+        self.released.allocate()
+        self.released = None
+
+    def memory_usage(self) -> MemoryUsage:
+        """Return the bytes of the engine's tensors on this rank."""
+        return MemoryUsage(0, 0, 0) if self.released is not None else self.engine.memory_usage()
 
 
 def load_models(
     plan: Plan, world: World, groups: Groups, wait: Wait, pad_token_id: int
 ) -> dict[ModelName, LoadedModel]:
-    """Load every model that is placed on this rank. ``pad_token_id``: of the run's tokenizer."""
-    placed = plan.placement.on_rank(world.rank)
-    return {model.name: load_model_on_rank(plan, model, world, groups, wait, pad_token_id) for model in placed}
+    """Load every model that is placed on this rank; one that a Sync refills is released at once.
+
+    ``pad_token_id``: of the run's tokenizer.
+    """
+    models = {}
+    for placed in plan.placement.on_rank(world.rank):
+        models[placed.name] = load_model_on_rank(plan, placed, world, groups, wait, pad_token_id)
+        if placed.is_transient:
+            models[placed.name].release()
+    return models
 
 
 def load_model_on_rank(
@@ -56,10 +83,13 @@ def load_model_on_rank(
     Raises UserError for a model that cannot be sharded as planned.
     """
     layout, rank = model.layout, world.rank
-    dp_ranks = layout.dp_set(rank)
+
+    def ranks_of(purpose: str, ranks: tuple[int, ...]) -> RankGroup:
+        return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, wait)
+
     tp_ranks = next(ranks for ranks in layout.tp_sets if rank in ranks)
-    dp = RankGroup(groups.get(f"compute {model.name}", dp_ranks), dp_ranks, wait)
-    tp = RankGroup(groups.get(f"tp {model.name}", tp_ranks), tp_ranks, wait)
+    dp, tp = ranks_of("compute", layout.dp_set(rank)), ranks_of("tp", tp_ranks)
+    stages = stage_ranks(layout, rank, ranks_of, has_all=has_model_group(model))
     engine = make_engine(
         EngineContext(
             placed=model,
@@ -72,22 +102,41 @@ def load_model_on_rank(
             alone=groups.alone(rank),
             device=world.device,
             kv_bytes=plan.sizing.kv_bytes(model),
-            store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{tp_ranks[0]}", world.store),
+            store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{stages.replica.ranks[0]}", world.store),
             timeout_seconds=plan.spec.timeout_seconds,
             pad_token_id=pad_token_id,
+            stages=stages,
         )
     )
-    return LoadedModel(model, engine, dp, tp, _shape(plan, model, engine.weights(), rank))
+    return LoadedModel(model, engine, dp, stages.replica, _shape(plan, model, engine.weights(), rank))
+
+
+def stage_ranks(
+    layout: Layout, rank: int, ranks_of: Callable[[str, tuple[int, ...]], RankGroup], has_all: bool = True
+) -> StageRanks:
+    """Return the groups of ``rank`` that follow from stages.
+
+    ranks_of:  ranks by the purpose of their group.
+    has_all:   whether there is a group of all ranks.
+    """
+    pipeline, replica = layout.pp_set(rank), layout.replica_sets[layout.replica(rank)]
+    together = ranks_of(replica_purpose(layout), replica)
+    return StageRanks(
+        stages=ranks_of("pp", pipeline),
+        ends=ranks_of(*ends_of(pipeline)),
+        replica=together,
+        model=ranks_of(model_purpose(layout), layout.ranks) if has_all else together,
+    )
 
 
 def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:
     """Return the planned shape; of an architecture that planning cannot read, the shape of what was loaded."""
     planned = plan.shapes.get(model.role)
-    if planned is None or {name for name, _ in shape_of(model, planned).parameters} != set(weights):
-        if model.split != "whole" or model.layout.tp > 1 or model.settings.lora is not None:
+    if planned is None or parts_on(model, planned, rank).keys() != weights.keys():
+        if model.split != "whole" or model.layout.tp * model.layout.pp > 1 or model.settings.lora is not None:
             raise UserError(
                 f"models.{model.role}: its parameters are not named as in its files, so it cannot be sharded; "
-                f"save it again with transformers, or use zero 0, tp 1 and no lora"
+                f"save it again with transformers, or use zero 0, tp 1, pp 1 and no lora"
             )
         return ModelShape(tuple((name, tuple(weights[name].shape)) for name in sorted(weights)))
     for name, part in parts_on(model, planned, rank).items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from flexrlhf.checkpoints.piece_files import Piece
 from flexrlhf.engines.base import WEIGHTS, StateTensor
 from flexrlhf.execution.loaded_models import LoadedModel
-from flexrlhf.weights.pieces import flat_part, written_names
+from flexrlhf.weights.pieces import written_names
 from flexrlhf.weights.shards import Part, Parts, trained_parts
 
 
@@ -37,7 +39,8 @@ def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
 
 def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:
     """Return the part of the parameter ``name`` that ``tensor`` is; ``parts``: what this rank stores."""
-    return parts[name] if tensor.flat is None else flat_part(parts[name].shape, tensor.flat)
+    part = parts[name]
+    return part if tensor.flat is None else replace(part, flat=tensor.flat)
 
 
 def _copied(tensor: Tensor) -> Tensor:

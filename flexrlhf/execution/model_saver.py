@@ -68,11 +68,14 @@ class ModelSaver:
         group = self._context.groups.get(f"gather {model.placed.name}", ranks)
         gather, live = WeightGather(group, ranks, shards, self._context.wait), model.engine.weights()
         dtype = _saved_dtype(model)
-        for names in bucket_names(shards[0], dtype.itemsize, self._context.plan.spec.sync.bucket_bytes):
+        stored = {name: part for parts in shards for name, part in parts.items()}
+        for names in bucket_names(
+            dict(sorted(stored.items())), dtype.itemsize, self._context.plan.spec.sync.bucket_bytes
+        ):
             yield gather.whole(live, names, dtype)
 
 
 def _saved_dtype(model: LoadedModel) -> torch.dtype:
     """Return the type of the trained weights: float32 where the engine exposes them."""
-    name, _ = shape_of(model.placed, model.shape).trained[0]
-    return model.engine.weights()[name].dtype
+    live = model.engine.weights()
+    return next(live[name].dtype for name, _ in shape_of(model.placed, model.shape).trained if name in live)

@@ -69,11 +69,11 @@ def _read(reader: PieceReader, parts: Parts, names: Sequence[str], model: Loaded
 
 
 def _sync_others(state: RunState, syncs: WeightSyncs, next_step: int) -> None:
-    """Execute the Sync of every copy that the checkpoint does not contain."""
+    """Execute the Sync of every copy that the checkpoint does not contain, unless a step refills it anyway."""
     plan, rank = state.context.plan, state.context.rank
     contained = checkpointed_models(plan.placement, plan.spec)
     for sync in plan.schedule.for_rank(rank):
-        if isinstance(sync, Sync) and sync.destination not in contained:
+        if isinstance(sync, Sync) and sync.destination not in contained and not sync.refills:
             syncs.run(sync, next_step - 1)
 
 

@@ -29,7 +29,7 @@ def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> Row
     for step in steps_in_flight(plan, next_step):
         written: dict[str, set[int]] = defaultdict(set)
         for run in _generating_runs(plan, rank):
-            if plan.placement[run.model].layout.tp_index(rank) == 0:
+            if plan.placement[run.model].layout.is_first_of_replica(rank):
                 for column in run.operator.writes:
                     written[column].update(_rows_of(plan, run, rank))
         for column, numbers in written.items():

@@ -159,7 +159,7 @@ def _computed(
             written = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
             return run.model.engine.forward(batch, written, operator.adapters), {}
         case "score":
-            return context.scorers.score(operator, batch, run.examples_of_rows(), run.model.tp)
+            return context.scorers.score(operator, batch, run.examples_of_rows(), run.model.replica)
         case "retokenize":
             encoder, decode = context.encoders[operator.function], context.decode
             return retokenized(operator, batch, run.examples_of_rows(), encoder, decode)

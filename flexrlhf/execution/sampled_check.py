@@ -79,7 +79,7 @@ class SampledCheck:
         sentence = self._sentence(model, found, limit)
         if self.policy == "stop":
             raise RunStopped(sentence)
-        if model.dp.is_first and model.tp.is_first:
+        if model.dp.is_first and model.replica.is_first:
             self.warn(str(model.placed.name), 0, sentence)
 
     def _sentence(self, model: LoadedModel, found: LogprobDifferences, limit: float) -> str:

@@ -36,7 +36,18 @@ from flexrlhf.execution.weight_syncs import WeightSyncs
 from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import (
+    Checkpoint,
+    Eval,
+    Instruction,
+    Move,
+    Offload,
+    Release,
+    Reload,
+    Run,
+    Save,
+    Sync,
+)
 from flexrlhf.strategies.schedule import rounds, walk_round
 from flexrlhf.timeline import Span
 
@@ -99,6 +110,7 @@ class Trainer:
         """
         plan, next_step = self.plan, self.plan.spec.steps
         for turn in rounds(plan.schedule, plan.spec.steps, self._first_step):
+            self._syncs.begin_round(turn)
             for position, step, instruction in walk_round(plan.schedule, self._world.rank, plan.spec.steps, turn):
                 self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
                 # an engine's library waits by itself, so a failed wait is named for the whole instruction
@@ -141,6 +153,7 @@ class Trainer:
         self._groups.close()
 
     def _execute(self, instruction: Instruction, step: int, position: int, span: Span) -> None:
+        self._syncs.store_for(instruction)
         match instruction:
             case Run():
                 self._run(instruction, step, position, span)
@@ -158,6 +171,8 @@ class Trainer:
                 self._models[instruction.model].engine.offload()
             case Reload():
                 self._models[instruction.model].engine.reload()
+            case Release():
+                self._models[instruction.model].release()
 
     def _run(self, run: Run, step: int, position: int, span: Span) -> None:
         """Run an operator on its rows, once they have arrived; then report its statistics."""
@@ -206,6 +221,7 @@ class Trainer:
 
         A run that ends before its last step writes a checkpoint, unless it has just written that one.
         """
+        self._syncs.store_all()
         if 0 < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
             self._checkpointer.write(next_step)
         if self._world.rank == 0:
@@ -214,7 +230,7 @@ class Trainer:
         self._rows.finish()
         self._mover.close()
         self._syncs.close()
-        usage = {name: asdict(model.engine.memory_usage()) for name, model in self._models.items()}
+        usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
         self._recorder.finish(self._flight.timeline, usage, self._meter.peak())
 
 

@@ -17,6 +17,7 @@ from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes, model_state
 from flexrlhf.memory.transfers import (
+    UNDER_WAY,
     WeightSync,
     copied_bytes,
     is_loaded_whole,
@@ -28,7 +29,8 @@ from flexrlhf.memory.transfers import (
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
+from flexrlhf.placement.rollout import most_step_tokens
+from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class Compute:
 
     rows:     rows of the largest call on this rank; None: as many as its settings allow.
     samples:  samples of a prompt, which stay together; None: those of a step.
+    texts:    texts of a row, each in passes of its own.
     """
 
     kind: CallKind
     model: ModelName
     rows: int | None
     samples: int | None = None
+    texts: int = 1
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class Sizing:
                 source, destination = self.placement[work.source], self.placement[work.destination]
                 parts: NamedBytes = {"buckets": None}
                 if source.role in self.shapes:
-                    parts = sync_parts(source, destination, self.shapes[source.role], self.sync, rank)
+                    parts = sync_parts(source, destination, self.shapes[source.role], self.sync, rank, work.overlaps)
                 return (Phase("sync", destination.name, parts),)
             case Saving():
                 return (self._save(work, self.placement[work.model], rank),)
@@ -204,7 +208,7 @@ class Sizing:
         shape = self.shapes.get(model.role)
         if shape is None:
             return (Phase(work.kind, work.model, {"activations": None}),)
-        parts = dict(self._pass_parts(work, model, shape))
+        parts = dict(self._pass_parts(work, model, shape, rank))
         parts["gathered"] = gathered_bytes(model, shape, rank, activations=sum(size or 0 for size in parts.values()))
         if work.kind != "train":
             return (Phase(work.kind, work.model, parts),)
@@ -220,30 +224,40 @@ class Sizing:
         budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
         return largest_pass(texts.prompt, texts.response, samples, budget, work.rows, packs, shares)
 
-    def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape) -> NamedBytes:
-        """Return the bytes of activations, logits and caches."""
+    def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> NamedBytes:
+        """Return the bytes of activations, logits and caches, and of what is between pipeline stages."""
         if shape.sizes is None:
             return {"activations": None}
         settings, texts = model.settings, self.texts_of(model.role)
-        blocks = Blocks(shape.sizes, item_bytes(model), settings.tp, settings.lora is not None)
+        blocks = blocks_of(model, shape.sizes, rank)
         if work.kind == "generate":
             rows = texts.rows_decoded(settings.generate_tokens, work.rows)
             parts = blocks.decode_bytes(rows, texts.prompt, texts.response)
-            # a rollout engine's cache is part of its state
-            return {name: size for name, size in parts.items() if model.rollout is None or name != CACHE}
+            if blocks.stage:
+                # a stage of vLLM keeps a place for what it receives
+                step = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)
+                parts["between stages"] = blocks.received_bytes(step)
+            # a cache with memory of its own is part of the state
+            return {name: size for name, size in parts.items() if not model.has_cache or name != CACHE}
         size, train = self.pass_size(model, work), work.kind == "train"
+        # a stage begins as many micro-batches as there are stages from it on before the first one returns
+        in_flight = size.in_flight(blocks.pp - blocks.stage, work.texts)
+        between = blocks.stage_bytes(size.tokens, in_flight if train else 0)
+        stages: dict[str, int | None] = {"between stages": between} if between else {}
         logits = 0
-        if model.head != "scalar":
+        if model.head != "scalar" and blocks.is_last:
             # a head that may do more than multiply gives all logits at once, from the shortest prompt on
             is_ours = shape.sizes.family in LLAMA_LIKE
             chunk = int(settings.logits_mb * 1e6) if is_ours else sys.maxsize
             logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
-            return larger(activations=blocks.forward_bytes(size.tokens, size.width, size.packed), logits=logits)
+            activations = blocks.forward_bytes(size.tokens, size.width, size.packed)
+            return {**larger(activations=activations, logits=logits), **stages}
         if model.head == "both":
             logits += blocks.value_bytes(size.tokens)
-        activations = blocks.train_bytes(size.tokens, size.width, settings.activation_checkpointing, size.packed)
-        return {"activations": activations, "logits": logits} if logits else {"activations": activations}
+        recompute = settings.activation_checkpointing
+        activations = blocks.train_bytes(size.tokens, size.width, recompute, size.packed, in_flight)
+        return {"activations": activations, **({"logits": logits} if logits else {}), **stages}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:
         shape = self.shapes.get(model.role)
@@ -259,6 +273,21 @@ class Sizing:
             if shape is not None and rank in model.ranks:
                 sizes.append(copied_bytes(model, shape, rank))
         return Phase("checkpoint", ", ".join(work.models), {}, host=sum(sizes))
+
+
+def blocks_of(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
+    """Return the layers of ``model`` on ``rank``."""
+    settings, layout = model.settings, model.layout
+    return Blocks(
+        sizes,
+        item_bytes(model),
+        settings.tp,
+        settings.lora is not None,
+        megatron=model.engine == "megatron",
+        sharers=settings.tp if model.engine == "megatron" and settings.sequence_parallel else 1,
+        pp=layout.pp,
+        stage=layout.stage(rank),
+    )
 
 
 @dataclass(frozen=True)
@@ -307,29 +336,40 @@ class RankMemory:
 
 
 def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[ModelName]]]) -> RankMemory:
-    """Return the memory plan of ``rank``. ``work``: in order, each with the models that are offloaded during it."""
+    """Return the memory plan of ``rank``. ``work``: in order, each with the models that are offloaded or released."""
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
     largest: dict[tuple[str, str], Phase] = {}
     works = dict.fromkeys(work)
     # a copy for a checkpoint exists until its files are written, whatever runs meanwhile
     copied = sum(sizing.phases(item, rank)[0].host for item, _ in works if isinstance(item, Copying))
-    for item, offloaded in works:
+    under_way = _under_way(sizing, rank, {item for item, _ in works})
+    for item, absent in works:
         for bare in sizing.phases(item, rank):
             lasting = 0 if isinstance(item, Copying) else copied
-            phase = _with_states(replace(bare, host=bare.host + lasting), states, offloaded)
+            phase = replace(bare, host=bare.host + lasting, parts={**bare.parts, **under_way})
+            phase = _with_states(phase, states, absent)
             known = largest.setdefault((phase.kind, phase.model), phase)
             if phase.total > known.total:
                 largest[phase.kind, phase.model] = phase
     return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank), sizing.loads_whole(rank))
 
 
-def _with_states(phase: Phase, states: Mapping[ModelName, State | None], offloaded: frozenset[ModelName]) -> Phase:
+def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:
+    """Return the bytes, in every phase, of weights that travel while a rank computes."""
+    syncs = [item for item in works if isinstance(item, WeightSync) and item.overlaps]
+    sizes = [phase.parts.get(UNDER_WAY, None) for item in syncs for phase in sizing.phases(item, rank)]
+    if not sizes:
+        return {}
+    return {UNDER_WAY: None if None in sizes else sum(size or 0 for size in sizes)}
+
+
+def _with_states(phase: Phase, states: Mapping[ModelName, State | None], absent: frozenset[ModelName]) -> Phase:
     device = host = 0
     for name, state in states.items():
         if state is None:
             continue
-        host += state.host + (state.offloaded if name in offloaded else 0)
-        if name in offloaded:
+        host += state.host + (state.offloaded if name in absent else 0)
+        if name in absent:
             device += state.resting - state.freed
         else:
             device += state.training if phase.trains and name == phase.model else state.resting

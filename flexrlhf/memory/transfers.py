@@ -19,27 +19,41 @@ from flexrlhf.weights.shapes import ModelShape, count_elements
 from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import adapter_gathers, most_packed
 
+UNDER_WAY = "weights under way"
+"""Bytes of the buffers of syncs that overlap other work."""
+
 
 @dataclass(frozen=True)
 class WeightSync:
-    """A Sync: the trained weights of a placed model go to a copy that follows it."""
+    """A Sync: the trained weights of a placed model go to a copy that follows it.
+
+    overlaps:  whether it overlaps other work.
+    """
 
     source: ModelName
     destination: ModelName
+    overlaps: bool = False
 
 
 def sync_parts(
-    source: PlacedModel, destination: PlacedModel, shape: ModelShape, settings: SyncSpec, rank: int
+    source: PlacedModel,
+    destination: PlacedModel,
+    shape: ModelShape,
+    settings: SyncSpec,
+    rank: int,
+    overlaps: bool = False,
 ) -> dict[str, int | None]:
     """Return bytes by name on ``rank``: buffers of what it sends and receives, and adapters that are merged.
+
+    The buffers of a Sync that ``overlaps`` have room for all of it; ``UNDER_WAY`` are they, and they stay.
 
     A rank is counted as packing for every different part of the destination; of several replicas some pack less.
     """
     item = item_bytes(destination)
     sent, received = (item * each for each in most_packed(source, destination, shape, rank))
     parts: dict[str, int | None] = {}
-    if settings.snapshot:
-        parts["buckets"] = sent + min(received, settings.bucket_bytes)
+    if overlaps:
+        parts[UNDER_WAY] = sent + received
     elif sent or received:
         # in one bucket, or in as many as exist at a time
         parts["buckets"] = min(sent + received, settings.bucket_bytes)
@@ -58,7 +72,9 @@ def saving_parts(
     model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], settings: SyncSpec
 ) -> dict[str, int | None]:
     """Return bytes by name on each of ``ranks``, which gather the trained weights bucket by bucket."""
-    item, parts = _saved_item(model), trained_parts(model, shape, ranks[0])
+    item = _saved_item(model)
+    stages = [trained_parts(model, shape, rank) for rank in model.layout.pp_set(ranks[0])]
+    parts = {name: part for stored in stages for name, part in stored.items()}
     buckets = bucket_names(parts, item, settings.bucket_bytes)
     return {"gathered": _gathering(item * _largest(parts, buckets), len(ranks))}
 
@@ -76,9 +92,9 @@ def writing_bytes(model: PlacedModel, shape: ModelShape) -> int:
 
 
 def is_loaded_whole(model: PlacedModel, shape: ModelShape) -> bool:
-    """Whether every rank loads all of a model, in float32, before it is sharded; a rollout engine may."""
+    """Whether every rank loads all of a model, in float32, before it is sharded; vLLM may."""
     family = "" if shape.sizes is None else shape.sizes.family
-    return model.rollout is not None or not is_read_in_parts(model.settings, family)
+    return model.engine == "vllm" or not is_read_in_parts(model.settings, family)
 
 
 def loading_bytes(model: PlacedModel, shape: ModelShape) -> int:
@@ -104,7 +120,8 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
         return item_bytes(model) * part_elements(parts, sorted(written_names(model, shape, rank)))
     settings = model.settings
     item = 4 * (1 + num_moments(settings.optimizer))
-    if model.engine == "deepspeed" and settings.zero in (1, 2):
+    if model.engine in ("deepspeed", "megatron") and settings.zero in (1, 2):
+        # each replica copies the elements that it updates
         return item * -(-part_elements(parts, list(parts)) // model.layout.dp)
     return item * part_elements(parts, sorted(written_names(model, shape, rank)))
 

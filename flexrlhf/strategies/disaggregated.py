@@ -1,8 +1,7 @@
 """Disaggregated: training on the first devices, inference with shadow copies on the others.
 
 ``lag: 0``: chunks pipeline through generate → forward → train; the result equals co-located.
-``lag: 1``: first the rows of the last batch move to the training side; after that nothing but the weight sync at the
-end joins the two sides, so the next batch is generated while the last one trains.
+``lag: 1``: the next batch is generated while the last one trains; then its rows move to the training side.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ def order(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> 
     trained = [o for o in graph.operators if not builder.model_of(o).follows and o.role in graph.trained]
     inference = make_tasks(graph, placement, shape, [o for o in graph.operators if o not in trained])
     training = make_tasks(graph, placement, shape, trained)
-    newest = builder.emit(inference)
+    newest, rows = builder.emit(inference), builder.moves(inference, training)
     builder.lag = 1
-    instructions = [*builder.moves(inference, training), *newest, *builder.emit(training)]
+    # before the syncs, which would delay them
+    instructions = [*newest, *builder.emit(training), *rows]
     return with_syncs(instructions, placement, spec, lag=1, end=closing(graph, placement, shape, spec, lag=1))

@@ -95,14 +95,21 @@ class Move(Instruction):
 class Sync(_Periodic):
     """Transfer of the weights of a trained model to a copy that follows it.
 
-    is_in_place:  whether no weights cross between ranks.
-    gathers:      sets of source ranks that gather adapters, which the copy stores merged.
+    is_in_place:     whether no weights cross between ranks.
+    gathers:         sets of source ranks that gather adapters, which the copy stores merged.
+    refills:         whether the copy has been released, so that memory for its weights is allocated first.
+    after_training:  whether it sends the weights that the step ends with, else those that the step starts from.
+    overlaps:        whether it overlaps what comes next: the source packs the weights and sends them meanwhile, and the
+                     copy stores what has arrived when it is used next.
     """
 
     source: ModelName
     destination: ModelName
     is_in_place: bool = False
     gathers: tuple[tuple[int, ...], ...] = ()
+    refills: bool = False
+    after_training: bool = True
+    overlaps: bool = False
 
     @property
     def label(self) -> str:
@@ -169,6 +176,17 @@ class Checkpoint(_Periodic):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Release(_Periodic):
+    """Freeing of the weights of a copy, on each of ``ranks`` by itself, until a Sync refills it."""
+
+    model: ModelName
+
+    @property
+    def label(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Residence(_Periodic):
     """Transfer of a model between device and host memory, on each of ``ranks`` by itself.
 
@@ -193,3 +211,15 @@ class Offload(_Residence):
 
 class Reload(_Residence):
     """Transfer of them back to the device."""
+
+
+def models_of(instruction: Instruction) -> tuple[ModelName, ...]:
+    """Return the models whose weights an instruction uses, apart from the copy that a Sync fills."""
+    match instruction:
+        case Run() | Save() | Release() | Offload() | Reload():
+            return (instruction.model,)
+        case Eval() | Checkpoint():
+            return instruction.models
+        case Sync():
+            return (instruction.source,)
+    return ()

@@ -32,11 +32,16 @@ class _Order:
     nodes: list[_UnrolledInstruction] = field(default_factory=list)
     last_on_rank: dict[int, int] = field(default_factory=dict)
     writers: dict[tuple[int, str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    filled: dict[str, int] = field(default_factory=dict)
 
     def add(self, instruction: Run | Sync, step: int) -> None:
         index, node = len(self.nodes), _UnrolledInstruction(instruction, step)
         before = [self.last_on_rank[rank] for rank in instruction.ranks if rank in self.last_on_rank]
+        if isinstance(instruction, Sync) and instruction.overlaps:
+            self._add_background(node, instruction, index)
+            return
         if isinstance(instruction, Run):
+            before += [self.filled[instruction.model]] if instruction.model in self.filled else []
             cells = [(step, c, m) for c in instruction.operator.reads for m in instruction.mini_batches]
             before += [writer for cell in cells for writer in self.writers[cell]]
             for column in instruction.operator.writes:
@@ -46,6 +51,18 @@ class _Order:
             node.after |= self.nodes[earlier].after | 1 << earlier
         self.nodes.append(node)
         self.last_on_rank.update({rank: index for rank in instruction.ranks})
+
+    def _add_background(self, node: _UnrolledInstruction, sync: Sync, index: int) -> None:
+        """Add a Sync that comes after the training of its source, and before the next use of its copy."""
+        trained = [i for i, each in enumerate(self.nodes) if _trains(each.instruction, sync.source)]
+        for earlier in trained[-1:]:
+            node.after = self.nodes[earlier].after | 1 << earlier
+        self.nodes.append(node)
+        self.filled[sync.destination] = index
+
+
+def _trains(instruction: Run | Sync, model: str) -> bool:
+    return isinstance(instruction, Run) and instruction.model == model and instruction.operator.kind == "train"
 
 
 def _unroll(schedule: Schedule) -> list[_UnrolledInstruction]:

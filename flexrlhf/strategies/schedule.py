@@ -16,12 +16,14 @@ from itertools import groupby
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
 from flexrlhf.strategies.evaluation_batches import evaluation_batch
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Run, Save, Sync
+from flexrlhf.strategies.refills import with_refills
 from flexrlhf.weights.sync_plan import adapter_gathers, is_in_place
 
 
@@ -121,7 +123,7 @@ def _is_awaited(operator: Operator, placement: Placement) -> bool:
     """Whether a child process generates: then its rank computes what it can before it waits for the next chunk."""
     if operator.kind != "generate":
         return False
-    rollout = placement.copy_for(operator.role, operator.kind, operator.on_trained).rollout
+    rollout = placement.copy_for(operator).rollout
     return rollout is not None and rollout.process == "child"
 
 
@@ -185,7 +187,7 @@ class Builder:
 
     def model_of(self, operator: Operator) -> PlacedModel:
         """Return the placed model that runs ``operator``."""
-        return self.placement.copy_for(operator.role, operator.kind, operator.on_trained)
+        return self.placement.copy_for(operator)
 
     def mini_batches(self, task: OperatorTask) -> range:
         """Return the mini-batches of ``task``."""
@@ -242,10 +244,10 @@ def with_syncs(
     """Return ``instructions`` with a Sync after the last train of every role that another copy follows.
 
     With a lag it comes at the end: the inference side reaches its syncs only after its whole batch, so an earlier one
-    would block the models that train after it. For a rollout engine on the ranks of the trained copy, which sleeps
-    until then, it comes after ``end``.
+    would block the models that train after it, unless it overlaps them. For a rollout engine on the ranks of the
+    trained copy, which sleeps until then, it comes after ``end``.
     """
-    out, last = list(instructions), list[Instruction]()
+    out, last, overlaps = list(instructions), list[Instruction](), syncs_overlap(spec)
     for follower in placement.followers:
         source = placement[follower.role]
         ranks = tuple(sorted({*source.ranks, *follower.ranks}))
@@ -257,6 +259,7 @@ def with_syncs(
             destination=follower.name,
             is_in_place=is_in_place(source, follower),
             gathers=adapter_gathers(source, follower),
+            overlaps=overlaps and follower in placement.shadows and set(source.ranks).isdisjoint(follower.ranks),
         )
         trains = [
             i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name
@@ -264,8 +267,15 @@ def with_syncs(
         if follower not in placement.shadows:
             last.append(sync)
         else:
-            out.insert(len(out) if lag else trains[-1] + 1, sync)
+            out.insert(len(out) if lag and not sync.overlaps else trains[-1] + 1, sync)
     return out + end + last + checkpoints(placement, spec, lag)
+
+
+def syncs_overlap(spec: Spec) -> bool:
+    """Whether the syncs of shadows overlap what comes next, between ranks that they do not have in common."""
+    if spec.sync.overlap == "auto":
+        return spec.schedule.lag > 0 or make_cluster(spec.cluster).num_nodes > 1
+    return spec.sync.overlap
 
 
 def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
@@ -299,12 +309,9 @@ def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, l
 
 
 def evaluation_of(graph: Graph, placement: Placement, batch: BatchShape) -> tuple[Run | Move, ...]:
-    """Return the instructions of one batch of an evaluation, on the trained copies: a rollout engine may sleep or
-    lag.
-    """
-    operators = tuple(replace(operator, on_trained=True) for operator in graph.evaluation)
-    own = replace(graph, operators=operators, evaluation=())
-    instructions = Builder(placement, batch).emit(make_tasks(own, placement, batch, operators))
+    """Return the instructions of one batch of an evaluation."""
+    own = replace(graph, operators=graph.evaluated, evaluation=())
+    instructions = Builder(placement, batch).emit(make_tasks(own, placement, batch, graph.evaluated))
     return tuple(each for each in instructions if isinstance(each, Run | Move))
 
 
@@ -319,4 +326,5 @@ Order = Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
 def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
     """Return the instructions of one step without a lag, every operator in its tick."""
     instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
-    return with_syncs(instructions, placement, spec, lag=0, end=closing(graph, placement, shape, spec, lag=0))
+    end = closing(graph, placement, shape, spec, lag=0)
+    return with_refills(with_syncs(instructions, placement, spec, lag=0, end=end), placement)

@@ -11,7 +11,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 
 
 def workload(
@@ -20,19 +20,22 @@ def workload(
     batch: BatchShape,
     rank: int,
 ) -> Iterator[tuple[Work, frozenset[ModelName]]]:
-    """Yield the work of ``instructions``, those of one step that name ``rank``, and the models offloaded during it.
+    """Yield the work of ``instructions``, those of one step that name ``rank``, and the models that are offloaded or
+    released during it.
 
-    A model that is first reloaded starts in host memory.
+    A model that is first reloaded starts in host memory, one that is refilled has no memory before.
     """
-    offloaded = _offloaded_at_start(instructions)
+    absent = _absent_at_start(instructions)
     for instruction in instructions:
         match instruction:
-            case Offload():
-                offloaded |= {instruction.model}
+            case Offload() | Release():
+                absent |= {instruction.model}
             case Reload():
-                offloaded -= {instruction.model}
+                absent -= {instruction.model}
+            case Sync(refills=True):
+                absent -= {instruction.destination}
         for work in works_of(instruction, placement, batch, rank):
-            yield work, offloaded
+            yield work, absent
 
 
 def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, rank: int) -> tuple[Work, ...]:
@@ -44,7 +47,7 @@ def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, 
             runs = [run for run in instruction.runs if rank in run.ranks]
             return tuple(work for run in runs for work in works_of(run, placement, evaluation, rank))
         case Sync():
-            return (WeightSync(instruction.source, instruction.destination),)
+            return (WeightSync(instruction.source, instruction.destination, instruction.overlaps),)
         case Save():
             return (Saving(instruction.model, instruction.ranks),)
         case Checkpoint():
@@ -53,8 +56,8 @@ def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, 
 
 
 def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
-    call = run.operator.call
-    return () if call is None else (Compute(call, run.model, rows, batch.samples_per_prompt),)
+    call, texts = run.operator.call, 2 if run.operator.extra_loss else 1
+    return () if call is None else (Compute(call, run.model, rows, batch.samples_per_prompt, texts),)
 
 
 def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) -> int:
@@ -65,12 +68,14 @@ def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) 
     return batch.samples_per_prompt * max(len(batch.prompts_on(layout, rank, call)) for call in calls)
 
 
-def _offloaded_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:
+def _absent_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:
     first: dict[ModelName, Instruction] = {}
     for instruction in instructions:
         if isinstance(instruction, Offload | Reload):
             first.setdefault(instruction.model, instruction)
-    return frozenset(name for name, instruction in first.items() if isinstance(instruction, Reload))
+        elif isinstance(instruction, Sync) and instruction.refills:
+            first.setdefault(instruction.destination, instruction)
+    return frozenset(name for name, instruction in first.items() if isinstance(instruction, Reload | Sync))
 
 
 def first_alike(
@@ -87,13 +92,18 @@ def first_alike(
 
     def work_of(rank: int) -> object:
         placed = [
-            (model.name, model.layout.tp_index(rank), *(tuple(_rows(model, shape, rank)) for shape in shapes))
+            (model.name, *_position(model, rank), *(tuple(_rows(model, shape, rank)) for shape in shapes))
             for model in placement.on_rank(rank)
         ]
         parts = [(index, each.get(rank, 0)) for index, each in enumerate(roles) if rank in named[index]]
         return tuple(placed), tuple(parts), cluster.devices[rank].device_class, cluster.memory_bytes(rank)
 
     return {rank: firsts.setdefault(work_of(rank), rank) for rank in range(placement.num_ranks)}
+
+
+def _position(model: PlacedModel, rank: int) -> tuple[int, int]:
+    """Return the tensor-parallel part and the pipeline stage on ``rank``."""
+    return model.layout.tp_index(rank), model.layout.stage(rank)
 
 
 def _rows(model: PlacedModel, batch: BatchShape, rank: int) -> Iterator[int]:

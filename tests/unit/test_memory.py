@@ -29,7 +29,7 @@ from flexrlhf.memory.states import (
     sliced_elements,
     zero_split,
 )
-from flexrlhf.memory.transfers import saving_parts, sync_parts
+from flexrlhf.memory.transfers import UNDER_WAY, saving_parts, sync_parts
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, trained_units, update_bytes
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.plan import Plan
@@ -484,16 +484,15 @@ def test_a_smaller_bucket_of_deepspeed_takes_less() -> None:
 
 
 def test_buffers_of_a_sync() -> None:
-    """Of one bucket where that is within the setting, else as much as that; a snapshot packs all."""
+    """Of one bucket where that is within the setting, else as much as that; of all where it overlaps."""
     shape = ModelShape(tuple((f"w{index}", (1000,)) for index in range(4)))
     actor, shadow = placed_model("actor", (0, 1)), placed_model("actor.shadow", (2, 3))
     for bucket_mb, size in ((0.1, 16000), (0.004, 4000)):
         settings = SyncSpec(bucket_mb=bucket_mb)
         assert sync_parts(actor, shadow, shape, settings, 0) == {"buckets": size}
         assert sync_parts(actor, shadow, shape, settings, 2) == {"buckets": size}
-    at_once = SyncSpec(bucket_mb=0.004, snapshot=True)
-    assert sync_parts(actor, shadow, shape, at_once, 0) == {"buckets": 16000}
-    assert sync_parts(actor, shadow, shape, at_once, 2) == {"buckets": 4000}
+    for rank in (0, 2):
+        assert sync_parts(actor, shadow, shape, settings, rank, overlaps=True) == {UNDER_WAY: 16000}
 
 
 def test_a_rank_packs_its_own_shards() -> None:
@@ -731,6 +730,7 @@ def state_of(plan: Plan, name: str = "actor.rollout", rank: int = 0) -> State:
     [
         ((), 32 * 1024, 131_072),
         (("rollout.tp=2",), 64 * 1024, 65_536),
+        (("rollout.pp=2",), 64 * 1024, 65_536),
         (("rollout.kv_tokens=2048",), 2048, 131_072),
         (("rollout.kv_tokens=2050",), 2080, 131_072),
         (("rollout.dtype=float32",), 32 * 1024, 262_144),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from os.path import realpath
 from pathlib import Path
 
@@ -113,9 +113,6 @@ def test_the_schedule_of_an_engine_beside_the_actor() -> None:
 def test_the_schedule_of_an_engine_apart_with_a_correction() -> None:
     """What the loss is corrected with moves with the rest; the log-probs of the trained copy never leave it."""
     assert shown(whole_plan_of(SIX, 2, VLLM, LAG, "algorithm.importance={}")) == [
-        "##  move  tokens, attention_mask, loss_mask actor.rollout -> actor, critic  point_to_point",
-        "##  move  response_mask, rollout_logprobs, advantages actor.rollout -> actor  point_to_point",
-        "##  move  values, returns critic.shadow, actor.rollout -> critic  point_to_point",
         ".#  run  generate on actor.rollout",
         ".#  run  ref_logprobs on ref",
         ".#  run  scores on reward",
@@ -124,9 +121,12 @@ def test_the_schedule_of_an_engine_apart_with_a_correction() -> None:
         "#.  run  logprobs on actor",
         "#.  run  parity on actor",
         "#.  run  train_actor on actor",
-        "#.  run  train_critic on critic",
         "##  sync  weights actor -> actor.rollout",
+        "#.  run  train_critic on critic",
         "##  sync  weights critic -> critic.shadow",
+        "##  move  tokens, attention_mask, loss_mask actor.rollout -> actor, critic  point_to_point",
+        "##  move  response_mask, rollout_logprobs, advantages actor.rollout -> actor  point_to_point",
+        "##  move  values, returns critic.shadow, actor.rollout -> critic  point_to_point",
         "#.  save  actor",
         "#.  save  critic",
     ]
@@ -182,7 +182,7 @@ def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
 
 @pytest.mark.parametrize(("placement", "devices"), [(SIX, 2), (SIX, 4), (SIX_APART, 4)])
 @pytest.mark.parametrize("chunks", [(), CHUNKS, STREAM])
-def test_with_lag_only_syncs_join_the_sides_after_the_first_moves(
+def test_with_lag_only_new_rows_and_syncs_join_the_sides(
     placement: list[float], devices: int, chunks: tuple[str, ...]
 ) -> None:
     plan = whole_plan_of(placement, devices, LAG, *chunks)
@@ -191,19 +191,40 @@ def test_with_lag_only_syncs_join_the_sides_after_the_first_moves(
     def joins(instruction: Instruction) -> bool:
         return bool(training & set(instruction.ranks)) and bool(set(instruction.ranks) - training)
 
-    joining = list(takewhile(joins, plan.schedule.instructions))
-    rest = plan.schedule.instructions[len(joining) :]
-    assert joining and all(isinstance(x, Move) and x.lag == 1 for x in joining)
-    assert all(isinstance(x, Sync) for x in rest if joins(x))
+    joining = [x for x in plan.schedule.instructions if joins(x)]
+    assert {(type(x), x.lag) for x in joining} == {(Move, 0), (Sync, 1)}
+    rest = [x for x in plan.schedule.instructions if not joins(x)]
+    # rows leave behind all training, so that what trains does not wait for them
+    last = max(i for i, x in enumerate(plan.schedule.instructions) if isinstance(x, Run) and x.lag)
+    assert all(i > last for i, x in enumerate(plan.schedule.instructions) if isinstance(x, Move) and joins(x))
     assert {x.lag for x in rest if set(x.ranks) <= training} == {1}
     assert {x.lag for x in rest if not set(x.ranks) & training} == {0}
     assert plan.schedule.lag == 1
 
 
-def test_with_lag_syncs_stand_behind_all_training() -> None:
-    plan = whole_plan_of(SIX_APART, 4, LAG)
+def test_with_lag_syncs_stand_behind_all_training_unless_they_overlap_it() -> None:
+    plan = whole_plan_of(SIX_APART, 4, LAG, "sync.overlap=false")
     kinds = [type(x).__name__ for x in plan.schedule.instructions]
-    assert kinds[-4:] == ["Sync", "Sync", "Save", "Save"]
+    assert kinds[-4:] == ["Sync", "Sync", "Save", "Save"] and kinds.count("Sync") == 2
+    early = [x.label for x in whole_plan_of(SIX_APART, 4, LAG).schedule.instructions if x.ranks[0] < 2]
+    place = early.index("train_actor on actor")
+    assert early[place : place + 2] == ["train_actor on actor", "weights actor -> actor.shadow"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlaps"),
+    [
+        ((), False),
+        ((LAG,), True),
+        (("cluster={nodes: [{count: 2, devices: 2}]}",), True),
+        (("cluster={nodes: [{count: 2, devices: 2}]}", "sync.overlap=false"), False),
+        (("sync.overlap=true",), True),
+    ],
+    ids=str,
+)
+def test_syncs_overlap_where_that_is_worth_memory(settings: tuple[str, ...], overlaps: bool) -> None:
+    found = [x for x in whole_plan_of(SIX_APART, 4, *settings).schedule.instructions if isinstance(x, Sync)]
+    assert [x.overlaps for x in found] == [overlaps, overlaps]
 
 
 def test_with_lag_a_rank_walks_batches_behind_each_other() -> None:

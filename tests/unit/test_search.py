@@ -74,7 +74,7 @@ def ratio_space(pool: DevicePool, seed: int, lag: int = 0, shadow: bool = False)
     ]
     if shadow:
         parts.append(part("shadow", 1, seed))
-        calls.insert(4, SearchSync("train_actor", "shadow", link_seconds(2.0)))
+        calls.insert(4, SearchSync("train_actor", "shadow", link_seconds(2.0), overlaps=bool(seed % 2)))
     rows = (
         RowTransfer("scores", "train_actor", link_seconds(0.3)),
         RowTransfer("generate", "scores", link_seconds(0.2)),
@@ -270,6 +270,30 @@ def test_a_sync_that_is_due_every_second_step_costs_half() -> None:
 
     assert search(problem(1)).seconds == pytest.approx(3.0)
     assert search(problem(2)).seconds == pytest.approx(2.5)
+
+
+def test_a_sync_that_overlaps_hides_behind_what_its_parts_do_meanwhile() -> None:
+    """Two devices: a critic trains after the actor, and the weights of the actor are read a second later."""
+
+    def seconds(overlaps: bool, taken: float) -> float:
+        def part(name: str, device: int, *durations: float) -> SearchPart:
+            return SearchPart(name, lambda shape: [Option(durations)] if shape.kinds == (str(device),) else [])
+
+        parts = (part("shadow", 0, 1.0), part("ref", 0, 1.0), part("actor", 1, 1.0), part("critic", 1, 1.0))
+        calls = (
+            SearchTask("scores", "ref"),
+            SearchTask("generate", "shadow", ("scores",)),
+            SearchTask("train", "actor", ("generate",)),
+            SearchSync("train", "shadow", lambda source, to, relation: taken, overlaps=overlaps),
+            SearchTask("train_critic", "critic", ("generate",)),
+        )
+        pool = DevicePool(("0", "1"), 1, {"0": 9.0, "1": 9.0})
+        return search(SearchProblem(pool, parts, calls)).seconds
+
+    # scores, generate, train, weights
+    assert [seconds(False, taken) for taken in (1.0, 3.0)] == [4.0, 6.0]
+    # generate, train, weights: scores of the next batch are computed meanwhile
+    assert [seconds(True, taken) for taken in (0.5, 1.0, 3.0)] == [2.5, 3.0, 5.0]
 
 
 def test_the_space_counts_every_mesh_and_option() -> None:

@@ -31,7 +31,8 @@ from flexrlhf.weights.sync_plan import is_in_place, plan_sync, sync_bytes, trans
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
 CUT: list[dict[str, Any]] = [{"tp": 2}, {"tp": 2, "zero": 2}]
-SETTINGS: list[dict[str, Any]] = [{"bucket_mb": 0.001}, {"snapshot": True, "bucket_mb": 0.002}, {"checksum": False}]
+STAGED: list[dict[str, Any]] = [{"engine": "megatron", "tp": 2}, {"engine": "megatron", "pp": 2, "zero": 1}]
+SETTINGS: list[dict[str, Any]] = [{"bucket_mb": 0.001}, {"overlap": True, "bucket_mb": 0.002}, {"checksum": False}]
 A_GROUP = cast(dist.ProcessGroup, "a group")
 SECONDS = 20
 
@@ -133,6 +134,10 @@ class Case:
     def dtype(self) -> torch.dtype:
         return cast(torch.dtype, getattr(torch, self.shadow.settings.dtype))
 
+    @property
+    def overlaps(self) -> bool:
+        return self.settings.overlap is True and set(self.source.ranks).isdisjoint(self.shadow.ranks)
+
     def channel(self, rank: int) -> SyncChannel:
         """Every group is ``A_GROUP``."""
         plan = plan_sync(self.source, self.shadow, self.shape, self.settings.bucket_bytes, rank)
@@ -141,7 +146,7 @@ class Case:
             group = A_GROUP if len(plan.adapters.ranks) > 1 else None
             gather = Gathered(group, plan.adapters.ranks, plan.adapters.shards, wait, self.tensors)
         group = None if is_in_place(self.source, self.shadow) else A_GROUP
-        return SyncChannel(plan, self.dtype, torch.device("cpu"), group, gather)
+        return SyncChannel(plan, self.dtype, torch.device("cpu"), group, gather, self.overlaps)
 
     def weights_on(self, rank: int) -> dict[str, Tensor] | None:
         """What ``rank`` stores of the trained copy, as vectors."""
@@ -181,7 +186,10 @@ def move(case: Case, wires: Wires, times: int = 1) -> Moved:
                 if weights is None
                 else {name: value * 2.0 ** (time + 1 - times) for name, value in weights.items()}
             )
-            total += mover.run(channel, older, stored.get(rank))
+            receipt = mover.receive(channel) if channel.overlaps and rank in stored else None
+            total += mover.run(channel, older, stored.get(rank)) if receipt is None else 0
+            if receipt is not None:
+                receipt.store(stored[rank])
         mover.close()
         return total
 
@@ -198,12 +206,13 @@ def assert_arrived(case: Case, moved: Moved) -> None:
 
 
 def case_of(source: dict[str, Any], shadow: dict[str, Any], num_sources: int = 4, **settings: Any) -> Case:
-    shape = model_shape("critic", ModelSpec(init=TINY | {"model_type": "qwen2"}), "scalar")
+    shape = model_shape("critic", ModelSpec(init=TINY | {"model_type": "qwen2", "num_hidden_layers": 2}), "scalar")
     assert shape is not None
     draw = torch.Generator().manual_seed(0)
+    ranks = SHADOW[: len(SHADOW) // 2 * 2] if {"tp", "pp"} & set(shadow) else SHADOW
     return Case(
         placed_model("critic", TRAINED[:num_sources], **source),
-        placed_model("critic.shadow", SHADOW[: len(SHADOW) // 2 * 2] if "tp" in shadow else SHADOW, **shadow),
+        placed_model("critic.shadow", ranks, **shadow),
         SyncSpec(**settings),
         shape,
         {name: torch.randn(size, generator=draw) for name, size in shape.parameters},
@@ -224,8 +233,8 @@ def engine_case(colocated: bool, tp: int = 1, source: str = "{}", dtype: str = "
 
 
 @pytest.mark.parametrize("num_sources", [2, 4])
-@pytest.mark.parametrize("shadow", LAYOUTS + CUT, ids=str)
-@pytest.mark.parametrize("source", LAYOUTS + CUT, ids=str)
+@pytest.mark.parametrize("shadow", LAYOUTS + CUT + STAGED, ids=str)
+@pytest.mark.parametrize("source", LAYOUTS + CUT + STAGED, ids=str)
 def test_every_rank_of_the_shadow_gets_its_part(
     source: dict[str, Any], shadow: dict[str, Any], num_sources: int, wires: Wires
 ) -> None:
@@ -353,10 +362,10 @@ def test_a_copy_that_has_adapters_itself_gets_them_as_they_are() -> None:
 # --- checksums
 
 
-@pytest.mark.parametrize("snapshot", [False, True])
-def test_a_shadow_that_stores_something_else_is_reported(snapshot: bool, wires: Wires) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_shadow_that_stores_something_else_is_reported(overlap: bool, wires: Wires) -> None:
     """A bit of the first message from rank 1 to rank 5 changes on its way."""
-    case = case_of({"zero": 3}, {}, bucket_mb=0.001, snapshot=snapshot)
+    case = case_of({"zero": 3}, {}, bucket_mb=0.001, overlap=overlap)
     left = [1]
 
     def flip(message: Tensor) -> None:

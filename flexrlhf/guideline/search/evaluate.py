@@ -31,6 +31,8 @@ def _timed(
         delays=tuple(links[edge.rows] if edge.rows >= 0 else 0.0 for edge in edges),
         lag=graph.lags[call],
         every=graph.every[call],
+        fills=graph.fills[call],
+        uses=tuple(part for part in graph.parts[call] if part in graph.fills),
     )
 
 

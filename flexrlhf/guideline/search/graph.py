@@ -39,13 +39,14 @@ class Link:
 class CallGraph:
     """The calls of a problem by number.
 
-    parts:      the parts whose meshes each call occupies.
+    parts:      the parts whose meshes each call occupies; none where it overlaps other calls.
     column:     which of its part's seconds each call takes; -1 for a sync.
     lags:       batches by which each call is behind the newest.
     every:      steps from one run of each call to the next.
     edges:      the waits between calls.
     links:      transfers: rows first, in the problem's order, then syncs.
     num_parts:  number of parts of the problem.
+    fills:      the part whose next call waits for each call, a sync that overlaps others; -1: none.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -55,6 +56,7 @@ class CallGraph:
     edges: tuple[Edge, ...]
     links: tuple[Link, ...]
     num_parts: int
+    fills: tuple[int, ...]
 
     @property
     def num_calls(self) -> int:
@@ -85,7 +87,7 @@ def call_graph(problem: SearchProblem) -> CallGraph:
     part_of = {name: parts[task.part] for name, task in problem.tasks.items()}
     links = [Link(part_of[rows.writer], part_of[rows.reader], rows.seconds, -1) for rows in problem.rows]
     occupied: list[tuple[int, ...]] = []
-    column, lags, every, num_tasks = [], [], [], [0] * len(parts)
+    column, lags, every, fills, num_tasks = [], [], [], [], [0] * len(parts)
     for index, call in enumerate(problem.calls):
         match call:
             case SearchTask():
@@ -96,14 +98,14 @@ def call_graph(problem: SearchProblem) -> CallGraph:
             case SearchSync():
                 link = Link(part_of[call.task], parts[call.to], call.seconds, index)
                 links.append(link)
-                occupied.append((link.source, link.to))
+                occupied.append(() if call.overlaps else (link.source, link.to))
                 column.append(-1)
         lags.append(call.lag if isinstance(call, SearchTask) else problem.tasks[call.task].lag)
         every.append(call.every if isinstance(call, SearchSync) else 1)
+        fills.append(parts[call.to] if isinstance(call, SearchSync) and call.overlaps else -1)
     edges = _edges(problem, calls, lags)
-    return CallGraph(
-        tuple(occupied), tuple(column), tuple(lags), tuple(every), tuple(edges), tuple(links), len(problem.parts)
-    )
+    columns = (tuple(occupied), tuple(column), tuple(lags), tuple(every))
+    return CallGraph(*columns, tuple(edges), tuple(links), len(problem.parts), tuple(fills))
 
 
 def _edges(problem: SearchProblem, calls: dict[str, int], lags: list[int]) -> list[Edge]:

@@ -93,16 +93,18 @@ class SearchTask:
 class SearchSync:
     """A weight transfer, with the lag of the task that trains the weights.
 
-    task:     the task that has trained them.
-    to:       the part that receives them.
-    seconds:  what it takes, by both ends.
-    every:    batches from one to the next.
+    task:      the task that has trained them.
+    to:        the part that receives them.
+    seconds:   what it takes, by both ends.
+    every:     batches from one to the next.
+    overlaps:  whether it proceeds while both parts do what comes next, until ``to`` is used.
     """
 
     task: str
     to: str
     seconds: LinkSeconds
     every: int = 1
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class TimedInstruction:
     lag:       steps by which it runs behind generation
     every:     steps from one time that it is due to the next
     delays:    seconds that the result of each of ``after`` takes to arrive; empty: none
+    fills:     number of a copy whose weights it brings while its blocks do what comes next; -1: of none
+    uses:      numbers of copies, whose weights must have come before it begins
     """
 
     blocks: tuple[int, ...]
@@ -67,6 +69,8 @@ class TimedInstruction:
     lag: int = 0
     every: int = 1
     delays: tuple[float, ...] = ()
+    fills: int = -1
+    uses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +113,24 @@ class _Clock:
 
     free:    when each block has ended what it does
     done:    when results of (step, position) are there
+    filled:  when the newest weights of each copy are there that come in the background
+    link:    when the last weights have come so; they share a link
     visits:  visits so far
     """
 
     instructions: Sequence[TimedInstruction]
     free: list[float]
     done: dict[tuple[int, int], float] = field(default_factory=dict)
+    filled: dict[int, float] = field(default_factory=dict)
+    link: float = 0.0
     visits: list[Visit] = field(default_factory=list)
 
     def execute(self, index: int, step: int) -> float:
         """Execute the instruction at ``index`` for batch ``step``; return when the last of its blocks has ended."""
         instruction = self.instructions[index]
-        if instruction.together or not instruction.blocking:
+        if instruction.fills >= 0:
+            last = self._in_background(index, instruction, step)
+        elif instruction.together or not instruction.blocking:
             last = self._jointly(index, instruction, step)
         else:
             last = max(self._alone(index, instruction, step, block) for block in instruction.blocks)
@@ -137,6 +147,14 @@ class _Clock:
                 self.free[block] = end
         return end
 
+    def _in_background(self, index: int, instruction: TimedInstruction, step: int) -> float:
+        end = max(self._ready(instruction, step), self.link) + instruction.seconds
+        self.link = self.filled[instruction.fills] = end
+        for block in instruction.blocks:
+            now = self.free[block]
+            self.visits.append(Visit(index, step, block, now, now, now, now))
+        return end
+
     def _alone(self, index: int, instruction: TimedInstruction, step: int, block: int) -> float:
         arrived, ready = self.free[block], self._ready(instruction, step)
         start = max(arrived, ready)
@@ -150,7 +168,7 @@ class _Clock:
         for place, earlier in enumerate(instruction.after):
             delay = instruction.delays[place] if instruction.delays else 0.0
             ready = max(ready, self.done.get((step, earlier), 0.0) + delay)
-        return ready
+        return max(ready, *(self.filled.get(copy, 0.0) for copy in instruction.uses)) if instruction.uses else ready
 
 
 def walk_steps(
