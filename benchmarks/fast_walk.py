@@ -31,20 +31,24 @@ def play(
     steps = steady.walked
     # of a part: when the last call that shares a device with its mesh has ended
     free, ends = [0.0] * graph.num_parts, [0.0] * steps
+    # of a part: when its newest weights are there; of the link that brings them: when it is free
+    filled, link = [0.0] * graph.num_parts, 0.0
     ready = [[0.0] * graph.num_calls for _ in range(steps)]
     for turn in range(steps + graph.lag):
-        for call, lag, every, first, second, touched, reads, taken in visits:
+        for call, lag, every, first, second, touched, reads, taken, fills in visits:
             step = turn - lag
             if not 0 <= step < steps or (every > 1 and (step + 1) % every):
                 continue
-            # comparisons instead of max: this is the innermost loop
-            start = free[first] if free[first] > free[second] else free[second]
+            busy = max(free[first], free[second], filled[first], filled[second])
+            start = busy if fills < 0 else link
             row = ready[step]
             for writer, wait in reads:
                 arrival = row[writer] + wait
                 if arrival > start:
                     start = arrival
             row[call] = end = start + taken
+            if fills >= 0:
+                link = filled[fills] = end
             for part in touched:
                 if free[part] < end:
                     free[part] = end
@@ -53,15 +57,16 @@ def play(
     return (ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured
 
 
-Visit = tuple[int, int, int, int, int, Sequence[int], list[tuple[int, float]], float]
+Visit = tuple[int, int, int, int, int, Sequence[int], list[tuple[int, float]], float, int]
 """(call, lag, every, its first part, its last part, the parts that share a device with them, (writer, wait) of what it
-reads, seconds)."""
+reads, seconds, the part that it fills in the background)."""
 
 
 def _visit(
     graph: CallGraph, call: int, seconds: float, links: Sequence[float], overlaps: Sequence[Sequence[int]]
 ) -> Visit:
-    parts = graph.parts[call]
+    parts, fills = graph.parts[call], graph.fills[call]
     touched = overlaps[parts[0]] if len(parts) == 1 else sorted({q for part in parts for q in overlaps[part]})
+    first, last = (parts[0], parts[-1]) if parts else (fills, fills)
     reads = [(edge.writer, links[edge.rows] if edge.rows >= 0 else 0.0) for edge in graph.edges_to(call)]
-    return call, graph.lags[call], graph.every[call], parts[0], parts[-1], touched, reads, seconds
+    return call, graph.lags[call], graph.every[call], first, last, touched, reads, seconds, fills

@@ -21,11 +21,12 @@ SMALLEST_DEVICE_BYTES = min(int(1e9 * device.memory_gb) for device in DEVICE_CLA
 
 
 def planned_memory(plan: Plan) -> list[str]:
-    """Return lines for the fullest of ranks with the same models and device, then the suggestions."""
-    alike: dict[tuple[tuple[str, ...], str, int | None], list[RankMemory]] = {}
+    """Return lines for the fullest of ranks with the same models, their stages and device, then the suggestions."""
+    alike: dict[tuple[tuple[tuple[str, int], ...], str, int | None], list[RankMemory]] = {}
     for memory in plan.memories:
         device = plan.cluster.devices[memory.rank].device_class, plan.cluster.memory_bytes(memory.rank)
-        alike.setdefault((tuple(memory.states), *device), []).append(memory)
+        models = tuple((name, plan.placement[name].layout.stage(memory.rank)) for name in memory.states)
+        alike.setdefault((models, *device), []).append(memory)
     lines = []
     for (_, device_class, size), members in alike.items():
         highest = max(members, key=lambda memory: memory.peak_bytes)
@@ -124,10 +125,11 @@ def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _tensors(memory: RankMemory, tensors: TensorBytes) -> str:
-    states = [state for state in memory.states.values() if state is not None]
+    # a run ends with its transient copies released
+    states = [state for state in memory.states.values() if state is not None and not state.transient]
     planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
     measured = sum(size for sizes in tensors.values() for key, size in sizes.items() if key != "host")
-    known = bytes_text(planned if len(states) == len(memory.states) else None)
+    known = bytes_text(planned if None not in memory.states.values() else None)
     return f"tensors of models {known} planned, {bytes_text(measured)} allocated"
 
 

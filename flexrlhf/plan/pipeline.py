@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
 from flexrlhf.engines.capabilities import check_engines, check_models
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Lengths
@@ -21,6 +21,7 @@ from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.per_operator import place_operators
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.plan.hub_names import with_snapshots
@@ -55,7 +56,11 @@ class ResolvedSpec:
 
     def place(self) -> Placement:
         """Return the placed models. Raises UserError with the nearest placement that works."""
-        return place(self.spec, self.roles, self.graph.can_shadow, self.cluster)
+        if not isinstance(self.spec.placement, PlacementMap) or self.spec.placement.operators is None:
+            return place(self.spec, self.roles, self.graph.can_shadow, self.cluster)
+        # copies of operators are no shadows, so the graph that runs is that without further copies
+        calls = [operator for operator in run_graph(self.spec, Placement((), 0)).operators if operator.call is not None]
+        return place_operators(self.spec, calls, self.roles, self.cluster)
 
 
 def resolve(spec: Spec) -> ResolvedSpec:
@@ -71,8 +76,8 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     spec = resolved.spec
     strategy = choose_strategy(spec, placement)
     graph = run_graph(spec, placement)
-    check_engines(graph, placement)
-    check_models(placement, shapes, resolved.cluster)
+    check_engines(graph, placement, is_evaluated=spec.eval is not None)
+    check_models(placement, shapes, resolved.cluster, Lengths.of(spec))
     batch = BatchShape.of(spec)
     instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
     plan = Plan(

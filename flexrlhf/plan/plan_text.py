@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flexrlhf.memory.passes import packs_texts, shares_prompts
@@ -11,13 +12,18 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.memory_text import planned_memory
+from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.preset_text import preset_lines
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
-from flexrlhf.text import bytes_text, rank_marks, ranks_text, shortened
+from flexrlhf.text import bytes_text, rank_marks, ranks_text, shortened, span_of
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.stages import layer_of, of_stage
 
+NAME_WIDTH = 13
+"""Characters of the names of placed models, where none is longer."""
 WIDEST = 100
 """Characters of a prompt or response that the summary shows."""
 
@@ -36,10 +42,24 @@ def format_plan(plan: Plan) -> str:
         _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
         _titled("overlap", _overlap(plan)),
         _titled("process groups", _groups(plan)),
+        *([_titled("bytes between nodes in a step", lines)] if (lines := list(_between_nodes(plan))) else []),
         *([_titled("left out", _left_out(plan))] if plan.graph.left_out else []),
         _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
     ]
     return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _between_nodes(plan: Plan) -> Iterator[str]:
+    """Yield a line for each group of nodes that send the same bytes to others."""
+    groups: dict[SentBytes, list[int]] = defaultdict(list)
+    for node, sent in sent_bytes(plan).items():
+        groups[sent].append(node)
+    for sent, nodes in groups.items():
+        named = {"rows": sent.rows, "weights": sent.weights, "gradients": sent.gradients}
+        parts = [f"{bytes_text(round(size))} of {name}" for name, size in named.items() if size]
+        parts += [f"shards of {name} in every pass" for name in sent.passes]
+        which = f"{'node' if len(nodes) == 1 else 'each of nodes'} {span_of(tuple(nodes))}"
+        yield f"{which} sends {', '.join(parts) or 'nothing'}"
 
 
 def _without_cluster(plan: Plan) -> list[str]:
@@ -95,28 +115,52 @@ def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
     batch = plan.batch
     counts = [
         len(batch.prompts_on(model.layout, ranks[0], batch.mini_batches)) * batch.samples_per_prompt
-        for ranks in model.layout.tp_sets
+        for ranks in model.layout.replica_sets
     ]
     shown = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
     if len(set(counts)) == 1:
         shown = str(counts[0])
     dp = model.layout.dp
     replicas = "its one replica" if dp == 1 else f"each of {dp} replicas"
-    return f"rows of {model.name:<13}{shown:>8} on {replicas}"
+    width = max(NAME_WIDTH, *(len(each.name) for each in plan.placement.models))
+    return f"rows of {model.name:<{width}}{shown:>8} on {replicas}"
 
 
 def _placement(plan: Plan) -> list[str]:
-    lines = []
+    lines, width = [], 1 + max(NAME_WIDTH, *(len(model.name) for model in plan.placement.models))
     for model in plan.placement.models:
         devices = {(plan.cluster.devices[r].node, plan.cluster.devices[r].device_class) for r in model.ranks}
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
         trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
-        lines.append(f"{model.name:<14}{ranks_text(model.ranks):<12} {where:<22} {_computing(model):<28} {trained}")
-    lines += [f"{role:<14}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
+        head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
+        lines.append(f"{head} {where:<22} {_computing(model):<28} {trained}{_computed(plan, model)}")
+        lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
+    lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
     return lines + [f"warning: {text}" for text in plan.placement.warnings]
+
+
+def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
+    """Yield a line for each pipeline stage: its ranks, its layers, and what else it has."""
+    layout = model.layout
+    if layout.pp == 1 or shape is None:
+        return
+    for stage in range(layout.pp):
+        ranks = tuple(rank for rank in model.ranks if layout.stage(rank) == stage)
+        names = [name for name, _ in of_stage(shape, stage, layout.pp)]
+        layers = sorted({number for name in names if (number := layer_of(name)) is not None})
+        others = sorted({name.removesuffix(".weight") for name in names if layer_of(name) is None})
+        shown = f", {', '.join(others)}" if others else ""
+        yield f"stage {stage} on {ranks_text(ranks)}: layers {layers[0]}-{layers[-1]}{shown}"
+
+
+def _computed(plan: Plan, model: PlacedModel) -> str:
+    """Return the operators of a copy, where operators are placed or it is a hybrid engine's, and how long it exists."""
+    names = [name for name, copy in plan.placement.operators.items() if copy == model.name]
+    names += ["generate"] if model.is_hybrid else []
+    return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
 
 
 def _computing(model: PlacedModel) -> str:
@@ -124,6 +168,7 @@ def _computing(model: PlacedModel) -> str:
     settings, layout = model.settings, model.layout
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
     shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
+    shown += [f"pp {layout.pp}"] if layout.pp > 1 else []
     shown += [f"zero {settings.zero}"] if settings.zero else []
     shown += [settings.dtype] if settings.dtype != "float32" else []
     shown += ["lora"] if settings.lora is not None else []
@@ -194,6 +239,7 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
         case Sync():
             way = "in place" if instruction.is_in_place else "point_to_point"
             notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
+            notes += ["in the background"] * instruction.overlaps
         case Run() if instruction.operator.every > 1:
             notes = [_turns(instruction.operator, plan.spec.steps)]
         case Eval() | Save() | Checkpoint():

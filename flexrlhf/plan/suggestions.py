@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
+from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Compute
 from flexrlhf.operators.registry import make_graph
@@ -19,6 +20,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import padded_row
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
 from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Sync
 from flexrlhf.strategies.workload import workload
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.lora import with_adapters
@@ -173,6 +175,8 @@ def _replanned(plan: Plan, changes: Changes) -> Plan:
 
 def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
     for model in plan.placement.on_rank(rank):
+        if model.is_of_operators:
+            continue  # it has the settings of its role
         if model.rollout is not None:
             yield from _of_rollout(plan, model)
             continue
@@ -182,8 +186,8 @@ def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
             changes |= _of_role(model, shape)
         for key, values in changes.items():
             yield from (_Change(key, value, "", model.role, model.is_shadow) for value in values)
-    if plan.spec.sync.snapshot:
-        yield _Change("snapshot", False, "sync")
+    if any(isinstance(each, Sync) and each.overlaps for each in plan.schedule.instructions):
+        yield _Change("overlap", False, "sync")
     yield _Change("bucket_mb", plan.spec.sync.bucket_mb / 2, "sync")
 
 
@@ -199,11 +203,12 @@ def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[_Change]:
 
 
 def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
-    """Return changes that any copy allows: more sharding, fewer bits."""
+    """Return changes that any copy allows: more sharding and stages, fewer bits."""
     settings = model.settings
     return {
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
         "tp": [2 * settings.tp],
+        "pp": [2 * settings.pp] if CAPABILITIES[model.engine].pp else [],
         "dtype": ["bfloat16", "float16"] if settings.dtype == "float32" else [],
     }
 

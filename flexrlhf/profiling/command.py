@@ -20,13 +20,19 @@ from flexrlhf.profiling.profiled_models import length_sample, profiled_models, p
 
 
 def profile(
-    plans: Sequence[Plan], command_plans: Sequence[Plan], seconds: float, path: Path, inputs: Sequence[Path] = ()
+    plans: Sequence[Plan],
+    command_plans: Sequence[Plan],
+    seconds: float,
+    path: Path,
+    inputs: Sequence[Path] = (),
+    network_gb_s: float | None = None,
 ) -> Measurements:
     """Measure the models of ``plans`` with as many ranks as the cluster's first node has devices, and write ``path``.
 
     command_plans:  plans of the same command that write models which ``plans`` start from
     seconds:        time for which the calls of each model are repeated
     inputs:         files that the command reads; ``path`` is none of them
+    network_gb_s:   of the slowest link between two machines, where there are several
 
     Raises UserError, RankFailure or Interrupted; no process is left.
     """
@@ -45,6 +51,6 @@ def profile(
         runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
         request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
         launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(output)], measured_plans[0], Hosts())
-        measurements = read_measurements(output)
+        measurements = read_measurements(output).model_copy(update={"network_gb_s": network_gb_s})
     write_measurements(path, measurements)
     return measurements

@@ -67,6 +67,8 @@ def _other_lines(measurements: Measurements) -> Iterator[str]:
     for name, line in lines.items():
         if line is not None:
             yield f"  {name.replace('_', ' '):<34}{_line_text(name, line)}"
+    if measurements.network_gb_s is not None:
+        yield f"  {'slowest link between machines':<34}{measurements.network_gb_s:.3g} GB/s"
 
 
 def _line_text(name: str, line: LinearTime) -> str:

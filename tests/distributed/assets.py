@@ -75,6 +75,7 @@ def write_assets(directory: Path) -> None:
     _save(LlamaForSequenceClassification(_config({**SIZES, **LETTERS})), model("letters"))
     for name, pad in (("reward-ends", SIZES["eos_token_id"]), ("reward-bare", None)):
         _save(LlamaForSequenceClassification(_config({**SIZES, "pad_token_id": pad})), model(name))
+    _save(_actor({**SIZES, "num_key_value_heads": 4}), model("even-actor"))
     for name in ("actor", "wide-actor"):
         _add_value_head(model(name), model(f"{name}-with-values"))
         _add_ends(model(name), model(f"{name}-with-ends"))

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import algorithm_settings
+import yaml
 from algorithm_settings import ALGORITHMS, COMPLETIONS, DEFAULTS, FAST
 from assets import PROMPT_TOKENS, RESPONSE_TOKENS, SIZES, write_assets
 
@@ -67,8 +70,12 @@ class Case:
 
     @property
     def has_rollout_engine(self) -> bool:
-        """Whether vLLM generates."""
+        """Whether an engine generates with a copy of the actor."""
         return self.rollout != "transformers"
+
+    @property
+    def has_vllm(self) -> bool:
+        return self.rollout.startswith("vllm")
 
 
 def _ppo(**changes: Any) -> Raw:
@@ -222,11 +229,11 @@ SHAPES: dict[str, Raw] = {
     "six": {"placement": SIX},
     "six-chunks": {"placement": SIX, "schedule": {"num_chunks": 2}},
     # many small buckets, so that back-pressure is at work
-    "six-snapshot": {"placement": SIX, "sync": {"snapshot": True, "bucket_mb": 0.004}},
+    "six-overlap": {"placement": SIX, "sync": {"overlap": True, "bucket_mb": 0.004}},
     "six-uneven": {"placement": [0.75, 0.25, 0.25, 0.25, 0.25, 0.5], "sync": {"bucket_mb": 0.004}},
     # five steps, since the version by the rule of sync.every 3 changes first at the fourth
     "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},
-    "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"snapshot": True}},
+    "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"overlap": False}},
     "every-3": {"placement": SIX, "sync": {"every": 3}, "steps": 5},
     "lag-every-3": {"placement": SIX, "schedule": {"lag": 1}, "sync": {"every": 3}, "steps": 5},
     "classes": {**MIXED, "placement": {"actor": 1, "critic": 1, "ref": ON_V100, "reward": ON_V100}},
@@ -274,6 +281,90 @@ SHAPES: dict[str, Raw] = {
     "all": {"placement": [1]},
     "half": {"placement": [0.5]},
 }
+ALL, LEFT, RIGHT = ({"ranks": ranks} for ranks in ("0-3", "0-1", "2-3"))
+OPERATORS: dict[str, Raw] = {
+    # generation in tensor-parallel replicas, training in ZeRO-3 shards, everything on all ranks
+    "operators-resharded": {
+        "generate": {**ALL, "tp": 2},
+        "ref_logprobs": {**ALL, "zero": 3},
+        "values": {**LEFT, "zero": 3},
+        "scores": ALL,
+        "train_actor": {**ALL, "zero": 3},
+        "train_critic": {**ALL, "zero": 3},
+    },
+    # inference next to each other, then training next to each other, of other copies
+    "operators-lanes": {
+        "generate": {**ALL, "tp": 2},
+        "ref_logprobs": RIGHT,
+        "values": LEFT,
+        "scores": {**RIGHT, "tp": 2},
+        "train_actor": LEFT,
+        "train_critic": {**RIGHT, "zero": 2},
+    },
+    # no copy has ranks of the one that it follows
+    "operators-apart": {
+        "generate": RIGHT,
+        "ref_logprobs": LEFT,
+        "values": LEFT,
+        "scores": RIGHT,
+        "train_actor": {"ranks": [0]},
+        "train_critic": {**RIGHT, "zero": 3},
+    },
+    # each engine fills copies of the other one
+    "operators-engines": {
+        "generate": {**LEFT, "tp": 2},
+        "ref_logprobs": {**ALL, "engine": "deepspeed", "zero": 3},
+        "values": {**ALL, "engine": "deepspeed", "zero": 3},
+        "scores": RIGHT,
+        "train_actor": {**ALL, "engine": "deepspeed", "zero": 3},
+        "train_critic": {**LEFT, "zero": 3},
+    },
+}
+STAGED = {"engine": "megatron", "pp": 2}
+OPERATORS["operators-stages"] = {
+    # weights go from stages to slices, from stages to stages and from parts to stages
+    "generate": {**ALL, "tp": 2},
+    "ref_logprobs": {**RIGHT, **STAGED},
+    "values": {**LEFT, **STAGED},
+    "scores": ALL,
+    "train_actor": {**ALL, **STAGED, "tp": 2},
+    "train_critic": {**RIGHT, "engine": "megatron", "tp": 2},
+}
+"""Placements of PPO's operators, on four ranks."""
+SHAPES |= {name: {"placement": {"operators": entries}} for name, entries in OPERATORS.items()}
+SHAPES["operators-chunks"] = {**SHAPES["operators-lanes"], "schedule": {"num_chunks": 2}}
+CONFIGS = Path(__file__).parents[2] / "configs"
+HALF = {"0-7": "0-3", "0-3": "0-1", "4-7": "2-3"}
+
+
+ROLE_OF = {
+    "generate": "actor",
+    "ref_logprobs": "ref",
+    "values": "critic",
+    "scores": "reward",
+    "train_actor": "actor",
+    "train_critic": "critic",
+}
+
+
+def _halved(name: str) -> Raw:
+    """The placement of one of ReaL's plans, in ``configs`` on 8 devices, on 4: by the rule that its first lines state,
+    the largest degree is halved, of equal ones dp, then pp, then tp."""
+    raw = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    entries = {}
+    for operator, entry in raw["placement"]["operators"].items():
+        first, last = map(int, entry["ranks"].split("-"))
+        tp, pp = entry.get("tp", 1), entry.get("pp", 1)
+        dp = (last - first + 1) // (tp * pp)
+        if dp < max(tp, pp):
+            tp, pp = (tp, pp // 2) if pp >= tp else (tp // 2, pp)
+        engine = entry.get("engine") or raw["models"][ROLE_OF[operator]].get("engine", "torch")
+        entries[operator] = {"ranks": HALF[entry["ranks"]], "engine": engine, "tp": tp, "pp": pp}
+    return {"operators": entries}
+
+
+REAL = ("real-7b-heuristic", "real-7b-searched", "real-70b-heuristic", "real-70b-searched")
+SHAPES |= {name: {"placement": _halved(name)} for name in REAL}
 
 
 def _names(shape: Raw) -> tuple[str, ...]:
@@ -299,6 +390,8 @@ COMPUTE: dict[str, Raw] = {
     "unshared": _everywhere(share_prompts=False),
     "tp": _everywhere(tp=2),
     "tp-3": _everywhere(tp=2, zero=3),
+    # as many parts as it has heads of keys and values
+    "tp-4": _everywhere() | {"actor": {"path": "assets:models/even-actor", "tp": 4}},
     # each side in its own way
     "mixed": {
         "actor": {"engine": "deepspeed", "zero": 3},
@@ -318,6 +411,32 @@ COMPUTE: dict[str, Raw] = {
         "critic": {"engine": "deepspeed", "zero": 2, "shadow": {"engine": "torch", "zero": 2}},
         "ref": {"engine": "deepspeed", "zero": 3},
         "reward": {"tp": 2, "zero": 2},
+    },
+    # Megatron-Core serves no generation: shadows or rollout engines generate
+    "megatron-tp": {
+        "actor": {"engine": "megatron", "tp": 2, "zero": 1, "shadow": {"engine": "torch", "tp": 1}},
+        "critic": {"engine": "megatron", "pp": 2, "shadow": {"tp": 2, "pp": 1}},
+        "ref": {"engine": "megatron", "pp": 2},
+        "reward": {"engine": "megatron", "zero": 1},
+    },
+    "megatron-pp": {
+        "actor": {"engine": "megatron", "pp": 2, "shadow": {"engine": "deepspeed", "zero": 3}},
+        "critic": {"engine": "megatron", "shadow": {"engine": "torch"}},
+        "ref": {"engine": "deepspeed", "zero": 3},
+        "reward": {"engine": "megatron", "tp": 2, "sequence_parallel": False},
+    },
+    # on four ranks, beside a rollout engine
+    "megatron-tp-pp": {
+        "actor": {"engine": "megatron", "tp": 2, "pp": 2},
+        "critic": {"engine": "megatron", "tp": 2, "zero": 1},
+        "ref": {"engine": "megatron", "pp": 2, "zero": 1},
+        "reward": {"zero": 3},
+    },
+    "megatron-pp-dp": {
+        "actor": {"engine": "megatron", "pp": 2, "zero": 1, "activation_checkpointing": True},
+        "critic": {"engine": "megatron", "tp": 2, "pp": 2},
+        "ref": {"engine": "megatron", "tp": 2},
+        "reward": {"engine": "deepspeed", "zero": 3},
     },
     # for the shape of this name: DeepSpeed on two ranks, FSDP2 on the other two
     "apart": {
@@ -348,20 +467,30 @@ PRECISION: dict[str, Raw] = {
 """Other types: change numbers by their rounding."""
 
 
-def _vllm(**settings: Any) -> Raw:
+def _rollout(engine: str, **settings: Any) -> Raw:
     """The gate is as tight as float32 lets it be, in every step in which both sides hold the same weights."""
     parity = {"every": 1, "max_difference": 1e-4, "mean_difference": 2e-5}
-    return {"engine": "vllm", "parity": parity, **settings}
+    return {"engine": engine, "parity": parity, **settings}
+
+
+_vllm, _torch = partial(_rollout, "vllm"), partial(_rollout, "torch")
 
 
 ROLLOUTS: dict[str, Raw] = {
     "transformers": {},
     "vllm": _vllm(),
     "vllm-tp": _vllm(tp=2),
+    "vllm-pp": _vllm(pp=2),
     "vllm-child": _vllm(process="child"),
+    "vllm-tp-pp": _vllm(tp=2, pp=2),
     # a row at a time, of which nothing is kept for the next sample of its prompt
     "vllm-narrow": _vllm(kv_tokens=32, prefix_caching=False),
     "vllm-awake": _vllm(sleep=False),
+    # the hybrid engine: in another layout on the same ranks
+    "torch": _torch(),
+    "torch-tp": _torch(tp=2),
+    "torch-narrow": _torch(kv_tokens=16, tp=2),
+    "torch-awake": _torch(sleep=False),
     # its own generators sample other tokens, so that there is no reference
     "vllm-engine": _vllm(noise="engine"),
 }
@@ -394,7 +523,7 @@ DEFAULT = [
     *(Case(setting, "co-located", 1) for setting in ("two", "four", "one", "still", "pieces")),
     *(Case(setting, "all", 1) for setting in ("sft", "reward")),
     Case("streaming", "six-chunks", 2),
-    Case("samples", "six-snapshot", 2),
+    Case("samples", "six-overlap", 2),
     Case("sft", "half", 2),
     Case("reward", "all", 2),
     Case("reward-ends", "all", 2),
@@ -427,12 +556,16 @@ DEFAULT = [
     Case("four", "tight", 2),
     Case("two", "six-tight", 4),
     Case("scheduled", "halves", 2),
-    Case("adapters", "six-snapshot", 2, "torch-3"),
+    Case("adapters", "six-overlap", 2, "torch-3"),
     Case("shared", "co-located", 2, "deepspeed-2"),
     Case("sft-adapters", "half", 2),
     Case("reward-adapters", "all", 2, "deepspeed-3"),
     Case("adapters", "six", 4, "deepspeed-3"),
     Case("two", "apart", 4, "apart"),
+    Case("uneven", "six", 4, "megatron-tp"),
+    Case("pieces", "lag-chunks", 4, "megatron-pp"),
+    Case("scarce", "co-located", 4, "megatron-tp-pp", "vllm"),
+    Case("scheduled", "co-located", 4, "megatron-pp-dp", "vllm-pp"),
     Case("corrected-sequences", "lag-every-3", 4),
     Case("nucleus", "lag", 4),
     Case("stopped", "six-chunks", 4),
@@ -445,9 +578,17 @@ DEFAULT = [
     Case("still", "co-located", 2, rollout="vllm-tp"),
     Case("four", "six-chunks", 2, rollout="vllm-child"),
     Case("adapters", "halves", 2, "deepspeed-3", rollout="vllm"),
-    Case("four-samples", "six", 4, rollout="vllm"),
+    Case("four-samples", "six", 4, "deepspeed-3", "vllm-pp"),
     Case("grpo-alone", "co-located", 2, rollout="vllm"),
     Case("four", "six", 4, rollout="vllm-tp"),
+    Case("still", "co-located", 4, "deepspeed-3", "vllm-tp-pp"),
+    Case("uneven", "co-located", 4, "deepspeed-3", "torch-tp"),
+    Case("scarce", "halves", 4, "torch-3", "torch-narrow"),
+    Case("still", "co-located", 4, "tp", "torch"),
+    Case("four-samples", "co-located", 4, "tp-4", "torch-tp"),
+    Case("two", "co-located", 4, "megatron-tp-pp", "torch-tp"),
+    Case("adapters", "halves", 2, "deepspeed-3", "torch"),
+    Case("one-trunk", "tight", 2, "torch-3", "torch-tp"),
 ]
 
 OF_ALGORITHMS = [
@@ -544,7 +685,14 @@ OF_ALGORITHMS = [
     Case("remax-retokenized", "six", 2),
     Case("safe-retokenized", "halves", 2),
 ]
-DEFAULT += OF_ALGORITHMS
+OF_OPERATORS = [
+    Case("four", "operators-resharded", 4),
+    Case("samples", "operators-engines", 4),
+    Case("adapters", "operators-apart", 4),
+    Case("uneven", "real-7b-searched", 4),
+    Case("two", "real-70b-searched", 4),
+]
+DEFAULT += OF_ALGORITHMS + OF_OPERATORS
 
 
 def every_case() -> list[Case]:
@@ -560,7 +708,30 @@ def every_case() -> list[Case]:
         for shape in ("co-located", "halves", "six")
         for setting in settings
     ]
-    return list(dict.fromkeys([*_every_shape(), *engines, *_every_rollout()]))
+    placed = [
+        Case(setting, shape, 4)
+        for setting in ("two", "uneven", "samples", "epochs", "scheduled", "greedy", "corrected", "grpo-alone")
+        for shape in (*OPERATORS, "operators-chunks", *REAL)
+        if _chunks_divide(setting, shape)
+    ]
+    return list(
+        dict.fromkeys([*_every_shape(), *engines, *placed, *_every_rollout(), *_every_hybrid(), *_every_megatron()])
+    )
+
+
+def _every_megatron() -> list[Case]:
+    """Parts, stages and replicas of actor and critic, beside other engines."""
+    settings = ("two", "uneven", "pieces", "scarce", "scheduled", "epochs", "grpo-rule", "safe")
+    sides = [
+        Case(*names, 4, way) for names in product(settings, ("six", "lag")) for way in ("megatron-tp", "megatron-pp")
+    ]
+    four = [
+        Case(*names, 4, way, "vllm")
+        for names in product(settings, ("co-located", "halves"))
+        for way in ("megatron-tp-pp", "megatron-pp-dp")
+    ]
+    # Megatron's distributed optimizer has no sgd
+    return sides + [case for case in four if (case.setting, case.compute) != ("scheduled", "megatron-tp-pp")]
 
 
 def _every_shape() -> list[Case]:
@@ -585,16 +756,30 @@ def _every_rollout() -> list[Case]:
             cases += [Case(setting, shape, 4, rollout=rollout) for rollout in _rollouts_of(shape)]
         for compute in (*STAGES, "tp", "tp-3", "mixed"):
             cases += [Case(setting, shape, 4, compute, "vllm") for setting in ("two", "one-trunk", "grpo")]
+            cases.append(Case("two", shape, 4, compute, "vllm-pp"))
         for compute in ("replicas", *STAGES):
             settings = ("adapters", "shared", "one-trunk-adapters")
             cases += [Case(setting, shape, 4, compute, "vllm") for setting in settings]
     return [case for case in cases if _chunks_divide(case.setting, case.shape)]
 
 
+def _every_hybrid() -> list[Case]:
+    """Torch on the ranks that train the actor, in its layouts and under each way to train it."""
+    ways = (*STAGES, "tp", "tp-3", "tp-4", "megatron-tp-pp", "megatron-pp-dp")
+    rollouts = [name for name in ROLLOUTS if name.startswith("torch")]
+    settings = ("ends", "corrected", "one-trunk", "grpo-rule", "retokenized")
+    cases = [Case(setting, "co-located", 4, rollout=rollout) for setting in settings for rollout in rollouts]
+    for rollout in ("torch", "torch-tp"):
+        cases += [Case("uneven", shape, 4, way, rollout) for shape in ("co-located", "halves") for way in ways]
+        adapted = ("adapters", "shared", "one-trunk-adapters")
+        cases += [Case(setting, "co-located", 4, stage, rollout) for setting in adapted for stage in STAGES]
+    return cases
+
+
 def _rollouts_of(shape: str) -> list[str]:
-    """Rollout engines with a reference; on the ranks of the trained actor none has a process of its own."""
-    left_out = ("transformers", "vllm-engine", *(["vllm-child"] if shape in ("co-located", "halves") else []))
-    return [name for name in ROLLOUTS if name not in left_out]
+    """Versions of vLLM with a reference; on the ranks of the trained actor none has a process of its own."""
+    left_out = ("vllm-engine", *(("vllm-child",) if shape in ("co-located", "halves") else ("vllm-tp-pp",)))
+    return [name for name in ROLLOUTS if name.startswith("vllm") and name not in left_out]
 
 
 def _chunks_divide(setting: str, shape: str) -> bool:
@@ -651,7 +836,7 @@ class Assets:
         # Adam's first step of a weight is g / (|g| + eps): with the default eps a gradient of 1e-8, whose very sign is
         # rounding, moves a weight as far as any other, and one such weight of a model this small is seen in the values
         optimizer = {"learning_rate": 1e-3, "eps": 1e-5, "weight_decay": 0.01, "max_grad_norm": limits.get(role)}
-        name = "wide-actor" if case.has_rollout_engine and role == "actor" else role
+        name = "wide-actor" if case.has_vllm and role == "actor" else role
         if role == "actor" and algorithm_of(case.setting) == "ac-share":
             name = f"{name}-with-values"
         if role == "actor" and case.setting == "ends":
@@ -685,6 +870,9 @@ def placement_of(placement: Any, roles: tuple[str, ...], trained: tuple[str, ...
     """``placement`` of PPO's models for ``roles``, in the form that it has; others lie where their kin does."""
     if isinstance(placement, list) and len(placement) == 1:
         return placement
+    if "operators" in placement:
+        left_out = () if "critic" in roles else ("values", "train_critic")
+        return {"operators": {name: at for name, at in placement["operators"].items() if name not in left_out}}
     is_vector = isinstance(placement, list)
     given = dict(zip(_names({"placement": placement}), placement, strict=True)) if is_vector else placement
     has_shadows = "actor.shadow" in given

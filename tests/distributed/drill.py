@@ -26,9 +26,9 @@ from cases import Assets, make_assets
 from drill_jobs import DRILLED, KEPT, SHAPES, STEPS, Job, Service, Shape, is_locked, running, until
 from drill_kinds import DISK_MB, KINDS, Kind, Target
 from drilled import GO, REACHED, Planned
-from network import can_link
 from safetensors.torch import load_file
 
+from benchmarks.two_hosts import can_link
 from flexrlhf.checkpoints.manifest import checkpoints_of
 
 START_SECONDS = 150.0

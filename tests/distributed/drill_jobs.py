@@ -22,10 +22,10 @@ import yaml
 from cases import Assets, Case
 from commands import PROGRAM, is_alive
 from drilled import VARIABLE
-from network import Link, linked_hosts
 from processes import descendants
 from toys import SHAPE, WORDS
 
+from benchmarks.two_hosts import Link, linked_hosts
 from flexrlhf.config.spec_file import dump_spec
 
 Raw = dict[str, Any]

@@ -30,6 +30,13 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
+ON_CPU = str(Path(__file__).parents[1] / "megatron_on_cpu")
+RANK_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [ON_CPU, os.environ.get("PYTHONPATH")])),
+}
+"""One thread a rank, and what stands for CUDA where Megatron-Core runs on CPUs."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -96,7 +103,7 @@ def run_orders(orders: list[RunOrder]) -> None:
     for plan, order in zip(plans, orders, strict=True):
         prepare_directory(plan, format_plan(plan), continues=bool(order.candidates)).close()
     logging.getLogger("torchelastic-events-null").disabled = True
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+    with patch.dict(os.environ, RANK_ENVIRONMENT):
         launch(orders, plans[0], Hosts())
 
 
@@ -118,7 +125,7 @@ class Launches:
         self._failures: dict[str, str] = {}
 
     def outcome(self, case: Case) -> Outcome:
-        if case.has_rollout_engine and find_spec("vllm") is None:
+        if case.has_vllm and find_spec("vllm") is None:
             pytest.skip(f"{case.name} generates with vllm, which is not installed")
         kind = _kind(case)
         if kind not in self._outcomes:
@@ -142,7 +149,7 @@ class Launches:
             self._run(plans[start : start + RUNS_PER_LAUNCH])
 
     def _run(self, plans: list[Plan]) -> None:
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        with patch.dict(os.environ, RANK_ENVIRONMENT):
             try:
                 launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts())
             except RankFailure as error:
@@ -150,4 +157,4 @@ class Launches:
 
 
 def _kind(case: Case) -> Kind:
-    return case.ranks, case.has_rollout_engine
+    return case.ranks, case.has_vllm

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 
 from flexrlhf.comm.move import RowPacking
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.engines import passes
 from flexrlhf.engines.base import Totals
-from flexrlhf.engines.passes import Passes
 from flexrlhf.execution import run_operator, worker
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.execution.weight_syncs import WeightSyncs
@@ -39,11 +40,11 @@ def whitening_per_rank() -> Planted:
 def denominator_per_rank() -> Planted:
     """Losses are divided by the tokens of the rank's own rows."""
 
-    def totals(_: Passes, batch: Any) -> Totals:
+    def totals(batch: Any, _: RankGroup) -> Totals:
         mask = batch.mask.double()
         return Totals(float(mask.sum()), float((mask.sum(1) > 0).sum()), len(batch) / batch.samples_per_prompt)
 
-    return patch.object(Passes, "_totals", totals)
+    return patch.object(passes, "totals_of", totals)
 
 
 def sync_skipped() -> Planted:

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from cases import Case, make_assets
 from commands import children, is_alive, name_of, start
-from network import can_link, linked_hosts
 from test_nodes import free_port
 from typer.testing import CliRunner
 
 import flexrlhf
+from benchmarks.two_hosts import can_link, linked_hosts
 from flexrlhf.cli import app
 from flexrlhf.config.spec_file import dump_spec
 
@@ -64,7 +64,7 @@ def test_machines_in_order(config: Path, tmp_path: Path, monkeypatch: pytest.Mon
     code, output = doctor([str(config)])
     found = table(output)
     assert code == 0, output
-    assert len(found) == 14 and {result for result, _ in found.values()} <= {"ok", "warning"}, output
+    assert len(found) == 15 and {result for result, _ in found.values()} <= {"ok", "warning"}, output
     assert found["ranks"][1].startswith("gloo: 1 pair of 2 ranks exchanged messages; ")
     assert " groups of the plans made and summed over in " in found["ranks"][1]
     assert found["run directory"] == ("ok", f"{tmp_path}/runs is read and written by all 2 ranks")
@@ -99,7 +99,7 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path, monkeypat
     assert found["run directory"][1].startswith(f"rank 1: does not see in {second}/runs what rank 0 wrote")
     assert found["ranks"][0] == found["clocks"][0] == "ok" and "no groups of the plans made" in found["ranks"][1]
     assert "node 0 to node 1 by 1 rank " in found["links"][1]
-    assert "preflight: 3 of 14 checks failed: same versions, same settings, run directory" in output
+    assert "preflight: 3 of 15 checks failed: same versions, same settings, run directory" in output
     # the other node shows what fails
     assert set(table(others_output)) == names
     assert list(first.iterdir()) == [] and not (second / "runs").exists()
@@ -162,7 +162,7 @@ def test_a_run_begins_after_its_checks_and_not_without(config: Path, tmp_path: P
     (tmp_path / "file").write_text("")
     refused = start(["run", "--preflight", str(config), "--set", "runs=file"], tmp_path)
     output, _ = refused.communicate(timeout=SECONDS)
-    assert refused.returncode == 1 and "preflight: 1 of 14 checks failed: run directory" in output
+    assert refused.returncode == 1 and "preflight: 1 of 15 checks failed: run directory" in output
     assert "step 1/3" not in output
 
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from cases import Case, make_assets
 from commands import children, is_alive, read_until
-from network import Link, can_link, linked_hosts
 
+from benchmarks.two_hosts import Link, can_link, linked_hosts
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.timeline import read_trace
 
@@ -49,13 +49,14 @@ Job = tuple[subprocess.Popen[str], subprocess.Popen[str]]
 
 def start_job(link: Link, config: Path, directory: Path) -> Job:
     """Launchers of both hosts, whose ranks have trained."""
-    endpoint = f"{link.addresses[0]}:{PORT}"
+    endpoint = f"{link.hosts[0]}:{PORT}"
     options = ["run", str(config), "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank"]
     first = link.start(0, [*options, "0"], directory)
     # it is late: node 0 says whom it waits for
-    read_until(first, "node 0 waits for the other nodes: missing node 1; arrived: node 0")
+    read_until(first, f"node 0 (host {link.hosts[0]}) compares settings, versions and files: missing node 1")
     second = link.start(1, [*options, "1"], directory)
-    read_until(first, "step 3/")
+    interfaces = f"{link.hosts[1]} ({link.addresses[1]}) ranks 2-3; here over {link.hosts[0]}"
+    assert interfaces in read_until(first, "step 3/")
     return first, second
 
 

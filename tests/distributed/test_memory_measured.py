@@ -90,3 +90,40 @@ def test_the_process_grows_as_planned(launches: Launches, engine: str, zero: int
             f"{engine} zero {zero} rank {rank}: peak {planned / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured"
         )
         assert abs(measured - planned) < 0.25 * planned, (engine, zero, rank, planned, measured)
+
+
+def operators_spec(directory: Path) -> dict[str, object]:
+    """Generation in replicas with whole weights, training in shards on the same ranks."""
+    raw = raw_spec(directory, "torch", 3)
+    models = {"actor": {"init": INIT, "zero": 3, "micro_batch_tokens": 64, "generate_tokens": 64}}
+    data = {**raw["data"], "path": str(directory / "ppo.jsonl")}  # type: ignore[dict-item]
+    algorithm = {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 2, "num_mini_batches": 2, "kl": None}
+    return {
+        **raw,
+        "name": "memory-operators",
+        "algorithm": algorithm,
+        "models": models,
+        "data": data,
+        "reward": [{"rule": "length", "target_tokens": 5}],
+        "steps": 2,
+        "placement": {"operators": {"generate": {"ranks": "0-1", "zero": 0}, "train_actor": {"ranks": "0-1"}}},
+    }
+
+
+@pytest.mark.full
+def test_a_copy_for_one_operator_takes_memory_while_it_exists(launches: Launches) -> None:
+    """Weights of 440 MB that stayed would add a third to the peak, which is that of the training after them."""
+    plan = make_plan(parse_spec(operators_spec(launches.assets.directory)))
+    prepare_directory(plan, format_plan(plan), continues=False).close()
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
+        launch([RunOrder(plan.spec)], plan, Hosts())
+    facts = Outcome(Case("memory", "operators", 2), plan).trace["otherData"]
+    for rank in range(2):
+        memory = plan.memories[rank]
+        copy = plan.state(plan.placement["actor.generate"], rank)
+        assert memory.peak is not None and memory.peak.trains and copy is not None
+        planned, measured = memory.process_bytes, facts["peak_bytes"][str(rank)]
+        print(f"operators, rank {rank}: peak {planned / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured")
+        assert copy.weights > 0.3 * planned
+        assert abs(measured - planned) < 0.25 * planned, (rank, planned, measured)
+        assert facts["held_bytes"][str(rank)]["actor.generate"]["weights"] == 0

@@ -51,17 +51,40 @@ def assert_equals_the_reference(assets: Assets, directory: Path) -> None:
 
 
 def test_two_nodes_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> None:
-    """Two launchers with a rank and half of the cores each, on a file system that they share."""
-    job = ["run", write_config(assets, tmp_path), "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    nodes = [start([*job, "--node-rank", str(number)], tmp_path) for number in (0, 1)]
+    """Two launchers with a rank and half of the cores each, on a shared file system; the second has no config."""
+    endpoint = ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    job = ["run", write_config(assets, tmp_path), "--nnodes", "2", *endpoint]
+    nodes = [start(arguments, tmp_path) for arguments in (job, ["join", *endpoint])]
     cores = sorted(os.sched_getaffinity(0))
     for number, node in enumerate(nodes):
         os.sched_setaffinity(node.pid, cores[number::2] or cores)
     first, second = (node.communicate(timeout=SECONDS)[0] for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], first[-2000:] + second[-2000:]
     assert_equals_the_reference(assets, tmp_path)
+    assert f"joins {CASE.name} as node 1 of 2: rank 1\n" in second, second
     for sign in (*(f"{CASE.name}  step {step}/3  " for step in (1, 2, 3)), "results in runs/"):
         assert (first.count(sign), second.count(sign)) == (1, 0), sign
+
+
+@pytest.mark.parametrize("way", ["own launchers", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_machines_that_differ_end_before_anything_is_written(way: str, assets: Assets, tmp_path: Path) -> None:
+    port = free_port()
+    options = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]
+    jobs = []
+    for number, seed in ((0, 0), (1, 3)):
+        settings = ["run", write_config(assets, tmp_path), "--set", f"seed={seed}"]
+        if way == "torchrun":
+            settings += ["--set", "cluster={nodes: [{count: 2, devices: 1}]}"]
+            program = [*("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1")]
+            jobs.append(start(settings, tmp_path, [*program, f"--master-port={port}", *PROGRAM]))
+        else:
+            jobs.append(start([*settings, *options, "--node-rank", str(number)], tmp_path))
+    outputs = [job.communicate(timeout=SECONDS)[0] for job in jobs]
+    noun = "rank" if way == "torchrun" else "node"
+    for job, output in zip(jobs, outputs, strict=True):
+        assert job.returncode != 0
+        assert f"flexrlhf: seed is 0 on {noun} 0 (host " in output and f" and 3 on {noun} 1 (host " in output, output
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_under_torchrun_the_numbers_are_the_same(assets: Assets, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from cases import SIZES
 from commands import children, is_alive, read_until, start
 
+from benchmarks.two_hosts import can_link, linked_hosts
 from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart import config_paths, prepare_corpus
@@ -164,3 +165,26 @@ def test_lengths_are_those_of_the_data_or_the_maximum(tmp_path: Path, monkeypatc
     rows = length_sample(plan).rows(8)
     assert [max(each) for each in zip(*rows, strict=True)] == [max(prompts), max(responses)]
     assert row_counts(plan, 1) == RowCounts(calls=(16, 32, 64), decode=(4, 16, 32, 64), update=(4, 8, 16, 32))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not can_link(), reason="needs the right to make network namespaces")
+def test_the_link_between_two_machines_is_measured(tmp_path: Path) -> None:
+    """One of 400 Mbit/s, which is 0.05 GB/s; node 0 writes the file."""
+    nodes = {"nodes": [{"count": 2, "devices": 1}], "device": "cpu", "memory_gb": 8}
+    config = write_config(tmp_path, cluster=nodes)
+    with linked_hosts() as link:
+        link.limit(400)
+        options = ["profile", config, "--seconds", "0.2", "--nnodes", "2", "--rdzv-endpoint", f"{link.hosts[0]}:29500"]
+        jobs = [link.start(number, [*options, "--node-rank", str(number)], tmp_path) for number in (0, 1)]
+        outputs = [job.communicate(timeout=2 * SECONDS)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    found = read_measurements(tmp_path / "runs" / "profile.json")
+    assert found.network_gb_s is not None and 0.02 < found.network_gb_s < 0.06
+    shown = f"{found.network_gb_s:.3g} GB/s"
+    assert f"slowest link between machines     {shown}" in outputs[0]
+    assert outputs[1].endswith(f"slowest link between machines: {shown}; node 0 measures the rest\n")
+    # a sync that is fast on one machine is as slow as the link
+    costs = load_costs(tmp_path / "runs" / "profile.json")
+    sent = costs.sync(Traffic(0, 10_000_000), Traffic(0, 0), 1, LINKS).parts["send"]
+    assert sent == pytest.approx(0.01 / found.network_gb_s)

@@ -59,6 +59,8 @@ ALIKE = [
     same("safe", "halves", 2),
     same("scheduled", "co-located", 2, "torch-3"),
     same("adapters", "co-located", 2, "deepspeed-1"),
+    same("running", "six", 4, "megatron-tp"),
+    same("streaming-two", "operators-lanes", 4),
 ]
 """The same placement: equal to the last bit."""
 CHANGED = [
@@ -75,12 +77,17 @@ CHANGED = [
     Pair(Case("reward", "all", 4, "torch-3"), Case("reward", "half", 2)),
     Pair(Case("scheduled", "co-located", 4, "mixed"), Case("scheduled", "co-located", 4, "tp")),
     Pair(Case("scheduled", "co-located", 2, "deepspeed-2"), Case("scheduled", "six", 4, "crossed")),
+    Pair(Case("scheduled", "six", 4, "megatron-tp"), Case("scheduled", "six", 4, "megatron-pp")),
+    Pair(Case("scheduled", "six", 4, "megatron-pp"), Case("scheduled", "six", 4, "crossed")),
     Pair(Case("adapters", "co-located", 2, "deepspeed-3"), Case("adapters", "halves", 4)),
     Pair(Case("corrected", "lag", 2), Case("corrected", "lag", 4, "torch-3")),
     Pair(Case("corrected", "lag-every-3", 4), Case("corrected", "lag-every-3", 2)),
+    Pair(Case("samples", "operators-engines", 4), Case("samples", "co-located", 2)),
+    Pair(Case("samples", "co-located", 2), Case("samples", "real-7b-searched", 4)),
     same("four", "tight", 2),
     same("four", "co-located", 2, rollout="vllm"),
     same("grpo-shared", "six", 2, rollout="vllm"),
+    same("two", "co-located", 2, "torch-3", rollout="torch-tp"),
 ]
 """Another placement, number of ranks, engine, ZeRO stage or rollout: equal within the tolerances of the design."""
 
@@ -145,7 +152,7 @@ class Resumptions:
 
 
 def _kind(case: Case) -> tuple[int, bool]:
-    return case.ranks, case.has_rollout_engine
+    return case.ranks, case.has_vllm
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Rollouts by vLLM, apart from the equality of their runs with the reference: that it is vLLM, and that the gate stops.
+"""Rollouts by vLLM, or by torch with a copy of the actor, apart from the equality of their runs with the reference:
+that it is this engine, and that the gate stops.
 
 Two libraries add up the same numbers in another order, so their log-probs differ by rounding: 4e-6 was measured.
 """
@@ -27,8 +28,8 @@ from flexrlhf.strategies.instructions import Sync
 pytestmark = pytest.mark.timeout(3600)
 ROUNDING = 1e-4
 """Nats: between vLLM's log-prob of a token and the trainer's."""
-VLLM = [case for case in DEFAULT if case.has_rollout_engine]
-UNCUT = [case for case in VLLM if case.setting != "ends"]
+ENGINES = [case for case in DEFAULT if case.has_rollout_engine]
+UNCUT = [case for case in ENGINES if case.setting != "ends"]
 """Those that sample from the whole distribution, of which the trainer's log-probs are."""
 OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
 
@@ -50,11 +51,11 @@ def fresh_steps(outcome: Outcome) -> list[int]:
     return [row["step"] for row in outcome.metrics if row["policy_lag"] == 0]
 
 
-@pytest.mark.parametrize("case", params([*VLLM, OWN_NOISE]))
-def test_vllm_draws_every_row(launches: Launches, case: Case) -> None:
+@pytest.mark.parametrize("case", params([*ENGINES, OWN_NOISE]))
+def test_the_engine_draws_every_row(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     for row in outcome.metrics:
-        assert row["rollout_engine"] == "VllmEngine", (case.name, row)
+        assert row["rollout_engine"] == ("VllmEngine" if case.has_vllm else "TorchEngine"), (case.name, row)
         assert row["rollout_requests"] == outcome.plan.batch.num_rows, (case.name, row)
 
 
@@ -73,9 +74,9 @@ def test_engine_and_trainer_tell_the_same_logprobs(launches: Launches, case: Cas
     assert [row["step"] for row in outcome.metrics if "parity_max" in row] == fresh, case.name
 
 
-@pytest.mark.parametrize("case", params([case for case in VLLM if case.setting == "still"]))
+@pytest.mark.parametrize("case", params([case for case in ENGINES if case.setting == "still"]))
 def test_syncs_change_nothing_at_learning_rate_zero(launches: Launches, case: Case) -> None:
-    """Three times all weights are written over in vLLM; its log-probs stay those of the first weights."""
+    """Three times all weights of the engine are written over; its log-probs stay those of the first weights."""
     outcome = launches.outcome(case)
     syncs = [i for i in outcome.plan.schedule.instructions if isinstance(i, Sync) and i.destination == "actor.rollout"]
     assert len(syncs) == 1 and syncs[0].every == 1 and outcome.plan.spec.steps == 3
@@ -86,7 +87,7 @@ def test_syncs_change_nothing_at_learning_rate_zero(launches: Launches, case: Ca
             assert float((column - expected.columns["logprobs"]).abs().max()) < ROUNDING, (case.name, step)
 
 
-@pytest.mark.parametrize("case", params([case for case in VLLM if case.setting == "one"]))
+@pytest.mark.parametrize("case", params([case for case in ENGINES if case.setting == "one"]))
 def test_the_ratio_is_one_at_the_first_update_after_vllm(launches: Launches, case: Case) -> None:
     """At temperature 0.7, one mini-batch a step: vLLM's log-probs are of what it samples from."""
     outcome = launches.outcome(case)
@@ -97,7 +98,7 @@ def test_the_ratio_is_one_at_the_first_update_after_vllm(launches: Launches, cas
         assert abs(row["update_kl"]) < 1e-6 and row["ratio_clipped"] == 0, (case.name, row)
 
 
-@pytest.mark.parametrize("case", params([case for case in VLLM if case.setting == "four-samples"]))
+@pytest.mark.parametrize("case", params([case for case in ENGINES if case.setting == "four-samples"]))
 def test_samples_of_a_prompt_differ(launches: Launches, case: Case) -> None:
     """vLLM keeps the keys and values of their prompt; the responses are four."""
     outcome = launches.outcome(case)
@@ -108,14 +109,16 @@ def test_samples_of_a_prompt_differ(launches: Launches, case: Case) -> None:
     assert all(len({tuple(response) for response in of_prompt.tolist()}) > 1 for of_prompt in responses)
 
 
-@pytest.mark.parametrize("case", params(VLLM))
+@pytest.mark.parametrize("case", params(ENGINES))
 def test_an_engine_beside_training_sleeps_while_others_work(launches: Launches, case: Case) -> None:
     """From its last response of a step to the next weights; an engine on ranks of its own never sleeps."""
     outcome = launches.outcome(case)
     model, trained = outcome.plan.placement["actor.rollout"], outcome.plan.placement["actor"]
     for rank in model.ranks:
         spans = sorted((span for span in outcome.spans if span["tid"] == rank), key=lambda span: span["ts"])
-        names = [span["name"] for span in spans if span["cat"] in ("run", "offload", "reload")]
+        kinds = ("run", "sync", "release") if model.is_transient else ("run", "offload", "reload")
+        # the weights of a copy that was released come by its sync
+        names = [span["name"].removeprefix("weights actor -> ") for span in spans if span["cat"] in kinds]
         changes = [name for name in names if name == model.name]
         if not set(model.ranks) & set(trained.ranks):
             assert not changes, (case.name, rank)

@@ -20,7 +20,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
-SAMPLE, ALL = 300, 4000
+SAMPLE, ALL = 400, 4000
 SEED = 16
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
@@ -70,8 +70,9 @@ FEATURES = {
     *(f"placement {form}" for form in ("none", "vector", "mapping", "ranks", "row shares")),
     *(f"engine torch zero {zero}" for zero in (0, 2, 3)),
     *(f"engine deepspeed zero {zero}" for zero in (0, 1, 2, 3)),
+    *(f"engine megatron zero {zero}" for zero in (0, 1)),
     *(f"source {kind}" for kind in ("ModelSource", "FunctionSource", "ServiceSource", "RuleSource")),
-    *("engine vllm", "lora", "shared base", "shadow", "tensor parallel", "evaluation", "checkpoint"),
+    *("engine vllm", "lora", "shared base", "shadow", "tensor parallel", "stages", "evaluation", "checkpoint"),
     *("guards", "sync period", "lag", "chunks"),
 }
 
@@ -91,6 +92,7 @@ def features_of(plan: Plan) -> Iterator[str]:
         "shared base": ref is not None and ref.share is not None,
         "shadow": bool(placement.shadows),
         "tensor parallel": any(model.layout.tp > 1 for model in placement.models),
+        "stages": any(model.layout.pp > 1 for model in placement.models),
         "evaluation": spec.eval is not None,
         "checkpoint": spec.checkpoint.every is not None,
         "guards": spec.guards != type(spec.guards)(),

@@ -8,7 +8,17 @@ from random import Random
 from typing import Any, get_args
 
 from random_settings import Examples, Raw, random_settings
-from random_specs import INIT, add_tensor_parallel, chance, classes_of, nodes_of, placement_of, rollout_of, settings_of
+from random_specs import (
+    INIT,
+    add_tensor_parallel,
+    chance,
+    classes_of,
+    nodes_of,
+    placement_of,
+    rollout_of,
+    settings_of,
+    with_stages,
+)
 
 from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec
 from flexrlhf.config.presets.filling import PEERS
@@ -98,7 +108,7 @@ EXAMPLES: Examples = {
     **dict.fromkeys([f"RolloutSpec.{name}" for name in ("engine", "tp", "process", "dtype", "kv_tokens")], NOTHING),
     # where it is placed, and on which engine: random_specs
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
-    **dict.fromkeys([f"ModelSpec.{name}" for name in ("tp", "lora", "config", "shadow", "dtype")], NOTHING),
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("tp", "pp", "lora", "config", "shadow", "dtype")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens")], NOTHING),
 }
@@ -130,7 +140,7 @@ class VariedSpecs:
         plan = make_plan(parse_spec(raw))
         if chance(self.rng, 0.4) and add_tensor_parallel(self.rng, raw, plan):
             plan = make_plan(parse_spec(raw))
-        return raw, plan
+        return with_stages(raw, plan)
 
 
 def make_varied_spec(rng: Random) -> Raw:

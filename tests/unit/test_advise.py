@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from flexrlhf.cli import app
-from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
@@ -78,6 +78,7 @@ KINDS = {
     "lora": {"lora": 16},
     "deepspeed": {"engine": "deepspeed"},
     "deepspeed and transformers": {"engine": "deepspeed", "rollout": "transformers"},
+    "megatron": {"engine": "megatron"},
     "mixed": {"nodes": MIXED},
 }
 """Changes of how models compute, or where."""
@@ -112,6 +113,8 @@ WEIGHTED = (
     "reward=[{model: reward_a, weight: 2}, {model: reward_b}, {url: 'http://a', seconds: 0.4}, {rule: gsm8k, "
     "batch_size: 2, seconds: 0.02}]"
 )
+IN_STAGES = "ppo, generated in stages"
+"""Of random meshes few have an even number of devices for the engine."""
 ALGORITHMS = {
     "ac-share": (),
     "grpo": (FUNCTION,),
@@ -129,6 +132,11 @@ ALGORITHMS = {
         "algorithm.epochs=2",
         "reward=[{model: reward}, {rule: gsm8k}]",
     ),
+    "ppo on megatron": (
+        *(f"models.{role}.engine=megatron" for role in ("actor", "critic", "ref", "reward")),
+        "rollout.engine=vllm",
+    ),
+    IN_STAGES: ("rollout={engine: vllm, pp: 2}",),
     "dpo": (),
     "kto": (),
     "simpo": (),
@@ -176,7 +184,7 @@ def test_the_fast_evaluator_is_the_simulator(gpus: int, rollout: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_fast_evaluator_is_the_simulator_of_every_algorithm(name: str) -> None:
-    pairs = list(random_plans(8, 12 if name in NO_ROLLOUT else 3, 8, "transformers", name))
+    pairs = list(random_plans(8, 12 if name in NO_ROLLOUT else 30 if name == IN_STAGES else 3, 8, "transformers", name))
     assert len(pairs) > 10
     assert [fast for fast, _ in pairs] == pytest.approx([whole for _, whole in pairs], rel=1e-12)
 
@@ -213,6 +221,56 @@ def test_what_is_advised_can_be_planned_and_fits(changes: dict[str, object]) -> 
         check_fits(plan)
         assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(item.seconds, rel=1e-12)
         assert 0 < item.share <= 1
+
+
+def megatron(*overrides: str) -> Spec:
+    return spec_for(8, "qwen2.5-1.5b", overrides, engine="megatron")
+
+
+def test_stages_are_a_choice_of_megatron_alone() -> None:
+    def stages(spec: Spec, name: str) -> set[int]:
+        space = make_space(spec, AnalyticCosts(), None)
+        problem = space.problem()
+        part = next(part for part in problem.parts if part.name == name)
+        options = part.options(problem.shape_of(0, 8))
+        return {each.settings.pp for each in options if isinstance(each.settings, ModelSpec)}
+
+    # 28 layers, so not 8
+    assert stages(megatron(), "critic") == {1, 2, 4}
+    assert stages(megatron("models.critic.pp=7"), "critic") == set()  # of 8 devices
+    assert stages(megatron("models.critic.pp=2"), "critic") == {2}
+    assert stages(megatron(), "actor.rollout") == {1}
+    assert stages(spec_for(8, "qwen2.5-1.5b"), "critic") == {1}
+
+
+def test_stages_that_are_advised_are_in_the_yaml_and_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "advised.yaml"
+    config = tmp_path / "config.yaml"
+    config.write_text(dump_spec(megatron("models.critic.pp=4", "models.critic.tp=1", "models.ref.pp=2")))
+    result = run(config, "-o", file)
+    assert result.exit_code == 0, result.output
+    spec = load_spec(file)
+    assert spec.models.critic is not None and spec.models.ref is not None
+    assert (spec.models.critic.pp, spec.models.critic.tp, spec.models.ref.pp) == (4, 1, 2)
+    plan = make_plan(spec)
+    check_fits(plan)
+    assert (plan.placement["critic"].layout.pp, plan.placement["ref"].layout.pp) == (4, 2)
+    heads = [line for line in result.output.splitlines() if line.split()[:2] == ["model", "ranks"]]
+    assert heads and all(line.split()[2:6] == ["dp", "tp", "pp", "zero"] for line in heads)
+
+
+def test_a_shadow_of_another_engine_is_advised_without_stages() -> None:
+    spec = megatron("models.critic.pp=2", "models.critic.shadow={engine: torch}", "schedule.lag=1")
+    found = advise(spec, AnalyticCosts(), seconds_limit=4.0)
+    plan = found.best.plan
+    assert [plan.placement[name].layout.pp for name in ("critic", "critic.shadow")] == [2, 1]
+    assert plan.placement["critic.shadow"].engine == "torch"
+
+
+def test_megatron_is_not_advised_to_generate() -> None:
+    assert "models.actor.engine: megatron does not support generate; set rollout.engine: vllm, or use torch or" in (
+        refusal("--engine", "megatron", "--rollout", "transformers")
+    )
 
 
 def test_the_placement_of_deepspeed_chat_is_feasible_with_vllm() -> None:
@@ -298,12 +356,12 @@ def test_a_mixed_cluster_keeps_models_on_one_class() -> None:
 
 
 def with_older_devices(number: int) -> Advice:
-    """Advice for 33B models on four nodes of A100s and ``number`` nodes of V100s."""
+    """Advice for 33B models on four nodes of A100s and ``number`` nodes of V100s. Syncs overlap nothing, as there."""
     newer = {"count": 4, "devices": 8, "class": "A100-80G"}
     older = {"count": number, "devices": 8, "class": "V100-32G", "network_gb_s": 12.5}
     nodes = (newer, older) if number else (newer,)
     request = AdviceRequest(dict.fromkeys(ROLES, "llama-33b"), nodes, 256, 256, 512, rollout="transformers")
-    return advise(request.spec(), AnalyticCosts())
+    return advise(request.spec(("sync.overlap=false",)), AnalyticCosts())
 
 
 def test_older_devices_help_newer_ones_a_little() -> None:

@@ -85,7 +85,8 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             ("models.actor.engine=deepsped",),
-            "models.actor.engine: unknown engine 'deepsped' (did you mean 'deepspeed'?); known: torch, deepspeed",
+            "models.actor.engine: unknown engine 'deepsped' (did you mean 'deepspeed'?); known: torch, deepspeed, "
+            "megatron",
         ),
     ],
 )
@@ -505,6 +506,11 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
             SIX,
             ("rollout.process=child", "rollout.tp=2"),
             "rollout.process: a child process serves one rank, found tp 2; use inline, or tp 1",
+        ),
+        (
+            SIX,
+            ("rollout.process=child", "rollout.pp=2"),
+            "rollout.process: a child process serves one rank, found pp 2; use inline, or pp 1",
         ),
         (
             None,

@@ -42,8 +42,8 @@ from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Checkpoint
 from flexrlhf.strategies.schedule import rounds, walk_round
-from flexrlhf.weights.pieces import dump_part, flat_part, load_part, written_names
-from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.pieces import dump_part, load_part, written_names
+from flexrlhf.weights.shards import Part, trained_parts, whole
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -78,6 +78,10 @@ def test_each_number_is_written_once_and_the_work_is_shared() -> None:
     )
     assert written == shape.num_parameters
     assert sum(1 for names in by_rank if names) > 2
+
+
+def flat_part(shape: tuple[int, ...], flat: range) -> Part:
+    return replace(whole(shape), flat=flat)
 
 
 def test_ranges_of_stage_1_are_read_as_whole_tensors(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ REALLY_RUN = {
     "doctor": "tests/distributed/test_doctor.py",
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
+    "join": "tests/distributed/test_nodes.py",
     "python": "tests/distributed/test_python_script.py",
 }
 """Commands that start ranks, and the test that starts them."""
@@ -106,9 +107,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-def make_model(path: str, head: str) -> None:
+def make_model(path: str, head: str, **changes: int) -> None:
     """A model directory as the quick start leaves it, but for the weights, which no plan reads."""
-    init = read_yaml(config_paths()[0].read_text())["models"]["actor"]["init"]
+    init = read_yaml(config_paths()[0].read_text())["models"]["actor"]["init"] | changes
     shutil.copytree(CORPUS / "tokenizer", path)
     architecture = {"Causal": "LlamaForCausalLM", "Sequence": "LlamaForSequenceClassification"}[head]
     (Path(path) / "config.json").write_text(json.dumps(init | {"architectures": [architecture], "num_labels": 1}))
@@ -176,8 +177,8 @@ def check(command: str) -> str:
             invoke("profile", *arguments, "--help")  # which refuses unknown options
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
-        case ["flexrlhf", "export", *arguments]:
-            return invoke("export", *arguments, "--help")  # the reader's run has no checkpoint
+        case ["flexrlhf", "export" | "join" as name, *arguments]:
+            return invoke(name, *arguments, "--help")  # the reader's run has no checkpoint, and no job is there
         case ["flexrlhf", "verify" | "doctor" as name, *arguments]:
             invoke(name, *arguments, "--help")
             configs = [word for word in arguments if word.endswith(".yaml")]
@@ -188,6 +189,8 @@ def check(command: str) -> str:
             return invoke(*arguments)
         case ["torchrun", *arguments]:
             check_torchrun(arguments)
+        case ["sbatch", script]:
+            assert "#SBATCH" in Path(script).read_text()
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case ["python", "-m", module, *_]:
@@ -254,11 +257,11 @@ def test_what_starts_ranks_has_a_test_of_its_own(test: str) -> None:
 
 
 def make_models(config: Mapping[str, Any]) -> None:
-    """Directories for the models that a config names."""
+    """Directories for the models that a config names, with layers for two stages."""
     for role, model in config.get("models", {}).items():
         path = (model or {}).get("path")
         if path and not Path(path).exists():
-            make_model(path, "Causal" if role in ("actor", "ref") else "Sequence")
+            make_model(path, "Causal" if role in ("actor", "ref") else "Sequence", num_hidden_layers=4)
 
 
 @pytest.mark.parametrize("block", in_language("yaml"))
@@ -268,10 +271,22 @@ def test_configs_are_planned(block: Block, directory: Path) -> None:
     if set(written) == {"nodes"}:
         assert ClusterSpec.model_validate(written).nodes
         return
+    if "apiVersion" in written:
+        check_manifest(written)
+        return
     config = written if "name" in written else read_yaml(Path(BASE).read_text()) | written
     make_models(config)
     Path("block.yaml").write_text(yaml.safe_dump(config))
     assert "schedule of one step" in invoke("plan", "block.yaml")
+
+
+def check_manifest(written: dict[str, Any]) -> None:
+    """The containers of a Kubernetes job run torchrun, as a reader would."""
+    for replica in written["spec"]["pytorchReplicaSpecs"].values():
+        (container,) = replica["template"]["spec"]["containers"]
+        program, *arguments = container["command"]
+        assert program == "torchrun"
+        check_torchrun([BASE if argument.endswith(".yaml") else argument for argument in arguments])
 
 
 @pytest.mark.parametrize("block", in_language("python"))
@@ -344,7 +359,7 @@ def test_settings_exist(document: Path) -> None:
     own = [
         key for key in keys if key.split(".")[0] in Spec.model_fields and not key.endswith((".py", ".json", ".jsonl"))
     ]
-    own = [re.sub(r"\.ROLE\b", ".actor", key).removesuffix(".MODEL") for key in own]
+    own = [re.sub(r"\.ROLE\b", ".actor", key).removesuffix(".MODEL").removesuffix(".OPERATOR") for key in own]
     assert [key for key in own if not has_key([Spec], key)] == []
 
 

@@ -35,7 +35,7 @@ class Layer:
 
 PLANNING = "weights placement operators rewards data config errors metrics text"
 """The folders that planning is made of, and the modules next to them."""
-PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.vllm.config"
+PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.megatron_checks engines.vllm.config"
 LAYERS = (
     # planned and printed without torch
     Layer("errors metrics text timeline"),
@@ -58,7 +58,7 @@ LAYERS = (
         lazily="execution guideline preflight profiling verification",
     ),
     # loaded by the ranks
-    Layer("comm", "comm strategies.instructions weights placement operators.columns config errors", torch=True),
+    Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
     Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),
     Layer("engines", "engines comm.reduce memory weights placement operators config errors", torch=True),
     Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
@@ -105,7 +105,11 @@ RULES = (
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
     Layer("execution.run_order", "config"),
     Layer("execution.resumption", "execution.run_directory checkpoints.manifest plan config errors"),
-    Layer("execution.library_versions"),
+    Layer("execution.library_versions", "engines.capabilities plan"),
+    Layer(
+        "execution.fingerprints execution.terms execution.shared_directories",
+        f"execution.fingerprints execution.library_versions plan {PLANNING}",
+    ),
     Layer("execution.free_space", "execution.resumption checkpoints.manifest plan errors text"),
     # a config is checked before torch is loaded
     Layer(
@@ -118,8 +122,9 @@ RULES = (
     # facts are judged without torch
     Layer(
         "preflight.checks preflight.facts preflight.libraries preflight.pairs preflight.host_checks "
-        "preflight.job_checks preflight.report preflight.directories",
-        f"preflight {PURE_ENGINES} execution.free_space execution.library_versions plan {PLANNING}",
+        "preflight.job_checks preflight.report",
+        f"preflight {PURE_ENGINES} execution.free_space execution.library_versions execution.shared_directories "
+        f"execution.terms plan {PLANNING}",
     ),
     # what may differ, and how far, is data
     Layer("verification.sides verification.tolerances verification.deviation", f"plan {PLANNING}"),

@@ -74,6 +74,22 @@ def seconds(asked: Call, mesh: Mesh = MESH, costs: MeasuredCosts = COSTS) -> flo
     return costs.call(asked, mesh).seconds
 
 
+def test_what_crosses_between_nodes_takes_as_long_as_their_network() -> None:
+    """1 GB/s, as reached, where the same bytes were faster on one machine."""
+    assert MEASURED.sync is not None
+    here, there = Traffic(2_000_000, 0), Traffic(0, 2_000_000)
+    slow = Links(1, 1e-4)
+    assert COSTS.sync(here, Traffic(0, 0), 1, slow).seconds == pytest.approx(0.1 + 0.01 + 2.0)
+    assert COSTS.sync(there, Traffic(0, 0), 1, slow).seconds == pytest.approx(2e6 / 1e5)
+    assert COSTS.sync(there, Traffic(0, 0), 1, LINKS) == COSTS.sync(here, Traffic(0, 0), 1, LINKS)
+    assert COSTS.move("all_gather", there, Links(1, 1e-9)).seconds == pytest.approx(2e6)
+    # replicas on two nodes: half of twice the gradients
+    train, gradients = call("train", 8), 4 * MODEL.trained_parameters
+    spread = replace(MESH, per_node=1, links=Links(1, 1e-6))
+    more = COSTS.call(train, spread).parts["gradients"] - COSTS.call(train, MESH).parts["gradients"]
+    assert more == pytest.approx(train.updates * gradients / 1e3)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 12, 32, 100])
 def test_a_forward_of_the_measured_shape_follows_its_line(rows: int) -> None:
     assert seconds(call("forward", rows)) == pytest.approx(1.0 + 0.1 * rows + 0.001)

@@ -34,9 +34,9 @@ def differing(*overrides: str, also: tuple[str, ...] = ()) -> list[tuple[str, ob
             "models.actor.micro_batch_tokens=64",
             "rollout.engine=vllm",
             "debug.record_columns=true",
-            "sync.snapshot=true",
+            "sync.overlap=true",
         ),
-        *("models.actor.dtype=bfloat16", "timeout_seconds=60", "sync.snapshot=true"),
+        *("models.actor.dtype=bfloat16", "timeout_seconds=60", "sync.overlap=true"),
     ],
 )
 def test_settings_that_change_no_number(setting: str) -> None:

@@ -31,6 +31,7 @@ from flexrlhf.timeline import Span
 
 CHUNKED = ("algorithm.num_mini_batches=4", "schedule.num_chunks=4", "algorithm.whiten=mini_batch")
 VLLM = ("rollout.engine=vllm", "models.actor.init.num_attention_heads=2", "models.actor.init.hidden_size=64")
+STAGES = ("rollout.pp=2", "models.actor.init.num_hidden_layers=2")
 NODES = "cluster.nodes=[{count: %d, devices: %d, class: A100-80G}]"
 
 
@@ -194,6 +195,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "saves": lambda: whole_plan_of(None, 2, "save.every=2", "eval.path=held_out.jsonl", "eval.every=3"),
     "sharded": lambda: whole_plan_of([1, 1, 0.5, 0.5], 4, "models.actor.zero=3", "models.ref.tp=2"),
     "rollout": lambda: plan_of(None, 2, *VLLM),
+    "rollout in stages": lambda: plan_of(None, 2, *VLLM, *STAGES),
     "rollout apart": lambda: plan_of([0.5] * 6, 2, "schedule.lag=1", *VLLM),
     "short of memory": lambda: whole_plan_of([1, 1, 0.5, 0.5], 2, "cluster.memory_gb=0.00008"),
     "shadows short of memory": lambda: whole_plan_of([0.5] * 6, 2, "schedule.lag=1", "cluster.memory_gb=0.00009"),
@@ -381,6 +383,15 @@ def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:
     # both inference ranks are on the second node, and both training ranks on the first
     assert (tokens.within, tokens.across) == (0, plan.move_bytes(rows[0]))
     assert costs.traffic[-1].across > 0
+
+
+def test_stages_of_a_rollout_engine_work_in_turn() -> None:
+    """As long as one replica of one rank with all layers; two replicas of one rank each have half of the rows."""
+    layers = "models.actor.init.num_hidden_layers=2"
+    staged = plan_of(None, 2, *VLLM, *STAGES)
+    alone, apart = (plan_of(None, ranks, *VLLM, layers) for ranks in (1, 2))
+    generation = [AnalyticCosts().call(*asked(plan)["generate"][0]).seconds for plan in (staged, alone, apart)]
+    assert generation[0] == generation[1] > generation[2]
 
 
 # --- size

@@ -323,7 +323,7 @@ def test_every_field_of_the_optimizer_is_read() -> None:
         (
             "models.actor.shadow.lora={}",
             "models.actor.shadow: unknown key 'lora'; known: dtype, engine, generate_tokens, micro_batch_tokens, "
-            "tp, zero",
+            "pp, tp, zero",
         ),
     ],
 )
@@ -581,20 +581,25 @@ def test_a_ratio_vector_of_the_command_line() -> None:
     [
         (
             ("rollout.tp=2",),
-            "rollout: tp goes with engine vllm; transformers generates with the settings of models.actor: remove tp",
+            "rollout: tp goes with engine torch or vllm; transformers generates with the settings of models.actor: "
+            "remove tp",
         ),
         (
             ("rollout={kv_tokens: 64, sleep: false}",),
-            "rollout: kv_tokens goes with engine vllm; transformers generates with the settings of models.actor: "
-            "remove kv_tokens, sleep",
+            "rollout: kv_tokens goes with engine torch or vllm; transformers generates with the settings of "
+            "models.actor: remove kv_tokens, sleep",
         ),
         (
             ("rollout.parity=null",),
-            "rollout: parity goes with engine vllm; transformers generates with the settings of models.actor: "
-            "remove parity",
+            "rollout: parity goes with engine torch or vllm; transformers generates with the settings of "
+            "models.actor: remove parity",
         ),
-        (("rollout.engine=vlm",), "rollout.engine: expected 'transformers' or 'vllm', found 'vlm'"),
-        (("rollout.pp=2",), "rollout: unknown key 'pp' (did you mean 'tp'?)"),
+        (("rollout.engine=vlm",), "rollout.engine: expected one of 'transformers', 'torch' or 'vllm', found 'vlm'"),
+        (("rollout.dp=2",), "rollout: unknown key 'dp' (did you mean 'dtype'?)"),
+        (
+            ("rollout.engine=torch", "rollout.pp=2"),
+            "rollout: pp goes with engine vllm; torch generates with the settings of models.actor: remove pp",
+        ),
         (("rollout.kv_tokens=0",), "rollout.kv_tokens: must be greater than or equal to 1, found 0"),
         (("rollout.process=thread",), "rollout.process: expected 'inline' or 'child', found 'thread'"),
         (("rollout.noise=off",), "rollout.noise: expected 'exact' or 'engine', found 'off'"),

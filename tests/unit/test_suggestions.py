@@ -27,6 +27,9 @@ LARGE = (
 DEEPSPEED = ("models.actor.engine=deepspeed", "models.actor.zero=2", "models.critic.engine=deepspeed")
 
 
+MEGATRON = ("rollout.engine=vllm", "models.actor.engine=megatron", "models.critic.engine=megatron")
+
+
 def large(placement: Any = None, devices: int = 4, *overrides: str) -> Plan:
     return plan_of(placement, devices, *LARGE, *overrides)
 
@@ -41,12 +44,13 @@ def settings_of(found: list[MemorySuggestion]) -> set[str]:
         (None, ()),
         (None, DEEPSPEED),
         ([1, 1, 0.5, 0.5], ("models.actor.zero=3", "models.actor.dtype=bfloat16")),
-        ([0.5] * 6, ("sync.snapshot=true",)),
+        ([0.5] * 6, ("sync.overlap=true",)),
         ([0.5] * 6, ("models.actor.shadow={zero: 3, dtype: bfloat16}",)),
         ([0.5] * 6, ("rollout.engine=vllm", "rollout.tp=2")),
         (None, ("rollout={engine: vllm, sleep: false}", "cluster.memory_gb=1000")),
+        (None, MEGATRON),
     ],
-    ids=["replicas", "deepspeed", "interleaving", "disaggregated", "shadow", "rollout", "rollout-beside"],
+    ids=["replicas", "deepspeed", "interleaving", "disaggregated", "shadow", "rollout", "rollout-beside", "megatron"],
 )
 def test_a_suggestion_lowers_the_peak_by_what_it_says(placement: Any, overrides: tuple[str, ...]) -> None:
     plan = large(placement, 4, *overrides)
@@ -82,6 +86,13 @@ def test_only_what_the_engine_serves_is_offered() -> None:
         if suggestion.change.startswith("models.actor.zero")
     ]
     assert stages and all("=1" not in stage for stage in stages)
+
+
+def test_stages_are_offered_to_megatron_alone() -> None:
+    found = settings_of(memory_suggestions(large(None, 4, *MEGATRON), 0))
+    assert {"models.actor.pp", "models.critic.pp"} <= found
+    assert not any(setting.endswith(".pp") for setting in settings_of(memory_suggestions(large(), 0)))
+    assert not {"models.actor.lora", "models.ref.pp", "rollout.pp"} & found
 
 
 def test_only_what_the_device_can_do_is_offered() -> None:
@@ -134,7 +145,7 @@ def table(plan: Plan) -> list[str]:
 
 
 def test_six_models_fit_the_page() -> None:
-    lines = table(large([0.5] * 6, 4, "cluster.memory_gb=24", "sync.snapshot=true"))
+    lines = table(large([0.5] * 6, 4, "cluster.memory_gb=24", "sync.overlap=true"))
     assert max(map(len, lines)) <= 100
     assert [line.strip() for line in lines if line.strip().startswith("rank")] == [
         line.strip() for line in lines if ": at most" in line

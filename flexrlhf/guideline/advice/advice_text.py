@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from flexrlhf.config.spec import PlacementMap
+from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import either
 from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
@@ -99,19 +100,23 @@ def _vector(ratios: Sequence[Fraction]) -> str:
 
 
 def _settings(item: FeasibleCandidate) -> list[str]:
-    head = ("model", "ranks", "dp", "tp", "zero", "pass tokens", "decoded", "recompute")
-    rows = [head, *(_settings_of(model, item) for model in item.plan.placement.models)]
+    models = item.plan.placement.models
+    has_stages = any(CAPABILITIES[model.engine].pp for model in models if model.rollout is None)
+    degrees = ("dp", "tp", *(("pp",) if has_stages else ()), "zero")
+    head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
+    rows = [head, *(_settings_of(model, item, has_stages) for model in models)]
     schedule = item.plan.spec.schedule
-    return [*table(rows, "<<>>>>><"), f"chunks {schedule.num_chunks}, lag {schedule.lag}"]
+    return [*table(rows, f"<<{'>' * len(degrees)}>><"), f"chunks {schedule.num_chunks}, lag {schedule.lag}"]
 
 
-def _settings_of(model: PlacedModel, item: FeasibleCandidate) -> tuple[str, ...]:
+def _settings_of(model: PlacedModel, item: FeasibleCandidate, has_stages: bool) -> tuple[str, ...]:
     settings, layout = model.settings, model.layout
     width = item.plan.lengths.prompt + item.plan.lengths.response
     tokens = "-" if model.rollout is not None else str(settings.micro_batch_tokens)
     decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
     recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
-    split = (str(number) for number in (layout.dp, layout.tp, settings.zero))
+    stages = (layout.pp,) if has_stages else ()
+    split = (str(number) for number in (layout.dp, layout.tp, *stages, settings.zero))
     return (model.name, ranks_text(model.ranks), *split, tokens, decoded, recompute)
 
 

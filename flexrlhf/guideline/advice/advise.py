@@ -207,7 +207,8 @@ def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
     schedule, is_set = base.spec.schedule, "lag" in base.fixed_schedule
     if not (is_set and schedule.lag):
         yield "without shadows", with_schedule(base, schedule.num_chunks, 0)
-    if base.graph.can_shadow and base.pool.num_devices > 1:
+    is_hybrid = base.spec.rollout.engine == "torch"
+    if base.graph.can_shadow and base.pool.num_devices > 1 and not is_hybrid:
         shadowed = replace(base, has_shadows=True)
         for lag, label in ((0, "with shadows"), (1, "with shadows, lag 1")):
             if not is_set or lag == schedule.lag:
@@ -335,20 +336,21 @@ def _fullest(plan: Plan) -> tuple[float, float]:
     return float(peak), share
 
 
-_SIMULATED = "a step as simulated"
+SIMULATED = "a step as simulated"
+"""Words that the first line of an advised YAML has."""
 
 
 def is_advised(text: str) -> bool:
     """Whether a text begins as those of ``write_advised``."""
     first = text.partition("\n")[0]
-    return first.startswith("# ") and _SIMULATED in first
+    return first.startswith("# ") and SIMULATED in first
 
 
 def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
     """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError where it cannot be written."""
     seconds, candidate = chosen.seconds, chosen.candidate
     head = [
-        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {_SIMULATED}, {bytes_text(int(chosen.peak))}",
+        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {SIMULATED}, {bytes_text(int(chosen.peak))}",
         "# models have sizes only (init): give the paths of their weights instead, and of the data",
     ]
     models = candidate.spec.models

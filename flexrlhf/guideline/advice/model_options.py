@@ -12,13 +12,14 @@ from typing import Any, Literal, TypeVar
 
 from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.engines.capabilities import CAPABILITIES
+from flexrlhf.engines.capabilities import ALL_KINDS as MODEL_CALLS
+from flexrlhf.engines.capabilities import CAPABILITIES, EngineCapabilities
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-from flexrlhf.memory.states import State
+from flexrlhf.memory.states import State, item_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
@@ -27,13 +28,16 @@ from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.plan import own_texts
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shapes import ModelShape, Sizes
+from flexrlhf.weights.shards import part_elements, trained_parts
 
 T = TypeVar("T")
 
 PlacedCallKind = OperatorKind | Literal["switch"]
 """OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
+STAGES = (1, 2, 4, 8, 16)
+"""Pipeline stages that are tried, in engines that have some."""
 PASS_TOKENS = (0, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one prompt's."""
 DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64)
@@ -66,12 +70,14 @@ class SearchModel:
     trained:  whether its weights are trained.
     calls:    in schedule order.
     head:     what it computes on top of the hidden states.
+    is_apart: whether its weights travel to or from another copy while both compute.
     """
 
     name: ModelName
     trained: bool
     calls: tuple[PlacedCall, ...]
     head: Head = "causal"
+    is_apart: bool = False
 
     @property
     def role(self) -> str:
@@ -131,9 +137,13 @@ class OptionEnumerator:
     _cache: dict[object, Any] = field(default_factory=dict)
 
     def options(self, model: SearchModel, mesh: UniformMesh) -> tuple[Option, ...]:
-        """Options of a model on a mesh; none where a replica would have no row, or the devices lack the type."""
+        """Options of a model on a mesh; none where a replica would have no row, the devices lack the type, or the
+        engine a kind of call.
+        """
         base = self.spec.models.of(model.role)
         if base is not None and base.dtype == "bfloat16" and not mesh.device.bf16:
+            return ()
+        if base is not None and not MODEL_CALLS & set(model.kinds) <= self._capabilities(model, base).kinds:
             return ()
         if (model, mesh) not in self._options:
             options = (self._option(model, mesh, placed) for placed in self._placed(model, mesh))
@@ -144,8 +154,8 @@ class OptionEnumerator:
         """Place the model on the first devices, once with each of its settings."""
         base = self.spec.models.of(model.role)
         assert base is not None, f"{model.role} is resolved"
-        for zero, tp in self._splits(model, mesh, base):
-            layout = _layout(mesh.size, tp)
+        for zero, tp, pp in self._splits(model, mesh, base):
+            layout = _layout(mesh.size, tp, pp)
             if layout.dp > self.batch.num_prompts:
                 continue
             if model.is_rollout:
@@ -154,17 +164,35 @@ class OptionEnumerator:
                     yield PlacedModel(model.name, layout, False, settings, rollout)
             else:
                 own = base.of_shadow if model.is_shadow else base
-                settings = own.model_copy(update={"zero": zero, "tp": tp})
+                settings = own.model_copy(update={"zero": zero, "tp": tp, "pp": pp})
                 placed = PlacedModel(model.name, layout, model.trained, settings, head=model.head)
                 yield from self._with_batch_sizes(model, mesh, placed)
 
-    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int]]:
-        """(ZeRO stage, tp) of the ways to shard the model."""
-        serves = CAPABILITIES["vllm" if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine]
+    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int]]:
+        """(ZeRO stage, tp, pp) of the ways to shard the model."""
+        serves = self._capabilities(model, base)
         for tp in self._tensor_parallel(model, mesh, base, serves.tp):
-            for zero in self._stages(model, base, serves.zero):
-                if zero == 0 or tp < mesh.size:
-                    yield zero, tp
+            for pp in self._pipelines(model, mesh.size // tp, base, serves.pp):
+                for zero in self._stages(model, base, serves.zero):
+                    if zero == 0 or tp * pp < mesh.size:
+                        yield zero, tp, pp
+
+    def _capabilities(self, model: SearchModel, base: ModelSpec) -> EngineCapabilities:
+        engine = self.spec.rollout.engine if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine
+        return CAPABILITIES[engine]
+
+    def _pipelines(self, model: SearchModel, size: int, base: ModelSpec, can: bool) -> Iterator[int]:
+        """Numbers of pipeline stages that layers and ``size`` tensor-parallel groups allow; the one in the YAML alone,
+        if there is one. A rollout engine, whose stages decode in turn, has no other than that.
+
+        ``can``: whether the engine has stages.
+        """
+        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "pp")
+        if model.is_rollout:
+            in_yaml = self.spec.rollout.pp
+        for pp in (STAGES if can and sizes is not None else (1,)) if in_yaml is None else (in_yaml,):
+            if size % pp == 0 and (sizes is None or sizes.layers % pp == 0):
+                yield pp
 
     def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, can: bool) -> Iterator[int]:
         """Sizes of tensor-parallel groups that mesh and heads allow; the one in the YAML alone, if there is one.
@@ -174,9 +202,14 @@ class OptionEnumerator:
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
         tried = TENSOR_PARALLEL if can and base.lora is None and sizes is not None else (1,)
         for tp in tried if in_yaml is None else (in_yaml,):
-            divides = sizes is None or not (sizes.heads % tp or sizes.kv_heads % tp or sizes.ffn % tp)
-            if divides and mesh.size % tp == 0 and tp <= mesh.per_node:
+            if (sizes is None or self._divides(model, base, sizes, tp)) and mesh.size % tp == 0 and tp <= mesh.per_node:
                 yield tp
+
+    @staticmethod
+    def _divides(model: SearchModel, base: ModelSpec, sizes: Sizes, tp: int) -> bool:
+        """Whether ``tp`` ranks have equal parts of heads and features, and of the vocabulary where it is not padded."""
+        vocabulary = 0 if model.is_rollout or base.engine != "megatron" else sizes.vocabulary
+        return not any(size % tp for size in (sizes.heads, sizes.kv_heads, sizes.ffn, vocabulary))
 
     def _stages(self, model: SearchModel, base: ModelSpec, stages: Sequence[int]) -> tuple[int, ...]:
         """ZeRO stages to try, of the ``stages`` of the engine."""
@@ -263,24 +296,39 @@ class OptionEnumerator:
         return sum(seconds for seconds, _ in figures), max((size for _, size in figures), default=0)
 
     def _option(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> Option | None:
-        state, calls = self._state(placed, self._state_key(placed, mesh)), list(self._calls(model, mesh, placed))
+        key = self._state_key(placed, mesh)
+        state, calls = self._state(placed, key), list(self._calls(model, mesh, placed))
+        resting = state.resting
+        if model.is_apart:
+            resting += self.cached(("under way", key), partial(self._bytes_under_way, placed))
         seconds, most = tuple(seconds for _, seconds, _ in calls), max(size for _, _, size in calls)
         side = self.cached(("side", self._state_key(placed, mesh)), lambda: side_of(placed, mesh.per_node))
         if model.is_offloaded:
             return Option(seconds, 0, state.resting + most, side, placed.settings)
-        return Option(seconds, state.resting, most, side, placed.settings)
+        return Option(seconds, resting, most, side, placed.settings)
+
+    def _bytes_under_way(self, placed: PlacedModel) -> int:
+        """Most bytes of a stage's part of the trained weights, in the type of the copy."""
+        shape, base = self.shapes[placed.role], self.spec.models.of(placed.role)
+        assert base is not None, f"{placed.role} is resolved"
+        item = item_bytes(placed if not placed.trained else replace(placed, settings=base.of_shadow))
+        parts = (trained_parts(placed, shape, rank) for rank in placed.layout.pp_set(0))
+        return item * max(part_elements(each, list(each)) for each in parts)
 
     def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
         """Key of all that the bytes of the model's state depend on."""
         where = mesh.size, mesh.per_node, mesh.device.name
-        return placed.role, placed.trained, where, placed.layout.tp, placed.settings.zero, _cache_tokens(placed)
+        layout = placed.layout
+        return placed.role, placed.trained, where, layout.tp, layout.pp, placed.settings.zero, _cache_tokens(placed)
 
     def _calls(
         self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel
     ) -> Iterator[tuple[PlacedCallKind, float, int]]:
         """(kind, seconds, bytes in addition to the resting ones) of each call."""
         state_key, layout, zero = self._state_key(placed, mesh), placed.layout, placed.settings.zero
-        priced_mesh = Mesh(mesh.device, mesh.links, layout.dp, layout.tp, 1, mesh.per_node, zero)
+        # the stages of a rollout engine work in turn
+        split = layout.dp, layout.tp, 1 if model.is_rollout else layout.pp
+        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, stages_spread=True)
         for call in model.calls:
             kind = call.kind
             if kind == "switch":
@@ -289,7 +337,8 @@ class OptionEnumerator:
             rows = self._most_rows(placed, kind, call.mini_batches)
             key = state_key, kind, _relevant_settings(kind, placed.settings)
             seconds = self.cached(("seconds", key, call), partial(self._seconds, placed, priced_mesh, kind, call))
-            size = self.cached(("bytes", key, rows), partial(self._bytes, placed, state_key, kind, rows))
+            work = partial(self._bytes, placed, state_key, kind, rows, call.texts)
+            size = self.cached(("bytes", key, rows, call.texts), work)
             yield kind, seconds, size
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
@@ -309,7 +358,11 @@ class OptionEnumerator:
         return self.costs.call(priced, mesh).seconds
 
     def _state(self, placed: PlacedModel, key: object) -> State:
-        state = self.cached(("state", key), lambda: self._sizing(placed).state(placed, 0))
+        """Return the state of the stage that stores most."""
+        return max((self._stage_state(placed, key, rank) for rank in placed.layout.pp_set(0)), key=_resting)
+
+    def _stage_state(self, placed: PlacedModel, key: object, rank: int) -> State:
+        state = self.cached(("state", key, rank), lambda: self._sizing(placed).state(placed, rank))
         assert isinstance(state, State), "shapes are known"
         return state
 
@@ -321,13 +374,16 @@ class OptionEnumerator:
             return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
         return most
 
-    def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int) -> int:
-        """Most bytes that a call needs in addition to the resting ones."""
+    def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int, texts: int) -> int:
+        """Most bytes that a call needs on a rank in addition to the resting ones of the stage that stores most."""
         if kind == "combine" or kind == "score" or kind == "retokenize":
             return 0
-        state = self._state(placed, state_key)
-        phases = self._sizing(placed).phases(Compute(kind, placed.name, rows), 0)
-        return max(phase.part_bytes + (state.training - state.resting) * phase.trains for phase in phases)
+        most, sizes = self._state(placed, state_key).resting, []
+        for rank in placed.layout.pp_set(0):
+            state = self._stage_state(placed, state_key, rank)
+            for phase in self._sizing(placed).phases(Compute(kind, placed.name, rows, texts=texts), rank):
+                sizes.append(phase.part_bytes + (state.training if phase.trains else state.resting) - most)
+        return max(sizes)
 
     def _sizing(self, placed: PlacedModel) -> Sizing:
         shapes = {placed.role: self.shapes[placed.role]}
@@ -360,10 +416,14 @@ def _cache_tokens(placed: PlacedModel) -> int | None:
     return None if placed.rollout is None else placed.settings.generate_tokens
 
 
+def _resting(state: State) -> int:
+    return state.resting
+
+
 @lru_cache(maxsize=1024)
-def _layout(size: int, tp: int) -> Layout:
+def _layout(size: int, tp: int, pp: int) -> Layout:
     """Layout on the first ``size`` devices."""
-    return Layout(tuple(range(size)), tp)
+    return Layout(tuple(range(size)), tp, pp)
 
 
 def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:

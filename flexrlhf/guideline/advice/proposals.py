@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from flexrlhf.config.spec import ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
+from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
@@ -46,7 +47,13 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
 
 def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
     """Chosen settings of a shadow, in addition to those in the YAML (its engine, its type)."""
-    names = ("zero", "tp", "micro_batch_tokens", "generate_tokens")
+    names = (
+        "zero",
+        "tp",
+        *(("pp",) if CAPABILITIES[settings.engine].pp else ()),
+        "micro_batch_tokens",
+        "generate_tokens",
+    )
     in_yaml = base.shadow if base is not None and base.shadow is not None else ShadowSpec()
     return in_yaml.model_copy(update={name: getattr(settings, name) for name in names})
 

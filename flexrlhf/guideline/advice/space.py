@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from math import gcd
 
 from flexrlhf.config.spec import Head, ModelSpec, Spec
-from flexrlhf.engines.capabilities import ALL_KINDS, CAPABILITIES, check_engine
+from flexrlhf.engines.capabilities import CAPABILITIES, FULL_ENGINES, check_engine
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
@@ -51,7 +51,7 @@ from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.strategies import schedule
-from flexrlhf.strategies.schedule import make_tasks
+from flexrlhf.strategies.schedule import make_tasks, syncs_overlap
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
 
 FORBIDDEN = 1e9
@@ -125,7 +125,7 @@ class Space:
         rollout = self.spec.rollout if name.is_rollout else None
         own = settings.of_shadow if name.is_shadow else settings
         if rollout is not None:
-            own = ModelSpec(engine="vllm", dtype=rollout.dtype or settings.dtype)
+            own = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype)
         return PlacedModel(name, Layout((rank,)), name in self.roles.trained, own, rollout, self._head(name))
 
     def _head(self, name: ModelName) -> Head:
@@ -156,7 +156,7 @@ class Space:
     def model_of(self, operator: Operator) -> PlacedModel:
         """Placed model that computes an operator."""
         if operator.name not in self._models:
-            self._models[operator.name] = self.sketch.copy_for(operator.role, operator.kind, operator.on_trained)
+            self._models[operator.name] = self.sketch.copy_for(operator)
         return self._models[operator.name]
 
     @cached_property
@@ -185,13 +185,19 @@ class Space:
         if self.offloaded_engine is not None:
             calls[self.offloaded_engine] += [PlacedCall("switch", self.batch.mini_batches)] * 2
         return tuple(
-            SearchModel(name, name in self.roles.trained, tuple(calls[name]), self._head(name)) for name in self.names
+            SearchModel(name, name in self.roles.trained, tuple(calls[name]), self._head(name), self._is_apart(name))
+            for name in self.names
         )
+
+    def _is_apart(self, name: ModelName) -> bool:
+        """Whether weights of a model travel while it computes: of a shadow, and of the copy that it follows."""
+        is_either = name in self.roles.trained or bool(name.copy)
+        return is_either and syncs_overlap(self.spec) and name.role in {each.role for each in self.sketch.shadows}
 
     @cached_property
     def devices(self) -> dict[str, DeviceClass]:
         """Name of a class of the cluster → its figures; all seconds on a class without figures are measured."""
-        return {name: self.cluster.figures(self.cluster.ranks_on(name)[0]) or UNKNOWN for name in self.cluster.classes}
+        return {name: self.cluster.figures_or(self.cluster.ranks_on(name)[0], UNKNOWN) for name in self.cluster.classes}
 
     def problem(self) -> SearchProblem:
         """State the space as a search problem."""
@@ -262,10 +268,9 @@ class Space:
                 yield SearchTask("offload", model)
             if last.get(model) is task:
                 syncs = [self._sync(task, follower) for follower in self.sketch.followers if follower.role == model]
-                if lagging or not self.has_shadows:
-                    end += syncs
-                else:
-                    yield from syncs
+                at_end = [sync for sync in syncs if (lagging and not sync.overlaps) or not self.has_shadows]
+                end += at_end
+                yield from (sync for sync in syncs if sync not in at_end)
         if self.offloaded_engine is not None:
             yield SearchTask("reload", self.offloaded_engine)
         order = [follower.name for follower in self.sketch.followers]
@@ -279,7 +284,9 @@ class Space:
                 yield task
 
     def _sync(self, task: schedule.OperatorTask, follower: PlacedModel) -> SearchSync:
-        return SearchSync(name_of(task), follower.name, partial(self._sync_seconds, follower), self.spec.sync.every)
+        overlaps = follower in self.sketch.shadows and syncs_overlap(self.spec)
+        seconds = partial(self._sync_seconds, follower)
+        return SearchSync(name_of(task), follower.name, seconds, self.spec.sync.every, overlaps)
 
     def _rows(self) -> Iterator[RowTransfer]:
         """Transfers of columns, and waits between models that must not share a device."""
@@ -355,8 +362,8 @@ class Space:
         """Weights that a sync sends to ``follower``."""
         side = side_of(to)
         if (follower.name, side) not in self._weights_cache:
-            layout = Layout(tuple(range(side.size)), side.tp)
-            settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp})
+            layout = Layout(tuple(range(side.size)), side.tp, side.pp)
+            settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
             model = PlacedModel(follower.name, layout, False, settings, follower.rollout, follower.head)
             self._weights_cache[follower.name, side] = synced_weights(model, self.shapes[follower.role], self.spec)
         return self._weights_cache[follower.name, side]
@@ -397,33 +404,47 @@ def side_of(end: LinkEnd) -> MeshSide:
     return end.layout
 
 
-def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> Space:
+def make_space(
+    spec: Spec, costs: CostModel, lengths: TextLengths | None, may_generate_elsewhere: bool = False
+) -> Space:
     """Return the space of ``spec`` without shadows. Raises UserError for models or devices that no plan could have.
 
-    ``lengths``: tokens of prompts and responses; None: the longest.
+    lengths:                 tokens of prompts and responses; None: the longest.
+    may_generate_elsewhere:  whether a role may generate with another engine than its own.
     """
     resolved = resolve(spec)
     spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, {})
-    _check_models(spec, shapes, graph.roles)
+    _check_models(spec, shapes, graph.roles, None if may_generate_elsewhere else graph.generated)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
     fixed = frozenset(spec.schedule.model_fields_set)
     return Space(spec, graph, resolved.roles, shapes, resolved.cluster, costs, texts, enumerator, fixed_schedule=fixed)
 
 
-def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str]) -> None:
-    """Raise UserError for an engine that only generates, and for a model whose sizes are not known."""
+def _kinds(engine: str) -> frozenset[str]:
+    return CAPABILITIES[engine].kinds if engine in CAPABILITIES else frozenset()
+
+
+def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str], generated: str | None) -> None:
+    """Raise UserError for an engine that lacks a kind of calls of its role under every placement, and for a model whose
+    sizes are not known.
+    """
     for role in roles:
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
         check_engine(f"models.{role}.engine", settings.engine)
-        if CAPABILITIES[settings.engine].kinds != ALL_KINDS:
-            whole = [name for name, serves in CAPABILITIES.items() if serves.kinds == ALL_KINDS]
+        if "train" not in CAPABILITIES[settings.engine].kinds:
             raise UserError(
-                f"models.{role}.engine: {settings.engine} only generates; use {either(whole)} here, and "
+                f"models.{role}.engine: {settings.engine} only generates; use {either(FULL_ENGINES)} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"
+            )
+        serves = {name for engine in (settings.engine, settings.of_shadow.engine) for name in _kinds(engine)}
+        if role == generated and spec.rollout.engine == "transformers" and "generate" not in serves:
+            raise UserError(
+                f"models.{role}.engine: {settings.engine} does not support generate; set rollout.engine: vllm, or use "
+                f"{either(FULL_ENGINES)} here"
             )
         if role not in shapes or shapes[role].sizes is None:
             raise UserError(

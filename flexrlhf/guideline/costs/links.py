@@ -38,6 +38,8 @@ class LinkFigures:
 
 _FIGURES = named_rows(LinkFigures, read_rows(Path(__file__).with_suffix(".csv")))
 WITHIN, ACROSS = _FIGURES["within"], _FIGURES["across"]
+AS_GIVEN = LinkFigures(message_seconds=0.0, collective_seconds=0.0, share=1.0, slow_bytes=0.0)
+"""A link whose bandwidth is given as it is reached."""
 Figures = tuple[LinkFigures, LinkFigures]
 
 

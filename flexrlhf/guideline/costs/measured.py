@@ -2,21 +2,24 @@
 
 A call costs a fixed part, which grows with the layers (each is launched) and with the weights that are read, and a part
 that grows with the rows, in proportion to the floating-point operations of a token. Rows of passes are those that would
-have as many computed tokens as are computed, whether texts are packed or not. Whatever was not measured (pipeline
-stages, other tensor-parallel sizes) comes from the analytic model.
+have as many computed tokens as are computed, whether texts are packed or not. What crosses between nodes takes as long
+as on this machine, or longer by the network: as measured, else the cluster's ``network_gb_s``, taken as reached.
+Whatever was not measured (pipeline stages, other tensor-parallel sizes) comes from the analytic model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, Point, read_measurements
+from flexrlhf.guideline.costs.training import replica_sum_seconds
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
@@ -151,18 +154,25 @@ class MeasuredCosts:
     def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
         if primitive == "none":
             return Cost()
-        line = self.measured.moves.get(primitive)
-        if line is None:
-            return AnalyticCosts().move(primitive, traffic, links)
-        return Cost({primitive: line.seconds(traffic.within + traffic.across, traffic.messages)})
+        line, here = self.measured.moves.get(primitive), Traffic(traffic.total, 0, traffic.messages)
+        seconds = AnalyticCosts().move(primitive, here, links).seconds
+        if line is not None:
+            seconds = line.seconds(here.total, here.messages)
+        return Cost({primitive: max(seconds, self._network(traffic, links))})
 
     def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
-        line = self.measured.sync
+        line, here = self.measured.sync, Traffic(traffic.total, 0, traffic.messages)
         if line is None:
-            return AnalyticCosts().sync(traffic, gathered, num_tensors, links)
+            parts = AnalyticCosts().sync(here, gathered, num_tensors, links).parts
+            return Cost({**parts, "send": max(parts["send"], self._network(traffic, links))})
         reduce = self.measured.reduce
         gather = reduce.seconds(gathered.within) if gathered.within and reduce else 0.0
-        return Cost({"gather": gather, "send": line.seconds(traffic.within + traffic.across, num_tensors)})
+        send = max(line.seconds(traffic.total, num_tensors), self._network(traffic, links))
+        return Cost({"gather": gather, "send": send})
+
+    def _network(self, traffic: Traffic, links: Links) -> float:
+        """Return the seconds of what crosses between nodes."""
+        return AS_GIVEN.message(traffic.across, self.measured.network_gb_s or links.node_gb_s)
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
         return Cost({"host": self.measured.switch.seconds(size)})
@@ -224,18 +234,26 @@ class MeasuredCosts:
         line, ranks = self.measured.reduce, self.measured.machine.ranks
         if mesh.dp == 1:
             return 0.0
-        if line is None:
-            return AnalyticCosts().call(call, mesh).parts.get("gradients", 0.0) / call.updates
         size = 4 * call.model.trained_parameters / (mesh.tp * mesh.pp)
+        if line is None:
+            seconds = AnalyticCosts().call(call, mesh).parts.get("gradients", 0.0) / call.updates
+            return max(seconds, self._replica_sum(size, mesh))
         included = 4 * times.model.trained_parameters / times.tp
-        return max(0.0, _over(line, size, mesh.dp, ranks) - (_over(line, included, dp, ranks) if dp > 1 else 0.0))
+        measured = _over(line, size, mesh.dp, ranks) - (_over(line, included, dp, ranks) if dp > 1 else 0.0)
+        return max(0.0, measured, self._replica_sum(size, mesh))
+
+    def _replica_sum(self, size: float, mesh: Mesh) -> float:
+        """Return the seconds of a sum over replicas on several nodes."""
+        gb_s = self.measured.network_gb_s or mesh.links.node_gb_s
+        reached = replace(mesh, links=replace(mesh.links, node_gb_s=gb_s))
+        return replica_sum_seconds(size, reached, (WITHIN, AS_GIVEN)) if mesh.spans_nodes else 0.0
 
     def _parallel(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
         """Return the analytic seconds of communication inside a replica, bubbles and gathered weights."""
         if mesh.tp == times.tp and mesh.pp == 1 and mesh.zero != 3:
             return {}
         parts = AnalyticCosts().call(call, mesh).parts
-        return {name: parts[name] for name in ("tensor parallel", "gather", "bubble") if parts.get(name)}
+        return {name: parts[name] for name in ("tensor parallel", "gather", "bubble", "pipeline") if parts.get(name)}
 
 
 def _has_times(times: ModelTimes, call: Call) -> bool:

@@ -113,6 +113,7 @@ class Measurements(_Record):
     sync:            weight sync; items are tensors
     switch:          Offload and Reload
     save:            writing weights
+    network_gb_s:    of the slowest link between two machines; None with one
     """
 
     version: int = VERSION
@@ -128,6 +129,7 @@ class Measurements(_Record):
     sync: LinearTime | None = None
     switch: LinearTime
     save: LinearTime
+    network_gb_s: float | None = None
 
 
 def read_measurements(path: Path | str) -> Measurements:

@@ -31,9 +31,21 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.relation import relation_of
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import (
+    Checkpoint,
+    Eval,
+    Instruction,
+    Move,
+    Offload,
+    Release,
+    Reload,
+    Run,
+    Save,
+    Sync,
+)
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Sizes, count_elements
+from flexrlhf.weights.shards import shape_on
 from flexrlhf.weights.sync_plan import NUM_BUCKETS
 
 OWN_DECODING = "torch"
@@ -180,6 +192,8 @@ class Pricer:
                 return self._sync(instruction)
             case Offload() | Reload():
                 return self._switch(instruction)
+            case Release():
+                return Cost()
             case Save():
                 model = self.plan.placement[instruction.model]
                 return self.costs.save(saved_bytes(model, self.shape(model)))
@@ -208,7 +222,7 @@ class Pricer:
         """Return the figures of the device of ``rank``."""
         device = replace(self.plan.cluster.devices[rank], rank=0, node=0)
         if device not in self._figures:
-            self._figures[device] = self.plan.cluster.figures(rank) or UNKNOWN
+            self._figures[device] = self.plan.cluster.figures_or(rank, UNKNOWN)
         return self._figures[device]
 
     @cached_property
@@ -238,16 +252,20 @@ class Pricer:
             yield self._maker.call(kind, model, self.shape(model), class_rows, texts), self.mesh(model, device)
 
     def mesh(self, model: PlacedModel, device: DeviceClass) -> Mesh:
-        """Return the mesh of ``model``, with all replicas on devices of one class."""
-        layout = model.layout
+        """Return the mesh of ``model``, with all replicas on devices of one class.
+
+        The stages of a rollout engine work in turn, each on its share: as long as one stage on all.
+        """
+        layout, works_in_turn = model.layout, model.rollout is not None
         return Mesh(
             device=device,
             links=self.links(model.ranks),
             dp=layout.dp,
             tp=layout.tp,
-            pp=layout.pp,
+            pp=1 if works_in_turn else layout.pp,
             per_node=self._per_node(model),
             zero=model.settings.zero,
+            stages_spread=True,
         )
 
     def _move(self, move: Move) -> Cost:
@@ -293,18 +311,20 @@ class Pricer:
         return synced_weights(destination, self.shape(destination), self.plan.spec)
 
     def _switch(self, instruction: Offload | Reload) -> Cost:
-        """Return the seconds of the first rank, which has most where shards are uneven."""
-        state = self.plan.state(self.plan.placement[instruction.model], instruction.ranks[0])
+        """Return the seconds of the first rank of a stage, which has most where shards are uneven."""
+        model = self.plan.placement[instruction.model]
+        states = [self.plan.state(model, rank) for rank in model.layout.pp_set(instruction.ranks[0])]
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
-        return self.costs.switch(0 if state is None else state.offloaded, slowest)
+        return self.costs.switch(max(0 if state is None else state.offloaded for state in states), slowest)
 
     def _copy(self, instruction: Checkpoint) -> Cost:
-        """Return the seconds of the first rank of a model that copies most to host memory; files are written
+        """Return the seconds of the first rank of a model's stage that copies most to host memory; files are written
         meanwhile."""
         models = [self.plan.placement[name] for name in instruction.models]
         sizes: dict[int, int] = defaultdict(int)
+        firsts = {rank for each in models for rank in each.layout.pp_set(each.ranks[0])}
         for model in models:
-            for rank in {each.ranks[0] for each in models} & set(model.ranks):
+            for rank in firsts & set(model.ranks):
                 sizes[rank] += copied_bytes(model, self.shape(model), rank)
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
         return self.costs.switch(max(sizes.values()), slowest)
@@ -336,7 +356,8 @@ def texts_per_row(operator: Operator) -> int:
 def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """Return the layout of ``model`` as one end of an exchange."""
     shards = max(map(len, model.gather_sets))
-    return MeshSide(len(model.ranks), per_node, model.layout.dp, model.layout.tp, model.settings.zero, shards)
+    layout = model.layout
+    return MeshSide(len(model.ranks), per_node, layout.dp, layout.tp, model.settings.zero, shards, layout.pp)
 
 
 def engine_of(model: PlacedModel, kind: str) -> str:
@@ -349,13 +370,12 @@ def engine_of(model: PlacedModel, kind: str) -> str:
 def reads_prompts_once(model: PlacedModel) -> bool:
     """Whether generation reads a prompt once for all of its samples."""
     rollout = model.rollout
-    return model.settings.share_prompts if rollout is None else rollout.prefix_caching
+    return rollout.prefix_caching if rollout is not None and model.engine == "vllm" else model.settings.share_prompts
 
 
 def replica_ranks(layout: Layout) -> list[tuple[int, ...]]:
     """Return the ranks of each replica."""
-    assert layout.pp == 1, "no engine has pipeline stages yet"
-    return list(layout.tp_sets)
+    return list(layout.replica_sets)
 
 
 def replica_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapping[int, tuple[int, ...]]:
@@ -391,8 +411,10 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> S
     """Return what a Sync sends to ``destination``, in its dtype; adapters that are merged there are gathered in
     float32."""
     sent = shape_of(destination, shape).trained
-    # where shards are uneven the first rank has most
-    part = item_bytes(destination) * elements_on_rank(destination, sent, destination.ranks[0])
+    # where shards are uneven the first rank of a stage has most
+    firsts = destination.layout.pp_set(destination.ranks[0])
+    stages = ((rank, shape_on(destination, shape, rank).trained) for rank in firsts)
+    part = item_bytes(destination) * max(elements_on_rank(destination, stage, rank) for rank, stage in stages)
     adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
     return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent))
 

@@ -17,12 +17,24 @@ from pathlib import Path
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
-from flexrlhf.guideline.simulation.traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.names import ModelName
+from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import (
+    Checkpoint,
+    Eval,
+    Instruction,
+    Move,
+    Offload,
+    Release,
+    Reload,
+    Run,
+    Save,
+    Sync,
+    models_of,
+)
 from flexrlhf.timeline import Span, write_trace
 
 
@@ -94,10 +106,10 @@ class Simulation:
         return tuple(self._shares_of(ranks[0]) for ranks in self.blocks)
 
     def _shares_of(self, rank: int) -> TimeShares:
-        """Shares of one rank; Moves proceed in the background and do not count."""
+        """Shares of one rank; what proceeds in the background does not count."""
         busy = {True: 0.0, False: 0.0}
         for item in self.regular:
-            if rank in item.instruction.ranks and not isinstance(item.instruction, Move):
+            if rank in item.instruction.ranks and not proceeds_in_background(item.instruction):
                 busy[isinstance(item.instruction, Run)] += item.cost.seconds / item.every
         period = self.seconds or 1.0
         return TimeShares(busy[True] / period, busy[False] / period)
@@ -203,7 +215,7 @@ def is_rare(instruction: Instruction) -> bool:
             return True
         case Run():
             return is_rare_operator(instruction.operator)
-        case Offload() | Reload():
+        case Offload() | Reload() | Release() | Sync():
             return instruction.at_end
     return False
 
@@ -211,6 +223,11 @@ def is_rare(instruction: Instruction) -> bool:
 def is_rare_operator(operator: Operator) -> bool:
     """Whether most steps skip ``operator``."""
     return operator.every > 1
+
+
+def proceeds_in_background(instruction: Instruction) -> bool:
+    """Whether ranks begin it and go on: rows that move, and weights that are stored when they are used."""
+    return isinstance(instruction, Move) or (isinstance(instruction, Sync) and instruction.overlaps)
 
 
 def every_of(instruction: Instruction) -> int:
@@ -239,7 +256,27 @@ def timed_instructions(
     """Return ``priced`` as the walk takes them, at the same positions."""
     block_of = {rank: number for number, ranks in enumerate(blocks) for rank in ranks}
     runs = [(index, item.instruction) for index, item in enumerate(priced) if isinstance(item.instruction, Run)]
-    return [_timed(pricer, item, block_of, [(i, run) for i, run in runs if isinstance(run, Run)]) for item in priced]
+    listed = [(index, run) for index, run in runs if isinstance(run, Run)]
+    copies = list(dict.fromkeys(each.destination for each in _overlapping(priced)))
+    timed = [_timed(pricer, item, block_of, listed) for item in priced]
+    return [_with_copies(each, item.instruction, listed, copies) for each, item in zip(timed, priced, strict=True)]
+
+
+def _overlapping(priced: Sequence[PricedInstruction]) -> Iterator[Sync]:
+    for item in priced:
+        if isinstance(item.instruction, Sync) and item.instruction.overlaps:
+            yield item.instruction
+
+
+def _with_copies(
+    timed: TimedInstruction, instruction: Instruction, runs: Sequence[tuple[int, Run]], copies: Sequence[ModelName]
+) -> TimedInstruction:
+    """Return ``timed`` with the copy that it fills in the background, after training, or those that it uses."""
+    if isinstance(instruction, Sync) and instruction.overlaps:
+        trained = [i for i, run in runs if run.model == instruction.source and run.operator.kind == "train"]
+        return replace(timed, fills=copies.index(instruction.destination), after=tuple(trained[-1:]))
+    used = [copies.index(name) for name in models_of(instruction) if name in copies]
+    return replace(timed, uses=tuple(used)) if used else timed
 
 
 def _timed(
@@ -257,7 +294,7 @@ def _timed(
             return replace(plain, blocking=False)
         case Sync():
             return replace(plain, together=not it.is_in_place or bool(it.gathers))
-        case Offload() | Reload():
+        case Offload() | Release() | Reload():
             return replace(plain, together=False)
     return plain
 
@@ -291,11 +328,11 @@ def _sent(plan: Plan, instruction: Instruction) -> Mapping[int, int]:
 
 def _span(instruction: Instruction, visit: Visit, rank: int, sent: int) -> Span:
     """Return a visit as the trainer records it: from when a rank reaches an instruction, so including waiting for other
-    ranks; a Run from when its columns are there. A Move ends at once and proceeds in the background."""
+    ranks; a Run from when its columns are there. What proceeds in the background ends at once."""
     kind, chunk = instruction.kind, instruction.chunk
     start, end, arrived = visit.arrived, visit.end, visit.arrived
     if isinstance(instruction, Run):
         start = max(arrived, visit.ready)
-    if isinstance(instruction, Move):
+    if proceeds_in_background(instruction):
         return Span(rank, kind, instruction.label, visit.step, chunk, start, start, bytes_sent=sent)
     return Span(rank, kind, instruction.label, visit.step, chunk, start, end, waited=start - arrived)

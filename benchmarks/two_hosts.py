@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import PROGRAM
-
+PROGRAM = ("-m", "flexrlhf.cli")
 NO_ONE = "02:00:00:00:00:99"
 """Hardware address of no host: packets to it are lost without a word."""
 
@@ -46,6 +46,18 @@ class Link:
             start_new_session=True,
         )
 
+    def limit(self, mbit_s: float) -> None:
+        """Limit both directions to so many megabits per second. A queue of 50 ms is a router's, not a disk's."""
+        for host in self.hosts:
+            rate = ["rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "50ms"]
+            subprocess.run(["tc", "-n", host, "qdisc", "replace", "dev", host, "root", "tbf", *rate], check=True)
+
+    def sent_bytes(self, number: int) -> int:
+        """Return the bytes that host ``number`` has sent over the link, as its interface counts them."""
+        shown = ["ip", "-json", "-statistics", "-n", self.hosts[number], "link", "show", self.hosts[number]]
+        found = json.loads(subprocess.run(shown, check=True, capture_output=True, text=True).stdout)
+        return int(found[0]["stats64"]["tx"]["bytes"])
+
     def lose_packets(self) -> None:
         """Let every packet be lost, without an error on either side."""
         for own, other in ((0, 1), (1, 0)):
@@ -68,9 +80,13 @@ def can_link() -> bool:
     return made
 
 
+NAMES = Path("/etc/netns")
+"""Files that ``ip netns exec`` puts in the place of those in /etc."""
+
+
 @contextmanager
 def linked_hosts() -> Iterator[Link]:
-    """Two hosts, removed at the end."""
+    """Two hosts, removed at the end. The name of each is its loopback address at home, as Debian writes it."""
     number = os.getpid() % 250
     link = Link((f"a{os.getpid()}", f"b{os.getpid()}"), (f"10.77.{number}.1", f"10.77.{number}.2"))
     first, second = link.hosts
@@ -82,10 +98,21 @@ def linked_hosts() -> Iterator[Link]:
             _ip("-n", host, "addr", "add", f"{address}/24", "dev", host)
             for interface in ("lo", host):
                 _ip("-n", host, "link", "set", interface, "up")
+        for own, other in ((0, 1), (1, 0)):
+            _write_names({"localhost": "127.0.0.1", link.hosts[own]: "127.0.1.1"}, link, own, other)
         yield link
     finally:
         for host in link.hosts:
             subprocess.run(["ip", "netns", "del", host], check=False)
+            shutil.rmtree(NAMES / host, ignore_errors=True)
+
+
+def _write_names(names: dict[str, str], link: Link, own: int, other: int) -> None:
+    """Write the names that host ``own`` finds: its own ones and that of the other host."""
+    directory = NAMES / link.hosts[own]
+    directory.mkdir(parents=True)
+    found = {**names, link.hosts[other]: link.addresses[other]}
+    (directory / "hosts").write_text("".join(f"{address} {name}\n" for name, address in found.items()))
 
 
 def _ip(*arguments: str) -> None:
