@@ -204,8 +204,9 @@ def _below(path: str, field: FieldInfo, seen: set[type[BaseModel]]) -> Iterator[
             continue
         seen.add(kind)
         if kind is spec.PlacementMap:
-            yield from _section("`placement`, as a mapping", kind, spec.PLACEMENT_SETTINGS)
+            yield from _section("`placement`, as a mapping", kind, (*spec.PLACEMENT_SETTINGS, "operators"))
             yield from _section("`placement.MODEL`", spec.PlacementEntry)
+            yield from _section("`placement.operators.OPERATOR`", spec.OperatorPlacement)
             continue
         yield from _section(f"`{path}`", kind, () if kind is spec.ModelsSpec else None)
         for name, inner in kind.model_fields.items():
