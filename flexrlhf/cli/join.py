@@ -25,7 +25,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     from flexrlhf.execution.job import checked_job
     from flexrlhf.execution.job_offer import find_job
     from flexrlhf.execution.rendezvous import JOIN_SECONDS, endpoint_at
-    from flexrlhf.execution.resumption import Resumption
+    from flexrlhf.execution.resumption import resumed
 
     job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)
     orders = job.offer.orders
@@ -35,6 +35,6 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     hosts = Hosts(job.offer.nnodes, job.take_number(cluster) if node_rank is None else node_rank, rdzv_endpoint)
     names, ranks = ", ".join(plan.spec.name for plan in plans), ranks_text(hosts.local_ranks(cluster))
     typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
-    runs = [Resumption(plan, order.candidates) for plan, order in zip(plans, orders, strict=True)]
+    runs = [resumed(plan, order) for plan, order in zip(plans, orders, strict=True)]
     checked_job(runs, hosts).start(job.offer.max_restarts)
     typer.echo(f"{names} has ended; results are on node 0")

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from flexrlhf.comm.store import Notice, await_keys
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.execution.shared_directories import DirectoryFacts, probed_directories, see_probe
+from flexrlhf.execution.shared_directories import DirectoryFacts, probed_directories, sees_first, write_in_probe
 from flexrlhf.execution.terms import Sides, Terms, difference, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
 
@@ -51,25 +51,29 @@ class Member:
 
 def agree(
     store: dist.Store, member: Member, plans: Sequence[Plan], make_terms: Callable[[], Terms] | None, seconds: float
-) -> None:
-    """Compare the terms of all members, and their directories of runs, with those of number 0.
+) -> bool:
+    """Compare the terms of all members with those of number 0, and look whether they share its directories of runs.
+
+    Returns whether this member's machine shares them; meaningless without terms.
 
     make_terms: returns the terms of this member; None where another member of its machine compares them.
     seconds:    longest wait for another member.
 
     Raises UserError on all members with the first difference, RunStopped where a member does not come.
     """
+    shares = True
     try:
         if member.number == 0:
             assert make_terms is not None, "the terms of number 0 count"
             sentence = _judge(store, member, plans, make_terms(), seconds)
         else:
-            sentence = _compare(store, member, make_terms, seconds)
+            sentence, shares = _compare(store, member, plans, make_terms, seconds)
     except RuntimeError as error:
         # as torch reports a store that is closed
         raise RunStopped(f"{member.name}: {member.first} has ended before the job began") from error
     if sentence:
         raise UserError(sentence)
+    return shares
 
 
 def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Terms, seconds: float) -> str:
@@ -99,29 +103,39 @@ def _await_readers(store: dist.Store, member: Member) -> None:
         return
 
 
-def _compare(store: dist.Store, member: Member, make_terms: Callable[[], Terms] | None, seconds: float) -> str:
-    """Return what this member, or another one, has found to differ from number 0."""
-    own = ""
+def _compare(
+    store: dist.Store, member: Member, plans: Sequence[Plan], make_terms: Callable[[], Terms] | None, seconds: float
+) -> tuple[str, bool]:
+    """Return what this member, or another one, has found to differ from number 0, and whether it shares directories."""
+    own, shares = "", True
     if make_terms is not None:
         terms, first = make_terms(), {"terms": member.first}
         await_keys(store, first, seconds, Notice(f"{member.name} waits for the terms of {member.first}"))
         sides = Sides(f"{member.first} (host {store.get('host').decode()})", member.name)
-        own = difference(load_terms(store.get("terms")), terms, sides) or _unseen(store, member, sides)
+        own = difference(load_terms(store.get("terms")), terms, sides)
+        if not own:
+            own, shares = _directories(store, member, plans)
     store.set(f"verdict/{member.number}", own)
     if not own:
         notice = Notice(f"{member.name} waits for the comparison of the others", prints=make_terms is not None)
         await_keys(store, {"result": member.first}, seconds, notice)
     sentence = own or store.get("result").decode()
     store.set(f"read/{member.number}", "")
-    return sentence
+    return sentence, shares
 
 
-def _unseen(store: dist.Store, member: Member, sides: Sides) -> str:
-    """Return which directory of runs is another one here than on number 0; empty where all are shared."""
-    for each in _DIRECTORIES.validate_json(store.get("directories")):
-        if not each.problem and see_probe(each, member.number, each.probe):
-            return (
-                f"runs: {each.path} on {sides.other} is not the directory of that name on {sides.first}; set runs: to "
-                f"one that all machines mount"
-            )
-    return ""
+def _directories(store: dist.Store, member: Member, plans: Sequence[Plan]) -> tuple[str, bool]:
+    """Return why a directory of runs cannot be written here, and whether those of number 0 are shared."""
+    first = [each for each in _DIRECTORIES.validate_json(store.get("directories")) if not each.problem]
+    seen = [each for each in first if sees_first(each, each.probe)]
+    if not seen and first:
+        with probed_directories(plans, makes_probes=True) as directories:
+            unwritable = [each for each in directories if each.problem]
+        problems = [f"runs: {each.place} on {member.name} cannot be written ({each.problem})" for each in unwritable]
+        return next(iter(problems), ""), False
+    if len(seen) < len(first):
+        missing = next(each for each in first if each not in seen)
+        found = f"runs: {member.name} shares {seen[0].path} with {member.first} and not {missing.path}"
+        return f"{found}; set one runs: for all of them", True
+    problems = [problem for each in seen if (problem := write_in_probe(each, member.number, each.probe))]
+    return next((f"runs: {member.name} {problem}" for problem in problems), ""), True

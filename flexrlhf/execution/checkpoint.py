@@ -14,6 +14,7 @@ from torch import Tensor
 from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.checkpoints.weight_writer import SHARD_BYTES, Forms, ModelFiles, forms_of
 from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.execution.run_directory import replace_directory
 from flexrlhf.weights.lora import ADAPTER
 from flexrlhf.weights.model_files import SCALAR_HEAD
 
@@ -122,9 +123,4 @@ def _replacing(
         (fresh / name).write_text(text, encoding="utf-8")
     if best is not None:
         (fresh / BEST).write_text(json.dumps(best) + "\n")
-    old = directory.with_name(directory.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    fresh.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_directory(fresh, directory)

@@ -101,7 +101,7 @@ class Checkpointer:
         state, context = self._state, self._context
         pieces, rows = self._copied_pieces(), rows_in_flight(context.plan, context.rank, state.rows, next_step)
         directory = self._directory(next_step)
-        job = _files_writer(directory, pieces, rows, self._texts(), context.rank)
+        job = _files_writer(directory, pieces, rows, self._texts(), context)
         state.recorder.append_spans(next_step, state.timeline.take())
         self._writing = _Writing(next_step, self._thread.submit(job), self._progress(next_step))
         if context.rank == 0:
@@ -224,7 +224,11 @@ def _united(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
 
 
 def _files_writer(
-    directory: Path, pieces: Mapping[str, Mapping[str, Piece]], rows: RowFile, texts: Mapping[str, str], rank: int
+    directory: Path,
+    pieces: Mapping[str, Mapping[str, Piece]],
+    rows: RowFile,
+    texts: Mapping[str, str],
+    context: RankContext,
 ) -> Callable[[], dict[str, FileEntry]]:
     """Return a function that writes all files of a rank and returns their sizes and checksums."""
 
@@ -232,10 +236,12 @@ def _files_writer(
         directory.mkdir(parents=True, exist_ok=True)
         written = {name: write_pieces(directory / name, contents) for name, contents in pieces.items()}
         if rows:
-            name = f"rows-{rank:05d}.safetensors"
+            name = f"rows-{context.rank:05d}.safetensors"
             written[name] = write_tensors(directory / name, rows)
         for name, text in texts.items():
             written[name] = write_durably(directory / name, text.encode())
+        for name in written:
+            context.files.send(directory / name)
         return written
 
     return write

@@ -65,8 +65,9 @@ def _write(
     directory = context.directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     columns = {name: store.get(name, rows).cpu().contiguous() for name in names}
-    file = f"{prefix}step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{context.rank}.safetensors"
-    save_tensors({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, directory / file)
+    path = directory / f"{prefix}step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{context.rank}.safetensors"
+    save_tensors({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, path)
+    context.files.send(path)
 
 
 def record_statistics(

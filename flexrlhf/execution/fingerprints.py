@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from os.path import realpath
 from pathlib import Path
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.plan import Plan
 
@@ -25,12 +25,22 @@ def input_digests(plans: Sequence[Plan]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for index, plan in enumerate(plans):
-        written = [Path(realpath(other.spec.directory)) for other in plans[:index]]
+        written = [other.spec.directory for other in plans[:index]]
         for setting, path in _inputs(plan):
             place = Path(realpath(path))
-            if not any(place.is_relative_to(each) for each in written):
+            if not _is_below(path, written):
                 found |= {f"{setting} {_name(path, file)}": file_digest(file) for file in _files(place)}
     return found
+
+
+def written_inputs(spec: Spec, earlier: Sequence[Path]) -> list[Path]:
+    """Return the directories of models and of the tokenizer of a run that are below those of ``earlier`` runs."""
+    names = [*(model.path for _, model in spec.models if model is not None), spec.data.tokenizer]
+    return list(dict.fromkeys(Path(name) for name in names if name is not None and _is_below(name, earlier)))
+
+
+def _is_below(path: str, directories: Sequence[Path]) -> bool:
+    return any(Path(realpath(path)).is_relative_to(realpath(each)) for each in directories)
 
 
 def file_digest(path: Path) -> str:
@@ -54,7 +64,7 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"models.{role}.path", path
     data = plan.spec.data
     for setting, name in (("data.tokenizer", data.tokenizer), ("data.chat_template", data.chat_template)):
-        if name is not None and os.path.exists(name):
+        if name is not None:
             yield setting, name
     for source in data_sources(plan):
         yield source.setting, source.path

@@ -11,9 +11,9 @@ from functools import partial
 from typing import IO
 
 from flexrlhf.engines.capabilities import check_device
-from flexrlhf.errors import Preempted
+from flexrlhf.errors import Preempted, UserError
 from flexrlhf.execution.free_space import check_free_space
-from flexrlhf.execution.resumption import Resumption, resume_runs
+from flexrlhf.execution.resumption import Resumption, is_finished, resume_runs, resumed
 from flexrlhf.execution.run_directory import prepare_directory, read_status, unfinished_run
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
@@ -56,7 +56,7 @@ class Job:
         from flexrlhf.execution.terms import terms_of
 
         job = JobStart(
-            orders=[RunOrder(with_device(run.plan.spec, self.device), run.candidates) for run in self.runs],
+            orders=[_order(run, self.device) for run in self.runs],
             plans=self.plans,
             hosts=self.hosts,
             max_restarts=max_restarts,
@@ -67,14 +67,18 @@ class Job:
             raise Preempted(stopped_sentence(self.plans))
 
     @contextmanager
-    def _directories(self) -> Iterator[None]:
-        """Make the directories of the runs on the first machine, and keep other processes from them."""
-        locks = _make_directories(self.runs) if self.hosts.is_first else ()
+    def _directories(self, keeps: bool) -> Iterator[None]:
+        """Make the directories of the runs, in the process that ``keeps`` them, and keep other processes from them."""
+        locks = _make_directories(self.runs) if keeps else ()
         try:
             yield
         finally:
             for lock in locks:
                 lock.close()
+
+
+def _order(run: Resumption, device: str) -> RunOrder:
+    return RunOrder(with_device(run.plan.spec, device), run.candidates, run.continues)
 
 
 def stopped_sentence(plans: Sequence[Plan]) -> str:
@@ -95,8 +99,29 @@ def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False
 
     Raises UserError.
     """
-    runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
+    ends_elsewhere = hosts.nnodes > 1 and not hosts.is_first_node and resume is not None
+    found = _ordered_runs(plans, hosts) if ends_elsewhere else resume_runs(tuple(plans), resume)
+    runs = [run for run in found if not run.finished]
     return checked_job(runs, hosts, is_quickstart) if runs else Job((), hosts, "cpu", "local")
+
+
+def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
+    """Return how each run begins by the orders of node 0, which alone need have the checkpoints; none once all ended.
+
+    Raises UserError where its command has another run, RunStopped where it does not come.
+    """
+    if all(map(is_finished, plans)):
+        return []
+    from flexrlhf.execution.job_offer import find_job
+    from flexrlhf.execution.rendezvous import JOIN_SECONDS, endpoint_at
+
+    by_name = {plan.spec.name: plan for plan in plans}
+    orders = find_job(endpoint_at(hosts.rdzv_endpoint), JOIN_SECONDS).offer.orders
+    for order in orders:
+        if order.spec.name not in by_name:
+            known = ", ".join(by_name)
+            raise UserError(f"node 0 has a run {order.spec.name}, this machine {known}; start the same command on both")
+    return [resumed(by_name[order.spec.name], order) for order in orders]
 
 
 def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = False) -> Job:

@@ -26,7 +26,7 @@ from flexrlhf.execution.lifetime import rank_environment
 from flexrlhf.execution.node_watch import NodeWatch
 from flexrlhf.execution.rank_watch import silence_limit
 from flexrlhf.execution.rendezvous import NodeRendezvous
-from flexrlhf.execution.run_order import RunOrder, dump_orders
+from flexrlhf.execution.run_order import OWN, SHARED, RunOrder, dump_orders
 from flexrlhf.execution.stop_requests import END_NOW
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
@@ -61,10 +61,12 @@ def launch(
     hosts: Hosts,
     max_restarts: int = 0,
     rendezvous: NodeRendezvous | None = None,
+    shares: bool = True,
 ) -> bool:
     """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
 
-    ``max_restarts``, ``rendezvous``: as of ``start_ranks``. Returns whether a signal has made the ranks save and end.
+    ``max_restarts``, ``rendezvous``: as of ``start_ranks``. ``shares``: as of ``work``. Returns whether a signal has
+    made the ranks save and end.
     """
     directories = [order.spec.directory for order in orders]
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
@@ -72,7 +74,7 @@ def launch(
         file.write_text(dump_orders(orders))
         saves = all(order.spec.checkpoint.on_signal for order in orders)
         with _saving_on_signals(stop, saves):
-            ranks = ["flexrlhf.execution.rank", str(file), str(stop)]
+            ranks = ["flexrlhf.execution.rank", str(file), str(stop), SHARED if shares else OWN]
             start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else (), rendezvous)
         return stop.exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,19 +33,30 @@ class ModelSaver:
     def save(self, save: Save, step: int) -> None:
         """Write the model of ``save``; a best model only if its metric in ``step`` is better than all before."""
         if save.best is None:
-            self._write(save, save.model)
+            self._save(save, save.model)
         elif (value := self._recorder.improved(save, step)) is not None:
-            self._write(save, f"{save.model}-best", {"step": step, "metric": save.best, "value": value})
+            self._save(save, f"{save.model}-best", {"step": step, "metric": save.best, "value": value})
 
-    def _write(self, save: Save, name: str, best: Mapping[str, Any] | None = None) -> None:
+    def _save(self, save: Save, name: str, best: Mapping[str, Any] | None = None) -> None:
         """Gather the weights, by all ranks of ``save``; the first one writes the directory ``name``."""
-        model, is_writer = self._context.models[save.model], self._context.rank == save.ranks[0]
+        model = self._context.models[save.model]
         buckets = self._buckets(model, save.ranks)
-        if not is_writer:
-            for _ in buckets:
-                pass
+        if self._context.rank == save.ranks[0]:
+            directory = self._context.directory / name
+            self._write(model, directory, buckets, best)
+            self._context.files.send_directory(directory)
             return
-        directory, tokenizer, placed = self._context.directory / name, self._context.data.tokenizer, model.placed
+        for _ in buckets:
+            pass
+
+    def _write(
+        self,
+        model: LoadedModel,
+        directory: Path,
+        buckets: Iterator[dict[str, Tensor]],
+        best: Mapping[str, Any] | None,
+    ) -> None:
+        tokenizer, placed = self._context.data.tokenizer, model.placed
         texts = self._usage_files(placed.role)
         if placed.settings.lora is not None:
             weights = {name: each.to("cpu", copy=True) for bucket in buckets for name, each in bucket.items()}

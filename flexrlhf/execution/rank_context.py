@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan
@@ -20,6 +21,7 @@ class RankContext:
     plan:       of the run; every rank has the same.
     data:       examples of the run and its special tokens.
     directory:  where the run writes.
+    files:      of the run, where machines have directories of their own.
     world:      rank, device and store.
     groups:     process groups of the plan.
     wait:       waits for communication, with a deadline and an error that names what was waited for.
@@ -29,6 +31,7 @@ class RankContext:
     plan: Plan
     data: RunData
     directory: Path
+    files: RunFiles
     world: World
     groups: Groups
     wait: Wait

@@ -20,6 +20,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.engines.base import Moments
 from flexrlhf.execution.column_files import record_statistics
 from flexrlhf.execution.loaded_models import LoadedModel
+from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.samples import Part, append_samples, merged_samples
 from flexrlhf.execution.step_warnings import StepWarnings
 from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, statistic_name
@@ -48,11 +49,11 @@ def make_report(
 class Recorder:
     """Publisher of this rank's statistics; on rank 0 it also collects and writes those of all ranks."""
 
-    def __init__(self, plan: Plan, world: World, directory: Path, first_step: int = 0) -> None:
+    def __init__(self, plan: Plan, world: World, directory: Path, files: RunFiles, first_step: int = 0) -> None:
         self._plan = plan
         self._world = world
         self._store = dist.PrefixStore(f"record/{plan.spec.name}", world.store)
-        self._directory = directory
+        self._directory, self._files = directory, files
         self.next_step = first_step
         """The first step whose row of metrics is not written."""
         self._last_time = time.time()
@@ -180,10 +181,8 @@ class Recorder:
 
     def append_spans(self, next_step: int, spans: Sequence[Span]) -> None:
         """Append the spans until the checkpoint before ``next_step`` to this rank's file."""
-        folder = self._directory / TIMELINE
-        folder.mkdir(exist_ok=True)
-        with (folder / f"rank-{self._world.rank:05d}.jsonl").open("a") as file:
-            file.write(json.dumps({"next_step": next_step, "spans": dump_spans(spans)}) + "\n")
+        path = self._directory / TIMELINE / f"rank-{self._world.rank:05d}.jsonl"
+        self._files.append(path, json.dumps({"next_step": next_step, "spans": dump_spans(spans)}) + "\n")
 
     def write_until(self, step: int) -> None:
         """Wait for the metrics of all steps before ``step``, and write those that are not written."""

@@ -57,17 +57,17 @@ class NodeRendezvous(RendezvousHandler):
         port = self._opened().port if hosts.nnodes == 1 else self._endpoint.port
         return RendezvousInfo(store, hosts.node_rank, hosts.nnodes, RendezvousStoreInfo(self._endpoint.host, port))
 
-    def agree(self, offer: JobOffer, plans: Sequence[Plan], make_terms: Callable[[], Terms]) -> None:
+    def agree(self, offer: JobOffer, plans: Sequence[Plan], make_terms: Callable[[], Terms]) -> bool:
         """Publish the job on node 0, and compare the terms of all nodes before the first attempt.
 
-        Raises as ``agreement.agree`` does.
+        Returns and raises as ``agreement.agree`` does.
         """
         hosts, store = self._hosts, agreement_store(self._opened())
         self._take_number(store)
         if hosts.is_first_node:
             store.set(OFFER, dump_offer(offer))
         member = Member(hosts.node_rank, hosts.nnodes, socket.gethostname())
-        agree(store, member, plans, make_terms, self._join_seconds)
+        return agree(store, member, plans, make_terms, self._join_seconds)
 
     def _opened(self) -> dist.TCPStore:
         """Return the store of the job, which node 0 serves from here on."""

@@ -13,6 +13,7 @@ from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.execution.run_directory import read_status
+from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.plan.plan import Plan
 
 AUTO = "auto"
@@ -36,6 +37,11 @@ class Resumption:
     continues: bool = False
 
 
+def resumed(plan: Plan, order: RunOrder) -> Resumption:
+    """Return how a run begins that another machine orders."""
+    return Resumption(plan, order.candidates, continues=order.continues)
+
+
 def resume_runs(plans: tuple[Plan, ...], resume: str | None) -> list[Resumption]:
     """Return how each run begins. ``resume``: ``auto``, a run's or a checkpoint's directory, or None: anew.
 
@@ -48,11 +54,17 @@ def resume_runs(plans: tuple[Plan, ...], resume: str | None) -> list[Resumption]
     return [*(_automatic(plan) for plan in plans[:-1]), _from_path(plans[-1], Path(resume))]
 
 
+def is_finished(plan: Plan) -> bool:
+    """Return whether all steps of a run are in its directory."""
+    status = read_status(plan.spec.directory)
+    return status is not None and status.state == "finished" and status.steps >= plan.spec.steps
+
+
 def _automatic(plan: Plan) -> Resumption:
     """Return how a run begins by what is in its directory."""
     directory = plan.spec.directory
-    status, found = read_status(directory), checkpoints_of(directory)
-    if status is not None and status.state == "finished" and status.steps >= plan.spec.steps:
+    found = checkpoints_of(directory)
+    if is_finished(plan):
         _check_settings(plan, load_spec(directory / "config.yaml"), directory)
         return Resumption(plan, finished=True, continues=True)
     if not found:

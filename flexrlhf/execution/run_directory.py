@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,6 +127,16 @@ def writing_to(directory: Path) -> Iterator[None]:
             raise
         where = path if is_inside else directory
         raise RunStopped(f"{where}: cannot be written ({error.strerror or error})") from None
+
+
+def replace_directory(fresh: Path, directory: Path) -> None:
+    """Give a filled directory its final name, in the place of the one that has it."""
+    old = directory.with_name(directory.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    fresh.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def set_aside_checkpoints(directory: Path, from_step: int) -> None:

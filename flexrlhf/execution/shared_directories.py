@@ -58,18 +58,19 @@ def probed_directories(plans: Sequence[Plan], makes_probes: bool) -> Iterator[li
                     directory.rmdir()
 
 
-def see_probe(facts: DirectoryFacts, rank: int, probe: str) -> str:
-    """Read rank 0's file in a probe and write one of this rank. Returns what fails; empty where all is well."""
-    directory = Path(facts.path) / probe
-    where = Path(facts.path).absolute()
-    if not _comes(directory / _FIRST):
-        return f"does not see in {where} what rank 0 wrote"
+def sees_first(facts: DirectoryFacts, probe: str) -> bool:
+    """Return whether this machine sees rank 0's file in a probe; if not, it has another directory of that name."""
+    return _comes(Path(facts.path) / probe / _FIRST)
+
+
+def write_in_probe(facts: DirectoryFacts, rank: int, probe: str) -> str:
+    """Write a file of this rank in a probe that it sees. Returns what fails; empty where all is well."""
     if rank == 0:
         return ""
     try:
-        (directory / f"rank-{rank}").write_text("here")
+        (Path(facts.path) / probe / f"rank-{rank}").write_text("here")
     except OSError as error:
-        return f"cannot write in {where} ({error.strerror})"
+        return f"cannot write in {Path(facts.path).absolute()} ({error.strerror})"
     return ""
 
 

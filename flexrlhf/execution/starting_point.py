@@ -13,6 +13,7 @@ from flexrlhf.checkpoints.manifest import Manifest, damage, read_manifest
 from flexrlhf.comm.world import World
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.run_directory import RunStatus, set_aside_checkpoints, trim_lines, write_status
+from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.plan.inputs import RunData, data_digest
 from flexrlhf.plan.plan import Plan
 
@@ -33,28 +34,32 @@ class StartingPoint:
         return self.manifest.progress.next_step
 
 
-def choose_start(plan: Plan, world: World, data: RunData, candidates: Sequence[Path]) -> StartingPoint | None:
+def choose_start(
+    plan: Plan, world: World, data: RunData, files: RunFiles, candidates: Sequence[Path]
+) -> StartingPoint | None:
     """Return the first of ``candidates`` whose files are all as written; None without any: the run begins anew.
 
     All ranks call this with the same candidates. Rank 0 then prepares the run's directory, and every rank waits for it.
+    A machine with directories of its own gets a copy of the checkpoint.
     Raises RunStopped where all are damaged, and UserError where the data has changed since.
     """
     store = dist.PrefixStore(f"start/{plan.spec.name}", world.store)
     for candidate in candidates:
+        place = files.received_checkpoint(candidate, plan, world)
         try:
-            manifest = read_manifest(candidate)
+            manifest = read_manifest(place)
         except UserError as error:
             _print_unused(world, str(error))
             continue
-        problems = _verified(candidate, manifest, world, store, plan.spec.timeout_seconds)
+        problems = _verified(place, manifest, world, store, plan.spec.timeout_seconds)
         if not problems:
             _check_data(candidate, manifest, data)
-            _prepare(plan, world, store, manifest.progress.next_step)
-            return StartingPoint(candidate, manifest)
+            _prepare(plan, world, store, files, manifest.progress.next_step)
+            return StartingPoint(place, manifest)
         _print_unused(world, f"checkpoint {candidate}: {problems[0]}")
     if candidates:
         raise RunStopped(f"{plan.spec.name}: every checkpoint is damaged; remove {candidates[0].parent} to begin anew")
-    _prepare(plan, world, store, 0)
+    _prepare(plan, world, store, files, 0)
     return None
 
 
@@ -69,8 +74,8 @@ def _verified(
     """Return what is wrong with the files of a checkpoint, of which each rank reads its share."""
     mine = sorted(manifest.files.items())[world.rank :: world.size]
     problems = [problem for name, entry in mine if (problem := damage(checkpoint, name, entry)) is not None]
-    store.set(f"{checkpoint}/{world.rank}", "\n".join(problems))
-    keys = {f"{checkpoint}/{rank}": f"rank {rank}" for rank in range(world.size)}
+    store.set(f"{checkpoint.name}/{world.rank}", "\n".join(problems))
+    keys = {f"{checkpoint.name}/{rank}": f"rank {rank}" for rank in range(world.size)}
     world.wait_for(store, keys, f"the verification of {checkpoint}", timeout_seconds)
     return [line for key in keys for line in store.get(key).decode().splitlines()]
 
@@ -83,9 +88,9 @@ def _check_data(checkpoint: Path, manifest: Manifest, data: RunData) -> None:
         )
 
 
-def _prepare(plan: Plan, world: World, store: dist.Store, next_step: int) -> None:
+def _prepare(plan: Plan, world: World, store: dist.Store, files: RunFiles, next_step: int) -> None:
     """Remove what an interrupted run recorded of ``next_step`` and later; all ranks wait for rank 0."""
-    if world.rank == 0:
+    if files.keeps:
         directory = plan.spec.directory
         set_aside_checkpoints(directory, next_step + 1)
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -93,5 +98,6 @@ def _prepare(plan: Plan, world: World, store: dist.Store, next_step: int) -> Non
         for path in (directory / "timeline").glob("*.jsonl"):
             trim_lines(path, "next_step", next_step + 1)
         write_status(directory, RunStatus("running", next_step, plan.spec.steps))
+    if world.rank == 0:
         store.set("prepared", "yes")
     world.wait_for(store, {"prepared": "rank 0"}, "the start of the run", plan.spec.timeout_seconds)

@@ -25,6 +25,7 @@ from flexrlhf.execution.recorded_columns import replay_responses
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.restoration import restore
 from flexrlhf.execution.retokenized_columns import make_text_encoders
+from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.sampled_check import make_sampled_check
 from flexrlhf.execution.samples import Part, collect_samples
@@ -63,6 +64,7 @@ class Trainer:
         meter: MemoryMeter,
         stops: StopRequests,
         flight: FlightRecord,
+        files: RunFiles,
         start: StartingPoint | None = None,
     ) -> None:
         """Load the models of this rank.
@@ -70,6 +72,7 @@ class Trainer:
         meter:   counts its memory from here on.
         stops:   requests to end the run before its last step.
         flight:  record of its instructions.
+        files:   of the run.
         start:   checkpoint that it goes on from; None: it begins with its first step.
         """
         self.plan = plan
@@ -90,8 +93,9 @@ class Trainer:
         self._rows = StepRows(plan, self._inputs, world.device)
         self._mover = ColumnMover(world.rank, RowPacking(plan.batch, plan.lengths, world.device), wait)
         self._first_step = 0 if start is None else start.next_step
-        self._recorder = Recorder(plan, world, plan.spec.directory, self._first_step)
-        self._context = RankContext(plan, data, plan.spec.directory, world, self._groups, wait, self._models)
+        directory = plan.spec.directory
+        self._recorder = Recorder(plan, world, directory, files, self._first_step)
+        self._context = RankContext(plan, data, directory, files, world, self._groups, wait, self._models)
         self._syncs = WeightSyncs(self._context)
         self._evaluator = Evaluator(self._context, self._operators, self._recorder)
         self._saver = ModelSaver(self._context, self._recorder)

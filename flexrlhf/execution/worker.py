@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import json
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -24,7 +25,6 @@ import torch.distributed as dist
 
 from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.comm.world import World, open_world
-from flexrlhf.config.spec import Spec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.agreement import Member, agree
 from flexrlhf.execution.failures import ErrorReport
@@ -34,7 +34,8 @@ from flexrlhf.execution.launchers.job_start import JobStart
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.rank_watch import RankWatch
 from flexrlhf.execution.run_directory import RunStatus, read_status, write_status, writing_to
-from flexrlhf.execution.run_order import RunOrder, load_orders
+from flexrlhf.execution.run_files import RunFiles, open_run_files
+from flexrlhf.execution.run_order import OWN, RunOrder, load_orders
 from flexrlhf.execution.starting_point import choose_start
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.trainer import Trainer
@@ -45,13 +46,16 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
 
-def work(orders: Sequence[RunOrder], stop_file: Path | None = None, begin: JobStart | None = None) -> bool:
+def work(
+    orders: Sequence[RunOrder], stop_file: Path | None = None, begin: JobStart | None = None, shares: bool = True
+) -> bool:
     """Execute runs in order on this rank; all runs of a command share the job's ranks.
 
     Returns whether all have finished; else a request has stopped them.
 
     stop_file:  exists once the launcher has received a signal to save and end; None: signals come to this process.
     begin:      of a job without a launcher of ours: its ranks agree by themselves before anything is written.
+    shares:     whether this machine mounts the directories of rank 0's; without ``begin``, which finds it out.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -61,54 +65,85 @@ def work(orders: Sequence[RunOrder], stop_file: Path | None = None, begin: JobSt
         RankWatch(world, timeout_seconds, stop_file) as watch,
         ExitStack() as stack,
     ):
-        meter, stops = MemoryMeter(world.device), StopRequests(world.store, stop_file)
-        stack.enter_context(nullcontext() if begin is None else _agreed(begin, world))
+        stops = StopRequests(world.store, stop_file)
+        if begin is not None:
+            shares = stack.enter_context(_agreed(begin, world))
+        files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
+        rank = _Rank(world, files, MemoryMeter(world.device), stops, watch)
         if stop_file is None:
             stops.install_handlers()
-        for order in orders:
+        for index, order in enumerate(orders):
             # between runs most objects are those of libraries: a run's collections of garbage need not search them
             gc.collect()
             gc.freeze()
-            next_step = order.spec.steps if _is_done(order.spec) else _run(order, world, meter, stops, watch)
+            earlier = [each.spec.directory for each in orders[:index]]
+            found = _found(order, world)
+            next_step = order.spec.steps if found.is_finished else _run(found.order, earlier, rank)
             # the next run may read what a rank of this one has just written
             world.meet(f"the end of {order.spec.name}", order.spec.timeout_seconds)
+            files.clear(order.spec.directory)
             if next_step < order.spec.steps:
                 return False
     return True
 
 
 @contextmanager
-def _agreed(job: JobStart, world: World) -> Iterator[None]:
-    """Make the directories of the runs, on rank 0, once all machines agree. One rank of each machine compares."""
+def _agreed(job: JobStart, world: World) -> Iterator[bool]:
+    """Make the directories of the runs once all machines agree, and yield whether this one mounts those of rank 0.
+
+    One rank of each machine compares.
+    """
     store, seconds = dist.PrefixStore("agreement", world.store), job.plans[0].spec.timeout_seconds
-    compares = world.rank == 0 or os.environ.get("LOCAL_RANK", "0") == "0"
+    first = world.rank - int(os.environ.get("LOCAL_RANK", "0"))
+    compares = world.rank == first
     member = Member(world.rank, world.size, world.host, "rank")
-    agree(store, member, job.plans, job.make_terms if compares else None, seconds)
-    with job.directories():
+    shares = agree(store, member, job.plans, job.make_terms if compares else None, seconds)
+    if compares:
+        store.set(f"shares/{first}", str(int(shares)))
+    else:
+        world.wait_for(store, {f"shares/{first}": f"rank {first}"}, "the directories of the runs", seconds)
+        shares = bool(int(store.get(f"shares/{first}")))
+    with job.directories(world.rank == 0 or (compares and not shares)):
         world.meet("the directories of the runs", seconds)
-        yield
+        yield shares
 
 
-def _run(order: RunOrder, world: World, meter: MemoryMeter, stops: StopRequests, watch: RankWatch) -> int:
-    """Plan and execute one run; afterwards nothing refers to its trainer. Returns the step that it has come to."""
-    if is_restarted():
-        order = replace(order, candidates=(*checkpoints_of(order.spec.directory), *order.candidates))
+@dataclass(frozen=True)
+class _Rank:
+    """Parts of a rank that all its runs share."""
+
+    world: World
+    files: RunFiles
+    meter: MemoryMeter
+    stops: StopRequests
+    watch: RankWatch
+
+
+def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
+    """Plan and execute one run; afterwards nothing refers to its trainer. Returns the step that it has come to.
+
+    ``earlier``: directories of the runs before it.
+    """
+    world, files, directory = rank.world, rank.files, order.spec.directory
+    files.receive_inputs(order.spec, earlier, world)
     plan = make_plan(order.spec)
-    flight = FlightRecord(plan, world, plan.spec.directory)
-    with watch.over(flight), writing_to(plan.spec.directory):
+    flight = FlightRecord(plan, world, directory)
+    with rank.watch.over(flight), writing_to(directory):
         data = load_run_data(plan)
         check_commits(plan, world)
         if world.rank == 0:
             _print_counts(plan, data)
-        start = choose_start(plan, world, data, order.candidates)
-        trainer = Trainer(plan, world, data, meter, stops, flight, start)
+        start = choose_start(plan, world, data, files, order.candidates)
+        trainer = Trainer(plan, world, data, rank.meter, rank.stops, flight, files, start)
+        if start is not None:
+            files.remove_checkpoint(plan, world)
         next_step = trainer.run()
         trainer.close()
-    if world.rank == 0:
+    if files.keeps:
         is_finished = next_step == plan.spec.steps
         status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps)
-        with writing_to(plan.spec.directory):
-            write_status(plan.spec.directory, status)
+        with writing_to(directory):
+            write_status(directory, status)
     return next_step
 
 
@@ -125,14 +160,39 @@ def is_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _is_done(spec: Spec) -> bool:
-    """Return whether an attempt before this one has finished the run."""
-    status = read_status(spec.directory) if is_restarted() else None
-    return status is not None and status.state == "finished"
+@dataclass(frozen=True)
+class _Found:
+    """A run as the attempts before this one have left it.
+
+    order:        with the checkpoints that they have written.
+    is_finished:  whether they have come to its end.
+    """
+
+    order: RunOrder
+    is_finished: bool
 
 
-def main(orders_file: str, stop_file: str) -> None:
-    """Execute the runs of a file of orders; ``launch`` reports an error by its first line."""
+def _found(order: RunOrder, world: World) -> _Found:
+    """Return what rank 0 finds of a run in its directory; all ranks call this."""
+    if not is_restarted():
+        return _Found(order, False)
+    directory, key = order.spec.directory, f"found/{order.spec.name}"
+    if world.rank == 0:
+        status = read_status(directory)
+        is_finished = status is not None and status.state == "finished"
+        world.store.set(
+            key, json.dumps({"is_finished": is_finished, "names": list(map(str, checkpoints_of(directory)))})
+        )
+    world.wait_for(world.store, {key: "rank 0"}, f"what is there of {order.spec.name}", order.spec.timeout_seconds)
+    found = json.loads(world.store.get(key))
+    return _Found(replace(order, candidates=(*map(Path, found["names"]), *order.candidates)), found["is_finished"])
+
+
+def main(orders_file: str, stop_file: str, directories: str) -> None:
+    """Execute the runs of a file of orders; ``launch`` reports an error by its first line.
+
+    ``directories``: ``own`` where this machine does not mount those of rank 0's.
+    """
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = _print_traceback
@@ -144,7 +204,7 @@ def main(orders_file: str, stop_file: str) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     faulthandler.enable(all_threads=True)
     with ErrorReport():
-        work(load_orders(Path(orders_file).read_text()), Path(stop_file))
+        work(load_orders(Path(orders_file).read_text()), Path(stop_file), shares=directories != OWN)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -119,17 +119,29 @@ class GroupFacts:
 
 
 @dataclass(frozen=True)
+class SharedFacts:
+    """Directories of the runs on rank 0's machine, as the other ranks see them.
+
+    problems:  rank → why it cannot use them
+    apart:     ranks on machines with directories of their own, whose files are copied to rank 0's
+    """
+
+    problems: dict[int, str] = field(default_factory=dict)
+    apart: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class JobFacts:
     """Everything that a preflight has collected so far; None for what it has not come to.
 
-    unseen:       rank → directory that it does not share with rank 0
+    directories:  of the runs, as the ranks see those of rank 0
     unreachable:  sentences about machines that do not reach each other
     """
 
     hosts: tuple[HostFacts, ...]
     ranks: tuple[RankFacts, ...] = ()
     clocks: tuple[ClockFacts, ...] | None = None
-    unseen: dict[int, str] | None = None
+    directories: SharedFacts | None = None
     unreachable: tuple[str, ...] | None = None
     groups: GroupFacts | None = None
     links: tuple[LinkFacts, ...] | None = None

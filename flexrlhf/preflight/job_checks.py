@@ -79,20 +79,23 @@ def check_reached(job: JobFacts, failure: str) -> Check:
 
 
 def check_directories(job: JobFacts) -> Check:
-    """Check that the directories of the runs can be written and are the same for all ranks."""
+    """Check that the directories of the runs can be written, and by which ranks they are shared."""
     name, first = "run directory", job.hosts[0]
     problems = [f"{each.place} cannot be written ({each.problem})" for each in first.directories if each.problem]
     if problems:
         return Check(name, "FAILS", "; ".join(problems), "set runs: to another directory, or free space there")
     places = ", ".join(each.place for each in first.directories)
-    if job.unseen is None:
+    if job.directories is None:
         return Check(name, "skipped", f"{places} can be written by node {first.node}; {_NOT_REACHED} by the ranks")
-    if job.unseen:
+    if job.directories.problems:
         by_problem: dict[str, list[int]] = {}
-        for rank, problem in job.unseen.items():
+        for rank, problem in job.directories.problems.items():
             by_problem.setdefault(problem, []).append(rank)
         seen = "; ".join(f"{ranks_text(tuple(ranks))}: {problem}" for problem, ranks in by_problem.items())
-        return Check(name, "FAILS", seen, "set runs: to a directory that all machines mount")
+        return Check(name, "FAILS", seen, "set runs: to a directory that all machines mount, or to one that none does")
+    if apart := job.directories.apart:
+        other = f"{ranks_text(apart)} on machines with others, whose files are copied there"
+        return Check(name, "ok", f"{places} on node {first.node}; {other}")
     return Check(name, "ok", f"{places} is read and written by all {len(job.ranks)} ranks")
 
 

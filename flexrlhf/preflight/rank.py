@@ -22,12 +22,13 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.failures import ErrorReport
 from flexrlhf.execution.lifetime import end_with_launcher
 from flexrlhf.execution.rank_watch import RankWatch
-from flexrlhf.execution.shared_directories import see_probe, sees_rank
+from flexrlhf.execution.shared_directories import sees_first, sees_rank, write_in_probe
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.preflight.facts import (
     ClockFacts,
     JobFacts,
     RankFacts,
+    SharedFacts,
     SurveyRequest,
     dump_host,
     dump_job,
@@ -65,7 +66,7 @@ class Survey:
         """Collect facts, first those that need no connections between the ranks."""
         job = self._shared(self._gathered())
         job = self._shared(replace(job, clocks=self._clocks(job)))
-        job = self._shared(replace(job, unseen=self._unseen(job)))
+        job = self._shared(replace(job, directories=self._directories(job)))
         job = self._shared(replace(job, unreachable=self._unreachable(job)))
         if job.unreachable:
             return
@@ -149,24 +150,30 @@ class Survey:
             readings.append(ClockFacts(node, theirs - (before + after) / 2, (after - before) / 2))
         return min(readings, key=lambda each: each.uncertainty)
 
-    def _unseen(self, job: JobFacts) -> dict[int, str]:
-        """Return the ranks that do not share a directory with rank 0, on rank 0."""
+    def _directories(self, job: JobFacts) -> SharedFacts:
+        """Return what ranks see of the directories of rank 0, on rank 0."""
         probes = [
             (mine, first)
             for mine, first in zip(self._request.host.directories, job.hosts[0].directories, strict=False)
             if first.probe
         ]
-        problems = [see_probe(mine, self._world.rank, first.probe) for mine, first in probes]
-        self._store.set(f"seen/{self._world.rank}", json.dumps("; ".join(filter(None, problems))))
+        seen = [(mine, first) for mine, first in probes if sees_first(mine, first.probe)]
+        problems = [write_in_probe(mine, self._world.rank, first.probe) for mine, first in seen]
+        if 0 < len(seen) < len(probes):
+            problems.append("shares only some of the directories with rank 0")
+        seen_here = {"shares": len(seen) == len(probes), "problem": "; ".join(filter(None, problems))}
+        self._store.set(f"seen/{self._world.rank}", json.dumps(seen_here))
         if self._world.rank != 0:
-            return {}
+            return SharedFacts()
         keys = {f"seen/{rank}": f"rank {rank}" for rank in range(self._world.size)}
         self._await(keys, "the run directory")
         found = {rank: json.loads(self._store.get(key)) for rank, key in enumerate(keys)}
-        for rank in [rank for rank, problem in found.items() if rank != 0 and not problem]:
+        wrong = {rank: each["problem"] for rank, each in found.items()}
+        for rank in [rank for rank, each in found.items() if rank != 0 and each["shares"] and not each["problem"]]:
             if not all(sees_rank(mine, rank, first.probe) for mine, first in probes):
-                found[rank] = f"what it wrote is not seen by rank 0 in {job.hosts[0].directories[0].place}"
-        return {rank: problem for rank, problem in found.items() if problem}
+                wrong[rank] = f"what it wrote is not seen by rank 0 in {job.hosts[0].directories[0].place}"
+        apart = tuple(rank for rank, each in found.items() if not each["shares"])
+        return SharedFacts({rank: problem for rank, problem in wrong.items() if problem}, apart)
 
     def _unreachable(self, job: JobFacts) -> tuple[str, ...]:
         """Return sentences about machines that do not reach each other, on rank 0."""

@@ -17,6 +17,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.trainer import Trainer
 from flexrlhf.plan.inputs import load_run_data
@@ -29,7 +30,8 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
     plan = make_plan(spec)
     prepare_directory(plan, format_plan(plan), continues=False).close()
     flight = FlightRecord(plan, world, spec.directory)
-    trainer = Trainer(plan, world, load_run_data(plan), MemoryMeter(world.device), StopRequests(world.store), flight)
+    meter, stops, files = MemoryMeter(world.device), StopRequests(world.store), RunFiles(world.rank == 0)
+    trainer = Trainer(plan, world, load_run_data(plan), meter, stops, flight, files)
     weight = trainer._models["actor"].engine.weights()[name]
     with torch.no_grad():
         weight.view(-1)[0] += amount

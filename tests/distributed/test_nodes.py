@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,40 @@ def test_two_nodes_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> No
     assert f"joins {CASE.name} as node 1 of 2: rank 1\n" in second, second
     for sign in (*(f"{CASE.name}  step {step}/3  " for step in (1, 2, 3)), "results in runs/"):
         assert (first.count(sign), second.count(sign)) == (1, 0), sign
+
+
+def test_two_nodes_without_a_shared_directory(assets: Assets, tmp_path: Path) -> None:
+    """A later run reads a model of the first one, and the first one goes on from a checkpoint that node 0 has."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for node in (first, second):
+        node.mkdir()
+        changes = {"checkpoint": {"every": 1}, "timeline_steps": 3}
+        write_config(assets, node, **changes)
+        later = yaml.safe_load((node / "config.yaml").read_text())
+        later["models"]["actor"]["path"] = f"runs/{CASE.name}/actor"
+        (node / "later.yaml").write_text(yaml.safe_dump(later | {"name": "later", "steps": 1}))
+
+    def run(*arguments: str, number: int = 0) -> list[str]:
+        return ["run", "config.yaml", "later.yaml", "--nnodes", "2", "--node-rank", str(number), *endpoint, *arguments]
+
+    endpoint = ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    shorter = ["--set", f"{CASE.name}:steps=2"]
+    finish(start(run(*shorter), first), start(["join", *endpoint], second))
+    assert not list((second / "runs").rglob("step-*")), "checkpoints are on node 0 alone"
+    endpoint = ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    out = finish(*(start(run("--resume", "auto", number=number), node) for number, node in enumerate((first, second))))
+    assert f"{CASE.name}  step 2/3" not in out and "later: finished, skipped" in out, out
+    assert_equals_the_reference(assets, first)
+    assert not list((second / "runs").rglob("received"))
+    trace = json.loads((first / f"runs/{CASE.name}/timeline.json").read_text())
+    assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
+
+
+def finish(*nodes: subprocess.Popen[str]) -> str:
+    """Output of the first node, once all have ended well."""
+    outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0] * len(nodes), "\n\n".join(each[-2500:] for each in outputs)
+    return outputs[0]
 
 
 @pytest.mark.parametrize("way", ["own launchers", pytest.param("torchrun", marks=pytest.mark.full)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from flexrlhf.execution.agreement import Member, agree
 from flexrlhf.execution.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
 from flexrlhf.execution.job_offer import JobOffer, OpenJob, dump_offer, load_offer
 from flexrlhf.execution.run_order import RunOrder
-from flexrlhf.execution.shared_directories import DirectoryFacts
 from flexrlhf.execution.terms import Sides, Terms, difference, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
 
@@ -66,16 +64,20 @@ def plan(tmp_path: Path) -> Plan:
 
 def ends(plan: Plan, terms: list[Terms | None], seconds: float = 20.0) -> list[str]:
     """How each member ends that comes with its terms; empty where all agree."""
+    return ["" if isinstance(each, bool) else each for each in results(plan, terms, seconds)]
+
+
+def results(plan: Plan, terms: list[Terms | None], seconds: float = 20.0) -> list[str | bool]:
+    """Whether each member shares the directories of the first one, or why the job does not start."""
     store = dist.HashStore()
 
-    def come(number: int) -> str:
+    def come(number: int) -> str | bool:
         own = terms[number]
         member = Member(number, 3, "abc"[number])
         try:
-            agree(store, member, [plan], None if own is None else lambda: own, seconds)
+            return agree(store, member, [plan], None if own is None else lambda: own, seconds)
         except (UserError, RunStopped) as error:
             return str(error)
-        return ""
 
     with ThreadPoolExecutor(len(terms)) as pool:
         return list(pool.map(come, range(len(terms))))
@@ -100,25 +102,14 @@ def test_a_machine_that_does_not_come_is_named(plan: Plan) -> None:
     assert "missing node 0" in second
 
 
-def test_a_directory_that_is_another_one_ends_the_job(
+def test_a_directory_that_is_another_one_is_not_shared(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_directories, "SEEN_SECONDS", 0.1)
-    monkeypatch.setattr(agreement, "see_probe", elsewhere(tmp_path))
-    sentence = (
-        f"runs: {tmp_path / 'runs'} on node 1 (host b) is not the directory of that name on node 0 (host a); set runs: "
-        f"to one that all machines mount"
-    )
-    assert ends(plan, [TERMS, TERMS, None]) == [sentence] * 3
-
-
-def elsewhere(directory: Path) -> Callable[[DirectoryFacts, int, str], str]:
-    """Look for a probe where another machine has its own directory of that name."""
-
-    def see(facts: DirectoryFacts, number: int, probe: str) -> str:
-        return shared_directories.see_probe(replace(facts, path=str(directory / "other")), number, probe)
-
-    return see
+    assert results(plan, [TERMS, TERMS, TERMS]) == [True, True, True]
+    monkeypatch.setattr(agreement, "sees_first", lambda facts, probe: False)
+    assert results(plan, [TERMS, TERMS, TERMS]) == [True, False, False]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None:

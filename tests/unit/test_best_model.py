@@ -13,6 +13,7 @@ from small_runs import plan_of
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.world import World
 from flexrlhf.execution.recorder import Recorder, make_report
+from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
@@ -29,7 +30,7 @@ def plan() -> Plan:
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
     world = World(0, 2, dist.HashStore(), torch.device("cpu"), "gloo")
-    return Recorder(plan(), world, tmp_path)
+    return Recorder(plan(), world, tmp_path, RunFiles(True))
 
 
 def saves() -> list[Save]:

@@ -104,7 +104,9 @@ RULES = (
     Layer("checkpoints.manifest", "errors"),
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
     Layer("execution.run_order", "config"),
-    Layer("execution.resumption", "execution.run_directory checkpoints.manifest plan config errors"),
+    Layer(
+        "execution.resumption", "execution.run_directory execution.run_order checkpoints.manifest plan config errors"
+    ),
     Layer("execution.library_versions", "engines.capabilities plan"),
     Layer(
         "execution.fingerprints execution.terms execution.shared_directories",

@@ -19,7 +19,7 @@ from flexrlhf.execution import shared_directories as directories
 from flexrlhf.execution.free_space import check_free_space, disk_demands, disk_space
 from flexrlhf.execution.library_versions import needed_extras, needed_libraries
 from flexrlhf.execution.resumption import Resumption
-from flexrlhf.execution.shared_directories import probed_directories, see_probe
+from flexrlhf.execution.shared_directories import probed_directories, sees_first, write_in_probe
 from flexrlhf.execution.terms import Terms
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.plan.disk_space import planned_disk
@@ -32,6 +32,7 @@ from flexrlhf.preflight.facts import (
     JobFacts,
     LinkFacts,
     RankFacts,
+    SharedFacts,
     dump_job,
     load_job,
 )
@@ -85,7 +86,7 @@ def job(plan: Plan, *hosts: HostFacts, **changes: Any) -> JobFacts:
         hosts or (host(plan), host(plan, 1)),
         (RankFacts(0, 0, "NVIDIA A100-SXM4-80GB", 80 * GB, 79 * GB), RankFacts(1, 1, "NVIDIA A100", 80 * GB, 79 * GB)),
         clocks=(ClockFacts(1, 0.01, 0.001),),
-        unseen={},
+        directories=SharedFacts(),
         unreachable=(),
         groups=GroupFacts(6, 0.5, 1, 100, "nccl"),
         links=(LinkFacts((0, 1), 1, 150.0),),
@@ -168,7 +169,8 @@ def test_equal_files_and_settings_travel_once(plan: Plan) -> None:
     [
         ({"clocks": (ClockFacts(1, -7.0, 0.1),)}, "clocks", "warning", "node 1 (host b) is -7.0 s from node 0"),
         ({"clocks": (ClockFacts(1, 1.2, 0.5),)}, "clocks", "ok", "1200 ms apart"),
-        ({"unseen": {1: "does not see in /x what rank 0 wrote"}}, "run directory", "FAILS", "rank 1: does not see"),
+        ({"directories": SharedFacts({1: "cannot write in /x"})}, "run directory", "FAILS", "rank 1: cannot write"),
+        ({"directories": SharedFacts({}, (1,))}, "run directory", "ok", "rank 1 on machines with others"),
         ({"unreachable": ("node 1 does not reach a:1 (no response)",)}, "ranks", "FAILS", "no response"),
         (
             {"links": (LinkFacts((0, 1), 1, 99.0),)},
@@ -309,8 +311,8 @@ def test_a_probe_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(directories, "SEEN_SECONDS", 0.2)
     run = plan_of(None, 2, f"runs={tmp_path}/a/b")
     with probed_directories([run, run], makes_probes=True) as (facts,):
-        assert facts.problem == "" and see_probe(facts, 1, facts.probe) == ""
-        assert "does not see" in see_probe(replace(facts, path=str(tmp_path)), 1, facts.probe)
+        assert facts.problem == "" and sees_first(facts, facts.probe) and write_in_probe(facts, 1, facts.probe) == ""
+        assert not sees_first(replace(facts, path=str(tmp_path)), facts.probe)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a" / "mine").mkdir(parents=True)
     with probed_directories([run], makes_probes=True):

@@ -21,7 +21,8 @@ class JobStart:
     hosts:         nodes of the job.
     max_restarts:  how often all ranks are started again after one has failed.
     make_terms:    returns what must be the same on all machines, as this one has it.
-    directories:   makes and locks the directories of the runs for as long as it is open, on the first machine alone.
+    directories:   makes and locks the directories of the runs for as long as it is open, where its argument is true: by
+                   one process of each machine that does not mount those of the first one.
     """
 
     orders: Sequence[RunOrder]
@@ -29,7 +30,7 @@ class JobStart:
     hosts: Hosts
     max_restarts: int
     make_terms: Callable[[], Terms]
-    directories: Callable[[], AbstractContextManager[None]]
+    directories: Callable[[bool], AbstractContextManager[None]]
 
 
 Launcher = Callable[[JobStart], bool]

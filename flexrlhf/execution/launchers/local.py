@@ -11,8 +11,9 @@ from flexrlhf.execution.rendezvous import NodeRendezvous
 def start(job: JobStart) -> bool:
     """Start the ranks of this node once all nodes agree."""
     rendezvous = NodeRendezvous(job.hosts)
+    shares = True
     if job.hosts.nnodes > 1:
         offer = JobOffer(tuple(job.orders), job.hosts.nnodes, job.max_restarts)
-        rendezvous.agree(offer, job.plans, job.make_terms)
-    with job.directories():
-        return launch(job.orders, job.plans[0], job.hosts, job.max_restarts, rendezvous)
+        shares = rendezvous.agree(offer, job.plans, job.make_terms)
+    with job.directories(job.hosts.is_first_node or not shares):
+        return launch(job.orders, job.plans[0], job.hosts, job.max_restarts, rendezvous, shares)
