@@ -55,8 +55,8 @@ WAYS: dict[str, Raw] = {
     "split": {"placement": [0.5, 0.5, 0.5, 0.5]},
     "actor and ref, critic and reward": {"placement": {"actor": ON[0], "ref": ON[0], "critic": ON[1], "reward": ON[1]}},
     "six models": {"placement": SIX},
-    "six models, bfloat16 shadows": {"placement": SIX, "shadow": {"dtype": "bfloat16"}},
-    "six models, bfloat16 shadows, lag 1": {"placement": SIX, "shadow": {"dtype": "bfloat16"}, "schedule": {"lag": 1}},
+    "six models, sent in 16 bits": {"placement": SIX, "sync": {"dtype": "bfloat16"}},
+    "six models, sent in 16 bits, lag 1": {"placement": SIX, "sync": {"dtype": "bfloat16"}, "schedule": {"lag": 1}},
     "six models, syncs wait": {"placement": SIX, "sync": {"overlap": False}},
     "six models, sync every 4": {"placement": SIX, "sync": {"every": 4}},
     "six models, lag 1": {"placement": SIX, "schedule": {"lag": 1}},
@@ -98,11 +98,10 @@ def write_config(directory: Path, name: str, mbit_s: float, steps: int) -> Path:
     """Write the YAML of a way and return its path."""
     way = WAYS[name]
     model = {"init": dict(MODEL), **way.get("model", {})}
-    trained = model | ({"shadow": way["shadow"]} if "shadow" in way else {})
     raw = {
         "name": name.replace(", ", "-").replace(" ", "-"),
         "algorithm": {"name": "ppo", "prompts_per_step": ROWS, "num_mini_batches": 4},
-        "models": {role: dict(trained if role in ("actor", "critic") else model) for role in ROLES},
+        "models": {role: dict(model) for role in ROLES},
         "data": {
             "path": str(directory / "prompts.jsonl"),
             "tokenizer": str(directory / "tokenizer"),

@@ -1,9 +1,9 @@
 """Execute a Sync: weights of a trained model to a copy of it, in buckets, with a checksum taken on both sides.
 
 Each source rank sends the elements that others need, a receiver has them written into the copy's live weights, and it
-compares checksums of what it then stores. Large regions that are contiguous and of the copy's type travel from live
-weights to live weights; others are packed into buffers. What a rank has itself it copies from tensor to tensor. A rank
-waits for its receivers.
+compares checksums of what it then stores. Large regions that are contiguous and of the type that is sent travel from
+live weights to live weights; others are packed into buffers. What a rank has itself it copies from tensor to tensor. A
+rank waits for its receivers.
 
 A sync that overlaps what its ranks compute needs memory for all that crosses: a source packs everything first and waits
 for nobody, and a receiver has all of it arrive there, until the copy is used next.
@@ -42,7 +42,7 @@ class SyncChannel:
     """A sync plan, with the torch objects that carry it out on this rank.
 
     plan:      messages and parts.
-    dtype:     type of the copy's weights.
+    dtype:     type in which the weights are sent.
     device:    of the buffers.
     group:     of senders and receivers; None where nothing crosses between ranks.
     gather:    collective that makes adapters whole before they are merged; None: none are merged here.
@@ -259,8 +259,8 @@ class _Exchange:
     def _vector(self, regions: Regions, values: TrainedValues, space: _Space) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the elements of ``regions`` as a vector, and its part of each region.
 
-        That of a large region is the live weights, where they are contiguous and of the copy's type, unless training
-        goes on meanwhile.
+        That of a large region is the live weights, where they are contiguous and of the type that is sent, unless
+        training goes on meanwhile.
         """
         if regions[0].num_elements >= LARGE and values.lora is None and not self._channel.overlaps:
             value = values[regions[0]]
@@ -302,13 +302,14 @@ class _Exchange:
     def _incoming(self, bucket: RankBucket, space: _Space, copy: Weights | None) -> list[_Incoming]:
         """Return the vectors of ``bucket`` for this rank.
 
-        Those of large contiguous regions are in the copy itself, unless it is in use meanwhile (``copy`` is None).
+        Those of large contiguous regions are in the copy itself, unless it has another type than is sent, or is in use
+        meanwhile (``copy`` is None).
         """
         found = []
         for message in bucket.receives:
             for regions in message.vectors:
                 live = None if copy is None or regions[0].num_elements < LARGE else self._views(regions, copy)[0]
-                if live is not None and live.is_contiguous():
+                if live is not None and live.dtype == self._channel.dtype and live.is_contiguous():
                     found.append(_Incoming(message.source, live.view(-1), ()))
                 else:
                     found.append(_Incoming(message.source, space.take(count(regions)), regions))
@@ -350,7 +351,8 @@ class _Exchange:
     def _note(self, source: int, regions: Regions, stored: Sequence[Tensor]) -> None:
         """Take the checksum of what is stored."""
         if self._settings.checksum:
-            self._sums.stored[source].append(checksum(stored))
+            # the type that was sent holds what a larger one stores of it
+            self._sums.stored[source].append(checksum([each.to(self._channel.dtype) for each in stored]))
             self._sums.names[source].append(regions[0].name)
 
     def _exchanged_checksums(self) -> list[_ArrivingVector]:

@@ -393,6 +393,11 @@ class SyncSpec(StrictModel):
 
     every: int = Field(1, ge=1, description="steps between two syncs")
     checksum: bool = Field(True, description="compare checksums of the weights on both sides")
+    dtype: Literal["bfloat16", "float16"] | None = Field(
+        None,
+        description="type in which weights are sent to copies of a larger one, which then have rounded weights; null: "
+        "that of the copy",
+    )
     overlap: Literal["auto"] | bool = Field(
         "auto",
         description="transfer while both sides compute, with a second copy of the weights on each; auto: with a lag, "
@@ -515,7 +520,8 @@ class RolloutSpec(StrictModel):
     sleep: bool = Field(True, description="co-located: free the engine's memory while other models run (torch too)")
     config: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM, by their names")
     parity: ParitySpec | None = Field(
-        ParitySpec(), description="null: the engine is not compared with the trainer (torch too)"
+        ParitySpec(),
+        description="null: the engine is not compared with the trainer (torch too; transformers with sync.dtype)",
     )
 
     @model_validator(mode="after")
@@ -533,7 +539,7 @@ class RolloutSpec(StrictModel):
 
 
 _ROLLOUT_SETTINGS: dict[str, tuple[str, ...]] = {
-    "transformers": (),
+    "transformers": ("parity",),
     "torch": ("tp", "dtype", "kv_tokens", "sleep", "parity"),
 }
 """Settings of ``RolloutSpec`` by engine; vllm has all."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.algorithms import SampledSpec
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.spec import Dtype, ModelSpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.errors import RunStopped
 from flexrlhf.execution.finite_guard import RareWarnings
@@ -40,6 +40,7 @@ class SampledCheck:
     temperature: of the log-probs.
     models:      placed models that sample responses and compute log-probs of them.
     decode:      tokens to text.
+    sent:        ``sync.dtype``.
     """
 
     policy: Literal["stop", "warn"]
@@ -47,6 +48,7 @@ class SampledCheck:
     temperature: float
     models: frozenset[ModelName]
     decode: Callable[[Sequence[int]], str]
+    sent: Dtype | None = None
     warn: RareWarnings = field(default_factory=RareWarnings)
 
     def after(self, operator: Operator, model: LoadedModel, store: RowStore, batch: Batch, columns: Columns) -> None:
@@ -73,7 +75,7 @@ class SampledCheck:
 
     def _compare(self, model: LoadedModel, batch: Batch, mask: Tensor, sampled: Tensor, computed: Tensor) -> None:
         found = compare_logprobs(sampled, computed, batch, mask, model.dp)
-        limit = self.limit or default_limit(model.placed.settings, self.temperature)
+        limit = self.limit or default_limit(model.placed.settings, self.temperature, self.sent)
         if found.mean <= limit:
             return
         sentence = self._sentence(model, found, limit)
@@ -97,9 +99,12 @@ def samples(operator: Operator) -> bool:
     return operator.kind == "generate" and not operator.is_greedy
 
 
-def default_limit(settings: ModelSpec, temperature: float) -> float:
-    """Return the limit of the mean difference in nats; log-probs at a low temperature magnify rounding."""
-    is_exact = settings.dtype == settings.of_shadow.dtype == "float32"
+def default_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = None) -> float:
+    """Return the limit of the mean difference in nats; log-probs at a low temperature magnify rounding.
+
+    ``sent``: ``sync.dtype``.
+    """
+    is_exact = settings.dtype == settings.of_shadow.dtype == "float32" and sent is None
     return (LIMIT if is_exact else LIMIT_16_BITS) / min(1.0, temperature)
 
 
@@ -115,4 +120,5 @@ def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> Sa
     forwards = [run for run in runs if run.operator.kind == "forward"]
     computing = {run.model for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
     models = frozenset(sampling & computing)
-    return SampledCheck(guards.sampled_logprobs, guards.max_logprob_difference, plan.temperature, models, decode)
+    policy, limit, sent = guards.sampled_logprobs, guards.max_logprob_difference, plan.spec.sync.dtype
+    return SampledCheck(policy, limit, plan.temperature, models, decode, sent)

@@ -110,5 +110,5 @@ def _plan(context: RankContext, sync: Sync) -> SyncPlan:
     # planning may be unable to read an architecture, so shapes are those of the loaded models
     loaded = context.models.get(sync.source) or context.models[sync.destination]
     source, destination = (context.plan.placement[name] for name in (sync.source, sync.destination))
-    size, node_of = context.plan.spec.sync.bucket_bytes, context.plan.cluster.node_of
-    return plan_sync(source, destination, loaded.shape, size, context.rank, node_of)
+    settings, node_of = context.plan.spec.sync, context.plan.cluster.node_of
+    return plan_sync(source, destination, loaded.shape, settings.bucket_bytes, context.rank, node_of, settings.dtype)

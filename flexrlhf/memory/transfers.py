@@ -15,9 +15,9 @@ from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.pieces import written_names
-from flexrlhf.weights.shapes import ModelShape, count_elements
+from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
 from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
-from flexrlhf.weights.sync_plan import adapter_gathers, most_packed
+from flexrlhf.weights.sync_plan import adapter_gathers, most_packed, sent_dtype
 
 UNDER_WAY = "weights under way"
 """Bytes of the buffers of syncs that overlap other work."""
@@ -49,7 +49,7 @@ def sync_parts(
 
     A rank is counted as packing for every different part of the destination; of several replicas some pack less.
     """
-    item = item_bytes(destination)
+    item = DTYPE_BYTES[sent_dtype(destination, settings.dtype)]
     sent, received = (item * each for each in most_packed(source, destination, shape, rank))
     parts: dict[str, int | None] = {}
     if overlaps:

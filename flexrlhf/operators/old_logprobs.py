@@ -102,7 +102,8 @@ def _is_of_trained_weights(graph: Graph, spec: Spec, is_remote: bool) -> bool:
         return True
     model = spec.models.of(forward.role)
     assert model is not None, f"{forward.role} is resolved"
-    return spec.schedule.lag == 0 and spec.sync.every == 1 and model.of_shadow.dtype == model.dtype
+    is_exact = model.of_shadow.dtype == model.dtype and spec.sync.dtype in (None, model.dtype)
+    return spec.schedule.lag == 0 and spec.sync.every == 1 and is_exact
 
 
 def _samples_by_the_same_function(graph: Graph, spec: Spec, is_remote: bool) -> bool:

@@ -43,8 +43,9 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
             graph = from_training(graph, source, spec)
         case "forward" if is_separate and importance is None:
             graph = replace(graph, operators=also_writing(graph.operators, "rollout_logprobs"))
-    if is_separate and rollout.parity is not None:
-        graph = _with_parity(graph, rollout.parity, spec)
+    rounds = is_remote and spec.sync.dtype is not None
+    if rollout.parity is not None and (is_separate or rounds):
+        graph = _with_parity(graph, rollout.parity, spec, of_copy=rounds and not is_separate)
     is_late = spec.schedule.lag > 0 and (is_separate or importance is not None)
     return _after_late_forwards(graph, is_separate and is_remote) if is_late else graph
 
@@ -57,6 +58,11 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         raise UserError(f"eval.temperature: evaluations of {algorithm.name} generate nothing; remove it")
     check_setting(graph, spec)
     if rollout.engine == "transformers":
+        if rollout.parity != ParitySpec() and spec.sync.dtype is None:
+            raise UserError(
+                "rollout.parity: transformers generates with the actor's weights unless sync.dtype rounds them; remove "
+                "it, or give guards.sampled_logprobs"
+            )
         return
     if rollout.engine == "torch" and spec.schedule.lag:
         raise UserError(
@@ -97,8 +103,10 @@ def _with_rejection(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     return after(kept, "advantages", rejection)
 
 
-def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec) -> Graph:
+def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, of_copy: bool) -> Graph:
     """Return ``graph`` with the parity gate, at steps in which engine and trained copy hold the same weights.
+
+    ``of_copy``: the engine is a copy of the actor in transformers, whose weights are rounded, and ``logprobs`` are its.
 
     The engine generates batch b with the weights after k * floor(max(0, b - lag) / k) batches, k = sync.every. With a
     lag that is step 0 alone; else also the first step after a sync, which may have gone wrong. Where no forward writes
@@ -109,7 +117,8 @@ def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec) -> Graph:
     operators = list(graph.operators)
     of_engine = "rollout_logprobs" if "rollout_logprobs" in graph.producers else "logprobs"
     compared = (of_engine, "logprobs")
-    if "logprobs" not in graph.producers or graph.producers["logprobs"].kind == "generate":
+    producer = graph.producers.get("logprobs")
+    if producer is None or producer.kind == "generate" or (of_copy and not producer.on_trained):
         own = ("trainer_logprobs",)
         compared = (of_engine, *own)
         operators.append(Operator(own[0], "forward", role, TEXT, own, every=every, also=also, on_trained=True))

@@ -7,7 +7,7 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
-from flexrlhf.config.spec import DataSpec, ModelSpec, RolloutSpec, Spec
+from flexrlhf.config.spec import DataSpec, Dtype, ModelSpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
@@ -41,7 +41,8 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     for role in graph.roles:
         filled[role] = _with_text_limit(role, filled[role], spec.data)
     models = spec.models.model_copy(update=filled)
-    return spec.model_copy(update={"models": models, "rollout": _resolve_rollout(spec.rollout, filled["actor"])})
+    rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
+    return spec.model_copy(update={"models": models, "rollout": rollout})
 
 
 def _with_text_limit(role: str, model: ModelSpec | None, data: DataSpec) -> ModelSpec | None:
@@ -65,12 +66,12 @@ def _why_none(spec: Spec, role: str, graph: Graph) -> str:
     return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
 
 
-def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None) -> RolloutSpec:
-    """Return ``rollout`` with the parity gate's limits for the dtypes of both sides."""
+def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None, sent: Dtype | None) -> RolloutSpec:
+    """Return ``rollout`` with the parity gate's limits for the dtypes of both sides. ``sent``: ``sync.dtype``."""
     parity = rollout.parity
-    if rollout.engine == "transformers" or actor is None or parity is None:
+    if (rollout.engine == "transformers" and sent is None) or actor is None or parity is None:
         return rollout
-    is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32"
+    is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32" and sent is None
     limits = {"max_difference": 1e-3 if is_exact else 1.0, "mean_difference": 1e-4 if is_exact else 0.05}
     missing = {name: limit for name, limit in limits.items() if getattr(parity, name) is None}
     return rollout.model_copy(update={"parity": parity.model_copy(update=missing)})

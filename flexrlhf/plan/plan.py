@@ -100,12 +100,13 @@ class Plan:
         """Return the bytes that cross between ranks when ``sync`` runs once; None for an architecture yet unknown."""
         source, destination = self.placement[sync.source], self.placement[sync.destination]
         shape = self.shapes.get(source.role)
-        return None if shape is None else sync_bytes(source, destination, shape)
+        return None if shape is None else sync_bytes(source, destination, shape, self.spec.sync.dtype)
 
     def sync_links(self, sync: Sync) -> Mapping[tuple[int, int], float]:
         """Return the bytes of ``sync_bytes`` by link: source and destination rank."""
         source, destination = self.placement[sync.source], self.placement[sync.destination]
-        return sync_links(source, destination, self.shapes[source.role], self.cluster.node_of)
+        shape, dtype = self.shapes[source.role], self.spec.sync.dtype
+        return sync_links(source, destination, shape, self.cluster.node_of, dtype)
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""

@@ -24,9 +24,9 @@ def run_graph(spec: Spec, placement: Placement) -> Graph:
 def _on_both_copies(graph: Graph, spec: Spec, shadowed: set[str]) -> Graph:
     """Return ``graph`` with operators that either copy may compute on the trained one, in parallel with the shadow.
 
-    Both copies store the same weights then: without a lag, and with a sync after every step.
+    Both copies store the same weights then: without a lag, and with a sync of unrounded weights after every step.
     """
-    if spec.schedule.lag or spec.sync.every > 1:
+    if spec.schedule.lag or spec.sync.every > 1 or spec.sync.dtype is not None:
         return graph
     return replace(
         graph,

@@ -59,7 +59,8 @@ def verify_side(first: RecordedRun, plan: Plan, is_repeated: bool, write: Print)
     """
     runs = first, run_side(plan)
     models = (*first.plan.placement.models, *plan.placement.models)
-    limits = BITWISE if is_repeated and _is_on_cpu(first) else limits_for(models)
+    sent = first.plan.spec.sync.dtype, plan.spec.sync.dtype
+    limits = BITWISE if is_repeated and _is_on_cpu(first) else limits_for(models, sent)
     tie = first_tie(runs, limits)
     if tie is not None:
         write("\n" + format_tie(tie, runs) + "\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flexrlhf.config.spec import Dtype
 from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.placed import PlacedModel
 
@@ -65,10 +66,13 @@ NOT_COMPARED = frozenset({"step", "seconds", "rollout_engine", "parity_mean", "p
 """Entries of a row of metrics that two runs may differ in."""
 
 
-def limits_for(models: Iterable[PlacedModel]) -> Limits:
-    """Return the limits for two runs that together have ``models``: those of the coarsest type or engine."""
+def limits_for(models: Iterable[PlacedModel], sent: Iterable[Dtype | None] = ()) -> Limits:
+    """Return the limits for two runs that together have ``models``: those of the coarsest type or engine.
+
+    ``sent``: ``sync.dtype`` of the runs.
+    """
     placed = list(models)
-    types = {kind for model in placed for kind in _types(model)}
+    types = {kind for model in placed for kind in _types(model)} | {*sent}
     if "bfloat16" in types:
         return BFLOAT16
     if "float16" in types:

@@ -66,7 +66,7 @@ class SyncPlan:
     source:       the trained model.
     destination:  the copy.
     rank:         the rank that this plan is for.
-    dtype:        type of the copy's weights, in which they are sent.
+    dtype:        type in which the weights are sent.
     buckets:      in the order of sending.
     source_parts: what this rank stores of the trained model, by the copy's names; empty where it is not.
     parts:        what this rank stores of the copy; empty where it is not.
@@ -90,19 +90,33 @@ def plan_sync(
     bucket_bytes: int,
     rank: int,
     node_of: NodeOf | None = None,
+    dtype: Dtype | None = None,
 ) -> SyncPlan:
-    """Plan the part of ``rank`` in a Sync of the trained weights of ``source`` to ``destination``."""
-    transfers = transfers_of(source, destination, shape, bucket_bytes, node_of)
+    """Plan the part of ``rank`` in a Sync of the trained weights of ``source`` to ``destination``.
+
+    ``dtype``: ``sync.dtype``.
+    """
+    transfers = transfers_of(source, destination, shape, bucket_bytes, node_of, dtype)
     return SyncPlan(
         source=source.name,
         destination=destination.name,
         rank=rank,
-        dtype=destination.settings.dtype,
+        dtype=sent_dtype(destination, dtype),
         buckets=_on_rank(transfers, rank),
         source_parts=_sent_parts(source, destination, shape, rank) if rank in source.ranks else {},
         parts=trained_parts(destination, shape, rank) if rank in destination.ranks else {},
         adapters=_adapters(source, destination, shape, rank),
     )
+
+
+def sent_dtype(destination: PlacedModel, dtype: Dtype | None) -> Dtype:
+    """Return the type in which weights are sent: that of the copy, or ``dtype`` (``sync.dtype``) if it is smaller.
+
+    The copy then has the rounded values in its own type, also where a rank copies from itself: the numbers do not
+    depend on what crosses.
+    """
+    own = destination.settings.dtype
+    return dtype if dtype is not None and DTYPE_BYTES[dtype] < DTYPE_BYTES[own] else own
 
 
 def transfers_of(
@@ -111,9 +125,10 @@ def transfers_of(
     shape: ModelShape,
     bucket_bytes: int,
     node_of: NodeOf | None = None,
+    dtype: Dtype | None = None,
 ) -> TransferPlan:
     """Return the transfers of a Sync of the trained weights. All buckets of a rank at a time are ``bucket_bytes``."""
-    most = bucket_bytes // (NUM_BUCKETS * DTYPE_BYTES[destination.settings.dtype])
+    most = bucket_bytes // (NUM_BUCKETS * DTYPE_BYTES[sent_dtype(destination, dtype)])
     return plan_transfers(*_holdings(source, destination, shape), max(1, most), node_of)
 
 
@@ -124,14 +139,18 @@ def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) 
 
 
 def sync_links(
-    source: PlacedModel, destination: PlacedModel, shape: ModelShape, node_of: NodeOf | None = None
+    source: PlacedModel,
+    destination: PlacedModel,
+    shape: ModelShape,
+    node_of: NodeOf | None = None,
+    dtype: Dtype | None = None,
 ) -> Mapping[tuple[int, int], float]:
     """Return the bytes that cross from rank to rank in one Sync: weights, and adapters that are gathered.
 
     Replicas of the source are counted with equal shares. Checksums are not counted: 8 bytes a message.
     """
     found: dict[tuple[int, int], float] = defaultdict(float)
-    item = DTYPE_BYTES[destination.settings.dtype]
+    item = DTYPE_BYTES[sent_dtype(destination, dtype)]
     for link, elements in mean_links(*_holdings(source, destination, shape), node_of).items():
         found[link] += item * elements
     for ranks, size in _gathered_bytes(source, destination, shape):
@@ -140,7 +159,7 @@ def sync_links(
     return dict(found)
 
 
-def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> int:
+def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape, dtype: Dtype | None = None) -> int:
     """Return the sum of ``sync_links``, which depends on no bucket: what destination ranks do not have themselves."""
     total = 0
     for rank in destination.ranks:
@@ -148,7 +167,7 @@ def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape)
         for name, part in trained_parts(destination, shape, rank).items():
             total += part.num_elements - (overlap(own[name], part) if name in own else 0)
     gathers = sum(len(ranks) * (len(ranks) - 1) * size for ranks, size in _gathered_bytes(source, destination, shape))
-    return DTYPE_BYTES[destination.settings.dtype] * total + gathers
+    return DTYPE_BYTES[sent_dtype(destination, dtype)] * total + gathers
 
 
 def _gathered_bytes(

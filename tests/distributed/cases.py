@@ -230,6 +230,7 @@ SHAPES: dict[str, Raw] = {
     "six-chunks": {"placement": SIX, "schedule": {"num_chunks": 2}},
     # many small buckets, so that back-pressure is at work
     "six-overlap": {"placement": SIX, "sync": {"overlap": True, "bucket_mb": 0.004}},
+    "six-rounded": {"placement": SIX, "sync": {"dtype": "bfloat16", "bucket_mb": 0.004}},
     "six-uneven": {"placement": [0.75, 0.25, 0.25, 0.25, 0.25, 0.5], "sync": {"bucket_mb": 0.004}},
     # five steps, since the version by the rule of sync.every 3 changes first at the fourth
     "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},

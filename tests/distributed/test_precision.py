@@ -45,6 +45,8 @@ FROZEN = [Case("still", "co-located", 2, compute) for compute in ("fp16-frozen",
 POLICIES = [
     *(Case("one", "co-located", 2, compute) for compute in BF16),
     *(Case("one", "six", 4, compute) for compute in (*BF16, "bf16-pieces", "bf16-tp-shadow")),
+    # float32 models whose copies have weights that were sent in 16 bits
+    Case("one", "six-rounded", 4),
 ]
 
 

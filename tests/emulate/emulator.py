@@ -354,8 +354,9 @@ class Rank:
         ranks = next((ranks for ranks in sync.gathers if self.number in ranks), ())
         if ranks:
             self._gathered(position, sync.source, ranks, sync, True)
-        shape, size = self._plan.shapes[source.role], self._plan.spec.sync.bucket_bytes
-        plan = plan_sync(source, destination, shape, size, self.number, self._plan.cluster.node_of)
+        shape, settings = self._plan.shapes[source.role], self._plan.spec.sync
+        node_of = self._plan.cluster.node_of
+        plan = plan_sync(source, destination, shape, settings.bucket_bytes, self.number, node_of, settings.dtype)
         receivers = {rank for bucket in plan.buckets for message in bucket.sends for rank in message.destinations}
         senders = {message.source for bucket in plan.buckets for message in bucket.receives}
         if receivers or senders:

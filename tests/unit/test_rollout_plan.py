@@ -422,6 +422,19 @@ def test_an_engine_beside_the_actor_is_compared_with_what_the_actor_computes_any
     assert [name for name in plain if plain[name] != operators[name]] == ["generate"]
 
 
+def test_weights_that_are_sent_in_16_bits_are_compared_with_those_that_are_trained() -> None:
+    """The copy computes ``logprobs`` of rounded weights, and no training pass does it for the copy."""
+    one = ("sync.dtype=bfloat16", "algorithm.num_mini_batches=1", "algorithm.epochs=1")
+    operators = named(graph_of(*one, RECOMPUTE, is_remote=True))
+    assert operators["parity"].reads == ("logprobs", "trainer_logprobs", "tokens", "response_mask")
+    assert operators["trainer_logprobs"].on_trained and not operators["logprobs"].on_trained
+    assert {"trainer_logprobs", "parity"} <= named(graph_of(*one, is_remote=True)).keys()
+    assert "parity" not in named(graph_of(*one, is_remote=False))
+    assert "parity" not in named(graph_of(*one, "rollout.parity=null", is_remote=True))
+    parity = plan_of(SIX, 2, *one).spec.rollout.parity
+    assert parity is not None and (parity.max_difference, parity.mean_difference) == (1.0, 0.05)
+
+
 @pytest.mark.parametrize("overrides", [(), (VLLM,)])
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_a_correction_reads_both_log_probs(overrides: tuple[str, ...], is_remote: bool) -> None:
@@ -660,7 +673,7 @@ def test_a_seldom_sync_needs_an_engine_apart() -> None:
 
 def test_an_engine_apart_generates_while_the_last_batch_trains() -> None:
     lines = overlapping_operators(plan_of(SIX, 2, VLLM, LAG, IMPORTANCE, RECOMPUTE).schedule)
-    assert "generate" in lines[0] and lines[0].startswith("logprobs, train_actor, train_critic with")
+    assert "generate" in lines[-1] and lines[-1].startswith("logprobs, train_actor, train_critic with")
 
 
 def test_the_printed_plan_shows_the_engine() -> None:

@@ -589,11 +589,6 @@ def test_a_ratio_vector_of_the_command_line() -> None:
             "rollout: kv_tokens goes with engine torch or vllm; transformers generates with the settings of "
             "models.actor: remove kv_tokens, sleep",
         ),
-        (
-            ("rollout.parity=null",),
-            "rollout: parity goes with engine torch or vllm; transformers generates with the settings of "
-            "models.actor: remove parity",
-        ),
         (("rollout.engine=vlm",), "rollout.engine: expected one of 'transformers', 'torch' or 'vllm', found 'vlm'"),
         (("rollout.dp=2",), "rollout: unknown key 'dp' (did you mean 'dtype'?)"),
         (

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Queue
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, shape_of
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import parts_on, trained_parts
-from flexrlhf.weights.sync_plan import is_in_place, plan_sync, sync_bytes, transfers_of
+from flexrlhf.weights.sync_plan import is_in_place, plan_sync, sent_dtype, sync_bytes, transfers_of
 
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -135,18 +135,24 @@ class Case:
         return cast(torch.dtype, getattr(torch, self.shadow.settings.dtype))
 
     @property
+    def sent(self) -> torch.dtype:
+        """Type in which the weights are sent."""
+        return cast(torch.dtype, getattr(torch, sent_dtype(self.shadow, self.settings.dtype)))
+
+    @property
     def overlaps(self) -> bool:
         return self.settings.overlap is True and set(self.source.ranks).isdisjoint(self.shadow.ranks)
 
     def channel(self, rank: int) -> SyncChannel:
         """Every group is ``A_GROUP``."""
-        plan = plan_sync(self.source, self.shadow, self.shape, self.settings.bucket_bytes, rank)
+        settings = self.settings
+        plan = plan_sync(self.source, self.shadow, self.shape, settings.bucket_bytes, rank, dtype=settings.dtype)
         gather = None
         if plan.adapters is not None:
             group = A_GROUP if len(plan.adapters.ranks) > 1 else None
             gather = Gathered(group, plan.adapters.ranks, plan.adapters.shards, wait, self.tensors)
         group = None if is_in_place(self.source, self.shadow) else A_GROUP
-        return SyncChannel(plan, self.dtype, torch.device("cpu"), group, gather, self.overlaps)
+        return SyncChannel(plan, self.sent, torch.device("cpu"), group, gather, self.overlaps)
 
     def weights_on(self, rank: int) -> dict[str, Tensor] | None:
         """What ``rank`` stores of the trained copy, as vectors."""
@@ -161,7 +167,7 @@ class Case:
         return {name: torch.zeros(part.num_elements, dtype=self.dtype) for name, part in parts.items()}
 
     def planned_bytes(self) -> int:
-        return sync_bytes(self.source, self.shadow, self.shape)
+        return sync_bytes(self.source, self.shadow, self.shape, self.settings.dtype)
 
 
 @dataclass
@@ -202,7 +208,8 @@ def move(case: Case, wires: Wires, times: int = 1) -> Moved:
 def assert_arrived(case: Case, moved: Moved) -> None:
     for rank, stored in moved.stored.items():
         for name, part in trained_parts(case.shadow, case.shape, rank).items():
-            assert torch.equal(stored[name], cut(case.tensors[name].to(case.dtype), part)), f"{name} on rank {rank}"
+            expected = cut(case.tensors[name].to(case.sent).to(case.dtype), part)
+            assert torch.equal(stored[name], expected), f"{name} on rank {rank}"
 
 
 def case_of(source: dict[str, Any], shadow: dict[str, Any], num_sources: int = 4, **settings: Any) -> Case:
@@ -259,6 +266,34 @@ def test_weights_travel_in_the_type_of_the_shadow(dtype: str, wires: Wires) -> N
     moved = move(case, wires)
     assert_arrived(case, moved)
     assert moved.num_bytes == case.planned_bytes() == 3 * 2 * sum(t.numel() for t in case.tensors.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("source", [{}, {"zero": 3}, {"tp": 2}], ids=str)
+def test_a_copy_of_a_larger_type_gets_rounded_weights(
+    source: dict[str, Any], overlap: bool, dtype: str, wires: Wires
+) -> None:
+    for bucket_mb in (0.001, 1.0):
+        case = case_of(source, {}, dtype=dtype, overlap=overlap, bucket_mb=bucket_mb)
+        moved = move(case, wires, times=2)
+        assert_arrived(case, moved)
+        assert moved.num_bytes == 2 * case.planned_bytes()
+        assert 2 * case.planned_bytes() == sync_bytes(case.source, case.shadow, case.shape)
+
+
+@pytest.mark.parametrize("source", ["{}", "{zero: 3}"])
+def test_what_a_rank_has_itself_is_rounded_too(source: str, wires: Wires) -> None:
+    """So the numbers do not depend on what crosses."""
+    case = engine_case(True, 1, source)
+    case = replace(case, settings=SyncSpec(dtype="bfloat16"))
+    assert_arrived(case, move(case, wires))
+
+
+def test_a_smaller_copy_gets_its_own_type(wires: Wires) -> None:
+    case = case_of({}, {"dtype": "float16"}, dtype="bfloat16")
+    assert case.sent == torch.float16
+    assert_arrived(case, move(case, wires))
 
 
 # --- to an engine on the same ranks as the copy that is trained

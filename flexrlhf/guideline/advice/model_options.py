@@ -19,7 +19,7 @@ from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-from flexrlhf.memory.states import State, item_bytes
+from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
@@ -28,8 +28,9 @@ from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.plan import own_texts
-from flexrlhf.weights.shapes import ModelShape, Sizes
+from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Sizes
 from flexrlhf.weights.shards import part_elements, trained_parts
+from flexrlhf.weights.sync_plan import sent_dtype
 
 T = TypeVar("T")
 
@@ -308,10 +309,11 @@ class OptionEnumerator:
         return Option(seconds, resting, most, side, placed.settings)
 
     def _bytes_under_way(self, placed: PlacedModel) -> int:
-        """Most bytes of a stage's part of the trained weights, in the type of the copy."""
+        """Most bytes of a stage's part of the trained weights, in the type in which they are sent."""
         shape, base = self.shapes[placed.role], self.spec.models.of(placed.role)
         assert base is not None, f"{placed.role} is resolved"
-        item = item_bytes(placed if not placed.trained else replace(placed, settings=base.of_shadow))
+        copy = placed if not placed.trained else replace(placed, settings=base.of_shadow)
+        item = DTYPE_BYTES[sent_dtype(copy, self.spec.sync.dtype)]
         parts = (trained_parts(placed, shape, rank) for rank in placed.layout.pp_set(0))
         return item * max(part_elements(each, list(each)) for each in parts)
 

@@ -44,9 +44,9 @@ from flexrlhf.strategies.instructions import (
     Sync,
 )
 from flexrlhf.weights.lora import is_merged, shape_of
-from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Sizes, count_elements
+from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Sizes, count_elements
 from flexrlhf.weights.shards import shape_on
-from flexrlhf.weights.sync_plan import NUM_BUCKETS
+from flexrlhf.weights.sync_plan import NUM_BUCKETS, sent_dtype
 
 OWN_DECODING = "torch"
 """Decode profile of ``engines/decoding.py``, with which all but rollout engines generate."""
@@ -408,13 +408,14 @@ def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Operator, reader: Op
 
 
 def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> SyncWeights:
-    """Return what a Sync sends to ``destination``, in its dtype; adapters that are merged there are gathered in
+    """Return what a Sync sends to ``destination``; adapters that are merged there are gathered in
     float32."""
     sent = shape_of(destination, shape).trained
     # where shards are uneven the first rank of a stage has most
     firsts = destination.layout.pp_set(destination.ranks[0])
     stages = ((rank, shape_on(destination, shape, rank).trained) for rank in firsts)
-    part = item_bytes(destination) * max(elements_on_rank(destination, stage, rank) for rank, stage in stages)
+    item = DTYPE_BYTES[sent_dtype(destination, spec.sync.dtype)]
+    part = item * max(elements_on_rank(destination, stage, rank) for rank, stage in stages)
     adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
     return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent))
 
