@@ -245,6 +245,12 @@ class NodeSpec(StrictModel):
     network_gb_s: float | None = Field(
         None, gt=0, description="GB/s from one machine to the others, in one direction; null: that of the class"
     )
+    speed: Exact | None = Field(
+        None,
+        gt=0,
+        description="speed of one device, relative to those of the other nodes, by which rows are shared and measured "
+        "times are scaled; `flexrlhf doctor` measures it; null: that of the class",
+    )
 
 
 class ClusterSpec(StrictModel):
@@ -267,6 +273,9 @@ class ClusterSpec(StrictModel):
         total = sum(node.count * node.devices for node in self.nodes)
         if self.nodes and self.devices not in (None, total):
             raise ValueError(f"devices {self.devices} but the nodes hold {total}: remove devices or correct the nodes")
+        without = [number for number, node in enumerate(self.nodes) if node.speed is None]
+        if 0 < len(without) < len(self.nodes):
+            raise ValueError(f"nodes[{without[0]}] has no speed and others have one: give it for all nodes or for none")
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from flexrlhf.config.spec import ClusterSpec, NodeSpec
@@ -20,7 +21,8 @@ class Device:
     rank:          number in the job.
     node:          number of its node.
     device_class:  name of its class, such as ``A100-80G``; ``any`` without a class.
-    memory_gb, link_gb_s, network_gb_s: of the YAML, in place of the figures of the class; the network is its node's.
+    memory_gb, link_gb_s, network_gb_s, own_speed: of the YAML, in place of the figures of the class; the network is its
+        node's, and a speed is relative to those of the other nodes.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class Device:
     memory_gb: float | None = None
     link_gb_s: float | None = None
     network_gb_s: float | None = None
+    own_speed: Fraction | None = None
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,14 @@ class Cluster:
         if known is None:
             return None
         link, network = device.link_gb_s or known.link_gb_s, device.network_gb_s or known.node_gb_s
-        return replace(known, link_gb_s=link, node_gb_s=network)
+        relative = float(self.speed(rank) / self.speed(0))
+        return replace(known, link_gb_s=link, node_gb_s=network, relative_speed=relative)
 
-    def speed(self, rank: int) -> int:
-        """Return the relative speed for default row shares; 1 for a class without figures."""
-        figures = DEVICE_CLASSES.get(self.devices[rank].device_class)
-        return int(figures.tflops) if figures else 1
+    def speed(self, rank: int) -> Fraction:
+        """Return the relative speed for default row shares: the YAML's, else that of the class, 1 without figures."""
+        device = self.devices[rank]
+        figures = DEVICE_CLASSES.get(device.device_class)
+        return device.own_speed or Fraction(int(figures.tflops) if figures else 1)
 
 
 def make_cluster(spec: ClusterSpec) -> Cluster:
@@ -120,8 +125,8 @@ def make_cluster(spec: ClusterSpec) -> Cluster:
         for _ in range(group.count):
             memory = group.memory_gb or spec.memory_gb
             devices += [
-                Device(len(devices) + i, node, group.device_class, memory, group.link_gb_s, group.network_gb_s)
-                for i in range(group.devices)
+                Device(rank, node, group.device_class, memory, group.link_gb_s, group.network_gb_s, group.speed)
+                for rank in range(len(devices), len(devices) + group.devices)
             ]
             node += 1
     return Cluster(tuple(devices))

@@ -23,6 +23,7 @@ class DeviceClass:
     matmul:       share of ``tflops`` of large matrix products in a benchmark of kernels (``benchmarks/calibration``).
     sustained:    share of that in long passes, where the board's power limit reduces its clock.
     attention:    share of ``tflops`` of FlashAttention 2.
+    relative_speed: of a device of a cluster to that of its first rank, on whose machine times are measured.
     """
 
     name: str
@@ -37,6 +38,7 @@ class DeviceClass:
     matmul: float = 0.755
     sustained: float = 1.0
     attention: float = 0.5
+    relative_speed: float = 1.0
 
 
 _A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)

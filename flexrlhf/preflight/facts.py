@@ -68,6 +68,7 @@ class RankFacts:
     rank, node:   its number, and that of its machine
     device:       name of its CUDA device; empty on CPUs
     total, free:  bytes of that device's memory
+    tflops:       of a matrix product while all ranks of its machine compute one; None: not measured
     """
 
     rank: int
@@ -75,6 +76,7 @@ class RankFacts:
     device: str = ""
     total: int = 0
     free: int = 0
+    tflops: float | None = None
 
 
 @dataclass(frozen=True)

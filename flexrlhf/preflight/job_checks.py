@@ -24,6 +24,8 @@ MOST_CLOCK_SECONDS = 1.0
 """Difference of clocks from which causes of failures, compared by their times, are in doubt."""
 LEAST_LINK_SHARE = 0.5
 """Share of a link's planned bandwidth that counts as it."""
+MOST_SPEED_SHARE = 0.25
+"""Difference of a measured speed from the one that rows are shared by, as a share."""
 _NOT_REACHED = "not reached"
 
 
@@ -128,6 +130,27 @@ def check_clocks(job: JobFacts) -> Check:
     largest = max(job.clocks, key=lambda each: abs(each.difference))
     seen = f"at most {1000 * abs(largest.difference):.0f} ms apart ({names[largest.node]})"
     return Check(name, "ok", f"{seen}, measured to {1000 * max(each.uncertainty for each in job.clocks):.0f} ms")
+
+
+def check_speed(cluster: Cluster, job: JobFacts) -> Check:
+    """Check measured speeds against those by which rows are shared. The slowest rank of a node counts."""
+    name = "speed"
+    by_node = {host.node: [rank.tflops for rank in job.ranks if rank.node == host.node] for host in job.hosts}
+    found = {node: min(each for each in speeds if each) for node, speeds in by_node.items() if any(speeds)}
+    if not found:
+        return Check(name, "skipped", _NOT_REACHED)
+    seen = ", ".join(f"node {node} {tflops:.3g}" for node, tflops in found.items())
+    first = job.hosts[0].node
+    planned = {host.node: cluster.speed(host.ranks[0]) for host in job.hosts if host.ranks}
+    relative = {node: float(planned[node] / planned[first]) for node in found}
+    far = [node for node in found if abs(found[node] / found[first] / relative[node] - 1) > MOST_SPEED_SHARE]
+    text = f"{seen} TFLOP/s for a rank"
+    if not far:
+        return Check(name, "ok", text)
+    measured = ", ".join(f"{found[node] / found[first]:.2g}" for node in found)
+    shares = ", ".join(f"{relative[node]:.2g}" for node in found)
+    advice = f"set speed: of cluster.nodes to {measured}; rows are shared by {shares}"
+    return Check(name, "warning", text, advice)
 
 
 def check_links(cluster: Cluster, job: JobFacts) -> Check:

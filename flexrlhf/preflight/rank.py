@@ -40,6 +40,7 @@ from flexrlhf.preflight.facts import (
 )
 from flexrlhf.preflight.network import Network
 from flexrlhf.preflight.reach import unreachable
+from flexrlhf.preflight.speed import measured_tflops
 
 NUM_PINGS = 5
 """Readings of a clock, of which the fastest counts."""
@@ -111,10 +112,12 @@ class Survey:
     def _rank_facts(self) -> RankFacts:
         facts = RankFacts(self._world.rank, self._request.host.node)
         if self._request.host.device != "cuda":
-            return facts
+            return replace(facts, tflops=measured_tflops(torch.device("cpu"), torch.float32))
         torch.cuda.set_device(local_cuda_device())
         free, total = torch.cuda.mem_get_info()
-        return replace(facts, device=torch.cuda.get_device_name(), total=total, free=free)
+        # a type that all classes compute in
+        tflops = measured_tflops(local_cuda_device(), torch.float16)
+        return replace(facts, device=torch.cuda.get_device_name(), total=total, free=free, tflops=tflops)
 
     def _world_of_device(self, job: JobFacts) -> World:
         """Return the world with the back end of the run, unless machines differ in their devices.

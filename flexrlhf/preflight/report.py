@@ -23,6 +23,7 @@ from flexrlhf.preflight.job_checks import (
     check_reached,
     check_same_inputs,
     check_settings,
+    check_speed,
     check_versions,
 )
 
@@ -45,6 +46,7 @@ def judge(plans: Sequence[Plan], job: JobFacts, failure: str = "") -> list[Check
         check_directories(job),
         job.hosts[0].disk,
         check_clocks(job),
+        check_speed(plans[0].cluster, job),
         check_shared_memory(job.hosts),
         check_open_files(job),
         check_links(plans[0].cluster, job),

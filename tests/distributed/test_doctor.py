@@ -64,7 +64,7 @@ def test_machines_in_order(config: Path, tmp_path: Path, monkeypatch: pytest.Mon
     code, output = doctor([str(config)])
     found = table(output)
     assert code == 0, output
-    assert len(found) == 15 and {result for result, _ in found.values()} <= {"ok", "warning"}, output
+    assert len(found) == 16 and {result for result, _ in found.values()} <= {"ok", "warning"}, output
     assert found["ranks"][1].startswith("gloo: 1 pair of 2 ranks exchanged messages; ")
     assert " groups of the plans made and summed over in " in found["ranks"][1]
     assert found["run directory"] == ("ok", f"{tmp_path}/runs is read and written by all 2 ranks")
@@ -100,7 +100,7 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path, monkeypat
     assert found["run directory"] == ("ok", seen)
     assert found["ranks"][0] == found["clocks"][0] == "ok" and "no groups of the plans made" in found["ranks"][1]
     assert "node 0 to node 1 by 1 rank " in found["links"][1]
-    assert "preflight: 2 of 15 checks failed: same versions, same settings" in output
+    assert "preflight: 2 of 16 checks failed: same versions, same settings" in output
     # the other node shows what fails
     assert set(table(others_output)) == names
     assert list(first.iterdir()) == [] and not (second / "runs").exists()
@@ -163,7 +163,7 @@ def test_a_run_begins_after_its_checks_and_not_without(config: Path, tmp_path: P
     (tmp_path / "file").write_text("")
     refused = start(["run", "--preflight", str(config), "--set", "runs=file"], tmp_path)
     output, _ = refused.communicate(timeout=SECONDS)
-    assert refused.returncode == 1 and "preflight: 1 of 15 checks failed: run directory" in output
+    assert refused.returncode == 1 and "preflight: 1 of 16 checks failed: run directory" in output
     assert "step 1/3" not in output
 
 

@@ -95,6 +95,13 @@ def test_a_forward_of_the_measured_shape_follows_its_line(rows: int) -> None:
     assert seconds(call("forward", rows)) == pytest.approx(1.0 + 0.1 * rows + 0.001)
 
 
+def test_a_slower_class_takes_longer_than_the_measured_machine() -> None:
+    slow = replace(MESH, device=replace(MESH.device, relative_speed=0.25))
+    parts, slower = (COSTS.call(call("forward", 8), mesh).parts for mesh in (MESH, slow))
+    assert slower["compute"] == pytest.approx(4 * parts["compute"])
+    assert slower["bookkeeping"] == parts["bookkeeping"]
+
+
 def test_every_pass_is_launched() -> None:
     assert seconds(call("forward", 32, micro_rows=8)) == pytest.approx(4 * (1.0 + 0.1 * 8) + 0.001)
     whole, cut = (seconds(call("train", 32, micro_rows=rows)) for rows in (32, 8))

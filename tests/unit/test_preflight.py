@@ -84,7 +84,10 @@ def job(plan: Plan, *hosts: HostFacts, **changes: Any) -> JobFacts:
     """A job in which all is well."""
     facts = JobFacts(
         hosts or (host(plan), host(plan, 1)),
-        (RankFacts(0, 0, "NVIDIA A100-SXM4-80GB", 80 * GB, 79 * GB), RankFacts(1, 1, "NVIDIA A100", 80 * GB, 79 * GB)),
+        (
+            RankFacts(0, 0, "NVIDIA A100-SXM4-80GB", 80 * GB, 79 * GB, 200.0),
+            RankFacts(1, 1, "NVIDIA A100", 80 * GB, 79 * GB, 190.0),
+        ),
         clocks=(ClockFacts(1, 0.01, 0.001),),
         directories=SharedFacts(),
         unreachable=(),
@@ -106,9 +109,9 @@ def test_all_is_well(plan: Plan) -> None:
     checks = judge([plan], job(plan, *on_gpus(plan)))
     assert {check.name: check.result for check in checks if check.result != "ok"} == {}
     assert not any(check.advice for check in checks)
-    assert closing_line(checks) == "15 checks passed"
+    assert closing_line(checks) == "16 checks passed"
     lines = format_checks(checks).splitlines()
-    assert len(lines) == 15 and lines[0].startswith("devices ")
+    assert len(lines) == 16 and lines[0].startswith("devices ")
 
 
 def test_facts_survive_json(plan: Plan) -> None:
@@ -171,6 +174,13 @@ def test_equal_files_and_settings_travel_once(plan: Plan) -> None:
         ({"clocks": (ClockFacts(1, 1.2, 0.5),)}, "clocks", "ok", "1200 ms apart"),
         ({"directories": SharedFacts({1: "cannot write in /x"})}, "run directory", "FAILS", "rank 1: cannot write"),
         ({"directories": SharedFacts({}, (1,))}, "run directory", "ok", "rank 1 on machines with others"),
+        (
+            {"ranks": (RankFacts(0, 0, tflops=200.0), RankFacts(1, 1, tflops=80.0))},
+            "speed",
+            "warning",
+            "node 0 200, node 1 80 TFLOP/s for a rank",
+        ),
+        ({"ranks": ()}, "speed", "skipped", "not reached"),
         ({"unreachable": ("node 1 does not reach a:1 (no response)",)}, "ranks", "FAILS", "no response"),
         (
             {"links": (LinkFacts((0, 1), 1, 99.0),)},
@@ -192,8 +202,8 @@ def test_what_all_machines_measure(plan: Plan, changes: dict[str, Any], name: st
 def test_a_failure_of_the_ranks_is_a_line(plan: Plan) -> None:
     checks = judge([plan], JobFacts((host(plan),)), "rank 1 was ended")
     assert next(check for check in checks if check.name == "ranks") == Check("ranks", "FAILS", "rank 1 was ended")
-    assert {check.name for check in checks if check.result == "skipped"} == {"run directory", "clocks", "links"}
-    assert closing_line(checks) == "1 of 15 checks failed: ranks"
+    assert {check.name for check in checks if check.result == "skipped"} == {"run directory", "clocks", "links", "speed"}
+    assert closing_line(checks) == "1 of 16 checks failed: ranks"
 
 
 def test_many_hosts_stay_one_line() -> None:

@@ -315,6 +315,14 @@ def test_a_model_may_span_classes_when_asked_and_shares_rows_by_speed() -> None:
     assert given["ref"].layout.row_shares == (2, 2, 1, 1)
 
 
+def test_measured_speeds_take_the_place_of_those_of_the_classes() -> None:
+    nodes = "[{devices: 2, class: A100-80G, speed: 1}, {devices: 2, class: V100-32G, speed: 0.3}]"
+    shares = placed(same(1, span_classes=True), 4, nodes)["ref"].layout.row_shares
+    assert shares == (1, 1, Fraction(3, 10), Fraction(3, 10))
+    one = "[{devices: 2, speed: 1}, {devices: 2}]"
+    assert "nodes[1] has no speed and others have one: give it for all nodes or for none" in refused(same(1), 4, one)
+
+
 def test_explicit_ranks_may_span_classes_and_share_rows_by_speed() -> None:
     explicit = same({"ranks": [0, 1]}, ref={"ranks": [3, 1]})
     layout = placed(explicit, 4, MIXED)["ref"].layout

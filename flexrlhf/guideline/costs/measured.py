@@ -130,7 +130,10 @@ def shrinking_batch(rows: float, responses: Sequence[float]) -> Iterator[tuple[f
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """CostModel of one machine. ``slowdown``: how much longer its calls take than measured."""
+    """CostModel of one machine. ``slowdown``: how much longer its calls take than measured.
+
+    Calls on a slower class take longer by its ``relative_speed``.
+    """
 
     measured: Measurements
     slowdown: float = 1.0
@@ -141,7 +144,8 @@ class MeasuredCosts:
             return AnalyticCosts().call(call, mesh)
         seconds_of = {"generate": self._generate, "forward": self._forward, "train": self._train}[call.kind]
         parts = seconds_of(call, mesh, times)
-        scaled = {name: seconds * self.slowdown for name, seconds in parts.items()}
+        longer = self.slowdown / mesh.device.relative_speed
+        scaled = {name: seconds * longer for name, seconds in parts.items()}
         around = self.measured.bookkeeping if call.kind == "forward" else self.measured.statistics
         return Cost(scaled | self._parallel(call, mesh, times) | {"bookkeeping": around})
 

@@ -11,7 +11,7 @@ from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanCompariso
 from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares, flows_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
-from flexrlhf.text import bytes_text, rank_marks, ranks_text, span_of
+from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
 
 LABEL_WIDTH, RANKS_WIDTH = 52, 24
 NUM_KEYS = 5
@@ -106,11 +106,26 @@ def _devices(simulation: Simulation) -> list[str]:
         models = ", ".join(model.name for model in plan.placement.on_rank(ranks[0]))
         groups[models, _shares(shares)].extend(ranks)
     names = [_shortened(ranks_text(tuple(sorted(ranks))), RANKS_WIDTH) for ranks in groups.values()]
-    width = max(map(len, names), default=0)
+    width = max(map(len, (*names, *plan.cluster.classes)), default=0)
     lines = [f"{'':<{width}}  running  exchanging  waiting  memory at most"]
     for name, ((models, cells), members) in zip(names, groups.items(), strict=True):
         lines.append(f"{name:<{width}}  {cells}  {_memory(plan, members):<18} {models}")
-    return lines + [f"{ranks_text(idle)}  idle" for idle in [plan.placement.idle_ranks] if idle]
+    lines += [f"{ranks_text(idle)}  idle" for idle in [plan.placement.idle_ranks] if idle]
+    return lines + (list(_classes(simulation, width)) if len(plan.cluster.classes) > 1 else [])
+
+
+def _classes(simulation: Simulation, width: int) -> Iterator[str]:
+    """Yield a line for each device class with the mean shares of its devices; those without a model only wait."""
+    cluster = simulation.plan.cluster
+    by_rank = {
+        rank: shares for ranks, shares in zip(simulation.blocks, simulation.shares, strict=True) for rank in ranks
+    }
+    for name in cluster.classes:
+        of_class = [by_rank[rank] for rank in cluster.ranks_on(name) if rank in by_rank]
+        number = len(cluster.ranks_on(name))
+        running = sum(shares.running for shares in of_class) / number
+        exchanging = sum(shares.exchanging for shares in of_class) / number
+        yield f"{name:<{width}}  {_shares(TimeShares(running, exchanging))}  mean of {counted(number, 'device')}"
 
 
 def _shares(shares: TimeShares) -> str:
