@@ -124,6 +124,9 @@ class ModelSpec(StrictModel):
     dtype: Dtype = Field(
         "float32", description="type of weights and passes; a trained model keeps float32 master weights"
     )
+    fallback_dtype: Literal["float16", "float32"] | None = Field(
+        None, description="the type instead of bfloat16 on device classes without it, such as V100; null: refused"
+    )
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "sdpa", description="kernel of transformers' attention; the last two on GPUs alone"
     )

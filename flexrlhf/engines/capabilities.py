@@ -14,7 +14,7 @@ from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.dtypes import lacks_bfloat16
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
@@ -338,11 +338,11 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
     if model.settings.dtype != "bfloat16":
         return
     for rank in model.ranks:
-        figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
-        if figures is not None and not figures.bf16:
+        if (figures := lacks_bfloat16(rank, cluster)) is not None:
             raise UserError(
-                f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, "
-                f"or place {model.role if model.rollout else model.name} on another class with `on:`"
+                f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, there "
+                f"alone with models.{model.role}.fallback_dtype, or place "
+                f"{model.role if model.rollout else model.name} on another class with `on:`"
             )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from flexrlhf.config.spec import ModelSpec, OperatorPlacement, PlacementMap, Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.dtypes import on_devices
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, PlacedOperator, Placement
@@ -38,7 +39,7 @@ def place_operators(spec: Spec, operators: Sequence[PlacedOperator], roles: Role
     for role in roles.all:
         own = [operator for operator in operators if operator.role == role and operator.name in entries]
         ways = {each.name: _way(each, entries[each.name], ranks[each.name], spec, cluster) for each in own}
-        for model, names in _copies(own, ways, roles):
+        for model, names in _copies(own, ways, roles, cluster):
             models.append(model)
             copies |= dict.fromkeys(names, model.name)
     check_classes(models, request, cluster, is_vector=False)
@@ -46,7 +47,7 @@ def place_operators(spec: Spec, operators: Sequence[PlacedOperator], roles: Role
 
 
 def _copies(
-    operators: Sequence[PlacedOperator], ways: Mapping[str, Way], roles: Roles
+    operators: Sequence[PlacedOperator], ways: Mapping[str, Way], roles: Roles, cluster: Cluster
 ) -> Iterator[tuple[PlacedModel, list[str]]]:
     """Yield the copies of a role, its own one first, each with the operators that it computes."""
     sharing: dict[str, list[str]] = {}
@@ -57,6 +58,7 @@ def _copies(
         role, (layout, settings), is_own = operators[0].role, ways[first], first == next(iter(sharing))
         name = ModelName.of(role, "" if is_own else first)
         settings = settings if is_own else settings.of_copy({})
+        settings = on_devices(settings, settings.fallback_dtype, layout.ranks, cluster)
         trained = is_own and role in roles.trained
         yield PlacedModel(name, layout, trained, settings, head=roles.heads[role], operator=first), names
 

@@ -15,6 +15,7 @@ from itertools import combinations
 from flexrlhf.config.spec import PLACEMENT_SETTINGS, Head, ModelSpec, PlacementEntry, PlacementMap, Spec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.dtypes import on_devices
 from flexrlhf.placement.generation_order import generation_layout
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
@@ -294,8 +295,9 @@ def _placed(
     model = spec.models.of(name.role) or ModelSpec()
     if name.is_rollout:
         layout = make_layout(name, "rollout", entry, ranks, (spec.rollout.tp, spec.rollout.pp), cluster)
-        return PlacedModel(name, layout, False, rollout_settings(model, layout, spec), spec.rollout)
-    settings = model.of_shadow if name.is_shadow else model
+        settings = on_devices(rollout_settings(model, layout, spec), model.fallback_dtype, ranks, cluster)
+        return PlacedModel(name, layout, False, settings, spec.rollout)
+    settings = on_devices(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks, cluster)
     layout = make_layout(name, f"models.{name}", entry, ranks, (settings.tp, settings.pp), cluster)
     return PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
 

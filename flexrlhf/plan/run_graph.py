@@ -8,6 +8,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.rollout import with_rollout
+from flexrlhf.placement.dtypes import with_placed_dtypes
 from flexrlhf.placement.placed import Placement
 
 
@@ -18,6 +19,7 @@ def run_graph(spec: Spec, placement: Placement) -> Graph:
     Raises UserError for settings of rollouts that do not go with the algorithm.
     """
     graph, shadowed = make_graph(spec), {model.role for model in placement.shadows}
+    spec = with_placed_dtypes(spec, placement)
     return with_rollout(_on_both_copies(graph, spec, shadowed), spec, is_remote=graph.generated in shadowed)
 
 

@@ -284,9 +284,26 @@ def test_tensor_parallel_divides_the_devices_and_stays_on_a_node(
 @pytest.mark.parametrize("role", ["actor", "ref"])
 def test_a_device_without_bfloat16(role: str) -> None:
     assert refused(None, 2, V100, f"models.{role}.dtype=bfloat16") == (
-        f"models.{role}.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, "
-        f"or place {role} on another class with `on:`"
+        f"models.{role}.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, there alone with "
+        f"models.{role}.fallback_dtype, or place {role} on another class with `on:`"
     )
+
+
+def test_a_class_without_bfloat16_has_the_type_that_is_named_for_it() -> None:
+    """Of a copy, too, which then has other log-probs than the trained one."""
+    homes = ("actor", "critic", "ref", "reward", "actor.shadow", "critic.shadow")
+    pinned = {name: {"ratio": 1, "on": "A100" if name in ("actor", "critic") else "V100"} for name in homes}
+    pair = ("dtype=bfloat16", "fallback_dtype=float16")
+    settings = [f"models.{role}.{setting}" for role in ("actor", "ref") for setting in pair]
+    one = ("algorithm.num_mini_batches=1", "algorithm.epochs=1")
+    plan = plan_of(pinned, 4, MIXED, *settings, *one)
+    found = {name: plan.placement[name].settings.dtype for name in ("actor", "actor.shadow", "ref", "reward")}
+    assert found == {"actor": "bfloat16", "actor.shadow": "float16", "ref": "float16", "reward": "float32"}
+    assert "logprobs" in {operator.name for operator in plan.graph.operators}
+    alike = plan_of([0.5] * 6, 4, "models.actor.dtype=bfloat16", *one)
+    assert "logprobs" not in {operator.name for operator in alike.graph.operators}
+    everywhere = plan_of(None, 4, MIXED, *settings, "placement.span_classes=true")
+    assert everywhere.placement["actor"].settings.dtype == "float16"
 
 
 def test_only_the_devices_of_the_model_count() -> None:
@@ -531,8 +548,8 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         (
             None,
             (V100, "rollout.dtype=bfloat16"),
-            "rollout.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, "
-            "or place actor on another class with `on:`",
+            "rollout.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, there alone with "
+            "models.actor.fallback_dtype, or place actor on another class with `on:`",
         ),
         (
             SIX,

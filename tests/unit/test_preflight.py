@@ -202,7 +202,12 @@ def test_what_all_machines_measure(plan: Plan, changes: dict[str, Any], name: st
 def test_a_failure_of_the_ranks_is_a_line(plan: Plan) -> None:
     checks = judge([plan], JobFacts((host(plan),)), "rank 1 was ended")
     assert next(check for check in checks if check.name == "ranks") == Check("ranks", "FAILS", "rank 1 was ended")
-    assert {check.name for check in checks if check.result == "skipped"} == {"run directory", "clocks", "links", "speed"}
+    assert {check.name for check in checks if check.result == "skipped"} == {
+        "run directory",
+        "clocks",
+        "links",
+        "speed",
+    }
     assert closing_line(checks) == "1 of 16 checks failed: ranks"
 
 

@@ -142,7 +142,7 @@ class OptionEnumerator:
         engine a kind of call.
         """
         base = self.spec.models.of(model.role)
-        if base is not None and base.dtype == "bfloat16" and not mesh.device.bf16:
+        if base is not None and (base.dtype, base.fallback_dtype) == ("bfloat16", None) and not mesh.device.bf16:
             return ()
         if base is not None and not MODEL_CALLS & set(model.kinds) <= self._capabilities(model, base).kinds:
             return ()
@@ -155,6 +155,8 @@ class OptionEnumerator:
         """Place the model on the first devices, once with each of its settings."""
         base = self.spec.models.of(model.role)
         assert base is not None, f"{model.role} is resolved"
+        if not mesh.device.bf16 and base.dtype == "bfloat16":
+            base = base.model_copy(update={"dtype": base.fallback_dtype})
         for zero, tp, pp in self._splits(model, mesh, base):
             layout = _layout(mesh.size, tp, pp)
             if layout.dp > self.batch.num_prompts:
