@@ -301,7 +301,7 @@ def test_a_class_without_bfloat16_has_the_type_that_is_named_for_it() -> None:
     assert found == {"actor": "bfloat16", "actor.shadow": "float16", "ref": "float16", "reward": "float32"}
     actor = with_placed_dtypes(plan.spec, plan.placement).models.actor
     assert actor is not None and (actor.dtype, actor.of_shadow.dtype) == ("bfloat16", "float16")
-    everywhere = plan_of(None, 4, MIXED, *settings, "placement.span_classes=true")
+    everywhere = plan_of({name: {"ranks": [0, 1, 2, 3]} for name in homes[:4]}, 4, MIXED, *settings)
     assert everywhere.placement["actor"].settings.dtype == "float16"
 
 
