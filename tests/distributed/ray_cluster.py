@@ -1,7 +1,7 @@
 """A Ray cluster of two nodes on this machine, in a process of its own, and the ranks that it runs.
 
-As a script: starts the cluster, prints a line of JSON, removes the second node for the line ``remove`` of its input, and
-ends with its input.
+As a script: starts the cluster, prints a line of JSON, removes the second node for the line ``remove`` of its input,
+and ends with its input.
 """
 
 from __future__ import annotations

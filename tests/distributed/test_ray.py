@@ -104,6 +104,7 @@ def test_an_actor_that_is_killed_is_named(
     assert "its Ray actor was killed" in sentence and "record: runs/" in sentence
 
 
+@pytest.mark.full
 def test_a_cluster_that_is_too_small_is_refused(
     cluster: RayCluster, assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
