@@ -100,9 +100,10 @@ def ray_cluster(dashboard: bool = False) -> Iterator[RayCluster]:
 def main() -> None:
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 1, "include_dashboard": "dashboard" in sys.argv, "dashboard_port": 0}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": STORE_BYTES})
-    second = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    node = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "dashboard_agent_listen_port": 0}
+    head = {**node, "include_dashboard": "dashboard" in sys.argv, "dashboard_port": 0}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    second = cluster.add_node(**node)
     cluster.wait_for_nodes()
     print(json.dumps({"address": cluster.address, "dashboard": cluster.head_node.webui_url or ""}), flush=True)
     for line in sys.stdin:

@@ -25,6 +25,8 @@ TWO, SIX = Case("two", "halves", 2), Case("one", "six", 2)
 NODES = {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}
 MANY = ["--set", "steps=100000"]
 SECONDS = 180
+NO_AGENT, AGENT_SECONDS = "No available agent", 90
+"""Error of Ray while the process of a node that starts jobs is not there yet."""
 NAMED_SECONDS = 60
 """Deadline of the tests; the figure that is documented is printed."""
 
@@ -155,7 +157,10 @@ def test_a_job_is_submitted(assets: Assets, tmp_path: Path, monkeypatch: pytest.
     with ray_cluster(dashboard=True) as cluster:
         program = [sys.executable, "-m", "flexrlhf.cli", "run", config, "--set", f"runs={tmp_path / 'runs'}"]
         submit = ["job", "submit", "--address", f"http://{cluster.dashboard}", "--"]
-        job = start([*submit, *program, "--launcher", "ray"], tmp_path, ["-m", "ray.scripts.scripts"])
-        output = job.communicate(timeout=SECONDS)[0]
+        output = NO_AGENT
+        began = time.monotonic()
+        while NO_AGENT in output and time.monotonic() - began < AGENT_SECONDS:
+            job = start([*submit, *program, "--launcher", "ray"], tmp_path, ["-m", "ray.scripts.scripts"])
+            output = job.communicate(timeout=SECONDS)[0]
     assert job.returncode == 0 and "results in" in output, output[-2000:]
     assert len(numbers(tmp_path, TWO)) >= 3
