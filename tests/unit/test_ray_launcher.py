@@ -14,7 +14,7 @@ from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.execution.failures import FailureReporter
 from flexrlhf.execution.ray_job.actor import RankActor
-from flexrlhf.execution.ray_job.cluster import ray_device, require_ray
+from flexrlhf.execution.ray_job.cluster import check_address, ray_device, require_ray
 from flexrlhf.execution.ray_job.environment import Meeting, RankPlace, passed_on, rank_variables
 from flexrlhf.execution.ray_job.ranks import reason
 from flexrlhf.placement.cluster import make_cluster
@@ -164,3 +164,10 @@ def test_an_actor_runs_a_rank_and_reports_its_end(tmp_path: Path, monkeypatch: p
     end = actor.stop()
     assert end.code == -signal.SIGTERM and json.loads(end.error) == {"kind": "closed"}
     actor.close()
+
+
+def test_an_address_where_nothing_listens_is_refused() -> None:
+    for address in ("", "auto", "ray://a:1"):
+        check_address(address)
+    with pytest.raises(UserError, match=r"^RAY_ADDRESS 127.0.0.1:1: no Ray cluster responds \(Connection refused\)$"):
+        check_address("127.0.0.1:1")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 from flexrlhf.errors import UserError
 from flexrlhf.execution.launch import signal_handlers_restored
+
+CONNECT_SECONDS = 10.0
 
 
 def require_ray() -> None:
@@ -28,6 +32,7 @@ def connected() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    check_address(os.environ.get("RAY_ADDRESS", ""))
     try:
         # Ray sets a handler of SIGTERM
         with signal_handlers_restored():
@@ -38,6 +43,17 @@ def connected() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raise UserError where nothing listens at ``HOST:PORT``, for which Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(f"RAY_ADDRESS {address}: no Ray cluster responds ({error.strerror or error})") from None
 
 
 def ray_nodes() -> list[dict[str, float]]:
