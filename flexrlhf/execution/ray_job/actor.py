@@ -27,7 +27,7 @@ from flexrlhf.execution.ray_job.environment import child_environment
 from flexrlhf.execution.run_order import load_orders
 from flexrlhf.execution.shared_directories import DirectoryFacts, see_probe
 from flexrlhf.execution.terms import Sides, difference, load_terms, terms_of
-from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.pipeline import make_plans
 
 POLL_SECONDS = 0.5
 """Longest time that a poll waits for something to report."""
@@ -112,7 +112,7 @@ class RankActor:
         own, expected = load_orders(orders), load_terms(terms)
         sides = Sides(first, f"node {node} (host {socket.gethostname()})")
         try:
-            plans = [make_plan(order.spec) for order in own]
+            plans = make_plans([order.spec for order in own])
             found = terms_of(plans, own[0].spec.cluster.device, expected.nodes, expected.restarts)
         except UserError as error:
             return f"{sides.other}: {error}"
