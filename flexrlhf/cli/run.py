@@ -22,6 +22,7 @@ from flexrlhf.cli.options import (
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.specs import load_specs
+from flexrlhf.errors import UserError
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
 from flexrlhf.placement.slurm import hosts_of
 from flexrlhf.plan.memory_text import measured_memory
@@ -65,6 +66,9 @@ def run(
 ) -> None:
     """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
     hosts = hosts_of(launcher, Hosts(nnodes, node_rank, rdzv_endpoint), os.environ)
+    under_ray = launcher == "ray"
+    if preflight and under_ray:
+        raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
     check_restarts(max_restarts)
     if (notice := rank_notice()) is not None:
         print_error(notice)
@@ -78,7 +82,7 @@ def run(
         return
     if preflight:
         _preflight(plans, hosts, is_quickstart=not configs, resume=resume)
-    _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume)
+    _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume, under_ray=under_ray)
 
 
 def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
@@ -107,10 +111,12 @@ def _preflight(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume:
         typer.echo("")
 
 
-def _run(plans: Sequence[Plan], hosts: Hosts, max_restarts: int, is_quickstart: bool, resume: str | None) -> None:
+def _run(
+    plans: Sequence[Plan], hosts: Hosts, max_restarts: int, is_quickstart: bool, resume: str | None, under_ray: bool
+) -> None:
     from flexrlhf.execution.job import prepare_job
 
-    job = prepare_job(plans, hosts, is_quickstart, resume)
+    job = prepare_job(plans, hosts, is_quickstart, resume, under_ray)
     if hosts.is_first:
         for plan in plans:
             typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, skipped") + "\n")

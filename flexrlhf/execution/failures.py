@@ -99,9 +99,12 @@ class FailureReporter:
     record:  directory of the records, once a rank has failed.
     """
 
-    def __init__(self, plan: Plan, directories: Sequence[Path], ranks: Sequence[int]) -> None:
-        """Report on ``ranks``, of the runs in ``directories``."""
+    def __init__(
+        self, plan: Plan, directories: Sequence[Path], ranks: Sequence[int], hosts: Mapping[int, str] | None = None
+    ) -> None:
+        """Report on ``ranks``, of the runs in ``directories``. ``hosts``: of the ranks; None: all are on this one."""
         self.record: Path | None = None
+        self._hosts = hosts or {}
         self._plan, self._directories, self._ranks = plan, directories, ranks
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> list[Failure]:
@@ -121,16 +124,26 @@ class FailureReporter:
         place = read_flight(directory, rank).place if directory is not None else ""
         return f"rank {rank} was at {place}" if place else ""
 
+    def lost(self, rank: int, how: str, kind: Kind) -> Failure:
+        """Return the failure of a rank of which nothing but its loss is seen. ``how``: it was lost."""
+        directory = running_directory(self._directories)
+        flight = read_flight(directory, rank) if directory is not None else None
+        return Failure(kind, self._ended(rank, flight, how), time.time())
+
+    def _ended(self, rank: int, flight: Flight | None, how: str) -> str:
+        """Return that a rank ended the run, with its models and host and what it did last."""
+        models = (flight.header.get("models") if flight else None) or model_names(self._plan, rank) or "no model"
+        at = f" at {flight.place}" if flight and flight.place else ""
+        return f"rank {rank} ({models}; host {self._hosts.get(rank) or socket.gethostname()}) ended the run{at}, {how}"
+
     def _failure(self, rank: int, failure: ProcessFailure, flight: Flight | None) -> Failure:
         """Return the failure of a rank, with what it did last and the first line of its error."""
         data: Mapping[str, Any] = failure.error_file_data if failure.exitcode > 0 else {}
-        models = flight.header.get("models") if flight else None
-        name = f"rank {rank} ({models or model_names(self._plan, rank) or 'no model'}; host {socket.gethostname()})"
-        at = f" at {flight.place}" if flight and flight.place else ""
         text = str(data.get("text", ""))
         # a failed wait names its rank by itself
         is_whole = text.startswith(f"rank {rank} (")
-        sentence = text if is_whole else f"{name} ended the run{at}, {_exit(failure)}{': ' if text else ''}{text}"
+        how = f"{_exit(failure)}{': ' if text else ''}{text}"
+        sentence = text if is_whole else self._ended(rank, flight, how)
         return Failure(_kind_of_exit(failure, data), sentence, float(data.get("time", failure.timestamp)))
 
 

@@ -91,18 +91,25 @@ def stopped_sentence(plans: Sequence[Plan]) -> str:
     return "stopped between two runs; the same command with --resume goes on"
 
 
-def prepare_job(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool = False, resume: str | None = None) -> Job:
+def prepare_job(
+    plans: Sequence[Plan],
+    hosts: Hosts,
+    is_quickstart: bool = False,
+    resume: str | None = None,
+    under_ray: bool = False,
+) -> Job:
     """Check devices, packages, models, data and free space of all runs. Nothing of a run is written yet.
 
     is_quickstart:  write the quick start's corpus first
     resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
+    under_ray:      whether the ranks start in a Ray cluster
 
     Raises UserError.
     """
     ends_elsewhere = hosts.nnodes > 1 and not hosts.is_first_node and resume is not None
     found = _ordered_runs(plans, hosts) if ends_elsewhere else resume_runs(tuple(plans), resume)
     runs = [run for run in found if not run.finished]
-    return checked_job(runs, hosts, is_quickstart) if runs else Job((), hosts, "cpu", "local")
+    return checked_job(runs, hosts, is_quickstart, under_ray) if runs else Job((), hosts, "cpu", "local")
 
 
 def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
@@ -124,24 +131,38 @@ def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
     return [resumed(by_name[order.spec.name], order) for order in orders]
 
 
-def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = False) -> Job:
+def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = False, under_ray: bool = False) -> Job:
     """Return the job of ``runs`` once this machine can do its part. Raises UserError."""
     from flexrlhf.execution.lifetime import quiet_torch
 
     quiet_torch()
-    from flexrlhf.execution.launch import choose_device
-
     plans = [run.plan for run in runs]
-    first, is_rank = plans[0], under_torchrun()
-    num_local = num_torchrun_ranks(first.placement.num_ranks) if is_rank else hosts.num_local_ranks(first.cluster)
-    device = choose_device(first.spec.cluster.device, num_local)
+    is_rank = under_torchrun()
+    device = _device_in_ray(plans[0]) if under_ray else _device_of_this_node(plans[0], hosts)
     for plan in plans:
         check_device(plan.placement, plan.shapes, device)
     if hosts.is_first or not is_rank:
         _check_inputs(plans, is_quickstart)
     if hosts.is_first:
         check_free_space(runs)
-    return Job(tuple(runs), hosts, device, "torchrun" if is_rank else "local")
+    return Job(tuple(runs), hosts, device, "ray" if under_ray else "torchrun" if is_rank else "local")
+
+
+def _device_of_this_node(plan: Plan, hosts: Hosts) -> str:
+    """Return the device of the ranks of a job, by what this machine has."""
+    from flexrlhf.execution.launch import choose_device
+
+    is_rank, planned = under_torchrun(), plan.placement.num_ranks
+    num_local = num_torchrun_ranks(planned) if is_rank else hosts.num_local_ranks(plan.cluster)
+    return choose_device(plan.spec.cluster.device, num_local)
+
+
+def _device_in_ray(plan: Plan) -> str:
+    """Return the device of the ranks of a job, by what the Ray cluster has."""
+    from flexrlhf.execution.ray_job.cluster import ray_device, require_ray
+
+    require_ray()
+    return ray_device(plan.spec.cluster.device, plan.placement.num_ranks)
 
 
 def _check_inputs(plans: Sequence[Plan], is_quickstart: bool) -> None:

@@ -73,14 +73,14 @@ def launch(
         file, stop = Path(directory) / "orders.json", Path(directory) / "stop"
         file.write_text(dump_orders(orders))
         saves = all(order.spec.checkpoint.on_signal for order in orders)
-        with _saving_on_signals(stop, saves):
+        with saving_on_signals(stop, saves):
             ranks = ["flexrlhf.execution.rank", str(file), str(stop), SHARED if shares else OWN]
             start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else (), rendezvous)
         return stop.exists()
 
 
 @contextmanager
-def _saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
+def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
     """Make the first signal of ``SAVING`` create the file ``stop``; a second SIGTERM ends the ranks at once."""
     if not is_enabled or threading.current_thread() is not threading.main_thread():
         yield
@@ -133,7 +133,7 @@ def start_ranks(
 def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> None:
     """Run the ranks to their end. Raises as ``launch`` does."""
     try:
-        with _signal_handlers_restored():
+        with signal_handlers_restored():
             result = agent.run()
     except (SignalException, KeyboardInterrupt):
         agent.close(Failure("user", f"node {hosts.node_rank} (host {gethostname()}) was stopped", time.time()))
@@ -184,7 +184,7 @@ def _node_names(store: dist.Store, plan: Plan, hosts: Hosts) -> list[str]:
 
 
 @contextmanager
-def _signal_handlers_restored() -> Iterator[None]:
+def signal_handlers_restored() -> Iterator[None]:
     """Restore the signal handlers of the calling script, which continues after its ranks have ended."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     try:

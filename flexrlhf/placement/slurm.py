@@ -26,8 +26,12 @@ def hosts_of(launcher: str, given: Hosts, environment: Mapping[str, str]) -> Hos
     """
     if launcher == "torchrun" and not under_torchrun():
         raise UserError("--launcher torchrun: RANK and WORLD_SIZE are not in the environment; start with torchrun")
-    if launcher == "local" and under_torchrun():
-        raise UserError("--launcher local: another launcher started this process as a rank; unset RANK, WORLD_SIZE")
+    if launcher in ("local", "ray") and under_torchrun():
+        raise UserError(
+            f"--launcher {launcher}: another launcher started this process as a rank; unset RANK, WORLD_SIZE"
+        )
+    if launcher == "ray" and given != Hosts():
+        raise UserError("--nnodes: with --launcher ray the nodes are those of cluster.nodes; start one command")
     is_slurm = launcher == "auto" and given.nnodes == 1 and not under_torchrun() and is_several_nodes(environment)
     return slurm_hosts(environment, given.rdzv_endpoint) if launcher == "slurm" or is_slurm else given
 

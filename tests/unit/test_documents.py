@@ -47,6 +47,7 @@ REALLY_RUN = {
     "export": "tests/distributed/test_resume.py",
     "join": "tests/distributed/test_nodes.py",
     "python": "tests/distributed/test_python_script.py",
+    "ray": "tests/distributed/test_ray.py",
 }
 """Commands that start ranks, and the test that starts them."""
 BASE = "my-ppo.yaml"
@@ -189,6 +190,10 @@ def check(command: str) -> str:
             return invoke(*arguments)
         case ["torchrun", *arguments]:
             check_torchrun(arguments)
+        case ["ray", "job", "submit", "--address", _, "--", *arguments]:
+            return check(shlex.join(arguments))
+        case ["ray", "start", *arguments]:
+            check_ray_start(arguments)
         case ["sbatch", script]:
             assert "#SBATCH" in Path(script).read_text()
         case ["make", target]:
@@ -228,6 +233,13 @@ def check_torchrun(arguments: list[str]) -> None:
     command, *rest = parsed.training_script_args
     assert command == "run"
     dry_run(rest)
+
+
+def check_ray_start(arguments: list[str]) -> None:
+    """Parse the options as Ray does."""
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    with scripts.start.make_context("start", list(arguments)) as context:
+        assert context.params["head"] or context.params["address"]
 
 
 @pytest.mark.parametrize("block", in_language("bash", "console"))
