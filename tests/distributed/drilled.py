@@ -1,8 +1,8 @@
 """``flexrlhf`` with a fault in one instruction of one rank, which the drill (drill.py) plans and injects.
 
-``python -m drilled run ...`` is the command, whose ranks are ``python -m drilled ORDERS STOP``. The rank of the fault
-reports the instruction that it has come to in ``reached.json``. What can only come from inside a process it then does
-by itself; for the rest it waits in this instruction until the drill has acted, or goes on at once.
+``python -m drilled run ...`` is the command, whose ranks are ``python -m drilled ORDERS STOP DIRECTORIES``. The rank of
+the fault reports the instruction that it has come to in ``reached.json``. What can only come from inside a process it
+then does by itself; for the rest it waits in this instruction until the drill has acted, or goes on at once.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def with_fault(execute: Callable[..., None]) -> Callable[..., None]:
     return executing
 
 
-def rank_main(orders_file: str, stop_file: str) -> None:
+def rank_main(orders_file: str, stop_file: str, directories: str) -> None:
     """Run the orders as flexrlhf/execution/rank.py does, but for the fault."""
     from flexrlhf.execution.lifetime import end_with_launcher
 
@@ -130,7 +130,7 @@ def rank_main(orders_file: str, stop_file: str) -> None:
     from flexrlhf.execution.trainer import Trainer
 
     with patch.object(Trainer, "_execute", with_fault(Trainer._execute)):
-        worker.main(orders_file, stop_file)
+        worker.main(orders_file, stop_file, directories)
 
 
 def launcher_main() -> None:

@@ -1,6 +1,6 @@
 """Ranks of several runs, of which some have a bug that is planted here: those whose name is that of one of ``BUGS``.
 
-``python -m planted ORDERS STOP``: as flexrlhf/execution/rank.py, but for the bugs.
+``python -m planted ORDERS STOP DIRECTORIES``: as flexrlhf/execution/rank.py, but for the bugs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ BUGS: dict[str, Callable[[], Planted]] = {
 }
 
 
-def main(orders_file: str, stop_file: str) -> None:
+def main(orders_file: str, stop_file: str, directories: str) -> None:
     """Execute the orders of a file, each with the bug of its name."""
     run = worker._run
 
@@ -111,7 +111,7 @@ def main(orders_file: str, stop_file: str) -> None:
             return run(order, *arguments)
 
     with patch.object(worker, "_run", with_bug):
-        worker.main(orders_file, stop_file)
+        worker.main(orders_file, stop_file, directories)
 
 
 if __name__ == "__main__":

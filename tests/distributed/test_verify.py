@@ -18,7 +18,7 @@ from flexrlhf.config.spec import DebugSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.execution.launch import start_ranks
 from flexrlhf.execution.run_directory import prepare_directory
-from flexrlhf.execution.run_order import RunOrder, dump_orders
+from flexrlhf.execution.run_order import SHARED, RunOrder, dump_orders
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -87,7 +87,7 @@ def run(plans: Sequence[Plan], directory: Path) -> None:
     logging.getLogger("torchelastic-events-null").disabled = True
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
-        start_ranks(["planted", str(file), str(directory / "stop")], plans[0], Hosts())
+        start_ranks(["planted", str(file), str(directory / "stop"), SHARED], plans[0], Hosts())
 
 
 @pytest.mark.parametrize("name", ["halves", "six"])
