@@ -45,13 +45,11 @@ class Result:
     name:     of the shares
     rows:     of a step, by class
     seconds:  of a step
-    waiting:  share of the step in which each class computes nothing
     """
 
     name: str
     rows: tuple[int, int]
     seconds: float
-    waiting: tuple[float, float]
 
 
 @contextmanager
@@ -151,12 +149,7 @@ def measure(directory: Path, name: str, speeds: tuple[Fraction, Fraction], group
     seconds = step_seconds(spans, range(WARM_UP_STEPS, WARM_UP_STEPS + STEPS))
     shares = plan.placement["actor"].layout.row_shares or (Fraction(1), Fraction(1))
     slow = round(ROWS * shares[1] / sum(shares))
-    busy = [
-        sum(span.end - span.start - span.waited for span in spans if span.rank == rank and span.step >= WARM_UP_STEPS)
-        for rank in (0, 1)
-    ]
-    waiting = [1 - each / (STEPS * seconds) for each in busy]
-    return Result(name, (ROWS - slow, slow), seconds, (waiting[0], waiting[1]))
+    return Result(name, (ROWS - slow, slow), seconds)
 
 
 def main() -> None:
@@ -176,13 +169,12 @@ def main() -> None:
         ways = {"equal": (fast, fast), "measured": (fast, slow)}
         ways |= {f"{float(factor):.3g} of it": (fast, slow * factor) for factor in AROUND}
         print(f"speed of the slow class by doctor: {float(slow):.2f}")
-        print("| shares | rows | step, s | waiting |\n|---|---|---|---|")
+        print("| shares | rows | step, s |\n|---|---|---|")
         results = []
         for name, speeds in ways.items():
             results.append(measure(directory, name, speeds, group))
             last = results[-1]
-            waiting = " / ".join(f"{100 * each:.0f} %" for each in last.waiting)
-            print(f"| {name} | {last.rows[0]} / {last.rows[1]} | {last.seconds:.2f} | {waiting} |", flush=True)
+            print(f"| {name} | {last.rows[0]} / {last.rows[1]} | {last.seconds:.2f} |", flush=True)
     best = min(results, key=lambda each: each.seconds)
     found = next(each for each in results if each.name == "measured")
     print(f"measured shares take {found.seconds / best.seconds:.2f} of the best ({best.name})")

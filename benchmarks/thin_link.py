@@ -53,6 +53,7 @@ WAYS: dict[str, Raw] = {
     "ZeRO-3, DeepSpeed": {"placement": [1, 1, 1, 1], "model": {"zero": 3, "engine": "deepspeed"}},
     "interleaving": {"placement": [1, 1, 0.5, 0.5]},
     "split": {"placement": [0.5, 0.5, 0.5, 0.5]},
+    "split, ref on both": {"placement": [0.5, 0.5, 1, 0.5]},
     "actor and ref, critic and reward": {"placement": {"actor": ON[0], "ref": ON[0], "critic": ON[1], "reward": ON[1]}},
     "six models": {"placement": SIX},
     "six models, sent in 16 bits": {"placement": SIX, "sync": {"dtype": "bfloat16"}},
