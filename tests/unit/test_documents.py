@@ -198,6 +198,8 @@ def check(command: str) -> str:
             assert "#SBATCH" in Path(script).read_text()
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case ["sudo", *words]:
+            return check(shlex.join(words))
         case ["python", "-m", module, *_]:
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
