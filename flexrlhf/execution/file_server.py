@@ -91,7 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
-                self._respond(HTTPStatus.OK, self._copy_body(file))
+                digest = self._copy_body(file)
+            self._respond(HTTPStatus.OK, digest)
 
     def do_MOVE(self) -> None:  # noqa: N802
         """Give a directory another name, in the place of what has it."""
