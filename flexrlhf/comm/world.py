@@ -76,6 +76,7 @@ class World:
     device:      of this rank.
     backend:     of process groups: nccl where every rank has a GPU of its own, else gloo.
     host:        name of this machine.
+    local_rank:  number of this rank among those of this machine.
     """
 
     rank: int
@@ -84,6 +85,12 @@ class World:
     device: torch.device
     backend: str
     host: str = ""
+    local_rank: int = 0
+
+    @property
+    def first_here(self) -> int:
+        """First rank of this machine."""
+        return self.rank - self.local_rank
 
     def make_groups(self, groups: Iterable[Group], timeout_seconds: float) -> Groups:
         """Create all groups in plan order; NCCL groups are warmed up. Every rank calls this with the same list."""
@@ -177,14 +184,19 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
         torch.cuda.set_device(place)
         backend = _cuda_backend(store, rank, size, timeout_seconds)
     try:
-        yield World(rank, size, store, place, backend, host)
+        yield World(rank, size, store, place, backend, host, local_rank())
     finally:
         dist.destroy_process_group()
 
 
 def local_cuda_device() -> torch.device:
     """Return the GPU of this rank: its own, or one that several ranks of this machine share."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def local_rank() -> int:
+    """Return the number of this process among the ranks of its machine, by the launcher's variable."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _cuda_backend(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
@@ -203,7 +215,7 @@ def _cuda_backend(store: dist.Store, rank: int, size: int, timeout_seconds: floa
 def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store:
     """Return the job's store, once every rank has joined it; says every few seconds who is awaited."""
     # one rank of each machine prints
-    prints = os.environ.get("LOCAL_RANK", "0") == "0"
+    prints = local_rank() == 0
     endpoint = Endpoint("MASTER_ADDR and MASTER_PORT", os.environ["MASTER_ADDR"], _number("MASTER_PORT"))
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = (

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from flexrlhf.comm.store import Notice, await_keys
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.execution.shared_directories import DirectoryFacts, probed_directories, sees_first, write_in_probe
+from flexrlhf.execution.shared_directories import DirectoryFacts, Sharing, look_for_probes, probed_directories
 from flexrlhf.execution.terms import Sides, Terms, difference, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
 
@@ -114,7 +114,8 @@ def _compare(
         sides = Sides(f"{member.first} (host {store.get('host').decode()})", member.name)
         own = difference(load_terms(store.get("terms")), terms, sides)
         if not own:
-            own, shares = _directories(store, member, plans)
+            sharing = _directories(store, member, plans)
+            own, shares = sharing.problem, sharing.shares
     store.set(f"verdict/{member.number}", own)
     if not own:
         notice = Notice(f"{member.name} waits for the comparison of the others", prints=make_terms is not None)
@@ -124,18 +125,13 @@ def _compare(
     return sentence, shares
 
 
-def _directories(store: dist.Store, member: Member, plans: Sequence[Plan]) -> tuple[str, bool]:
-    """Return why a directory of runs cannot be written here, and whether those of number 0 are shared."""
+def _directories(store: dist.Store, member: Member, plans: Sequence[Plan]) -> Sharing:
+    """Return whether this machine shares the directories of number 0, or what is wrong with them or its own ones."""
     first = [each for each in _DIRECTORIES.validate_json(store.get("directories")) if not each.problem]
-    seen = [each for each in first if sees_first(each, each.probe)]
-    if not seen and first:
-        with probed_directories(plans, makes_probes=True) as directories:
-            unwritable = [each for each in directories if each.problem]
-        problems = [f"runs: {each.place} on {member.name} cannot be written ({each.problem})" for each in unwritable]
-        return next(iter(problems), ""), False
-    if len(seen) < len(first):
-        missing = next(each for each in first if each not in seen)
-        found = f"runs: {member.name} shares {seen[0].path} with {member.first} and not {missing.path}"
-        return f"{found}; set one runs: for all of them", True
-    problems = [problem for each in seen if (problem := write_in_probe(each, member.number, each.probe))]
-    return next((f"runs: {member.name} {problem}" for problem in problems), ""), True
+    found = look_for_probes([(each.path, each.probe) for each in first], member.number)
+    if found.shares or found.problem:
+        return Sharing(found.shares, f"runs: {member.name} {found.problem}" if found.problem else "")
+    with probed_directories(plans, makes_probes=True) as directories:
+        unwritable = [each for each in directories if each.problem]
+    problems = [f"runs: {each.place} on {member.name} cannot be written ({each.problem})" for each in unwritable]
+    return Sharing(False, next(iter(problems), ""))

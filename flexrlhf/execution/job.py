@@ -106,8 +106,8 @@ def prepare_job(
 
     Raises UserError.
     """
-    ends_elsewhere = hosts.nnodes > 1 and not hosts.is_first_node and resume is not None
-    found = _ordered_runs(plans, hosts) if ends_elsewhere else resume_runs(tuple(plans), resume)
+    resumes_as_node_0 = hosts.nnodes > 1 and not hosts.is_first_node and resume is not None
+    found = _ordered_runs(plans, hosts) if resumes_as_node_0 else resume_runs(tuple(plans), resume)
     runs = [run for run in found if not run.finished]
     return checked_job(runs, hosts, is_quickstart, under_ray) if runs else Job((), hosts, "cpu", "local")
 

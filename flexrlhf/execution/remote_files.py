@@ -41,12 +41,7 @@ class RemoteFiles:
 
     def put(self, path: Path) -> None:
         """Copy a file of this machine to the path of the same name there, and compare the digests."""
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            found = self._request("PUT", path, file, {"Content-Length": str(path.stat().st_size)})
-        if found != digest.encode():
-            raise self._error(path, "its checksum there is another one")
+        self._put(path, path)
 
     def append(self, path: Path, text: str) -> None:
         """Append ``text`` to a file there."""
@@ -57,9 +52,7 @@ class RemoteFiles:
         fresh = directory.with_name(directory.name + WRITING)
         self._request("DELETE", fresh)
         for path in sorted(each for each in directory.rglob("*") if each.is_file()):
-            target = fresh / path.relative_to(directory)
-            with path.open("rb") as file:
-                self._request("PUT", target, file, {"Content-Length": str(path.stat().st_size)})
+            self._put(path, fresh / path.relative_to(directory))
         self._request("MOVE", fresh, headers={"Destination": self._address(directory)})
 
     def get_directory(self, directory: Path, target: Path) -> None:
@@ -74,6 +67,14 @@ class RemoteFiles:
             replace_directory(fresh, target)
         except OSError as error:
             raise RunStopped(f"{target}: cannot be written ({error.strerror or error})") from None
+
+    def _put(self, path: Path, target: Path) -> None:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            found = self._request("PUT", target, file, {"Content-Length": str(path.stat().st_size)})
+        if found != digest.encode():
+            raise self._error(path, "its checksum there is another one")
 
     def _fetch(self, source: Path, path: Path, size: int) -> None:
         with self._response("GET", source) as response, path.open("wb") as file:

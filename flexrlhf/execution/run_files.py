@@ -99,12 +99,11 @@ def open_run_files(world: World, orders: Sequence[RunOrder], shares: bool, secon
     """Yield the files of the runs of a job; all ranks call this. ``shares``: whether this machine mounts rank 0's."""
     world.store.set(f"files/shares/{world.rank}", str(int(shares)))
     roots = tuple(dict.fromkeys(path for order in orders for path in (order.spec.directory, *order.candidates)))
-    is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if world.rank != 0:
         world.wait_for(world.store, {_SERVER: "rank 0"}, "the files of the runs", seconds)
         server = json.loads(world.store.get(_SERVER))
         remote = None if shares else RemoteFiles(roots, os.environ["MASTER_ADDR"], seconds=seconds, **server)
-        yield RunFiles(is_local_first and not shares, bool(server), remote)
+        yield RunFiles(world.rank == world.first_here and not shares, bool(server), remote)
         return
     keys = {f"files/shares/{rank}": f"rank {rank}" for rank in range(world.size)}
     world.wait_for(world.store, keys, "the files of the runs", seconds)

@@ -58,19 +58,35 @@ def probed_directories(plans: Sequence[Plan], makes_probes: bool) -> Iterator[li
                     directory.rmdir()
 
 
-def sees_first(facts: DirectoryFacts, probe: str) -> bool:
-    """Return whether this machine sees rank 0's file in a probe; if not, it has another directory of that name."""
-    return _comes(Path(facts.path) / probe / _FIRST)
+@dataclass(frozen=True)
+class Sharing:
+    """Directories of runs on node 0, as another machine sees them.
+
+    shares:   whether it has the same ones; else it has others of these names.
+    problem:  why it cannot use them, in words; empty where it can.
+    """
+
+    shares: bool
+    problem: str = ""
 
 
-def write_in_probe(facts: DirectoryFacts, rank: int, probe: str) -> str:
-    """Write a file of this rank in a probe that it sees. Returns what fails; empty where all is well."""
-    if rank == 0:
-        return ""
+def look_for_probes(probes: Sequence[tuple[str, str]], rank: int) -> Sharing:
+    """Look for the file of node 0 in each probe, and write one of ``rank`` there. ``probes``: directories and names."""
+    seen = [path for path, probe in probes if _comes(Path(path) / probe / _FIRST)]
+    missing = [path for path, _ in probes if path not in seen]
+    if seen and missing:
+        return Sharing(False, f"shares {seen[0]} with node 0 and not {missing[0]}; set one runs: for all of them")
+    if missing:
+        return Sharing(False)
+    written = (_write(Path(path), probe, rank) for path, probe in probes if rank != 0)
+    return Sharing(True, "; ".join(filter(None, written)))
+
+
+def _write(path: Path, probe: str, rank: int) -> str:
     try:
-        (Path(facts.path) / probe / f"rank-{rank}").write_text("here")
+        (path / probe / f"rank-{rank}").write_text("here")
     except OSError as error:
-        return f"cannot write in {Path(facts.path).absolute()} ({error.strerror})"
+        return f"cannot write in {path.absolute()} ({error.strerror})"
     return ""
 
 

@@ -94,8 +94,7 @@ def _agreed(job: JobStart, world: World) -> Iterator[bool]:
     One rank of each machine compares.
     """
     store, seconds = dist.PrefixStore("agreement", world.store), job.plans[0].spec.timeout_seconds
-    first = world.rank - int(os.environ.get("LOCAL_RANK", "0"))
-    compares = world.rank == first
+    first, compares = world.first_here, world.rank == world.first_here
     member = Member(world.rank, world.size, world.host, "rank")
     shares = agree(store, member, job.plans, job.make_terms if compares else None, seconds)
     if compares:

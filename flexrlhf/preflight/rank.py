@@ -4,12 +4,11 @@ them for its launcher, after each part, so that what was seen before a failure i
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.failures import ErrorReport
 from flexrlhf.execution.lifetime import end_with_launcher
 from flexrlhf.execution.rank_watch import RankWatch
-from flexrlhf.execution.shared_directories import sees_first, sees_rank, write_in_probe
+from flexrlhf.execution.shared_directories import look_for_probes, sees_rank
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.preflight.facts import (
     ClockFacts,
@@ -60,7 +59,6 @@ class Survey:
         """Collect nothing yet. ``result``: file for the launcher of this machine."""
         self._world, self._request, self._result = world, request, result
         self._store = dist.PrefixStore("preflight", world.store)
-        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._part = 0
 
     def collect(self) -> None:
@@ -86,7 +84,7 @@ class Survey:
             self._store.set(key, dump_job(job))
         self._await({key: "rank 0"}, "the facts of rank 0", 2)
         text = self._store.get(key)
-        if self._local_rank == 0:
+        if self._world.local_rank == 0:
             fresh = self._result.with_suffix(".writing")
             fresh.write_bytes(text)
             fresh.replace(self._result)
@@ -96,7 +94,7 @@ class Survey:
         """Return the facts of all machines and ranks on rank 0, elsewhere those of this machine."""
         host, rank = self._request.host, self._world.rank
         self._store.set(f"rank/{rank}", dump_rank(self._rank_facts()))
-        if self._local_rank == 0:
+        if self._world.local_rank == 0:
             self._store.set(f"host/{host.node}", dump_host(host))
         if rank != 0:
             return JobFacts((host,))
@@ -134,7 +132,7 @@ class Survey:
         others = [host for host in job.hosts if host.node != 0]
         if self._world.rank == 0:
             return tuple(self._clock(host.node, host.ranks[0]) for host in others)
-        if self._local_rank == 0 and self._request.host.node != 0:
+        if self._world.local_rank == 0 and self._request.host.node != 0:
             for number in range(NUM_PINGS):
                 key = f"{self._request.host.node}/{number}"
                 self._await({f"ping/{key}": "rank 0"}, "the clock of rank 0", 2)
@@ -160,12 +158,8 @@ class Survey:
             for mine, first in zip(self._request.host.directories, job.hosts[0].directories, strict=False)
             if first.probe
         ]
-        seen = [(mine, first) for mine, first in probes if sees_first(mine, first.probe)]
-        problems = [write_in_probe(mine, self._world.rank, first.probe) for mine, first in seen]
-        if 0 < len(seen) < len(probes):
-            problems.append("shares only some of the directories with rank 0")
-        seen_here = {"shares": len(seen) == len(probes), "problem": "; ".join(filter(None, problems))}
-        self._store.set(f"seen/{self._world.rank}", json.dumps(seen_here))
+        sharing = look_for_probes([(mine.path, first.probe) for mine, first in probes], self._world.rank)
+        self._store.set(f"seen/{self._world.rank}", json.dumps(asdict(sharing)))
         if self._world.rank != 0:
             return SharedFacts()
         keys = {f"seen/{rank}": f"rank {rank}" for rank in range(self._world.size)}
@@ -183,7 +177,7 @@ class Survey:
         host = self._request.host
         if len(job.hosts) == 1:
             return ()
-        if self._local_rank == 0:
+        if self._world.local_rank == 0:
             problem = unreachable(self._world, self._store, host, job.hosts, self._request.seconds)
             self._store.set(f"reach/{host.node}", json.dumps(problem))
         if self._world.rank != 0:

@@ -17,6 +17,7 @@ from flexrlhf.execution.agreement import Member, agree
 from flexrlhf.execution.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
 from flexrlhf.execution.job_offer import JobOffer, OpenJob, dump_offer, load_offer
 from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.execution.shared_directories import Sharing
 from flexrlhf.execution.terms import Sides, Terms, difference, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
 
@@ -107,7 +108,7 @@ def test_a_directory_that_is_another_one_is_not_shared(
 ) -> None:
     monkeypatch.setattr(shared_directories, "SEEN_SECONDS", 0.1)
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, True, True]
-    monkeypatch.setattr(agreement, "sees_first", lambda facts, probe: False)
+    monkeypatch.setattr(agreement, "look_for_probes", lambda probes, rank: Sharing(False))
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, False, False]
     assert not list(tmp_path.iterdir())
 

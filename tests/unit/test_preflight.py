@@ -19,7 +19,7 @@ from flexrlhf.execution import shared_directories as directories
 from flexrlhf.execution.free_space import check_free_space, disk_demands, disk_space
 from flexrlhf.execution.library_versions import needed_extras, needed_libraries
 from flexrlhf.execution.resumption import Resumption
-from flexrlhf.execution.shared_directories import probed_directories, sees_first, write_in_probe
+from flexrlhf.execution.shared_directories import Sharing, look_for_probes, probed_directories
 from flexrlhf.execution.terms import Terms
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.plan.disk_space import planned_disk
@@ -326,8 +326,11 @@ def test_a_probe_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(directories, "SEEN_SECONDS", 0.2)
     run = plan_of(None, 2, f"runs={tmp_path}/a/b")
     with probed_directories([run, run], makes_probes=True) as (facts,):
-        assert facts.problem == "" and sees_first(facts, facts.probe) and write_in_probe(facts, 1, facts.probe) == ""
-        assert not sees_first(replace(facts, path=str(tmp_path)), facts.probe)
+        assert facts.problem == "" and look_for_probes([(facts.path, facts.probe)], 1) == Sharing(True)
+        elsewhere = (str(tmp_path), facts.probe)
+        assert look_for_probes([elsewhere], 1) == Sharing(False)
+        partly = look_for_probes([(facts.path, facts.probe), elsewhere], 1).problem
+        assert partly == f"shares {facts.path} with node 0 and not {tmp_path}; set one runs: for all of them"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a" / "mine").mkdir(parents=True)
     with probed_directories([run], makes_probes=True):

@@ -25,7 +25,7 @@ from typing import IO
 from flexrlhf.errors import UserError
 from flexrlhf.execution.ray_job.environment import child_environment
 from flexrlhf.execution.run_order import SHARED, load_orders
-from flexrlhf.execution.shared_directories import DirectoryFacts, sees_first, write_in_probe
+from flexrlhf.execution.shared_directories import DirectoryFacts, look_for_probes
 from flexrlhf.execution.terms import Sides, difference, load_terms, terms_of
 from flexrlhf.plan.pipeline import make_plans
 
@@ -196,14 +196,16 @@ class RankActor:
 
 
 def _unseen(directories: Sequence[DirectoryFacts], number: int, sides: Sides) -> str:
-    """Return which directory of runs is another one here than on the driver; empty where all are shared.
+    """Return what is wrong with the directories of the runs on this machine; empty where they are the driver's.
 
     Rank 0 need not be on the driver's machine, so files could not be sent to it there.
     """
-    for each in directories:
-        if not sees_first(each, each.probe) or write_in_probe(each, number, each.probe):
-            return (
-                f"runs: {each.path} on {sides.other} is not the directory of that name on {sides.first}; set runs: to "
-                f"one that all machines mount"
-            )
-    return ""
+    found = look_for_probes([(each.path, each.probe) for each in directories], number)
+    if found.problem:
+        return f"runs: {sides.other} {found.problem}"
+    if found.shares:
+        return ""
+    paths = ", ".join(each.path for each in directories)
+    return (
+        f"runs: {paths} on {sides.other} is not that of {sides.first}; set runs: to a directory that all machines mount"
+    )
