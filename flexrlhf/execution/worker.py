@@ -35,7 +35,7 @@ from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.rank_watch import RankWatch
 from flexrlhf.execution.run_directory import RunStatus, read_status, write_status, writing_to
 from flexrlhf.execution.run_files import RunFiles, open_run_files
-from flexrlhf.execution.run_order import OWN, RunOrder, load_orders
+from flexrlhf.execution.run_order import OWN, RunOrder, dump_orders, load_orders
 from flexrlhf.execution.starting_point import choose_start
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.trainer import Trainer
@@ -68,6 +68,7 @@ def work(
         stops = StopRequests(world.store, stop_file)
         if begin is not None:
             shares = stack.enter_context(_agreed(begin, world))
+            orders = _orders_of_first(orders, world, timeout_seconds)
         files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
         rank = _Rank(world, files, MemoryMeter(world.device), stops, watch)
         if stop_file is None:
@@ -105,6 +106,15 @@ def _agreed(job: JobStart, world: World) -> Iterator[bool]:
     with job.directories(world.rank == 0 or (compares and not shares)):
         world.meet("the directories of the runs", seconds)
         yield shares
+
+
+def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:
+    """Return rank 0's orders: a machine with directories of its own has not found the checkpoints."""
+    if world.rank == 0:
+        world.store.set("orders", dump_orders(orders))
+        return orders
+    world.wait_for(world.store, {"orders": "rank 0"}, "the orders of rank 0", seconds)
+    return load_orders(world.store.get("orders").decode())
 
 
 @dataclass(frozen=True)

@@ -68,27 +68,41 @@ def test_two_nodes_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> No
         assert (first.count(sign), second.count(sign)) == (1, 0), sign
 
 
-def test_two_nodes_without_a_shared_directory(assets: Assets, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["own launchers", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_two_nodes_without_a_shared_directory(way: str, assets: Assets, tmp_path: Path) -> None:
     """A later run reads a model of the first one, and the first one goes on from a checkpoint that node 0 has."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    for node in (first, second):
-        node.mkdir()
-        changes = {"checkpoint": {"every": 1}, "timeline_steps": 3}
-        write_config(assets, node, **changes)
-        later = yaml.safe_load((node / "config.yaml").read_text())
+    places = [tmp_path / "first", tmp_path / "second"]
+    cluster = {"cluster": {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}}
+    for place in places:
+        place.mkdir()
+        write_config(assets, place, **{"checkpoint": {"every": 1}, "timeline_steps": 3, **cluster})
+        later = yaml.safe_load((place / "config.yaml").read_text())
         later["models"]["actor"]["path"] = f"runs/{CASE.name}/actor"
-        (node / "later.yaml").write_text(yaml.safe_dump(later | {"name": "later", "steps": 1}))
+        (place / "later.yaml").write_text(yaml.safe_dump(later | {"name": "later", "steps": 1}))
 
-    def run(*arguments: str, number: int = 0) -> list[str]:
-        return ["run", "config.yaml", "later.yaml", "--nnodes", "2", "--node-rank", str(number), *endpoint, *arguments]
+    def run(*arguments: str, joins: bool = False) -> str:
+        port, command = free_port(), ["run", "config.yaml", "later.yaml", *arguments]
+        endpoint = ["--rdzv-endpoint", f"localhost:{port}"]
+        nodes = []
+        for number, place in enumerate(places):
+            if way == "torchrun":
+                program = [*("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}")]
+                program += ["--nproc-per-node=1", f"--master-port={port}", *PROGRAM]
+                nodes.append(start(command, place, program))
+            elif number and joins:
+                nodes.append(start(["join", *endpoint], place))
+            else:
+                nodes.append(start([*command, "--nnodes", "2", "--node-rank", str(number), *endpoint], place))
+        return finish(*nodes)
 
-    endpoint = ["--rdzv-endpoint", f"localhost:{free_port()}"]
-    shorter = ["--set", f"{CASE.name}:steps=2"]
-    finish(start(run(*shorter), first), start(["join", *endpoint], second))
+    first, second = places
+    run("--set", f"{CASE.name}:steps=2", "--set", "later:steps=1", joins=True)
     assert not list((second / "runs").rglob("step-*")), "checkpoints are on node 0 alone"
-    endpoint = ["--rdzv-endpoint", f"localhost:{free_port()}"]
-    out = finish(*(start(run("--resume", "auto", number=number), node) for number, node in enumerate((first, second))))
-    assert f"{CASE.name}  step 2/3" not in out and "later: finished, skipped" in out, out
+    # a run that is finished on node 0 alone is one that torchrun's ranks do not find
+    arguments = ["--resume", "auto", *(["--set", "later:steps=2"] if way == "torchrun" else [])]
+    out = run(*arguments)
+    assert f"{CASE.name}  step 2/3" not in out and f"{CASE.name}  step 3/3" in out, out
+    assert ("later: finished, skipped" in out) == (way != "torchrun"), out
     assert_equals_the_reference(assets, first)
     assert not list((second / "runs").rglob("received"))
     trace = json.loads((first / f"runs/{CASE.name}/timeline.json").read_text())
