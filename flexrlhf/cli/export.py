@@ -21,7 +21,10 @@ Type = Annotated[Dtype, typer.Option("--dtype", help="type of the weights")]
 def export(
     run: Run, output: Output, model: Model = None, merge_adapters: MergeAdapters = False, dtype: Type = "float32"
 ) -> None:
-    """Write a model of the newest checkpoint as a Hugging Face directory."""
+    """Write a model of a checkpoint as a Hugging Face directory.
+
+    Of the newest one of a run, or of a checkpoint.
+    """
     from flexrlhf.execution.export import export, find_trained_model
 
     found = find_trained_model(run, model)
