@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url
 from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.rewards.signatures import FORMS, form_of, required_columns
 
 FORM = "path/to/file.py:name or module:name"
 OWN_COLUMNS = ("num_tokens",)
@@ -63,26 +65,39 @@ def check_columns(
 
 
 def _needed(source: FunctionSource) -> list[str]:
-    """Return the columns that a function cannot be called without; none where its parameters are not certain.
-
-    A decorator, or a second ``def``, may change its parameters.
-    """
+    """Return the columns that a function cannot be called without; none where its parameters are not certain."""
     own = OWN_COLUMNS if source.separator is None else (*OWN_COLUMNS, "steps")
     place, _, name = source.function.rpartition(":")
     file = _file(place, "function")
-    nodes = [node for other, node in _defined(ast.parse(file.read_bytes()).body) if other == name] if file else []
-    match nodes:
+    signature = _signature(ast.parse(file.read_bytes()), name) if file else None
+    form = None if signature is None else form_of(signature)
+    if signature is None or form is None:
+        return []
+    return [column for column in required_columns(signature, form) if column not in own]
+
+
+def _signature(module: ast.Module, name: str) -> inspect.Signature | None:
+    """Return the signature of a function; None where a decorator or a second ``def`` may change it."""
+    match [node for other, node in _defined(module.body) if other == name]:
         case [ast.FunctionDef(args=parameters, decorator_list=[])]:
-            return [column for column in _without_default(parameters) if column not in own]
-    return []
+            return inspect.Signature(list(_parameters(parameters)))
+    return None
 
 
-def _without_default(parameters: ast.arguments) -> list[str]:
-    """Return the parameters without a default that come after the two texts."""
-    by_place = [*parameters.posonlyargs, *parameters.args]
-    required = by_place[2 : len(by_place) - len(parameters.defaults)]
-    named = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
-    return [parameter.arg for parameter in [*required, *(one for one, default in named if default is None)]]
+def _parameters(arguments: ast.arguments) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a ``def``. A default is None here, whatever it is."""
+    kinds = inspect.Parameter
+    by_place = [(one, kinds.POSITIONAL_ONLY) for one in arguments.posonlyargs]
+    by_place += [(one, kinds.POSITIONAL_OR_KEYWORD) for one in arguments.args]
+    first_default = len(by_place) - len(arguments.defaults)
+    for place, (one, kind) in enumerate(by_place):
+        yield inspect.Parameter(one.arg, kind, default=kinds.empty if place < first_default else None)
+    if arguments.vararg is not None:
+        yield inspect.Parameter(arguments.vararg.arg, kinds.VAR_POSITIONAL)
+    for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield inspect.Parameter(one.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+    if arguments.kwarg is not None:
+        yield inspect.Parameter(arguments.kwarg.arg, kinds.VAR_KEYWORD)
 
 
 def _check_pattern(pattern: str, key: str) -> None:
@@ -161,6 +176,15 @@ def _check_defined(file: Path, name: str, key: str) -> None:
         raise UserError(f"{key}: {name!r} in {file} is a value, not a function")
     if isinstance(defined.get(name), ast.AsyncFunctionDef):
         raise UserError(f"{key}: {name!r} in {file} is async; give a plain function")
+    signature = _signature(tree, name)
+    if signature is not None and form_of(signature) is None:
+        raise UserError(f"{key}: {name}{_shown(signature)} in {file} is neither {FORMS}")
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """Return the names of the parameters, as a ``def`` has them."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"({', '.join(stars.get(one.kind, '') + one.name for one in signature.parameters.values())})"
 
 
 def _defined(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:

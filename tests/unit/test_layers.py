@@ -80,7 +80,8 @@ LAYERS = (
 RULES = (
     # loaded by the processes that call a user's code
     Layer(
-        "rewards.base rewards.worker_calls rewards.replies rewards.steps", "rewards.base rewards.replies rewards.steps"
+        "rewards.base rewards.worker_calls rewards.replies rewards.signatures rewards.steps",
+        "rewards.base rewards.replies rewards.signatures rewards.steps",
     ),
     # costs take no plans, and the search takes neither plans nor costs
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
