@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from os.path import realpath
 from pathlib import Path
 
@@ -109,14 +110,16 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
     for role in origins_first(graph):
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
-        lora, new_head = model.lora, role in graph.trained or model.new_head
+        lora, new_head, saved = model.lora, role in graph.trained or model.new_head, None
         while model.path is not None and Path(realpath(model.path)) in pending:
             # the files that the earlier run starts from may lack a head that it trains and writes
             model, new_head = pending[Path(realpath(model.path))], True
+            saved = saved or (None if model.save_dtype == "auto" or model.lora else model.save_dtype)
         is_sampled = role == graph.generated and spec.guards.sampled_logprobs == "stop"
         check_family(role, read_config(role, model), graph.heads[role], is_sampled)
         shape = model_shape(role, model, graph.heads[role], new_head)
         if shape is not None:
+            shape = shape if saved is None else replace(shape, stored=saved)
             shapes[role] = shape if lora is None else with_adapters(role, shape, lora)
     return {role: shapes[role] for role in graph.roles if role in shapes}
 

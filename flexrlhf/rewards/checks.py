@@ -87,10 +87,11 @@ def _signature(module: ast.Module, name: str) -> inspect.Signature | None:
 def _parameters(arguments: ast.arguments) -> Iterator[inspect.Parameter]:
     """Yield the parameters of a ``def``. A default is None here, whatever it is."""
     kinds = inspect.Parameter
-    by_place = [(one, kinds.POSITIONAL_ONLY) for one in arguments.posonlyargs]
-    by_place += [(one, kinds.POSITIONAL_OR_KEYWORD) for one in arguments.args]
+    first_named = len(arguments.posonlyargs)
+    by_place = [*arguments.posonlyargs, *arguments.args]
     first_default = len(by_place) - len(arguments.defaults)
-    for place, (one, kind) in enumerate(by_place):
+    for place, one in enumerate(by_place):
+        kind = kinds.POSITIONAL_ONLY if place < first_named else kinds.POSITIONAL_OR_KEYWORD
         yield inspect.Parameter(one.arg, kind, default=kinds.empty if place < first_default else None)
     if arguments.vararg is not None:
         yield inspect.Parameter(arguments.vararg.arg, kinds.VAR_POSITIONAL)
@@ -183,8 +184,7 @@ def _check_defined(file: Path, name: str, key: str) -> None:
 
 def _shown(signature: inspect.Signature) -> str:
     """Return the names of the parameters, as a ``def`` has them."""
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return f"({', '.join(stars.get(one.kind, '') + one.name for one in signature.parameters.values())})"
+    return f"({', '.join(str(one).partition('=')[0] for one in signature.parameters.values())})"
 
 
 def _defined(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
