@@ -34,7 +34,9 @@ class OptimizerSpec(StrictModel):
     """Optimizer, its learning-rate schedule over the optimizer steps, and the clipping of the global gradient norm."""
 
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
-    learning_rate: float = Field(1e-6, ge=0, description="peak learning rate, after the warm-up")
+    learning_rate: float = Field(
+        1e-6, ge=0, description="peak learning rate, after the warm-up; a critic's is 9e-6 unless it is written"
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
     )

@@ -21,6 +21,11 @@ _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
 """Role → the one whose weights it starts from where it has none: a critic from what scores, where that is a model."""
 
 
+CRITICS = ("critic", "cost_critic")
+CRITIC_RATE = 9e-6
+"""Learning rate of a critic: OpenRLHF 0.11.2 has 9e-6, verl 0.9.1 1e-5, next to 1e-6 of an actor."""
+
+
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
     """Return ``spec`` with the models that a user may leave out: ref starts as the actor, critics as what scores.
 
@@ -34,7 +39,7 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     filled = dict(spec.models)
     for role in [role for role in _ORIGINS if role in graph.roles]:
         origin = _ORIGINS[role] if _ORIGINS[role] in graph.roles else "actor"
-        filled[role] = _weights_of(filled[role] or ModelSpec(), filled[origin])
+        filled[role] = _with_rate_of_critics(role, _weights_of(filled[role] or ModelSpec(), filled[origin]))
     for role in graph.roles:
         if filled.get(role) is None:
             hint = f"; or say with {role}: where scores come from" if role in SECTIONS else ""
@@ -44,6 +49,14 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     models = spec.models.model_copy(update=filled)
     rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
     return spec.model_copy(update={"models": models, "rollout": rollout})
+
+
+def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:
+    """Return a critic's settings with its own learning rate, where none is written."""
+    optimizer = model.optimizer
+    if role not in CRITICS or "learning_rate" in optimizer.model_fields_set:
+        return model
+    return model.model_copy(update={"optimizer": optimizer.model_copy(update={"learning_rate": CRITIC_RATE})})
 
 
 def _with_text_limit(role: str, model: ModelSpec | None, data: DataSpec) -> ModelSpec | None:
