@@ -55,7 +55,7 @@ LAYERS = (
     Layer(
         "cli",
         f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline preflight profiling verification",
+        lazily="execution guideline preflight profiling side_by_side verification",
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
@@ -67,6 +67,8 @@ LAYERS = (
         f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
+    # runs that have ended, from their files
+    Layer("side_by_side", "side_by_side execution.run_directory operators config metrics text timeline errors"),
     Layer(
         "profiling",
         f"profiling guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies memory "
@@ -108,6 +110,10 @@ RULES = (
     Layer(
         "execution.resumption", "execution.run_directory execution.run_order checkpoints.manifest plan config errors"
     ),
+    Layer(
+        "execution.kept_runs",
+        "execution.resumption execution.run_directory weights.model_files plan config errors",
+    ),
     Layer("execution.library_versions", "engines.capabilities plan"),
     Layer(
         "execution.fingerprints execution.terms execution.shared_directories",
@@ -117,7 +123,7 @@ RULES = (
     # a config is checked before torch is loaded
     Layer(
         "execution.job execution.execution_engine",
-        "execution.job execution.run_directory execution.run_order execution.resumption "
+        "execution.job execution.run_directory execution.run_order execution.resumption execution.kept_runs "
         "execution.free_space "
         f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
