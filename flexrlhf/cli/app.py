@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from flexrlhf.cli.advise import advise
+from flexrlhf.cli.compare import compare
 from flexrlhf.cli.data import data
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
@@ -24,5 +25,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLHF by placement ratios.",
 )
-for command in (data, plan, simulate, advise, profile, doctor, run, join, slurm, export, verify):
+for command in (data, plan, simulate, advise, profile, doctor, run, join, slurm, compare, export, verify):
     app.command()(with_exit_codes(command))

@@ -46,6 +46,7 @@ REALLY_RUN = {
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
     "join": "tests/distributed/test_nodes.py",
+    "compare": "tests/distributed/test_quickstart.py",
     "python": "tests/distributed/test_python_script.py",
     "ray": "tests/distributed/test_ray.py",
 }
@@ -178,7 +179,7 @@ def check(command: str) -> str:
             invoke("profile", *arguments, "--help")  # which refuses unknown options
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
-        case ["flexrlhf", "export" | "join" as name, *arguments]:
+        case ["flexrlhf", "export" | "join" | "compare" as name, *arguments]:
             return invoke(name, *arguments, "--help")  # the reader's run has no checkpoint, and no job is there
         case ["flexrlhf", "verify" | "doctor" as name, *arguments]:
             invoke(name, *arguments, "--help")
