@@ -9,6 +9,8 @@ from typing import Any
 
 from flexrlhf.metrics import METRICS
 
+LEAST_SCALE = 1e-2
+"""Scale of metrics that are rounding alone, such as the KL of a policy from itself."""
 Rows = Mapping[int, Mapping[str, Any]]
 
 
@@ -21,7 +23,7 @@ class MetricDifference:
     second:   the same of the other run
     largest:  largest absolute difference of a step; infinite where one of the two is no number
     step:     the step with it
-    scale:    largest absolute value of the metric in the first run
+    scale:    largest absolute value of the metric in the first run, at least LEAST_SCALE
     """
 
     name: str
@@ -33,8 +35,8 @@ class MetricDifference:
 
     @property
     def relative(self) -> float:
-        """The largest difference over the scale; 0 where all values are 0."""
-        return self.largest / self.scale if self.scale else self.largest
+        """The largest difference over the scale."""
+        return self.largest / self.scale
 
 
 def common_steps(runs: Sequence[Rows]) -> list[int]:
@@ -57,6 +59,7 @@ def _difference(name: str, first: Rows, second: Rows, steps: Sequence[int]) -> M
     sizes = {step: _distance(first[step][name], second[step][name]) for step in both}
     worst = max(both, key=lambda step: sizes[step])
     scale = max((abs(value) for step in both if math.isfinite(value := first[step][name])), default=0.0)
+    scale = max(scale, LEAST_SCALE)
     return MetricDifference(name, first[both[-1]][name], second[both[-1]][name], sizes[worst], worst, scale)
 
 

@@ -77,6 +77,12 @@ def test_no_number_is_the_same_as_itself_alone(one: float, other: float, largest
     assert found.largest == largest
 
 
+def test_differences_of_what_is_rounding_alone_are_small() -> None:
+    """The KL divergence of a policy from itself, in the first step."""
+    (found,) = metric_differences(rows_of({"kl": -3e-7}), rows_of({"kl": 2e-7}))
+    assert found.largest == pytest.approx(5e-7) and found.relative == pytest.approx(5e-5)
+
+
 def test_texts_and_what_one_run_lacks_are_left_out() -> None:
     first, second = rows_of({"kl": 0.0, "rollout_engine": 1}), rows_of({"kl": 0.0, "entropy": 1.0})  # type: ignore[dict-item]
     assert [each.name for each in metric_differences(first, second)] == ["kl"]
