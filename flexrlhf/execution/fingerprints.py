@@ -68,9 +68,10 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
             yield setting, name
     for source in data_sources(plan):
         yield source.setting, source.path
-    file, _, _ = (plan.spec.algorithm.graph or "").rpartition(":")
-    if file.endswith(".py"):
-        yield "algorithm.graph", file
+    for setting in ("graph", "loop"):
+        file, _, _ = (getattr(plan.spec.algorithm, setting) or "").rpartition(":")
+        if file.endswith(".py"):
+            yield f"algorithm.{setting}", file
 
 
 def _files(place: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from flexrlhf.operators.reward import reward
 from flexrlhf.operators.safe_rlhf import safe_rlhf
 from flexrlhf.operators.sft import sft
 from flexrlhf.operators.sources import with_sources
+from flexrlhf.user_code.checks import check_function
 
 GRAPHS: dict[str, Callable[[Any], Graph]] = {
     "ppo": ppo,
@@ -45,9 +46,11 @@ GRAPHS: dict[str, Callable[[Any], Graph]] = {
 def make_graph(spec: Spec) -> Graph:
     """Return the graph of the algorithm before its models are placed, with the sources of scores; roles that share
     another's weights are part of that role. Raises UserError for sources that the algorithm does not use, for models
-    that cannot retokenize, and for a graph of a user's own that cannot run.
+    that cannot retokenize, and for a graph or loop of a user's own that cannot run.
     """
     algorithm = spec.algorithm
+    if algorithm.loop is not None:
+        check_function(algorithm.loop, "algorithm.loop")
     made = GRAPHS[algorithm.name](algorithm) if algorithm.graph is None else own_graph(algorithm)
     graph = with_retokenized(with_sources(made, spec), spec)
     for role in graph.roles:

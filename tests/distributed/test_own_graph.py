@@ -1,4 +1,5 @@
-"""A graph of a user's own, with a loss, a combine and a model of its own, trains alike under three placements."""
+"""A graph of a user's own, with a loss, a combine and a model of its own, trains alike under three placements, and by a
+training loop of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ PLACEMENTS = {"co-located": [1, 1, 1, 1], "interleaving": [1, 1, 0.5, 0.5], "dis
 """Of actor, ref, reward and a second reward model; five with the actor's shadow."""
 
 
-def config(directory: Path, name: str, seed_of_second: int = 7) -> Path:
+def config(directory: Path, name: str, placement: list[float], **algorithm: Any) -> Path:
     second = deepcopy(SHAPE) | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     raw = {
         "name": name,
@@ -29,6 +30,7 @@ def config(directory: Path, name: str, seed_of_second: int = 7) -> Path:
             "settings": {"scale": 2.0},
             "prompts_per_step": 4,
             "samples_per_prompt": 4,
+            **algorithm,
         },
         "models": {
             "actor": {"init": SHAPE, "optimizer": {"learning_rate": 1e-2}},
@@ -41,7 +43,7 @@ def config(directory: Path, name: str, seed_of_second: int = 7) -> Path:
         },
         "steps": 3,
         "cluster": {"devices": 2, "device": "cpu"},
-        "placement": PLACEMENTS[name],
+        "placement": placement,
     }
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -52,7 +54,10 @@ def config(directory: Path, name: str, seed_of_second: int = 7) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("own")
     write_toys(directory)
-    process = start(["run", *(config(directory, name).name for name in PLACEMENTS)], directory)
+    paths = [config(directory, name, placement) for name, placement in PLACEMENTS.items()]
+    loop = {"settings": {"scale": 1.0}, "loop": f"{GRAPH}:doubled"}
+    paths.append(config(directory, "loop", PLACEMENTS["interleaving"], **loop))
+    process = start(["run", *(path.name for path in paths)], directory)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out[-3000:]
     return directory / "runs"
@@ -62,8 +67,9 @@ def metrics(runs: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["interleaving", "disaggregated"])
+@pytest.mark.parametrize("name", ["interleaving", "disaggregated", "loop"])
 def test_placements_give_the_same_numbers(runs: Path, name: str) -> None:
+    """So does a loop of the same file that doubles advantages of half the size."""
     for expected, found in zip(metrics(runs, "co-located"), metrics(runs, name), strict=True):
         compared = [key for key in expected if key in ("reward_mean", "response_length", "actor_grad_norm", "kl")]
         assert len(compared) >= 3

@@ -109,5 +109,5 @@ def test_references_that_lead_nowhere(reference: str, sentence: str) -> None:
 
 
 def test_settings_go_with_a_graph() -> None:
-    with pytest.raises(UserError, match=r"settings caution go with a graph of one's own"):
+    with pytest.raises(UserError, match=r"settings caution go with a graph or loop of one's own"):
         plan_of(None, 2, "algorithm.settings={caution: 1}")
