@@ -42,3 +42,16 @@ def doubled(trainer):
         if "advantages" in experiences:
             experiences["advantages"] = experiences["advantages"] * 2
         trainer.train_rlhf(experiences)
+
+
+def skipping(trainer):
+    """A loop that does not train on what it has generated."""
+    for batch in trainer.batches():
+        trainer.generate_experience(batch)
+
+
+def leaving(trainer):
+    """A loop that ends after the first batch."""
+    for batch in trainer.batches():
+        trainer.train_rlhf(trainer.generate_experience(batch))
+        break

@@ -65,7 +65,7 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("return None", "returns NoneType, not a flexrlhf"),
-        ("return 1 / 0", r"make_graph raised ZeroDivisionError: division by zero \(graph.py, line 39\)"),
+        ("return 1 / 0", r"make_graph raised ZeroDivisionError: division by zero \(graph.py, line 36\)"),
         ("return replace(graph, roles=(*graph.roles, 'judge'))", "role 'judge' is no name of a model"),
         (
             "return replace(graph, operators=(*graph.operators, graph.operators[-1]))",
