@@ -195,15 +195,15 @@ class ModelSpec(StrictModel):
         return self.model_copy(update={**own, **dropped})
 
 
-FURTHER_MODELS = ("reward_", "cost_")
-"""Prefixes of further reward and cost models, whose names a user chooses."""
+FURTHER_MODELS = ("reward_", "cost_", "critic_", "ref_")
+"""Prefixes of further models, whose names a user chooses."""
 
 
 class ModelsSpec(StrictModel):
     """Models by role. ref defaults to the actor's path, critic to the reward's, cost_critic to the cost's.
 
     Further reward and cost models have names of their own (``reward_...``, ``cost_...``), to which a source of
-    ``reward`` or ``cost`` refers.
+    ``reward`` or ``cost`` refers; a graph of one's own may have any (``critic_...``, ``ref_...``, too).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)

@@ -308,7 +308,10 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
     """Up to where it would start ranks; ``tests/distributed/test_python_script.py`` does that."""
     from flexrlhf.execution.execution_engine import ExecutionEngine, RunResult
 
-    monkeypatch.setattr(ExecutionEngine, "__call__", lambda engine: RunResult(engine.plan.spec.directory, [METRICS]))
+    def called(engine: ExecutionEngine) -> RunResult:
+        return RunResult(engine.plan.spec.directory, [METRICS], {})
+
+    monkeypatch.setattr(ExecutionEngine, "__call__", called)
     exec(compile(block.text, block.place, "exec"), {})
 
 

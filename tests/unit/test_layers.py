@@ -33,15 +33,16 @@ class Layer:
     arrays: bool = False
 
 
-PLANNING = "weights placement operators rewards data config errors metrics text"
+PLANNING = "weights placement operators rewards user_code data config errors metrics text"
 """The folders that planning is made of, and the modules next to them."""
 PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.megatron_checks engines.vllm.config"
 LAYERS = (
     # planned and printed without torch
     Layer("errors metrics text timeline"),
+    Layer("user_code", "user_code errors"),
     Layer("config data", "config data errors"),
-    Layer("rewards", "rewards config errors"),
-    Layer("operators", "operators config data errors metrics"),
+    Layer("rewards", "rewards user_code config errors"),
+    Layer("operators", "operators user_code config data errors metrics"),
     Layer("placement", "placement config errors"),
     # how texts lie in the rows of a pass: plain numbers, for engines and for plans
     Layer("engines.packing", "engines.packing"),
@@ -61,7 +62,9 @@ LAYERS = (
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
     Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),
     Layer("engines", "engines comm.reduce memory weights placement operators config errors", torch=True),
-    Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
+    Layer(
+        "objectives", "objectives engines.base engines.hashing operators user_code config metrics errors", torch=True
+    ),
     Layer(
         "execution",
         f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
@@ -80,8 +83,10 @@ LAYERS = (
 RULES = (
     # loaded by the processes that call a user's code
     Layer(
-        "rewards.base rewards.worker_calls rewards.replies rewards.steps", "rewards.base rewards.replies rewards.steps"
+        "rewards.base rewards.worker_calls rewards.replies rewards.steps",
+        "rewards.base rewards.replies rewards.steps user_code.loading",
     ),
+    Layer("user_code.loading"),
     # costs take no plans, and the search takes neither plans nor costs
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
     Layer(
