@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url
 from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.rewards.signatures import FORMS, form_of, required_columns
 from flexrlhf.user_code.checks import check_function, definitions, python_file
 
 OWN_COLUMNS = ("num_tokens",)
@@ -25,6 +27,7 @@ def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None
         match source:
             case FunctionSource():
                 check_function(source.function, f"{section}.function")
+                _check_form(source.function, f"{section}.function")
             case ServiceSource():
                 _check_service(source, section)
             case RuleSource(pattern=str(pattern)):
@@ -59,26 +62,40 @@ def check_columns(
 
 
 def _needed(source: FunctionSource) -> list[str]:
-    """Return the columns that a function cannot be called without; none where its parameters are not certain.
-
-    A decorator, or a second ``def``, may change its parameters.
-    """
+    """Return the columns that a function cannot be called without; none where its parameters are not certain."""
     own = OWN_COLUMNS if source.separator is None else (*OWN_COLUMNS, "steps")
     place, _, name = source.function.rpartition(":")
     file = python_file(place, "function")
-    nodes = [node for other, node in definitions(ast.parse(file.read_bytes()).body) if other == name] if file else []
-    match nodes:
+    signature = _signature(ast.parse(file.read_bytes()), name) if file else None
+    form = None if signature is None else form_of(signature)
+    if signature is None or form is None:
+        return []
+    return [column for column in required_columns(signature, form) if column not in own]
+
+
+def _signature(module: ast.Module, name: str) -> inspect.Signature | None:
+    """Return the signature of a function; None where a decorator or a second ``def`` may change it."""
+    match [node for other, node in definitions(module.body) if other == name]:
         case [ast.FunctionDef(args=parameters, decorator_list=[])]:
-            return [column for column in _without_default(parameters) if column not in own]
-    return []
+            return inspect.Signature(list(_parameters(parameters)))
+    return None
 
 
-def _without_default(parameters: ast.arguments) -> list[str]:
-    """Return the parameters without a default that come after the two texts."""
-    by_place = [*parameters.posonlyargs, *parameters.args]
-    required = by_place[2 : len(by_place) - len(parameters.defaults)]
-    named = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
-    return [parameter.arg for parameter in [*required, *(one for one, default in named if default is None)]]
+def _parameters(arguments: ast.arguments) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a ``def``. A default is None here, whatever it is."""
+    kinds = inspect.Parameter
+    first_named = len(arguments.posonlyargs)
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    first_default = len(by_place) - len(arguments.defaults)
+    for place, one in enumerate(by_place):
+        kind = kinds.POSITIONAL_ONLY if place < first_named else kinds.POSITIONAL_OR_KEYWORD
+        yield inspect.Parameter(one.arg, kind, default=kinds.empty if place < first_default else None)
+    if arguments.vararg is not None:
+        yield inspect.Parameter(arguments.vararg.arg, kinds.VAR_POSITIONAL)
+    for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield inspect.Parameter(one.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+    if arguments.kwarg is not None:
+        yield inspect.Parameter(arguments.kwarg.arg, kinds.VAR_KEYWORD)
 
 
 def _check_pattern(pattern: str, key: str) -> None:
@@ -105,3 +122,17 @@ def _check_service(source: ServiceSource, section: str) -> None:
         sent = header + expanded(value, f"{section}.headers.{header}")
         if not sent.isascii() or "\n" in sent:
             raise UserError(f"{section}.headers.{header}: a header is one line of ASCII, found {shown(value)}")
+
+
+def _check_form(reference: str, key: str) -> None:
+    """Raise UserError for a function that is called in neither of the two forms, where its ``def`` can be read."""
+    place, _, name = reference.rpartition(":")
+    file = python_file(place, key)
+    signature = _signature(ast.parse(file.read_bytes()), name) if file else None
+    if signature is not None and form_of(signature) is None:
+        raise UserError(f"{key}: {name}{_shown(signature)} in {file} is neither {FORMS}")
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """Return the names of the parameters, as a ``def`` has them."""
+    return f"({', '.join(str(one).partition('=')[0] for one in signature.parameters.values())})"

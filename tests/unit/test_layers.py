@@ -56,7 +56,7 @@ LAYERS = (
     Layer(
         "cli",
         f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline preflight profiling verification",
+        lazily="execution guideline preflight profiling side_by_side verification",
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
@@ -70,6 +70,8 @@ LAYERS = (
         f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
+    # runs that have ended, from their files
+    Layer("side_by_side", "side_by_side execution.run_directory operators config metrics text timeline errors"),
     Layer(
         "profiling",
         f"profiling guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies memory "
@@ -83,8 +85,8 @@ LAYERS = (
 RULES = (
     # loaded by the processes that call a user's code
     Layer(
-        "rewards.base rewards.worker_calls rewards.replies rewards.steps",
-        "rewards.base rewards.replies rewards.steps user_code.loading",
+        "rewards.base rewards.worker_calls rewards.replies rewards.signatures rewards.steps",
+        "rewards.base rewards.replies rewards.signatures rewards.steps user_code.loading",
     ),
     Layer("user_code.loading"),
     # costs take no plans, and the search takes neither plans nor costs
@@ -112,6 +114,10 @@ RULES = (
     Layer(
         "execution.resumption", "execution.run_directory execution.run_order checkpoints.manifest plan config errors"
     ),
+    Layer(
+        "execution.kept_runs",
+        "execution.resumption execution.run_directory weights.model_files plan config errors",
+    ),
     Layer("execution.library_versions", "engines.capabilities plan"),
     Layer(
         "execution.fingerprints execution.terms execution.shared_directories",
@@ -121,7 +127,7 @@ RULES = (
     # a config is checked before torch is loaded
     Layer(
         "execution.job execution.execution_engine",
-        "execution.job execution.run_directory execution.run_order execution.resumption "
+        "execution.job execution.run_directory execution.run_order execution.resumption execution.kept_runs "
         "execution.free_space "
         f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
