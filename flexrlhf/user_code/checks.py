@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest, shown
 
 FORM = "path/to/file.py:name or module:name"
@@ -30,8 +31,7 @@ def python_file(place: str, key: str) -> Path | None:
         return _module_file(place, key)
     file = Path(place)
     if not file.is_file():
-        others = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise UserError(f"{key}: no file {place}{nearest(place, others)}")
+        raise UserError(f"{key}: no file {place}{instead_of(file, lambda other: other.suffix == '.py')}")
     return file
 
 

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms import AnyAlgorithm
+from flexrlhf.config.descriptions import mappings
 from flexrlhf.config.spec import ClusterSpec, ModelSpec, Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import CORPUS, config_paths, prepare_corpus
@@ -162,7 +163,7 @@ def invoke(*arguments: str) -> str:
 
 def lines_of(block: Block) -> list[str]:
     """The commands of a block, without prompts and comments."""
-    lines = block.text.splitlines()
+    lines = block.text.replace("\\\n", "").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [line for line in lines if line.strip() and not line.startswith("#")]
@@ -363,7 +364,7 @@ def has_key(kinds: list[Any], key: str) -> bool:
     for kind in kinds:
         for field, info in getattr(kind, "model_fields", {}).items():
             if (info.alias or field) == name:
-                inner = [ModelSpec] if kind.__name__ == "ModelsSpec" else list(generate.mappings(info.annotation))
+                inner = [ModelSpec] if kind.__name__ == "ModelsSpec" else list(mappings(info.annotation))
                 inner += get_args(AnyAlgorithm) if field == "algorithm" else []
                 if not rest or has_key(inner, rest):
                     return True

@@ -39,8 +39,8 @@ PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.megatron_c
 LAYERS = (
     # planned and printed without torch
     Layer("errors metrics text timeline"),
-    Layer("user_code", "user_code errors"),
     Layer("config data", "config data errors"),
+    Layer("user_code", "user_code config.user_paths errors"),
     Layer("rewards", "rewards user_code config errors"),
     Layer("operators", "operators user_code config data errors metrics"),
     Layer("placement", "placement config errors"),

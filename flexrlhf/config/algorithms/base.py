@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from flexrlhf.config.presets.filling import PEERS, Like, filled_algorithm
 from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.user_paths import UserPath
 
 
 class AlgorithmSpec(StrictModel):
@@ -16,12 +17,12 @@ class AlgorithmSpec(StrictModel):
     like: Like | None = Field(
         None, description="engine or paper whose trainer's defaults stand where nothing is written"
     )
-    graph: str | None = Field(
+    graph: UserPath | None = Field(
         None,
         description="path/to/file.py:function, module:function or an entry point of flexrlhf.graphs: takes these "
         "settings, returns the graph of operators that replaces the algorithm's",
     )
-    loop: str | None = Field(
+    loop: UserPath | None = Field(
         None,
         description="path/to/file.py:function or module:function: takes the trainer of a rank, calls its "
         "generate_experience and train_rlhf for each of its batches; null: that and nothing else",
