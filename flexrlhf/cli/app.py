@@ -12,6 +12,7 @@ from flexrlhf.cli.export import export
 from flexrlhf.cli.join import join
 from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
+from flexrlhf.cli.report import report
 from flexrlhf.cli.run import run
 from flexrlhf.cli.simulate import simulate
 from flexrlhf.cli.slurm import slurm
@@ -24,5 +25,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLHF by placement ratios.",
 )
-for command in (data, plan, simulate, advise, profile, doctor, run, join, slurm, export, verify):
+for command in (data, plan, simulate, advise, profile, doctor, run, join, slurm, export, report, verify):
     app.command()(with_exit_codes(command))

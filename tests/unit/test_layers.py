@@ -55,7 +55,7 @@ LAYERS = (
     Layer(
         "cli",
         f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline preflight profiling verification",
+        lazily="execution guideline preflight profiling report verification",
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
@@ -75,6 +75,8 @@ LAYERS = (
     ),
     Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),
     Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
+    # reads what runs have written
+    Layer("report", f"report execution guideline plan strategies memory timeline {PLANNING}"),
 )
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
 RULES = (
