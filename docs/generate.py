@@ -11,7 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -250,7 +250,7 @@ def _commands() -> Iterator[str]:
 
 def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
     kind, info = hint.__origin__, hint.__metadata__[-1]
-    shown = "" if default is None or default is False or default == "" else f"`{default}`"
+    shown = "" if default in (None, "", False, Parameter.empty) else f"`{default}`"
     if isinstance(info, ArgumentInfo):
         return f"`{name.upper()}{' ...' if 'list' in str(kind) else ''}`", shown, info.help or ""
     words = {bool: "", int: " N", float: " NUMBER", Path: " FILE", str: " TEXT"}

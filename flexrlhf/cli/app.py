@@ -14,6 +14,7 @@ from flexrlhf.cli.export import export
 from flexrlhf.cli.join import join
 from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
+from flexrlhf.cli.report import report
 from flexrlhf.cli.run import run
 from flexrlhf.cli.schema import schema
 from flexrlhf.cli.settings import settings
@@ -26,7 +27,7 @@ COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Train": (run, join, slurm, doctor),
     "Before a run": (plan, data, settings, schema),
     "Which placement, how fast": (advise, simulate, profile),
-    "After a run": (verify, export),
+    "After a run": (report, verify, export),
 }
 """Commands by the heading that they have in the help."""
 

@@ -56,7 +56,7 @@ LAYERS = (
     Layer(
         "cli",
         f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline preflight profiling side_by_side verification",
+        lazily="execution guideline preflight profiling report side_by_side verification",
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
@@ -80,6 +80,8 @@ LAYERS = (
     ),
     Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),
     Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
+    # reads what runs have written
+    Layer("report", f"report execution guideline plan strategies memory timeline {PLANNING}"),
 )
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
 RULES = (
