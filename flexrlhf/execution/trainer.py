@@ -10,6 +10,7 @@ from functools import partial
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
+from flexrlhf.display.events import Doing, Send
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_arrivals, record_columns
 from flexrlhf.execution.controller_states import make_controller_states
@@ -34,6 +35,7 @@ from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.weight_syncs import WeightSyncs
+from flexrlhf.execution.work_time import WorkTime
 from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
@@ -65,6 +67,7 @@ class Trainer:
         stops: StopRequests,
         flight: FlightRecord,
         files: RunFiles,
+        send: Send,
         start: StartingPoint | None = None,
     ) -> None:
         """Load the models of this rank.
@@ -73,6 +76,7 @@ class Trainer:
         stops:   requests to end the run before its last step.
         flight:  record of its instructions.
         files:   of the run.
+        send:    to whatever displays what this rank does.
         start:   checkpoint that it goes on from; None: it begins with its first step.
         """
         self.plan = plan
@@ -94,7 +98,8 @@ class Trainer:
         self._mover = ColumnMover(world.rank, RowPacking(plan.batch, plan.lengths, world.device), wait)
         self._first_step = 0 if start is None else start.next_step
         directory = plan.spec.directory
-        self._recorder = Recorder(plan, world, directory, files, self._first_step)
+        self._send, self._work = send, WorkTime(plan.spec.name, world, flight.timeline)
+        self._recorder = Recorder(plan, world, directory, files, send, self._work, self._first_step)
         self._context = RankContext(plan, data, directory, files, world, self._groups, wait, self._models)
         self._syncs = WeightSyncs(self._context)
         self._evaluator = Evaluator(self._context, self._operators, self._recorder)
@@ -117,10 +122,12 @@ class Trainer:
             self._syncs.begin_round(turn)
             for position, step, instruction in walk_round(plan.schedule, self._world.rank, plan.spec.steps, turn):
                 self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
+                self._send(_doing(plan.spec.name, instruction, step))
                 # an engine's library waits by itself, so a failed wait is named for the whole instruction
                 with self._progress.deadline(instruction.ranks):
                     with self._flight.instruction(instruction, step) as span:
                         self._execute(instruction, step, position, span)
+                    self._work.add(instruction, span)
                     self._record()
             if self._is_last(turn):
                 next_step = min(next_step, max(0, turn + 1 - plan.schedule.lag))
@@ -225,6 +232,7 @@ class Trainer:
 
         A run that ends before its last step writes a checkpoint, unless it has just written that one.
         """
+        self._send(Doing(self.plan.spec.name, "writing what is left", next_step))
         self._syncs.store_all()
         if 0 < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
             self._checkpointer.write(next_step)
@@ -238,7 +246,18 @@ class Trainer:
         self._recorder.finish(self._flight.timeline, usage, self._meter.peak())
 
 
+VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}
+"""What a person reads of instructions that few steps have."""
+
+
+def _doing(run: str, instruction: Instruction, step: int) -> Doing:
+    """Return what a rank does with ``instruction``, in words."""
+    verb = VERBS.get(instruction.kind)
+    kind = "" if isinstance(instruction, Run) else f"{verb or instruction.kind} "
+    return Doing(run, f"{kind}{instruction.label}", step, rare=verb is not None)
+
+
 def _labels(run: Run, model: LoadedModel) -> dict[str, str]:
-    """Return words for the step's row of metrics: the engine that sampled its responses."""
+    """Return words for the step's row of metrics: the engine that sampled its responses, by its name in the YAML."""
     is_sampled = run.operator.kind == "generate" and not run.operator.is_greedy
-    return {"rollout_engine": type(model.engine).__name__} if is_sampled else {}
+    return {"rollout_engine": model.placed.engine} if is_sampled else {}

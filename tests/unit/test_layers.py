@@ -39,6 +39,7 @@ PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.megatron_c
 LAYERS = (
     # planned and printed without torch
     Layer("errors metrics text timeline"),
+    Layer("display", "display metrics text"),
     Layer("config data", "config data errors"),
     Layer("rewards", "rewards config errors"),
     Layer("operators", "operators config data errors metrics"),
@@ -54,7 +55,7 @@ LAYERS = (
     ),
     Layer(
         "cli",
-        f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
+        f"cli display plan {PURE_ENGINES} strategies memory {PLANNING}",
         lazily="execution guideline preflight profiling verification",
     ),
     # loaded by the ranks
@@ -64,7 +65,7 @@ LAYERS = (
     Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
     Layer(
         "execution",
-        f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
+        f"execution display objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
     Layer(
