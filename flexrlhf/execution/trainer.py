@@ -16,6 +16,7 @@ from functools import partial
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
+from flexrlhf.display.events import Doing, Send
 from flexrlhf.errors import UserError
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_arrivals, record_columns
@@ -42,6 +43,7 @@ from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.step_inputs import StepInputs, StepRows
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.weight_syncs import WeightSyncs
+from flexrlhf.execution.work_time import WorkTime
 from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
@@ -80,6 +82,7 @@ class Trainer:
         stops: StopRequests,
         flight: FlightRecord,
         files: RunFiles,
+        send: Send,
         start: StartingPoint | None = None,
     ) -> None:
         """Load the models of this rank.
@@ -88,6 +91,7 @@ class Trainer:
         stops:   requests to end the run before its last step.
         flight:  record of its instructions.
         files:   of the run.
+        send:    to whatever displays what this rank does.
         start:   checkpoint that it goes on from; None: it begins with its first step.
         """
         self.plan = plan
@@ -112,7 +116,8 @@ class Trainer:
         self._first_training = first_training(plan)
         self._pending: list[tuple[int, str]] = []
         directory = plan.spec.directory
-        self._recorder = Recorder(plan, world, directory, files, self._first_step)
+        self._send, self._work = send, WorkTime(plan.spec.name, world, flight.timeline)
+        self._recorder = Recorder(plan, world, directory, files, send, self._work, self._first_step)
         self._context = RankContext(plan, data, directory, files, world, self._groups, wait, self._models)
         self._syncs = WeightSyncs(self._context)
         self._evaluator = Evaluator(self._context, self._operators, self._recorder)
@@ -183,10 +188,12 @@ class Trainer:
     def _walk(self, position: int, step: int, instruction: Instruction) -> None:
         """Execute one instruction, with its deadline and its record."""
         self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
+        self._send(_doing(self.plan.spec.name, instruction, step))
         # an engine's library waits by itself, so a failed wait is named for the whole instruction
         with self._progress.deadline(instruction.ranks):
             with self._flight.instruction(instruction, step) as span:
                 self._execute(instruction, step, position, span)
+            self._work.add(instruction, span)
             self._record()
 
     def _take(self, turn: int, part: str) -> None:
@@ -200,11 +207,11 @@ class Trainer:
         due = [(step, each) for _, step, each in self._round(turn) if isinstance(each, Run) and is_training(each)]
         if not due:
             return Experiences(turn, None, (), ())
-        rows = [row for _, run in due for row in self._work(run).rows]
+        rows = [row for _, run in due for row in self._operator_run(run).rows]
         store = self._rows.at(due[0][0])
         return Experiences(turn, store, rows, [name for _, run in due for name in run.operator.reads])
 
-    def _work(self, run: Run) -> OperatorRun:
+    def _operator_run(self, run: Run) -> OperatorRun:
         return OperatorRun(run.operator, self._models[run.model], self.plan.batch, run.mini_batches, self._world.rank)
 
     def _record(self) -> None:
@@ -261,7 +268,7 @@ class Trainer:
         """Run an operator on its rows, once they have arrived; then report its statistics."""
         model, store = self._models[run.model], self._rows.at(step)
         self._count_frozen(model, step)
-        work = self._work(run)
+        work = self._operator_run(run)
         store.arrive(run.operator.reads, work.rows)
         record_arrivals(self._context, run, step, work.rows, store)
         self._flight.timeline.begin(span)
@@ -304,6 +311,7 @@ class Trainer:
 
         A run that ends before its last step writes a checkpoint, unless it has just written that one.
         """
+        self._send(Doing(self.plan.spec.name, "writing what is left", next_step))
         self._syncs.store_all()
         if 0 < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
             self._checkpointer.write(next_step)
@@ -317,7 +325,18 @@ class Trainer:
         self._recorder.finish(self._flight.timeline, usage, self._meter.peak())
 
 
+VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}
+"""What a person reads of instructions that few steps have."""
+
+
+def _doing(run: str, instruction: Instruction, step: int) -> Doing:
+    """Return what a rank does with ``instruction``, in words."""
+    verb = VERBS.get(instruction.kind)
+    kind = "" if isinstance(instruction, Run) else f"{verb or instruction.kind} "
+    return Doing(run, f"{kind}{instruction.label}", step, rare=verb is not None)
+
+
 def _labels(run: Run, model: LoadedModel) -> dict[str, str]:
-    """Return words for the step's row of metrics: the engine that sampled its responses."""
+    """Return words for the step's row of metrics: the engine that sampled its responses, by its name in the YAML."""
     is_sampled = run.operator.kind == "generate" and not run.operator.is_greedy
-    return {"rollout_engine": type(model.engine).__name__} if is_sampled else {}
+    return {"rollout_engine": model.placed.engine} if is_sampled else {}

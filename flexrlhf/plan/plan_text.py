@@ -134,7 +134,7 @@ def _placement(plan: Plan) -> list[str]:
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
         trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
         head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
-        lines.append(f"{head} {where:<22} {_computing(model):<28} {trained}{_computed(plan, model)}")
+        lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
     lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
     pairs = plan.placement.co_located_pairs()
@@ -164,7 +164,7 @@ def _computed(plan: Plan, model: PlacedModel) -> str:
     return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
 
 
-def _computing(model: PlacedModel) -> str:
+def computing_text(model: PlacedModel) -> str:
     """Return the engine, and sharding and dtype where they are not the default."""
     settings, layout = model.settings, model.layout
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []

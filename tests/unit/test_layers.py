@@ -39,6 +39,7 @@ PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.megatron_c
 LAYERS = (
     # planned and printed without torch
     Layer("errors metrics text timeline"),
+    Layer("display", "display metrics text"),
     Layer("config data", "config data errors"),
     Layer("user_code", "user_code config.user_paths errors"),
     Layer("rewards", "rewards user_code config errors"),
@@ -55,7 +56,7 @@ LAYERS = (
     ),
     Layer(
         "cli",
-        f"cli plan {PURE_ENGINES} strategies memory {PLANNING}",
+        f"cli display plan {PURE_ENGINES} strategies memory {PLANNING}",
         lazily="execution guideline preflight profiling report side_by_side verification",
     ),
     # loaded by the ranks
@@ -67,7 +68,7 @@ LAYERS = (
     ),
     Layer(
         "execution",
-        f"execution objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
+        f"execution display objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
     # runs that have ended, from their files
