@@ -27,7 +27,10 @@ def export(
     dtype: Type = "auto",
     force: Replace = False,
 ) -> None:
-    """Write a model of the newest checkpoint as a Hugging Face directory."""
+    """Write a model of a checkpoint as a Hugging Face directory.
+
+    Of the newest one of a run, or of a checkpoint.
+    """
     from flexrlhf.execution.export import export, find_trained_model
 
     found = find_trained_model(run, model)

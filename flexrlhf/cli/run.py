@@ -11,7 +11,10 @@ import typer
 
 from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.options import (
+    ActorModelPath,
+    ConfigOption,
     Configs,
+    CriticModelPath,
     Devices,
     Force,
     Launcher,
@@ -22,7 +25,7 @@ from flexrlhf.cli.options import (
     RdzvEndpoint,
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
-from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.errors import UserError
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
 from flexrlhf.placement.slurm import hosts_of
@@ -56,6 +59,9 @@ PREFLIGHT_SECONDS = 60.0
 
 def run(
     configs: Configs = None,
+    config: ConfigOption = None,
+    actor_model_path: ActorModelPath = None,
+    critic_model_path: CriticModelPath = None,
     placement_ratio: PlacementRatio = None,
     devices: Devices = None,
     set_: Overrides = None,
@@ -70,26 +76,31 @@ def run(
     preflight: Preflight = False,
     fresh: Fresh = False,
 ) -> None:
-    """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
+    """Train.
+
+    Starts one process for each device of this node; under torchrun it is one of the ranks.
+    """
+    paths = chosen_configs(configs, config)
+    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     hosts = hosts_of(launcher, Hosts(nnodes, node_rank, rdzv_endpoint), os.environ)
     under_ray = launcher == "ray"
     if preflight and under_ray:
         raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
     check_restarts(max_restarts)
-    _check_fresh(fresh, configs, resume)
+    _check_fresh(fresh, paths, resume)
     if (notice := rank_notice()) is not None:
         print_error(notice)
-    specs = load_specs(configs, placement_ratio, devices, set_, hosts.nnodes)
+    specs = load_specs(paths, placement_ratio, devices, settings, hosts.nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
     check_memory(plans, force)
     hosts.check_cluster(plans[0].cluster)
     if dry_run:
-        _check(plans, resume, is_quickstart=not configs)
+        _check(plans, resume, is_quickstart=not paths)
         return
     if preflight:
-        _preflight(plans, hosts, is_quickstart=not configs, resume=resume)
-    _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume, under_ray=under_ray, fresh=fresh)
+        _preflight(plans, hosts, is_quickstart=not paths, resume=resume)
+    _run(plans, hosts, max_restarts, is_quickstart=not paths, resume=resume, under_ray=under_ray, fresh=fresh)
 
 
 def _check_fresh(fresh: bool, configs: Sequence[Path] | None, resume: str | None) -> None:

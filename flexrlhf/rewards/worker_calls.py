@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
 import re
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from flexrlhf.rewards.base import Reply, ScoreBatch, ScoreFailure, failed_reply
 from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
 from flexrlhf.rewards.signatures import FORMS, LEFT_OUT, accepted_names, by_place, form_of
+from flexrlhf.user_code.loading import line_of, load_function
 
 
 def load(reference: str) -> ScoreFailure | None:
@@ -51,35 +46,8 @@ def match(pattern: str, batch: ScoreBatch) -> Reply:
 
 @functools.cache
 def function_of(reference: str) -> Callable[..., Any]:
-    """Load ``path/to/file.py:name`` or ``module:name``; modules are found in the working directory, too."""
-    place, _, name = reference.rpartition(":")
-    sys.path.insert(0, os.getcwd())
-    module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    function: Callable[..., Any] = getattr(module, name)
-    return function
-
-
-def _module_of_file(file: Path) -> ModuleType:
-    """Load a file as a script is: modules in its folder are found."""
-    name = _name_of(file)
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, f"{file}: no Python file"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _name_of(file: Path) -> str:
-    """Return a module name for ``file``: its own where that is free, else one that no other module has.
-
-    Processes that the user's code starts look for its functions by the module's name.
-    """
-    is_taken = not file.stem.isidentifier() or file.stem in sys.modules
-    spec = None if is_taken else importlib.util.find_spec(file.stem)
-    is_other = spec is not None and (spec.origin is None or Path(spec.origin).resolve() != file.resolve())
-    return f"flexrlhf_scores_{file.stem}" if is_taken or is_other else file.stem
+    """Load a function, once in a process: a run goes on with the code that it began with."""
+    return load_function(reference)
 
 
 def _columns(batch: ScoreBatch) -> dict[str, list[Any]]:
@@ -119,13 +87,5 @@ class _Caught:
         if isinstance(error, BadReply):
             self.failure = ScoreFailure("reply", str(error))
         elif error is not None:
-            self.failure = ScoreFailure(self._kind, f"{self._verb} {_one_line(error)}")
+            self.failure = ScoreFailure(self._kind, f"{self._verb} {line_of(error)}")
         return True
-
-
-def _one_line(error: BaseException) -> str:
-    """Return the last line of the traceback, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    text = " ".join("".join(traceback.format_exception_only(error)[-1:]).split())
-    return f"{text:.300}{where}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.metrics import METRICS
+from flexrlhf.metrics import METRICS, TIMES
 
 LEAST_SCALE = 1e-2
 """Scale of metrics that are rounding alone, such as the KL of a policy from itself."""
@@ -45,9 +45,11 @@ def common_steps(runs: Sequence[Rows]) -> list[int]:
 
 
 def metric_differences(first: Rows, second: Rows) -> list[MetricDifference]:
-    """Return the differences of all metrics that both runs have, in the order in which they are defined."""
+    """Return the differences of all metrics that both runs have, times aside, in the order of their definitions."""
     steps = common_steps([first, second])
-    names = [metric.name for metric in METRICS]
+    defined = [metric.name for metric in METRICS]
+    written = sorted({name for rows in (first, second) for row in rows.values() for name in row} - set(defined))
+    names = [name for name in (*defined, *written) if name not in (*TIMES, "step")]
     found = [_difference(name, first, second, steps) for name in names]
     return [each for each in found if each is not None]
 

@@ -1,4 +1,4 @@
-"""A run as its directory has it: its settings, the metrics of its steps and its timeline."""
+"""A run as its directory has it: its settings, the metrics of its steps and its timeline, also while it goes on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import load_spec
-from flexrlhf.errors import UserError, nearest
-from flexrlhf.execution.run_directory import read_lines
+from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.timeline import Span, read_trace
+from flexrlhf.report.run_contents import CONFIG, METRICS, RunContents, read_contents
+from flexrlhf.timeline import Span
 
-CONFIG, METRICS, PLAN, TIMELINE = "config.yaml", "metrics.jsonl", "plan.txt", "timeline.json"
+PLAN = "plan.txt"
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class RecordedSteps:
     title:   the first line of its plan: algorithm, strategy, devices
     spec:    its resolved settings
     rows:    step → its metrics
-    spans:   of its last steps, on all ranks; none while it goes on
+    spans:   of its last steps, on all ranks
     kinds:   name of an operator → what it computes
     """
 
@@ -39,21 +38,25 @@ class RecordedSteps:
 
 
 def read_steps(directory: Path) -> RecordedSteps:
-    """Return the run in ``directory``. Raises UserError where there is none, or one without a step."""
-    if not (directory / CONFIG).is_file():
-        others = [str(path.parent) for path in directory.parent.glob(f"*/{CONFIG}")]
-        raise UserError(f"{directory}: no run in it (no {CONFIG}){nearest(str(directory), others)}")
-    spec = load_spec(directory / CONFIG)
-    try:
-        rows = {row["step"]: row for row in read_lines(directory / METRICS)}
-        spans = tuple(read_trace(directory / TIMELINE)) if (directory / TIMELINE).is_file() else ()
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}: {METRICS} or {TIMELINE} cannot be read ({error}); run it again") from None
-    if not rows:
-        raise UserError(f"{directory}: no step in its {METRICS}; wait for the first one, or run it again")
+    """Return the run in ``directory``. Raises UserError where there is none, or one without settings or a step."""
+    contents = read_contents(directory)
+    if contents.spec is None:
+        raise UserError(f"run {directory}: its {CONFIG} is missing or cannot be read ({'; '.join(contents.notes)})")
+    if not contents.rows:
+        raise UserError(f"run {directory}: no step in its {METRICS}; wait for the first one, or run it again")
+    return _steps(contents, contents.spec)
+
+
+def _steps(contents: RunContents, spec: Spec) -> RecordedSteps:
     graph = make_graph(spec)
-    kinds = {operator.name: operator.kind for operator in (*graph.operators, *graph.evaluation)}
-    return RecordedSteps(str(directory), _title(directory, spec), spec, rows, spans, kinds)
+    return RecordedSteps(
+        name=str(contents.directory),
+        title=_title(contents.directory, spec),
+        spec=spec,
+        rows={row["step"]: row for row in contents.rows},
+        spans=contents.spans,
+        kinds={operator.name: operator.kind for operator in (*graph.operators, *graph.evaluation)},
+    )
 
 
 def _title(directory: Path, spec: Spec) -> str:

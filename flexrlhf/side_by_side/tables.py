@@ -78,7 +78,7 @@ def _times(runs: Sequence[RecordedSteps]) -> list[str]:
     known = [each for each in times if each is not None]
     letters = [letter for letter, _ in _lettered(runs)]
     missing = [letter for letter, each in zip(letters, times, strict=True) if each is None]
-    notes = [f"no timeline of {', '.join(missing)} yet: it is written at the end of a run"] if missing else []
+    notes = [f"no timeline of {', '.join(missing)}"] if missing else []
     if not known:
         return notes
     work = [name for name in WORK if any(each.work.get(name, 0.0) >= LEAST_SECONDS for each in known)]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Dtype, Head, ModelSpec
-from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.config.user_paths import instead_of
+from flexrlhf.errors import UserError, shown
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, check_scalar_head, check_stored, stored_tensors
 
@@ -133,8 +134,7 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
         raise UserError(f"models.{role}: give a path (a Hugging Face model directory) or init (a config)")
     directory = Path(path)
     if not directory.is_dir():
-        siblings = [str(p) for p in directory.parent.iterdir()] if directory.parent.is_dir() else []
-        raise UserError(f"models.{role}.path {path}: no such directory{nearest(path, siblings)}")
+        raise UserError(f"models.{role}.path {path}: no such directory{instead_of(directory, Path.is_dir)}")
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")

@@ -7,13 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 from commands import start
+from nbclient import NotebookClient
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.data.quickstart import config_paths
 
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 KL_BOUND = 8.0
 """Nats per response. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
 
@@ -88,6 +91,23 @@ def trained(directory: Path, *settings: str) -> str:
     out, _ = process.communicate(timeout=280)
     assert process.returncode == 0, out[-2000:]
     return out
+
+
+def printed_by(cell: Any) -> str:
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+def test_the_notebook_runs(runs: Path) -> None:
+    """In a kernel of its own, in the directory of the quick start."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": runs.parent}})
+    client.execute()
+    printed = [printed_by(cell) for cell in notebook.cells if cell.cell_type == "code"][1:]
+    assert printed[0].startswith("interleaving ['generate on actor'")
+    assert float(printed[1].split()[0]) > 0
+    rewards = [row["reward_mean"] for row in metrics(runs, "notebook")]
+    assert str(rewards) in "".join(printed), "the rows are those of metrics.jsonl"
+    assert float(printed[-1].splitlines()[-1]) < 1e-5, "another placement, the same numbers"
 
 
 STRATEGIES = {"co-located": "[1,1,1,1]", "interleaving": "[1,1,0.5,0.5]", "disaggregated": "[0.5,0.5,0.5,0.5,0.5,0.5]"}

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms import AnyAlgorithm
+from flexrlhf.config.descriptions import mappings
 from flexrlhf.config.spec import ClusterSpec, ModelSpec, Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import CORPUS, config_paths, prepare_corpus
@@ -163,7 +164,7 @@ def invoke(*arguments: str) -> str:
 
 def lines_of(block: Block) -> list[str]:
     """The commands of a block, without prompts and comments."""
-    lines = block.text.splitlines()
+    lines = block.text.replace("\\\n", "").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [line for line in lines if line.strip() and not line.startswith("#")]
@@ -309,7 +310,10 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
     """Up to where it would start ranks; ``tests/distributed/test_python_script.py`` does that."""
     from flexrlhf.execution.execution_engine import ExecutionEngine, RunResult
 
-    monkeypatch.setattr(ExecutionEngine, "__call__", lambda engine: RunResult(engine.plan.spec.directory, [METRICS]))
+    def called(engine: ExecutionEngine) -> RunResult:
+        return RunResult(engine.plan.spec.directory, [METRICS], {})
+
+    monkeypatch.setattr(ExecutionEngine, "__call__", called)
     exec(compile(block.text, block.place, "exec"), {})
 
 
@@ -361,7 +365,7 @@ def has_key(kinds: list[Any], key: str) -> bool:
     for kind in kinds:
         for field, info in getattr(kind, "model_fields", {}).items():
             if (info.alias or field) == name:
-                inner = [ModelSpec] if kind.__name__ == "ModelsSpec" else list(generate.mappings(info.annotation))
+                inner = [ModelSpec] if kind.__name__ == "ModelsSpec" else list(mappings(info.annotation))
                 inner += get_args(AnyAlgorithm) if field == "algorithm" else []
                 if not rest or has_key(inner, rest):
                     return True

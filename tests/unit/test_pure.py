@@ -15,7 +15,10 @@ import flexrlhf
 
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
 PACKAGE = Path(flexrlhf.__file__).parent
-PURE_FOLDERS = ("config", "data", "rewards", "operators", "placement", "weights", "memory", "strategies", "plan", "cli")
+PURE_FOLDERS = (
+    *("display", "config", "data", "rewards", "operators", "placement"),
+    *("weights", "memory", "strategies", "plan", "cli"),
+)
 PURE_FILES = [
     *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py"),
     *(f"execution/{name}.py" for name in ("run_directory", "job", "kept_runs", "execution_engine")),

@@ -83,6 +83,12 @@ def test_differences_of_what_is_rounding_alone_are_small() -> None:
     assert found.largest == pytest.approx(5e-7) and found.relative == pytest.approx(5e-5)
 
 
+def test_times_are_no_results_and_own_metrics_are() -> None:
+    first = rows_of({"seconds": 1.0, "time_wait": 0.1, "tokens_per_second": 9.0, "train_actor/own": 1.0})
+    second = rows_of({"seconds": 2.0, "time_wait": 0.2, "tokens_per_second": 8.0, "train_actor/own": 1.0})
+    assert [each.name for each in metric_differences(first, second)] == ["train_actor/own"]
+
+
 def test_texts_and_what_one_run_lacks_are_left_out() -> None:
     first, second = rows_of({"kl": 0.0, "rollout_engine": 1}), rows_of({"kl": 0.0, "entropy": 1.0})  # type: ignore[dict-item]
     assert [each.name for each in metric_differences(first, second)] == ["kl"]
@@ -130,14 +136,14 @@ def test_other_numbers_and_the_settings_that_explain_them(tmp_path: Path) -> Non
     assert "numbers of A and B over 1 step: not the same, at most 5.0e-01 apart (reward_mean of step 1)" in text
     assert "a setting that numbers depend on differs: seed is 0 and 3" in text
     assert "numbers of A and C over 1 step: the same, at most 1.0e-05 apart" in text
-    assert "no timeline of B yet: it is written at the end of a run" in text
+    assert "no timeline of B" in text
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "quickstart", {"reward_mean": 1.0})
     empty = write_run(tmp_path / "empty")
     assert "expected two runs or more, found" in refused(run)
-    assert f"no run in it (no config.yaml) (did you mean '{run}'?)" in refused(run, tmp_path / "quickstrat")
+    assert f"no such directory (did you mean '{run}'?)" in refused(run, tmp_path / "quickstrat")
     assert "no step in its metrics.jsonl" in refused(run, empty)
-    (run / "timeline.json").write_text("{}")
-    assert "metrics.jsonl or timeline.json cannot be read" in refused(run, empty)
+    (empty / "config.yaml").write_text("name: [")
+    assert "its config.yaml is missing or cannot be read" in refused(run, empty)
