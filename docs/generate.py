@@ -11,7 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -25,7 +25,7 @@ from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
 from flexrlhf.config.setting_list import setting_sections, yaml_text
 from flexrlhf.guideline.advice.model_names import MODELS
-from flexrlhf.metrics import METRICS
+from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 ROOT = Path(__file__).parents[1]
@@ -148,8 +148,10 @@ def reference() -> str:
         *_settings(),
         *_commands(),
         "## Metrics of a run",
-        "One line a step in `metrics.jsonl`; a metric that a run does not have is left out.",
-        _table(("metric", "definition"), [(f"`{metric.name}`", metric.definition) for metric in METRICS]),
+        "One line a step in `metrics.jsonl`; a metric that a run does not have is left out. Names and definitions are "
+        "the same in every [logger](loggers.md). **Steps are numbered from 0** here, in the other files, in loggers "
+        "and in warnings; what counts the steps that are done begins with 1: `step 1/50` prints the row of step 0.",
+        _table(("metric", "definition"), [(f"`{name}`", text) for name, text in _metrics().items()]),
         "## Presets",
         PRESETS_HEAD,
         *(text for like, peer in PEERS.items() for text in _preset(like, peer)),
@@ -161,6 +163,11 @@ def reference() -> str:
         "`--model` of `advise`, and its like: " + ", ".join(f"`{name}`" for name in MODELS) + ".",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _metrics() -> dict[str, str]:
+    """Return the entries of a row of metrics and their definitions."""
+    return {**ROW_ENTRIES, **{metric.name: metric.definition for metric in METRICS}}
 
 
 REFERENCE_HEAD = """\
@@ -250,7 +257,7 @@ def _commands() -> Iterator[str]:
 
 def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
     kind, info = hint.__origin__, hint.__metadata__[-1]
-    shown = "" if default is None or default is False or default == "" else f"`{default}`"
+    shown = "" if default in (None, "", False, Parameter.empty) else f"`{default}`"
     if isinstance(info, ArgumentInfo):
         return f"`{name.upper()}{' ...' if 'list' in str(kind) else ''}`", shown, info.help or ""
     words = {bool: "", int: " N", float: " NUMBER", Path: " FILE", str: " TEXT"}

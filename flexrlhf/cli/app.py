@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import typer
 
 from flexrlhf.cli.advise import advise
+from flexrlhf.cli.compare import compare
 from flexrlhf.cli.data import data
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
@@ -14,6 +15,7 @@ from flexrlhf.cli.export import export
 from flexrlhf.cli.join import join
 from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
+from flexrlhf.cli.report import report
 from flexrlhf.cli.run import run
 from flexrlhf.cli.schema import schema
 from flexrlhf.cli.settings import settings
@@ -26,7 +28,7 @@ COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Train": (run, join, slurm, doctor),
     "Before a run": (plan, data, settings, schema),
     "Which placement, how fast": (advise, simulate, profile),
-    "After a run": (verify, export),
+    "After a run": (report, compare, verify, export),
 }
 """Commands by the heading that they have in the help."""
 

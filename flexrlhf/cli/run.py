@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,6 +48,10 @@ MaxRestarts = Annotated[
     int, typer.Option(min=0, help="restart all ranks from the newest checkpoint so often after one has failed")
 ]
 
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", help="train all runs of the quick start again, finished and unchanged ones, too"),
+]
 Preflight = Annotated[bool, typer.Option("--preflight", help="first check what `flexrlhf doctor` does")]
 PREFLIGHT_SECONDS = 60.0
 """Longest wait of a preflight for a rank."""
@@ -69,6 +74,7 @@ def run(
     force: Force = False,
     resume: Resume = None,
     preflight: Preflight = False,
+    fresh: Fresh = False,
 ) -> None:
     """Train.
 
@@ -81,6 +87,7 @@ def run(
     if preflight and under_ray:
         raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
     check_restarts(max_restarts)
+    _check_fresh(fresh, paths, resume)
     if (notice := rank_notice()) is not None:
         print_error(notice)
     specs = load_specs(paths, placement_ratio, devices, settings, hosts.nnodes)
@@ -93,7 +100,14 @@ def run(
         return
     if preflight:
         _preflight(plans, hosts, is_quickstart=not paths, resume=resume)
-    _run(plans, hosts, max_restarts, is_quickstart=not paths, resume=resume, under_ray=under_ray)
+    _run(plans, hosts, max_restarts, is_quickstart=not paths, resume=resume, under_ray=under_ray, fresh=fresh)
+
+
+def _check_fresh(fresh: bool, configs: Sequence[Path] | None, resume: str | None) -> None:
+    if fresh and resume is not None:
+        raise UserError("--fresh and --resume exclude each other: remove one")
+    if fresh and configs:
+        raise UserError("--fresh: goes with the quick start; a config of your own begins anew without it, so remove it")
 
 
 def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
@@ -123,14 +137,22 @@ def _preflight(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume:
 
 
 def _run(
-    plans: Sequence[Plan], hosts: Hosts, max_restarts: int, is_quickstart: bool, resume: str | None, under_ray: bool
+    plans: Sequence[Plan],
+    hosts: Hosts,
+    max_restarts: int,
+    *,
+    is_quickstart: bool,
+    resume: str | None,
+    under_ray: bool,
+    fresh: bool,
 ) -> None:
     from flexrlhf.execution.job import prepare_job
 
-    job = prepare_job(plans, hosts, is_quickstart, resume, under_ray)
+    job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps=is_quickstart and not fresh)
+    why = "skipped" if resume is not None else "kept; its config is unchanged (--fresh trains it again)"
     if hosts.is_first:
         for plan in plans:
-            typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, skipped") + "\n")
+            typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, {why}") + "\n")
     job.start(max_restarts)
     if hosts.is_first:
         for plan in job.plans:

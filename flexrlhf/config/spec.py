@@ -46,7 +46,9 @@ class OptimizerSpec(StrictModel):
     """Optimizer, its learning-rate schedule over the optimizer steps, and the clipping of the global gradient norm."""
 
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
-    learning_rate: float = Field(1e-6, ge=0, description="peak learning rate, after the warm-up")
+    learning_rate: float = Field(
+        1e-6, ge=0, description="peak learning rate, after the warm-up; a critic's is 9e-6 unless it is written"
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
     )
@@ -80,6 +82,7 @@ class LoraSpec(StrictModel):
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call: what it computes."""
@@ -135,6 +138,11 @@ class ModelSpec(StrictModel):
     )
     dtype: Dtype = Field(
         "float32", description="type of weights and passes; a trained model keeps float32 master weights"
+    )
+    save_dtype: SavedDtype = Field(
+        "auto",
+        description="type of the saved model; auto: that of the files that it started from, float32 without any; "
+        "checkpoints have float32 weights",
     )
     fallback_dtype: Literal["float16", "float32"] | None = Field(
         None, description="the type instead of bfloat16 on device classes without it, such as V100; null: refused"
@@ -207,8 +215,8 @@ class ModelSpec(StrictModel):
         return self.model_copy(update={**own, **dropped})
 
 
-FURTHER_MODELS = ("reward_", "cost_")
-"""Prefixes of further reward and cost models, whose names a user chooses."""
+FURTHER_MODELS = ("reward_", "cost_", "critic_", "ref_")
+"""Prefixes of further models, whose names a user chooses."""
 
 
 def _named_models(schema: dict[str, Any]) -> None:
@@ -221,7 +229,7 @@ class ModelsSpec(StrictModel):
     """Models by role. ref defaults to the actor's path, critic to the reward's, cost_critic to the cost's.
 
     Further reward and cost models have names of their own (``reward_...``, ``cost_...``), to which a source of
-    ``reward`` or ``cost`` refers.
+    ``reward`` or ``cost`` refers; a graph of one's own may have any (``critic_...``, ``ref_...``, too).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, json_schema_extra=_named_models)
@@ -598,9 +606,19 @@ class SaveSpec(StrictModel):
     """Checkpoints of trained models: ``runs/<name>/<role>``, the best ones in ``runs/<name>/<role>-best``."""
 
     every: int | None = Field(None, ge=1, description="steps between two checkpoints; null: one, after the last step")
+    keep: bool = Field(
+        False,
+        description="keep those of earlier steps, in runs/<name>/<role>-step-<number>; false: the next replaces one",
+    )
     best: str | None = Field(
         None, description="a metric of the evaluations by which the best models are kept; null: none are"
     )
+    shard_gb: float = Field(5.0, gt=0, description="GB of one file of weights; larger models have several and an index")
+
+    @property
+    def shard_bytes(self) -> int:
+        """Most bytes of weights in a file."""
+        return int(self.shard_gb * 1e9)
 
 
 class CheckpointSpec(StrictModel):

@@ -24,10 +24,12 @@ class RunResult:
 
     directory:  where its config, plan, metrics, samples, timeline and models are
     metrics:    the rows of ``metrics.jsonl``, one for each step; none on a node without that directory
+    models:     directory of each trained model, by role
     """
 
     directory: Path
     metrics: list[dict[str, Any]]
+    models: dict[str, Path]
 
 
 class ExecutionEngine:
@@ -73,7 +75,8 @@ class ExecutionEngine:
         """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
         prepare_job([self.plan], Hosts(), resume=self._resume).start()
         directory = self.plan.spec.directory
-        return RunResult(directory, read_lines(directory / "metrics.jsonl"))
+        models = {role: directory / role for role in self.plan.graph.trained}
+        return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)
 
 
 def _with_chosen_placement(spec: Spec) -> Spec:

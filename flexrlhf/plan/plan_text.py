@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.memory.passes import packs_texts, shares_prompts
@@ -133,7 +134,7 @@ def _placement(plan: Plan) -> list[str]:
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
         trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
         head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
-        lines.append(f"{head} {where:<22} {_computing(model):<28} {trained}{_computed(plan, model)}")
+        lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
     lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
     pairs = plan.placement.co_located_pairs()
@@ -163,7 +164,7 @@ def _computed(plan: Plan, model: PlacedModel) -> str:
     return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
 
 
-def _computing(model: PlacedModel) -> str:
+def computing_text(model: PlacedModel) -> str:
     """Return the engine, and sharding and dtype where they are not the default."""
     settings, layout = model.settings, model.layout
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
@@ -202,17 +203,41 @@ def _left_out(plan: Plan) -> list[str]:
     return [f"{each.column}: {each.reason}" for each in plan.graph.left_out]
 
 
-def schedule_table(plan: Plan) -> list[str]:
-    """Return a line for each instruction: ranks, kind, label, and for moves and syncs the primitive and the bytes.
+@dataclass(frozen=True)
+class ScheduleRow:
+    """A line of the table of instructions.
 
-    The instructions of an evaluation, for one batch of its rows, follow it.
+    ranks:     that it names
+    kind:      of the instruction
+    label:     of the instruction
+    notes:     primitive, bytes, period, chunk and lag, where it has them
+    is_inner:  whether it belongs to the evaluation above it
     """
+
+    ranks: tuple[int, ...]
+    kind: str
+    label: str
+    notes: tuple[str, ...]
+    is_inner: bool
+
+
+def schedule_rows(plan: Plan) -> list[ScheduleRow]:
+    """Return a row for each instruction; those of an evaluation, for one batch of its rows, follow it."""
     rows = [row for i in plan.schedule.instructions for row in _rows(i, plan.batch)]
-    width = max(len(_label(i)) for i, _, _ in rows)
     return [
-        f"{rank_marks(i.ranks, plan.placement.num_ranks)}  {indent}{i.kind:<5} "
-        f"{_label(i):<{min(width, 60) - len(indent)}}  {'  '.join(_notes(plan, i, batch))}".rstrip()
+        ScheduleRow(i.ranks, i.kind, _label(i), tuple(_notes(plan, i, batch)), bool(indent))
         for i, indent, batch in rows
+    ]
+
+
+def schedule_table(plan: Plan) -> list[str]:
+    """Return a line for each of ``schedule_rows``: ranks, kind, label, and for moves and syncs primitive and bytes."""
+    rows = schedule_rows(plan)
+    width = max(len(row.label) for row in rows)
+    return [
+        f"{rank_marks(row.ranks, plan.placement.num_ranks)}  {'  ' * row.is_inner}{row.kind:<5} "
+        f"{row.label:<{min(width, 60) - 2 * row.is_inner}}  {'  '.join(row.notes)}".rstrip()
+        for row in rows
     ]
 
 

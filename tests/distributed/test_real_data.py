@@ -94,7 +94,7 @@ def make_configs(data: Path, directory: Path) -> list[str]:
 
 def is_sound(value: float | str) -> bool:
     """A finite number, or the name of what generated."""
-    return value == "TorchEngine" if isinstance(value, str) else math.isfinite(value)
+    return value == "torch" if isinstance(value, str) else math.isfinite(value)
 
 
 def numbers(step: dict[str, Any]) -> dict[str, float]:

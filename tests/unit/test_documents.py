@@ -47,6 +47,7 @@ REALLY_RUN = {
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
     "join": "tests/distributed/test_nodes.py",
+    "compare": "tests/distributed/test_quickstart.py",
     "python": "tests/distributed/test_python_script.py",
     "ray": "tests/distributed/test_ray.py",
 }
@@ -179,7 +180,7 @@ def check(command: str) -> str:
             invoke("profile", *arguments, "--help")  # which refuses unknown options
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
-        case ["flexrlhf", "export" | "join" as name, *arguments]:
+        case ["flexrlhf", "export" | "join" | "compare" as name, *arguments]:
             return invoke(name, *arguments, "--help")  # the reader's run has no checkpoint, and no job is there
         case ["flexrlhf", "verify" | "doctor" as name, *arguments]:
             invoke(name, *arguments, "--help")
@@ -309,7 +310,10 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
     """Up to where it would start ranks; ``tests/distributed/test_python_script.py`` does that."""
     from flexrlhf.execution.execution_engine import ExecutionEngine, RunResult
 
-    monkeypatch.setattr(ExecutionEngine, "__call__", lambda engine: RunResult(engine.plan.spec.directory, [METRICS]))
+    def called(engine: ExecutionEngine) -> RunResult:
+        return RunResult(engine.plan.spec.directory, [METRICS], {})
+
+    monkeypatch.setattr(ExecutionEngine, "__call__", called)
     exec(compile(block.text, block.place, "exec"), {})
 
 

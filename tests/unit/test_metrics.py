@@ -23,7 +23,7 @@ from flexrlhf.config.algorithms import (
     SftSpec,
     SimpoSpec,
 )
-from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
+from flexrlhf.metrics import METRICS, Triple, add, evaluate, statistic_name
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.plan.plan_text import format_summary
 
@@ -129,22 +129,12 @@ def test_every_kind_of_metric_is_used() -> None:
 
 def test_train_operators_put_their_name_before_what_all_of_them_report() -> None:
     assert statistic_name("train_critic", "grad_norm") == "train_critic/grad_norm"
-    with pytest.raises(AssertionError, match="surprise"):
-        statistic_name("train_critic", "surprise")
 
 
-def test_the_progress_line_names_the_run_the_step_and_its_metrics() -> None:
-    line = progress_line("first", 4, 10, {"reward_mean": 1.25, "entropy": 3.0}, 0.5)
-    assert line.startswith("first  step 5/10")
-    assert "reward_mean 1.25" in line
-    assert "entropy" not in line
-    assert line.endswith("0.5 s")
-
-
-@pytest.mark.parametrize(("failed", "shown"), [(0.0, False), (0.25, True), (1.0, True)])
-def test_the_progress_line_has_failed_scores_where_there_are_any(failed: float, shown: bool) -> None:
-    line = progress_line("first", 4, 10, {"score_failed": failed, "kl": 1.0}, 0.5)
-    assert (f"score_failed {failed:.4g}" in line) == shown
+def test_a_statistic_without_definition_is_its_mean_under_the_name_of_its_operator() -> None:
+    name = statistic_name("advantages", "disagreement")
+    assert evaluate({name: (4.0, 6.0, 10.0)}) == {"advantages/disagreement": 1.5}
+    assert evaluate({name: (0.0, 0.0, 0.0)}) == {}
 
 
 def test_the_summary_shows_the_first_and_the_last_steps() -> None:

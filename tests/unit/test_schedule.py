@@ -489,10 +489,13 @@ def test_rank_marks() -> None:
 
 
 def config_plan(path: Path) -> Plan:
-    """A plan without models on disk: a path that names no directory is an architecture that only loading can tell."""
+    """A plan without models on disk: those of the quick start are known by its configs; another path that names no
+    directory is an architecture that only loading can tell."""
     spec = load_spec(path)
     missing = [Path(realpath(model)) for model in missing_models(spec)]
-    return make_plan(spec, {model: ModelSpec(init={"model_type": "unknown"}) for model in missing})
+    pending = {model: ModelSpec(init={"model_type": "unknown"}) for model in missing}
+    known = {model: plan.model(role) for plan in quickstart_plans().values() for model, role in plan.outputs.items()}
+    return make_plan(spec, pending | known)
 
 
 def missing_models(spec: Spec) -> list[str]:

@@ -1,0 +1,117 @@
+(function () {
+  "use strict";
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const root = document.documentElement;
+  const preference = window.matchMedia("(prefers-color-scheme: dark)");
+  const button = document.getElementById("theme");
+  const isTouch = window.matchMedia("(pointer: coarse)").matches;
+  const config = {
+    responsive: true,
+    displaylogo: false,
+    displayModeBar: isTouch ? false : "hover",
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  };
+  let chosen = null;
+
+  function colour(name) {
+    return getComputedStyle(root).getPropertyValue("--" + name).trim();
+  }
+
+  /* Layout updates that give a figure the colours of the theme. */
+  function themed(layout) {
+    const update = {
+      "font.color": colour("ink"),
+      "hoverlabel.bgcolor": colour("panel"),
+      "hoverlabel.bordercolor": colour("line"),
+      "hoverlabel.font.color": colour("ink"),
+      "modebar.color": colour("soft"),
+      "modebar.activecolor": colour("accent"),
+      "modebar.bgcolor": "rgba(0,0,0,0)",
+    };
+    for (const key of Object.keys(layout)) {
+      if (/^[xy]axis\d*$/.test(key)) {
+        update[key + ".gridcolor"] = colour("grid");
+        update[key + ".linecolor"] = colour("line");
+        update[key + ".zerolinecolor"] = colour("line");
+      }
+    }
+    (layout.shapes || []).forEach(function (shape, index) {
+      update["shapes[" + index + "].line.color"] = colour("soft");
+    });
+    return update;
+  }
+
+  function applyTheme() {
+    const dark = chosen === null ? preference.matches : chosen === "dark";
+    root.dataset.theme = dark ? "dark" : "light";
+    button.textContent = dark ? "light" : "dark";
+    for (const chart of document.querySelectorAll(".chart.js-plotly-plot")) {
+      Plotly.relayout(chart, themed(chart.layout));
+    }
+  }
+
+  function plot(chart) {
+    const figure = figures[chart.id];
+    if (!figure || chart.classList.contains("js-plotly-plot")) {
+      return;
+    }
+    if (isTouch) {
+      // a finger on a figure scrolls the page; buttons zoom
+      figure.layout.dragmode = false;
+    }
+    Plotly.newPlot(chart, figure.data, figure.layout, config);
+    Plotly.relayout(chart, themed(chart.layout));
+  }
+
+  function plotVisible(folder) {
+    for (const chart of folder.querySelectorAll(".chart")) {
+      if (chart.offsetParent !== null) {
+        plot(chart);
+      }
+    }
+  }
+
+  function move(chart, target) {
+    let [start, end] = chart.layout.xaxis.range.map(Number);
+    const width = end - start;
+    const data = target.dataset;
+    if (data.start !== undefined) {
+      [start, end] = [Number(data.start), Number(data.end)];
+    } else if (data.shift !== undefined) {
+      [start, end] = [start + data.shift * width, end + data.shift * width];
+    } else {
+      const centre = (start + end) / 2;
+      [start, end] = [centre - (width * data.zoom) / 2, centre + (width * data.zoom) / 2];
+    }
+    const update = {};
+    for (const key of Object.keys(chart.layout)) {
+      if (/^xaxis\d*$/.test(key)) {
+        update[key + ".range"] = [start, end];
+      }
+    }
+    Plotly.relayout(chart, update);
+  }
+
+  for (const views of document.querySelectorAll(".views")) {
+    views.addEventListener("click", function (event) {
+      if (event.target.tagName === "BUTTON") {
+        move(document.getElementById(views.dataset.figure), event.target);
+      }
+    });
+  }
+  for (const folder of document.querySelectorAll("details")) {
+    folder.addEventListener("toggle", function () {
+      if (folder.open) {
+        plotVisible(folder);
+      }
+    });
+  }
+  button.addEventListener("click", function () {
+    chosen = root.dataset.theme === "dark" ? "light" : "dark";
+    applyTheme();
+  });
+  preference.addEventListener("change", applyTheme);
+  applyTheme();
+  plotVisible(document);
+  root.dataset.ready = "true";
+})();
