@@ -72,7 +72,7 @@ def _split_directory(text: str) -> tuple[Path, str | None] | None:
 def _no_file(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a directory, but none that save_to_disk of datasets has written; give a file in it"
-    return f"there is no data file {path}{instead_of(path, Path.is_file)}"
+    return f"there is no data file {path}{instead_of(path, lambda other: other.name.endswith(ENDINGS))}"
 
 
 def json_limit(error: ValueError | RecursionError) -> str:

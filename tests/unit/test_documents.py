@@ -200,6 +200,12 @@ def check(command: str) -> str:
             assert "#SBATCH" in Path(script).read_text()
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case ["git", "clone", "URL", directory]:
+            assert directory == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+        case ["cd", directory]:
+            assert directory == "flexrlhf"
+        case ["source", script]:
+            assert script.partition("/")[0] == ".venv" and "BIN := .venv/bin" in (ROOT / "Makefile").read_text()
         case ["sudo", *words]:
             return check(shlex.join(words))
         case ["python", "-m", module, *_]:

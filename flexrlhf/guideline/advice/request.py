@@ -117,6 +117,8 @@ SETTINGS = {
     "lora": "models.actor.lora={rank: N}",
 }
 """Option → setting to use with a config, after ``--set``."""
+OVERRIDES = ("prompt_tokens", "response_tokens", "prompts", "samples", "mini_batches", "rollout")
+"""Options that are one setting of a config, which they replace."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +146,20 @@ class AdviceOptions:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def spec(self, config: Path | None, overrides: tuple[str, ...] = ()) -> Spec:
-        """Return the spec of ``config``, else of the options. Raises UserError for an option next to a ``config``."""
+        """Return the spec of ``config``, else of the options.
+
+        Raises UserError for an option next to a ``config`` that is no single setting of it.
+        """
         if config is None:
             return self.request().spec(overrides)
-        if self.given:
-            name, value = next(iter(self.given.items()))
-            raise UserError(f"{_option(name)} {value}: {config} sets it already; use --set {SETTINGS[name]} instead")
-        return load_spec(config, overrides)
+        for name, value in self.given.items():
+            if name not in OVERRIDES:
+                raise UserError(
+                    f"{_option(name)} {value}: describes models and devices where there is no config; for {config} "
+                    f"use --set '{SETTINGS[name]}'"
+                )
+        own = (f"{SETTINGS[name].partition('=')[0]}={value}" for name, value in self.given.items())
+        return load_spec(config, (*own, *overrides))
 
     def request(self) -> AdviceRequest:
         """Return the request. Raises UserError for unknown models or classes, and for devices given twice."""
