@@ -14,7 +14,10 @@ All = Annotated[bool, typer.Option("--all", help="list all metrics, not the main
 
 
 def compare(runs: Runs, all_: All = False) -> None:
-    """Show runs side by side: how far their metrics differ, and where the time of a step goes."""
+    """Show runs side by side: their numbers and their times.
+
+    How far their metrics are apart, and where the time of a step goes on each rank.
+    """
     from flexrlhf.side_by_side.recorded import read_steps
     from flexrlhf.side_by_side.tables import format_runs
 
