@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.options import Overrides, Profile
+from flexrlhf.cli.working import working
 from flexrlhf.config.output_path import check_output
 
 Text = str | None
@@ -92,12 +93,14 @@ def advise(
     spec = options.spec(config, tuple(set_ or ()))
     source = costs_for(spec, profile)
     if per_operator:
-        operators = advise_operators(spec, source.costs, lengths_for(spec, mean_response), seconds)
+        with working("searching for a placement of each operator"):
+            operators = advise_operators(spec, source.costs, lengths_for(spec, mean_response), seconds)
         typer.echo(format_operator_advice(operators, source.name))
         if output is not None:
             write_operator_advice(operators, output)
     else:
-        advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
+        with working("searching for a placement"):
+            advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
         typer.echo(format_advice(advice, source.name))
         if output is not None:
             write_advised(advice.best, output)

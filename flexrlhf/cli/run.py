@@ -22,6 +22,7 @@ from flexrlhf.cli.options import (
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.working import working
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import UserError
@@ -118,7 +119,8 @@ def _run(
 ) -> None:
     from flexrlhf.execution.job import prepare_job
 
-    job = prepare_job(plans, hosts, is_quickstart, resume, under_ray)
+    with working("checking models and data"):
+        job = prepare_job(plans, hosts, is_quickstart, resume, under_ray)
     if hosts.is_first:
         for plan in plans:
             typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, skipped") + "\n")

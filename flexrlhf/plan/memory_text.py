@@ -109,9 +109,9 @@ TensorBytes = Mapping[str, Mapping[str, int]]
 
 WIDTH = 120
 NOT_PLANNED = {
-    "cpu": "Peaks of memory: planned are tensors alone; measured is what the whole process has grown by since before its "
-    "models were loaded: also code, tables and buffers of libraries, objects of Python, and freed memory that is kept "
-    "for the next use: tens of MB, whatever the size of the models.",
+    "cpu": "Peaks of memory: planned are tensors alone; measured is what the whole process has grown by since before "
+    "its models were loaded: also code, tables and buffers of libraries, objects of Python, and freed memory that is "
+    "kept for the next use: tens of MB, whatever the size of the models.",
     "cuda": "Peaks of memory: planned are tensors; measured is what torch has allocated on the device, without the "
     "driver's context and what torch reserves.",
 }
