@@ -61,7 +61,26 @@
     }
     Plotly.newPlot(chart, figure.data, figure.layout, config);
     Plotly.relayout(chart, themed(chart.layout));
+    fit(chart);
   }
+
+  /* Add the height of the legend, which wraps as the page is wide, to that of the figure. */
+  function fit(chart) {
+    const legend = chart.querySelector("g.legend rect.bg");
+    const height = Number(chart.dataset.height) + (legend ? Math.ceil(legend.getBBox().height) : 0);
+    if (Math.abs(height - chart.layout.height) > 2) {
+      chart.style.height = height + "px";
+      Plotly.relayout(chart, { height: height });
+    }
+  }
+
+  let resizing = 0;
+  window.addEventListener("resize", function () {
+    clearTimeout(resizing);
+    resizing = setTimeout(function () {
+      document.querySelectorAll(".chart.js-plotly-plot").forEach(fit);
+    }, 300);
+  });
 
   function plotVisible(folder) {
     for (const chart of folder.querySelectorAll(".chart")) {
