@@ -58,7 +58,7 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     compared = {_compared(other, "/" in name): other for other in known if other != name}
     word = _compared(name, "/" in name)
     swapped = [other for other in compared if sorted(other) == sorted(word)]
-    matches = swapped or difflib.get_close_matches(word, compared, n=1, cutoff=NEAR)
+    matches = difflib.get_close_matches(word, compared, n=1, cutoff=NEAR) or swapped
     if not matches and len(word) >= LEAST_PART:
         parts = [other for other in compared if word in other or (2 * len(other) >= len(word) and other in word)]
         matches = sorted(parts, key=lambda other: abs(len(other) - len(word)))

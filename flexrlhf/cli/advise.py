@@ -10,6 +10,7 @@ import typer
 from flexrlhf.cli.completion import complete_config
 from flexrlhf.cli.options import ConfigOption, Overrides, Profile
 from flexrlhf.cli.specs import chosen_config
+from flexrlhf.cli.working import working
 from flexrlhf.config.output_path import check_output
 
 Text = str | None
@@ -105,12 +106,14 @@ def advise(
     spec = options.spec(config, tuple(set_ or ()))
     source = costs_for(spec, profile)
     if per_operator:
-        operators = advise_operators(spec, source.costs, lengths_for(spec, mean_response), seconds)
+        with working("searching for a placement of each operator"):
+            operators = advise_operators(spec, source.costs, lengths_for(spec, mean_response), seconds)
         typer.echo(format_operator_advice(operators, source.name))
         if output is not None:
             write_operator_advice(operators, output)
     else:
-        advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
+        with working("searching for a placement"):
+            advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
         typer.echo(format_advice(advice, source.name))
         if output is not None:
             write_advised(advice.best, output)

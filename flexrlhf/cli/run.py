@@ -26,12 +26,15 @@ from flexrlhf.cli.options import (
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
+from flexrlhf.cli.working import working
+from flexrlhf.display.plain_lines import width_of_output
+from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import UserError
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
 from flexrlhf.placement.slurm import hosts_of
-from flexrlhf.plan.memory_text import measured_memory
+from flexrlhf.plan.memory_text import measured_memory, memory_note
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import format_plan, format_summary
+from flexrlhf.plan.plan_text import format_plan
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check configs, models and data, print the plan, start nothing")
@@ -148,21 +151,27 @@ def _run(
 ) -> None:
     from flexrlhf.execution.job import prepare_job
 
-    job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps=is_quickstart and not fresh)
+    with working("checking models and data"):
+        job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps=is_quickstart and not fresh)
     why = "skipped" if resume is not None else "kept; its config is unchanged (--fresh trains it again)"
     if hosts.is_first:
         for plan in plans:
             typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, {why}") + "\n")
     job.start(max_restarts)
     if hosts.is_first:
-        for plan in job.plans:
-            _print_summary(plan)
+        devices = {_print_summary(plan) for plan in job.plans}
+        for device in sorted(devices):
+            typer.echo("\n" + "\n".join(memory_note(device, width_of_output())))
 
 
-def _print_summary(plan: Plan) -> None:
+def _print_summary(plan: Plan) -> str:
+    """Print what a run has come to; return the device of its ranks, cpu or cuda."""
     from flexrlhf.execution.run_directory import read_facts, read_lines
 
     directory = plan.spec.directory
     rows, samples = read_lines(directory / "metrics.jsonl"), read_lines(directory / "samples.jsonl")
-    typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, samples))
-    typer.echo("\n".join(measured_memory(plan, read_facts(directory / "timeline.json"))))
+    width = width_of_output()
+    typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, samples, width))
+    facts = read_facts(directory / "timeline.json")
+    typer.echo("\n".join(measured_memory(plan, facts, width)))
+    return str(facts["device"])

@@ -42,11 +42,11 @@ def seconds_left(seconds: Sequence[float], remaining: int) -> float | None:
     return remaining * sum(recent) / len(recent) if recent else None
 
 
-def throughput(rows: Sequence[Mapping[str, float]]) -> str:
-    """Return samples and tokens in a second over the last rows of metrics; an empty text without any."""
+def throughput(rows: Sequence[Mapping[str, float]], most: int = WINDOW) -> str:
+    """Return samples and tokens in a second over the last rows of metrics, at ``most`` so many; else an empty text."""
     parts = []
     for noun in ("samples", "tokens"):
-        found = [row for row in rows[-WINDOW:] if f"{noun}_per_second" in row]
+        found = [row for row in rows[-most:] if f"{noun}_per_second" in row]
         seconds = sum(row["seconds"] for row in found)
         if seconds > 0:
             number = sum(row[f"{noun}_per_second"] * row["seconds"] for row in found)

@@ -105,10 +105,12 @@ def prepare_job(
     is_quickstart:  write the quick start's corpus first
     resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
     under_ray:      whether the ranks start in a Ray cluster
-    keeps:          without ``resume``: leave out runs whose results are there already, except for the last one
+    keeps:          without ``resume``: leave out runs whose results are there already, except for the last one; not
+                    under torchrun, where each machine would decide by its own directory
 
     Raises UserError.
     """
+    keeps = keeps and not under_torchrun()
     if hosts.nnodes > 1 and not hosts.is_first_node and (keeps or resume is not None):
         found = [] if resume is not None and all(map(is_finished, plans)) else _ordered_runs(plans, hosts)
     else:

@@ -23,6 +23,7 @@ CAPTION = (
     "shapes of the models. Measured: what all ranks sent, mean over the steps of the timeline. In-place syncs send "
     "nothing."
 )
+LOGARITHMIC = " The axis is logarithmic."
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,22 @@ def bytes_picture(edges: Sequence[EdgeBytes], key: str) -> Picture:
     traces = [_bars(edges, "planned", [edge.planned for edge in edges], PLANNED)]
     if any(edge.measured is not None for edge in edges):
         traces.append(_bars(edges, "measured", [edge.measured for edge in edges], MEASURED))
-    height = ROW * len(edges) + 96
-    figure = make_figure(traces, height, barmode="group", bargap=0.3, showlegend=len(traces) > 1)
+    height = ROW * len(edges) + 44
+    figure = make_figure(
+        traces,
+        height,
+        barmode="group",
+        bargap=0.3,
+        margin={"l": 8, "r": 12, "t": 8, "b": 30},
+        showlegend=len(traces) > 1,
+    )
     sizes = [size for edge in edges for size in (edge.planned, edge.measured) if size]
     is_wide = bool(sizes) and max(sizes) > 50 * min(sizes)
-    figure.update_xaxes(type="log" if is_wide else "linear", tickformat="~s", ticksuffix="B", nticks=6, automargin=True)
-    if sizes and is_wide:
-        figure.update_xaxes(title={"text": "bytes, logarithmic", "standoff": 4})
+    figure.update_xaxes(type="log" if is_wide else "linear", tickformat="~s", ticksuffix="B", nticks=6)
+    if is_wide:
+        figure.update_xaxes(dtick=1)
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
-    return Picture(key, "Bytes of a step by edge", CAPTION, figure, height)
+    return Picture(key, "Bytes of a step by edge", CAPTION + LOGARITHMIC * is_wide, figure, height)
 
 
 def _bars(edges: Sequence[EdgeBytes], name: str, sizes: Sequence[float | None], colour: str) -> go.Bar:
@@ -112,6 +120,8 @@ def _bars(edges: Sequence[EdgeBytes], name: str, sizes: Sequence[float | None], 
         marker={"color": colour},
         text=[bytes_text(None if size is None else round(size)) for size in sizes],
         textposition="auto",
+        textfont={"size": 11},
+        textangle=0,
         cliponaxis=False,
         customdata=[escaped(edge.label) for edge in edges],
         hovertemplate=f"%{{customdata}}<br>{name} %{{text}}<extra></extra>",

@@ -25,7 +25,6 @@ INSTRUCTIONS = {
     "checkpoint": "#707a52",
     "eval": "#a3a44e",
 }
-WAITING = "#d3d6da"
 SHARES = {
     "generation": "#4a90a4",
     "forward passes": "#8cc0b4",

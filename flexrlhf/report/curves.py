@@ -13,7 +13,8 @@ from flexrlhf.report.colours import run_colour
 from flexrlhf.report.picture import Picture, escaped, make_figure
 from flexrlhf.report.run_contents import RunContents
 
-HEIGHT = 250
+HEIGHT = 215
+MARGIN = {"l": 52, "r": 12, "t": 12, "b": 28}
 MOST_POINTS = 2000
 """Points of a curve; of more steps every so many are shown, and the last one."""
 PAIRS = {
@@ -34,6 +35,13 @@ MAIN = (
     *("pair_accuracy", "preference_loss", "preference_margin", "seconds"),
 )
 """Metrics that are shown at once; the others are folded."""
+_LINES = (
+    {"width": 2.4, "dash": "solid"},
+    {"width": 1.7, "dash": "dash"},
+    {"width": 1.7, "dash": "dot"},
+    {"width": 1.7, "dash": "dashdot"},
+)
+"""Lines of runs: one run's shows through the next one's where they coincide."""
 SECONDS = "seconds of a step, as the first rank wrote them"
 
 
@@ -101,30 +109,28 @@ def _picture(
 ) -> Picture:
     other = PAIRS[name] if second else None
     several = len(runs) > 1
-    traces = [_trace(runs, curve, several, other is not None, is_second=False) for curve in curves]
-    traces += [_trace(runs, curve, several, True, is_second=True) for curve in second]
+    traces = [_trace(runs, curve, several, is_second=False) for curve in curves]
+    traces += [_trace(runs, curve, several, is_second=True) for curve in second]
     has_legend = len(traces) > 1
-    height = HEIGHT + (36 if has_legend else 0)
-    figure = make_figure(traces, height, showlegend=has_legend, hovermode="x unified")
-    figure.update_xaxes(title={"text": "step", "standoff": 4}, rangemode="normal", tickformat="d")
+    figure = make_figure(traces, HEIGHT, showlegend=has_legend, hovermode="x unified", margin=MARGIN)
+    figure.update_xaxes(rangemode="normal", tickformat="d", hoverformat="d", unifiedhovertitle={"text": "step %{x}"})
     figure.update_yaxes(automargin=True)
     caption = definition(name) + (f"; {other}: {definition(other)}" if other else "")
     title = name if other is None else f"{name}, {other}"
-    return Picture(f"curve-{name}", title, caption + _thinning(runs), figure, height)
+    return Picture(f"curve-{name}", title, caption + _thinning(runs), figure, HEIGHT)
 
 
-def _trace(
-    runs: Sequence[RunContents], curve: MetricCurve, several: bool, names_metric: bool, is_second: bool
-) -> go.Scatter:
-    words = [escaped(runs[curve.run].name)] * several + [escaped(curve.metric)] * (names_metric or not several)
-    is_sparse = is_second or len(curve.steps) == 1
+def _trace(runs: Sequence[RunContents], curve: MetricCurve, several: bool, is_second: bool) -> go.Scatter:
+    metric = "evaluation" if is_second and curve.metric.startswith("eval_") else curve.metric
+    words = [escaped(runs[curve.run].name)] * several + [escaped(metric)] * (is_second or not several)
+    line = {"width": 1.2, "dash": "dot"} if is_second else _LINES[curve.run % len(_LINES)]
     return go.Scatter(
         x=curve.steps,
         y=curve.values,
-        name=" ".join(words),
-        mode="lines+markers" if is_sparse else "lines",
-        line={"color": run_colour(curve.run), "width": 1.8, "dash": "dot" if is_second else "solid"},
-        marker={"size": 6, "symbol": "diamond"},
+        name=", ".join(words),
+        mode="lines+markers" if is_second or len(curve.steps) == 1 else "lines",
+        line={"color": run_colour(curve.run), **line},
+        marker={"size": max(4, 9 - 3 * curve.run), "symbol": "diamond"},
         hovertemplate="%{y:.4g}",
     )
 

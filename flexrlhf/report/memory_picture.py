@@ -12,7 +12,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import PARTS_OF_MEMORY
 from flexrlhf.report.picture import Picture, escaped, make_figure
 from flexrlhf.report.placement_picture import RankColumn, columns_of
-from flexrlhf.text import bytes_text, span_of
+from flexrlhf.text import bytes_text, ranks_text, span_of
 
 MODELS = "models and optimizer"
 ROW = 30
@@ -20,14 +20,12 @@ CAPTION = (
     "Bytes on each rank's device. Planned: the phase of a step with the highest total; {models}: weights, optimizer "
     "state, caches and the gradients of the model that trains; the other parts exist during that phase alone."
 )
-MEASURED = (
-    " Measured peak: of the {process}, in addition to what it used before its models were loaded{cpu}. Counted "
-    "tensors: of the models at the end of the run."
+MEASURED = " Counted tensors: those of the models on the device at the end of the run. Measured peak: {peak}."
+CPU_PEAK = (
+    "what the rank's process used in addition to what it did before its models were loaded, so with what libraries and "
+    "the allocator keep, which is most of it for small models; the plan has tensors alone"
 )
-CPU = (
-    ", so with what libraries and the allocator keep; the plan has tensors alone, which small models are less of than "
-    "of that"
-)
+GPU_PEAK = "the most that the device's allocator gave out, in addition to what it had before the models were loaded"
 PHASES = (
     "Planned bytes by phase: the total on the device while a kind of work runs on a model. The darkest phase of a rank "
     "is its peak."
@@ -87,14 +85,16 @@ def _peaks(
     measured = measured_peaks(facts)
     traces += _markers(columns, names, "measured peak", measured, "diamond")
     traces += _markers(columns, names, "counted tensors", counted_tensors(facts), "line-ew-open")
-    height = 360
-    figure = make_figure(traces, height, barmode="stack", bargap=0.35, hovermode="closest")
-    figure.update_xaxes(title={"text": "rank", "standoff": 4}, type="category", showgrid=False)
+    height = 300
+    figure = make_figure(
+        traces, height, barmode="stack", bargap=0.35, margin={"l": 52, "r": 12, "t": 12, "b": 28}, hovermode="closest"
+    )
+    figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(tickformat="~s", ticksuffix="B", automargin=True, rangemode="tozero")
     is_cpu = facts.get("device") == "cpu"
     caption = CAPTION.format(models=MODELS)
     if measured:
-        caption += MEASURED.format(process="process" if is_cpu else "device's allocator", cpu=CPU if is_cpu else "")
+        caption += MEASURED.format(peak=CPU_PEAK if is_cpu else GPU_PEAK)
     return Picture(key, "Memory by rank", caption + _capacities(figure, plan, columns, memories), figure, height)
 
 
@@ -149,7 +149,7 @@ def _phases(columns: Sequence[RankColumn], memories: Sequence[RankMemory], key: 
         text=[[bytes_text(each[label]) if label in each else "" for each in totals] for label in labels],
         texttemplate="%{text}" if len(columns) <= 12 else "",
         textfont={"size": 11},
-        hovertemplate="%{y}, rank %{x}: %{text}<extra></extra>",
+        hovertemplate="%{y}, %{x}: %{text}<extra></extra>",
         hoverongaps=False,
         colorscale=[(0, "#dfe8f3"), (1, "#2f5f9e")],
         zmin=0,
@@ -157,12 +157,12 @@ def _phases(columns: Sequence[RankColumn], memories: Sequence[RankMemory], key: 
         xgap=2,
         ygap=2,
     )
-    height = ROW * len(labels) + 64
-    figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 8, "b": 40}, showlegend=False)
-    figure.update_xaxes(title={"text": "rank", "standoff": 4}, type="category", showgrid=False)
+    height = ROW * len(labels) + 48
+    figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 8, "b": 30}, showlegend=False)
+    figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
     return Picture(key, "Memory by phase", PHASES, figure, height)
 
 
 def _names(columns: Sequence[RankColumn]) -> list[str]:
-    return [span_of(column.ranks) for column in columns]
+    return [ranks_text(column.ranks) if len(columns) <= 8 else span_of(column.ranks) for column in columns]

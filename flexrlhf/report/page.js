@@ -17,7 +17,7 @@
     return getComputedStyle(root).getPropertyValue("--" + name).trim();
   }
 
-  /* Layout updates that give a figure the colours of the theme. */
+  /* Layout updates, by path, that give a figure the colours of the theme. */
   function themed(layout) {
     const update = {
       "font.color": colour("ink"),
@@ -59,15 +59,61 @@
       // a finger on a figure scrolls the page; buttons zoom
       figure.layout.dragmode = false;
     }
+    for (const [path, value] of Object.entries(themed(figure.layout))) {
+      setAt(figure.layout, path.replaceAll("[", ".").replaceAll("]", "").split("."), value);
+    }
     Plotly.newPlot(chart, figure.data, figure.layout, config);
-    Plotly.relayout(chart, themed(chart.layout));
+    fit(chart);
   }
 
+  function setAt(target, path, value) {
+    const last = path.pop();
+    for (const key of path) {
+      target = target[key] = target[key] || {};
+    }
+    target[last] = value;
+  }
+
+  /* Add the height of the legend, which wraps as the page is wide, to that of the figure. */
+  function fit(chart) {
+    const legend = chart.querySelector("g.legend rect.bg");
+    const height = Number(chart.dataset.height) + (legend ? Math.ceil(legend.getBBox().height) : 0);
+    if (Math.abs(height - chart.layout.height) > 2) {
+      chart.style.height = height + "px";
+      Plotly.relayout(chart, { height: height });
+    }
+  }
+
+  let resizing = 0;
+  window.addEventListener("resize", function () {
+    clearTimeout(resizing);
+    resizing = setTimeout(function () {
+      document.querySelectorAll(".chart.js-plotly-plot").forEach(fit);
+    }, 300);
+  });
+
+  /* Plot the figures of open folders one after the other, so that the first can be used while others follow. */
+  const queue = [];
+
   function plotVisible(folder) {
-    for (const chart of folder.querySelectorAll(".chart")) {
-      if (chart.offsetParent !== null) {
-        plot(chart);
+    const isIdle = queue.length === 0;
+    for (const chart of folder.querySelectorAll(".chart:not(.js-plotly-plot)")) {
+      if (chart.offsetParent !== null && !queue.includes(chart)) {
+        queue.push(chart);
       }
+    }
+    root.dataset.ready = String(queue.length === 0);
+    if (isIdle) {
+      plotNext();
+    }
+  }
+
+  function plotNext() {
+    if (queue.length > 0) {
+      plot(queue[0]);
+      queue.shift();
+      root.dataset.ready = String(queue.length === 0);
+      setTimeout(plotNext, 0);
     }
   }
 
@@ -113,5 +159,4 @@
   preference.addEventListener("change", applyTheme);
   applyTheme();
   plotVisible(document);
-  root.dataset.ready = "true";
 })();

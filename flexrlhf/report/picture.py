@@ -11,16 +11,21 @@ import plotly.graph_objects as go
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
+LANE, BOTTOM = 30, 30
+"""Pixels of a lane, and under all lanes."""
+
 
 @dataclass(frozen=True)
 class View:
     """A range of the horizontal axis that a button shows.
 
     name:        on the button
+    steps:       that it shows
     start, end:  of the range
     """
 
     name: str
+    steps: int
     start: float
     end: float
 
@@ -33,7 +38,7 @@ class Picture:
     title:    above it
     caption:  under it: what it shows, and the units
     figure:   for plotly
-    height:   in pixels
+    height:   in pixels, without the legend, which the page adds as it wraps
     views:    ranges that buttons show; without any there are no buttons
     """
 
@@ -67,8 +72,42 @@ def base_layout(height: int) -> Mapping[str, Any]:
         "font": {"family": FONT, "size": 12},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        "uniformtext": {"minsize": 9, "mode": "hide"},
+        "legend": {
+            "orientation": "h",
+            "traceorder": "normal",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "xanchor": "left",
+        },
     }
+
+
+def lane_layout(num_parts: int, num_lanes: int, between: int, top: int) -> tuple[int, float]:
+    """Return height and spacing of figures with one part above the other, each of so many lanes.
+
+    between, top:  pixels above a further part, and above the first one
+    """
+    plotted = num_parts * LANE * num_lanes + (num_parts - 1) * between
+    return plotted + top + BOTTOM, between / plotted
+
+
+def add_part_title(figure: go.Figure, title: str, number: int, above: int) -> None:
+    """Write a title so many pixels above the part with this number, from 1."""
+    suffix = "" if number == 1 else str(number)
+    figure.add_annotation(
+        x=0,
+        y=1,
+        yshift=above,
+        xref=f"x{suffix} domain",
+        yref=f"y{suffix} domain",
+        xanchor="left",
+        yanchor="bottom",
+        text=title,
+        showarrow=False,
+    )
 
 
 def escaped(text: object) -> str:

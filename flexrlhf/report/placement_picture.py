@@ -11,7 +11,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import role_colours
 from flexrlhf.report.picture import Picture, escaped, make_figure
-from flexrlhf.text import bytes_text, span_of
+from flexrlhf.text import bytes_text, ranks_text, span_of
 
 ROW = 34
 MOST_COLUMNS = 64
@@ -64,7 +64,7 @@ def placement_picture(plan: Plan, key: str) -> Picture:
     columns, models = columns_of(plan), plan.placement.models
     colours = role_colours(plan.graph.roles)
     roles = [*colours]
-    names = [span_of(column.ranks) for column in columns]
+    names = [ranks_text(column.ranks) if len(columns) <= 8 else span_of(column.ranks) for column in columns]
     trace = go.Heatmap(
         x=[*range(len(columns))],
         y=[str(model.name) for model in models],
@@ -82,13 +82,11 @@ def placement_picture(plan: Plan, key: str) -> Picture:
         xgap=2,
         ygap=3,
     )
-    height = ROW * len(models) + 84
-    figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 34, "b": 42}, showlegend=False)
+    height = ROW * len(models) + 72
+    figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 34, "b": 30}, showlegend=False)
     figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False, fixedrange=True, zeroline=False)
     step = max(1, len(columns) // 16)
-    title = "rank" if len(columns) == plan.placement.num_ranks else "ranks"
     figure.update_xaxes(
-        title={"text": title, "standoff": 4},
         tickvals=[*range(0, len(columns), step)],
         ticktext=names[::step],
         showgrid=False,

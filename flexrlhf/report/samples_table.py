@@ -20,7 +20,7 @@ class SampleLine:
     step:      from 1
     prompt, response: texts
     score:     as text; empty where there is none
-    length:    in tokens, as text; with a mark where it was truncated
+    length:    as text, and whether it was truncated
     """
 
     step: int
@@ -95,4 +95,4 @@ def _length(row: Row) -> str:
     length: Any = row.get("length")
     if length is None:
         return ""
-    return str(length) if row.get("finished", True) else f"{length}, truncated"
+    return f"{length} tokens" if row.get("finished", True) else f"{length} tokens, truncated"

@@ -36,8 +36,8 @@ PLANNED_STEPS = 3
 """Steps of a plan that its timeline shows, after the first one."""
 CURVES = "A point a step, counted from 1. Under each figure: what the metric is, and its unit."
 TIMELINE = (
-    "A bar is an instruction on a rank; its length is its time. Drag to zoom, double-click to go back; a click in the "
-    "legend hides instructions, a double click all others."
+    "A bar is an instruction on a rank, in seconds; the numbers are those of the steps, where each begins. Drag to "
+    "zoom, double-click to go back; a click in the legend hides instructions, a double click all others."
 )
 PREDICTED = " Predicted: by {source}, with {lengths}; a step {seconds}."
 MOST_MEMORY_ROWS = 32

@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from flexrlhf.report.colours import SHARES as COLOURS
-from flexrlhf.report.picture import Picture, base_layout
+from flexrlhf.report.picture import BOTTOM, Picture, add_part_title, base_layout, lane_layout
 from flexrlhf.report.step_times import SHARES, WAITING
-from flexrlhf.report.timeline_picture import LANE, Lane
+from flexrlhf.report.timeline_picture import Lane
 
 CAPTION = (
     "Share of each rank's time, in percent, over the steps that the timeline shows. Waiting: no instruction runs, or "
@@ -34,27 +34,16 @@ class RankShares:
 
 def shares_picture(parts: Sequence[RankShares], lanes: Sequence[Lane], key: str) -> Picture:
     """Return the picture of the shares of all lanes."""
-    figure = make_subplots(rows=len(parts), cols=1, shared_xaxes=True, vertical_spacing=0.5 / (2 + 2 * len(lanes)))
+    height, spacing = lane_layout(len(parts), len(lanes), between=26, top=22)
+    figure = make_subplots(rows=len(parts), cols=1, shared_xaxes=True, vertical_spacing=spacing)
     for row, part in enumerate(parts, 1):
         for name in SHARES:
             trace = _bars(part, lanes, name, is_named=row == 1)
-            if any(trace.x) or name == WAITING:
+            if any(each.get(name) for half in parts for each in half.shares.values()) or name == WAITING:
                 figure.add_trace(trace, row=row, col=1)
-        suffix = "" if row == 1 else str(row)
-        figure.add_annotation(
-            x=0,
-            y=1,
-            xref=f"x{suffix}",
-            yref=f"y{suffix} domain",
-            xanchor="left",
-            yanchor="bottom",
-            text=part.title,
-            showarrow=False,
-            font={"size": 11},
-        )
-    height = len(parts) * (LANE * len(lanes) + 26) + 116
-    figure.update_layout(**{**base_layout(height), "margin": {"l": 8, "r": 12, "t": 26, "b": 40}})
-    figure.update_layout(barmode="stack", bargap=0.25, uniformtext={"minsize": 9, "mode": "hide"})
+        add_part_title(figure, part.title, row, above=2)
+    figure.update_layout(**{**base_layout(height), "margin": {"l": 8, "r": 12, "t": 22, "b": BOTTOM}})
+    figure.update_layout(barmode="stack", bargap=0.25)
     figure.update_xaxes(range=[0, 100], ticksuffix=" %", zeroline=False, fixedrange=True)
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
     return Picture(key, "Share of waiting by rank", CAPTION, figure, height)

@@ -13,17 +13,17 @@ from plotly.subplots import make_subplots
 from flexrlhf.guideline.simulation.simulate import blocks_of
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.colours import WAITING
+from flexrlhf.report.colours import SHARES
 from flexrlhf.report.instruction_style import InstructionStyles
-from flexrlhf.report.picture import Picture, View, base_layout, escaped
+from flexrlhf.report.picture import BOTTOM, Picture, View, add_part_title, base_layout, escaped, lane_layout
 from flexrlhf.report.step_times import StepTime
-from flexrlhf.text import bytes_text, ranks_text
+from flexrlhf.text import bytes_text, counted, ranks_text
 from flexrlhf.timeline import Span
 
 MOST_OWN_LANES, MOST_LANES = 16, 32
 """Ranks that have a lane each; of more, those with the same instructions share one, and so many lanes are shown."""
 MOST_STEPS, MOST_SPANS = 20, 2500
-LANE = 30
+TOP = 36
 WAITED = "waiting for rows"
 
 
@@ -77,19 +77,18 @@ def timeline_picture(
     caption: str,
 ) -> Picture:
     """Return the picture of measured and predicted timelines. ``initial``: steps that are shown at first."""
-    figure = make_subplots(rows=len(parts), cols=1, shared_xaxes=True, vertical_spacing=0.5 / (2 + 2 * len(lanes)))
+    height, spacing = lane_layout(len(parts), len(lanes), between=40, top=TOP)
+    figure = make_subplots(rows=len(parts), cols=1, shared_xaxes=True, vertical_spacing=spacing)
     named: set[str] = set()
     for row, part in enumerate(parts, 1):
         for trace in _traces(part, lanes, styles, named):
             figure.add_trace(trace, row=row, col=1)
-    names = len(named)
-    height = len(parts) * (LANE * len(lanes) + 26) + 80 + 24 * -(-names // 5)
-    figure.update_layout(**{**base_layout(height), "margin": {"l": 8, "r": 12, "t": 26, "b": 40}})
+    figure.update_layout(**{**base_layout(height), "margin": {"l": 8, "r": 12, "t": TOP, "b": BOTTOM}})
     figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest", dragmode="zoom")
-    figure.update_layout(uniformtext={"minsize": 9, "mode": "hide"}, showlegend=True)
+    figure.update_layout(showlegend=True)
     views = _views(parts, initial)
-    figure.update_xaxes(range=[views[0].start, views[0].end], zeroline=False)
-    figure.update_xaxes(title={"text": "seconds", "standoff": 4}, row=len(parts), col=1)
+    first = min(views, key=lambda view: abs(view.steps - initial))
+    figure.update_xaxes(range=[first.start, first.end], zeroline=False, ticksuffix=" s")
     figure.update_yaxes(
         categoryorder="array",
         categoryarray=[lane.label for lane in lanes],
@@ -103,15 +102,14 @@ def timeline_picture(
 
 
 def _views(parts: Sequence[ShownTimeline], initial: int) -> tuple[View, ...]:
-    """Return the ranges of the buttons, the first of which is shown at first."""
+    """Return the ranges of the buttons: one step, as many as are shown at first, all."""
 
-    def view(name: str, number: int) -> View:
+    def view(number: int) -> View:
         widest = max(part.times[min(number, len(part.times)) - 1].end - part.times[0].start for part in parts)
-        return View(name, -0.01 * widest, 1.01 * widest)
+        return View(counted(number, "step"), number, -0.005 * widest, 0.9995 * widest)
 
     most = max(len(part.times) for part in parts)
-    chosen = dict.fromkeys(min(number, most) for number in (initial, 1, most))
-    return tuple(view("1 step" if number == 1 else f"{number} steps", number) for number in chosen)
+    return tuple(view(number) for number in sorted({min(number, most) for number in (initial, 1, most)}))
 
 
 def _traces(part: ShownTimeline, lanes: Sequence[Lane], styles: InstructionStyles, named: set[str]) -> Iterator[go.Bar]:
@@ -142,7 +140,7 @@ def _traces(part: ShownTimeline, lanes: Sequence[Lane], styles: InstructionStyle
             hovertext=[
                 f"waiting for the rows of {escaped(span.label)}<br>{seconds_text(span.waited)}" for span in waited
             ],
-            marker={"color": WAITING, "opacity": 0.45},
+            marker={"color": SHARES["waiting"], "opacity": 0.3},
             **_common(WAITED, named),
         )
 
@@ -183,18 +181,19 @@ def _mark_steps(figure: go.Figure, parts: Sequence[ShownTimeline]) -> None:
     """Mark where steps begin, with their numbers, from 1."""
     for number, part in enumerate(parts, 1):
         suffix = "" if number == 1 else str(number)
-        origin = part.times[0].start
+        axes = {"xref": f"x{suffix}", "yref": f"y{suffix} domain"}
+        add_part_title(figure, part.title, number, above=16)
         for time in part.times:
-            place = _rounded(time.start - origin)
-            axes = {"xref": f"x{suffix}", "yref": f"y{suffix} domain"}
+            place = _rounded(time.start - part.times[0].start)
             figure.add_shape(type="line", x0=place, x1=place, y0=0, y1=1, line={"width": 1, "dash": "dot"}, **axes)
             figure.add_annotation(
                 x=place,
                 y=1,
                 yanchor="bottom",
                 xanchor="left",
+                xshift=-4,
                 showarrow=False,
+                text=str(time.step + 1),
                 font={"size": 11},
                 **axes,
-                text=f"{part.title}, step {time.step + 1}" if time is part.times[0] else f"step {time.step + 1}",
             )

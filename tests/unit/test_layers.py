@@ -73,8 +73,8 @@ LAYERS = (
     ),
     Layer(
         "profiling",
-        f"profiling guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies memory "
-        f"{PLANNING}",
+        f"profiling display guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies "
+        f"memory {PLANNING}",
         torch=True,
     ),
     Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),

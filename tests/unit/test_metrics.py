@@ -25,7 +25,6 @@ from flexrlhf.config.algorithms import (
 )
 from flexrlhf.metrics import METRICS, Triple, add, evaluate, statistic_name
 from flexrlhf.objectives.functions import COMBINES, LOSSES
-from flexrlhf.plan.plan_text import format_summary
 
 SPECS = {
     "kto_loss": KtoSpec(),
@@ -135,24 +134,3 @@ def test_a_statistic_without_definition_is_its_mean_under_the_name_of_its_operat
     name = statistic_name("advantages", "disagreement")
     assert evaluate({name: (4.0, 6.0, 10.0)}) == {"advantages/disagreement": 1.5}
     assert evaluate({name: (0.0, 0.0, 0.0)}) == {}
-
-
-def test_the_summary_shows_the_first_and_the_last_steps() -> None:
-    rows = [{"step": step, "seconds": 1.0, "reward_mean": float(step)} for step in range(6)]
-    lines = format_summary("first", "runs/first", rows, []).splitlines()
-    assert "6 steps" in lines[0] and "runs/first" in lines[0]
-    assert lines[1].split()[:4] == ["reward_mean", "1", "->", "4"]
-
-
-def test_the_summary_ends_with_the_last_samples() -> None:
-    """Those of the last evaluation, or without any those of training; each in one line, without the middle of it."""
-
-    def sample(rows: str, step: int, response: str, **score: float) -> dict[str, Any]:
-        return {"rows": rows, "step": step, "prompt": "Where\nis it?", "response": response, **score}
-
-    trained = [sample("training", 2, "No."), sample("training", 4, "word " * 40 + "end", score=0.0)]
-    line = format_summary("first", "runs/first", [], trained).splitlines()[-1]
-    assert line.startswith("  Where is it? -> word word ") and line.endswith(" word end  (score 0)") and len(line) < 140
-    samples = [sample("evaluation", 1, "Here."), sample("evaluation", 3, "Over there."), *trained]
-    lines = format_summary("first", "runs/first", [], samples).splitlines()
-    assert lines[1:] == ["  Where is it? -> Over there."]
