@@ -42,6 +42,8 @@ SKIPPED = (
     "share of optimizer steps left out: float16 overflowed, or with guards.non_finite: skip any that is not finite"
 )
 
+SHARE_OF_TIME = "share of the time of all ranks since the row before, in"
+
 METRICS = (
     Metric("reward_mean", "reward", "score before any shaping, mean over responses", progress=True),
     Metric("reward_std", "reward", "standard deviation of the score over the responses of the step", "std"),
@@ -253,16 +255,43 @@ METRICS = (
         "eval_text_cut",
         "share of texts of the evaluation set whose beginning is cut off at models.ROLE.max_text_tokens",
     ),
+    Metric("samples_per_second", "samples_per_second", "rows of the step (responses, pairs or texts) / seconds"),
+    Metric(
+        "tokens_per_second",
+        "tokens_per_second",
+        "response tokens of the step / seconds; sft: tokens trained on; without either left out",
+    ),
+    Metric("time_generate", "time_generate", f"{SHARE_OF_TIME} generation"),
+    Metric("time_forward", "time_forward", f"{SHARE_OF_TIME} forward passes of models: log-probs, values, scores"),
+    Metric("time_score", "time_score", f"{SHARE_OF_TIME} reward functions, services and rules"),
+    Metric("time_train", "time_train", f"{SHARE_OF_TIME} training: forward, backward, gradients, optimizer"),
+    Metric("time_move", "time_move", f"{SHARE_OF_TIME} starting moves of rows; what is waited for is time_wait"),
+    Metric("time_sync", "time_sync", f"{SHARE_OF_TIME} sending and storing weights of copies"),
+    Metric("time_wait", "time_wait", f"{SHARE_OF_TIME} waiting: for rows of other ranks, and between instructions"),
+    Metric(
+        "time_other",
+        "time_other",
+        f"{SHARE_OF_TIME} everything else: advantages, evaluations, checkpoints, models that are saved or offloaded",
+    ),
 )
+
+TIMES = ("seconds", "samples_per_second", "tokens_per_second", *(m.name for m in METRICS if m.name.startswith("time_")))
+"""Entries of a row of metrics that no number of the run depends on, and that differ each time it runs."""
+ROW_ENTRIES = {
+    "step": "number of the step, from 0; what is printed counts those that are done, from 1",
+    "seconds": "time since the row before was written, or since the models were loaded",
+    "rollout_engine": "engine that sampled the responses: torch, deepspeed, vllm",
+}
+"""Entries of a row of metrics that are no statistics, and their definitions."""
 
 _STATISTICS = {metric.statistic for metric in METRICS}
 
 
 def statistic_name(operator: str, name: str) -> str:
-    """Return the statistic's name in METRICS: with the operator's in front where several operators report it."""
-    full = f"{operator}/{name}" if f"{operator}/{name}" in _STATISTICS else name
-    assert full in _STATISTICS, f"statistic {full} of {operator} has no metric"
-    return full
+    """Return the statistic's name in METRICS: with the operator's in front where several operators report it, and of
+    a user's function, whose statistics have no definition."""
+    full = f"{operator}/{name}"
+    return name if full not in _STATISTICS and name in _STATISTICS else full
 
 
 def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
@@ -273,13 +302,17 @@ def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
 
 
 def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
-    """Return the metrics of a step by name; those without rows are left out."""
+    """Return the metrics of a step by name; those without rows are left out.
+
+    A statistic without definition, of a user's function, is its mean.
+    """
     row = {}
     for metric in METRICS:
         weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
         if weight:
             row[metric.name] = _value(metric.kind, weight, first, second)
-    return row
+    own = {name: value for name, value in statistics.items() if name not in _STATISTICS and value[0]}
+    return row | {name: first / weight for name, (weight, first, _) in sorted(own.items())}
 
 
 def _value(kind: str, weight: float, first: float, second: float) -> float:
@@ -300,13 +333,3 @@ def is_better(name: str, value: float, than: float | None) -> bool:
     if math.isnan(value):
         return False
     return than is None or (value < than if metric.less_is_better else value > than)
-
-
-def _is_shown(metric: Metric, value: float) -> bool:
-    return metric.progress or (metric.is_problem and value != 0)
-
-
-def progress_line(run: str, step: int, steps: int, row: Mapping[str, float], seconds: float) -> str:
-    """Return the line that is printed after a step."""
-    shown = [f"{m.name} {row[m.name]:.4g}" for m in METRICS if m.name in row and _is_shown(m, row[m.name])]
-    return f"{run}  step {step + 1}/{steps}  " + "  ".join(shown) + f"  {seconds:.1f} s"

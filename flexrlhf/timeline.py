@@ -111,6 +111,11 @@ class Timeline:
         while self.spans[0].step <= step - self._keep_steps:
             self.spans.popleft()
 
+    @property
+    def num_unsettled(self) -> int:
+        """Number of the last spans whose times are the host's until the device has come to their ends."""
+        return len(self._unsettled)
+
     def begin(self, span: Span) -> None:
         """Start ``span`` now: its columns have arrived."""
         span.begin()

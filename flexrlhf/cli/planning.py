@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from flexrlhf.cli.errors import print_error
+from flexrlhf.cli.working import working
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
@@ -20,7 +21,9 @@ from flexrlhf.plan.suggestions import check_fits
 
 def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
     """Plan the runs of a command; prints the placement that ``placement: auto`` chooses."""
-    return make_plans([_with_chosen_placement(spec) for spec in specs])
+    chosen = [_with_chosen_placement(spec) for spec in specs]
+    with working("planning"):
+        return make_plans(chosen)
 
 
 def _with_chosen_placement(spec: Spec) -> Spec:
@@ -28,7 +31,8 @@ def _with_chosen_placement(spec: Spec) -> Spec:
         return spec
     from flexrlhf.guideline.advice.auto import with_placement
 
-    chosen, sentence = with_placement(spec)
+    with working(f"{spec.name}: searching for a placement"):
+        chosen, sentence = with_placement(spec)
     typer.echo(sentence + "\n")
     return chosen
 

@@ -16,7 +16,10 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="file of the page")
 
 
 def report(runs: Runs, output: Output = Path("report.html"), profile: Profile = None) -> None:
-    """Write one HTML page of runs, also of those that go on or failed: curves, timeline, memory, samples, settings."""
+    """Write one HTML page of runs.
+
+    Curves, timeline, memory, samples and settings; also of runs that go on or failed.
+    """
     from flexrlhf.report.command import write_report
 
     written = write_report(runs, output, profile)

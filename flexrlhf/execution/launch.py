@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from flexrlhf.display.captured import is_terminal
+from flexrlhf.display.live_display import live_display
 from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
 from flexrlhf.execution.agent import RankAgent
 from flexrlhf.execution.failures import Failure, FailureReporter
@@ -30,6 +32,7 @@ from flexrlhf.execution.run_order import OWN, SHARED, RunOrder, dump_orders
 from flexrlhf.execution.stop_requests import END_NOW
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
+from flexrlhf.text import counted
 
 STOPPED = "stopped; all ranks have ended"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -70,13 +73,29 @@ def launch(
     """
     directories = [order.spec.directory for order in orders]
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
-        file, stop = Path(directory) / "orders.json", Path(directory) / "stop"
+        file, stop, events = (Path(directory) / name for name in ("orders.json", "stop", "events.jsonl"))
         file.write_text(dump_orders(orders))
         saves = all(order.spec.checkpoint.on_signal for order in orders)
         with saving_on_signals(stop, saves):
             ranks = ["flexrlhf.execution.rank", str(file), str(stop), SHARED if shares else OWN]
-            start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else (), rendezvous)
+            with _displayed(events, plan, hosts) as further:
+                ranks += further
+                start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else (), rendezvous)
         return stop.exists()
+
+
+@contextmanager
+def _displayed(events: Path, plan: Plan, hosts: Hosts) -> Iterator[list[str]]:
+    """Show the runs on the terminal of the first node; yield the further arguments of the ranks for it."""
+    what = f"starting {counted(plan.placement.num_ranks, 'rank')}"
+    if not hosts.is_first_node:
+        yield []
+    elif is_terminal():
+        with live_display(events, what):
+            yield [str(events)]
+    else:
+        print(what, flush=True)
+        yield []
 
 
 @contextmanager

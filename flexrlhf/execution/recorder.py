@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.world import World
+from flexrlhf.display.events import Send, StepDone
 from flexrlhf.engines.base import Moments
 from flexrlhf.execution.column_files import record_statistics
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.samples import Part, append_samples, merged_samples
 from flexrlhf.execution.step_warnings import StepWarnings
-from flexrlhf.metrics import Triple, add, evaluate, is_better, progress_line, statistic_name
+from flexrlhf.execution.work_time import WorkTime, time_statistics
+from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
@@ -49,8 +51,19 @@ def make_report(
 class Recorder:
     """Publisher of this rank's statistics; on rank 0 it also collects and writes those of all ranks."""
 
-    def __init__(self, plan: Plan, world: World, directory: Path, files: RunFiles, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        directory: Path,
+        files: RunFiles,
+        send: Send,
+        work: WorkTime,
+        first_step: int = 0,
+    ) -> None:
+        """``send``: to whatever displays the run. ``work``: time of all ranks."""
         self._plan = plan
+        self._send, self._work = send, work
         self._world = world
         self._store = dist.PrefixStore(f"record/{plan.spec.name}", world.store)
         self._directory, self._files = directory, files
@@ -218,13 +231,15 @@ class Recorder:
         now = time.time()
         if samples := merged_samples(self.next_step, parts):
             append_samples(self._directory, samples)
-        row = {"step": self.next_step, "seconds": now - self._last_time, **evaluate(total)}
+        seconds = now - self._last_time
+        times = time_statistics(self._work.since_last(), seconds, self._plan.batch.num_rows, total)
+        row = {"step": self.next_step, "seconds": seconds, **evaluate({**total, **times})}
         with (self._directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, **labels}) + "\n")
         spec = self._plan.spec
         if spec.debug.record_columns:
             record_statistics(self._directory, self.next_step, total, reporters)
-        print(progress_line(spec.name, self.next_step, spec.steps, row, row["seconds"]), flush=True)
+        self._send(StepDone(spec.name, self.next_step, spec.steps, row))
         self._warnings.observe(self.next_step, row)
         self.next_step, self._last_time = self.next_step + 1, now
 

@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.comm.world import World, open_world
+from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
+from flexrlhf.display.plain_lines import print_plainly
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.execution.agreement import Member, agree
 from flexrlhf.execution.failures import ErrorReport
@@ -43,11 +45,16 @@ from flexrlhf.plan.data_lines import data_line, data_warnings
 from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.inputs import RunData, load_run_data
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.places import places_of, title_of
 from flexrlhf.plan.plan import Plan
 
 
 def work(
-    orders: Sequence[RunOrder], stop_file: Path | None = None, begin: JobStart | None = None, shares: bool = True
+    orders: Sequence[RunOrder],
+    stop_file: Path | None = None,
+    begin: JobStart | None = None,
+    shares: bool = True,
+    events_file: Path | None = None,
 ) -> bool:
     """Execute runs in order on this rank; all runs of a command share the job's ranks.
 
@@ -56,6 +63,7 @@ def work(
     stop_file:  exists once the launcher has received a signal to save and end; None: signals come to this process.
     begin:      of a job without a launcher of ours: its ranks agree by themselves before anything is written.
     shares:     whether this machine mounts the directories of rank 0's; without ``begin``, which finds it out.
+    events_file:  where the launcher reads what to display; None: rank 0 prints plain lines.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -70,7 +78,8 @@ def work(
             shares = stack.enter_context(_agreed(begin, world))
             orders = _orders_of_first(orders, world, timeout_seconds)
         files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
-        rank = _Rank(world, files, MemoryMeter(world.device), stops, watch)
+        send = _sender(world, events_file)
+        rank = _Rank(world, files, MemoryMeter(world.device), stops, watch, send)
         if stop_file is None:
             stops.install_handlers()
         for index, order in enumerate(orders):
@@ -126,6 +135,7 @@ class _Rank:
     meter: MemoryMeter
     stops: StopRequests
     watch: RankWatch
+    send: Send
 
 
 def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
@@ -136,18 +146,23 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
     world, files, directory = rank.world, rank.files, order.spec.directory
     files.receive_inputs(order.spec, earlier, world)
     plan = make_plan(order.spec)
+    name, send = plan.spec.name, rank.send
     flight = FlightRecord(plan, world, directory)
     with rank.watch.over(flight), writing_to(directory):
+        send(RunBegins(name, title_of(plan, world.device.type), places_of(plan), plan.spec.steps))
+        send(Doing(name, "reading the data"))
         data = load_run_data(plan)
         check_commits(plan, world)
-        if world.rank == 0:
-            _print_counts(plan, data)
         start = choose_start(plan, world, data, files, order.candidates)
-        trainer = Trainer(plan, world, data, rank.meter, rank.stops, flight, files, start)
+        if world.rank == 0:
+            _send_counts(plan, data, send)
+        send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
+        trainer = Trainer(plan, world, data, rank.meter, rank.stops, flight, files, send, start)
         if start is not None:
             files.remove_checkpoint(plan, world)
         next_step = trainer.run()
         trainer.close()
+    send(RunEnds(name, next_step))
     if files.keeps:
         is_finished = next_step == plan.spec.steps
         status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps)
@@ -156,10 +171,17 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
     return next_step
 
 
-def _print_counts(plan: Plan, data: RunData) -> None:
-    """Print what the limits do to the rows of each data file."""
+def _sender(world: World, events_file: Path | None) -> Send:
+    """Return what takes the events of this rank: those of rank 0 are displayed, others not."""
+    if world.rank != 0:
+        return discard
+    return print_plainly() if events_file is None else EventFile(events_file)
+
+
+def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
+    """Send what the limits do to the rows of each data file."""
     for source in data_sources(plan):
-        print(f"{plan.spec.name}: {data_line(source, data.counts[source.key])}", flush=True)
+        send(Note(plan.spec.name, data_line(source, data.counts[source.key])))
         for warning in data_warnings(source, data.counts[source.key]):
             print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
 
@@ -197,10 +219,11 @@ def _found(order: RunOrder, world: World) -> _Found:
     return _Found(replace(order, candidates=(*map(Path, found["names"]), *order.candidates)), found["is_finished"])
 
 
-def main(orders_file: str, stop_file: str, directories: str) -> None:
+def main(orders_file: str, stop_file: str, directories: str, events_file: str = "") -> None:
     """Execute the runs of a file of orders; ``launch`` reports an error by its first line.
 
-    ``directories``: ``own`` where this machine does not mount those of rank 0's.
+    ``directories``: ``own`` where this machine does not mount those of rank 0's. ``events_file``: where the launcher
+    reads what to display; empty: rank 0 prints plain lines.
     """
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -213,7 +236,9 @@ def main(orders_file: str, stop_file: str, directories: str) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     faulthandler.enable(all_threads=True)
     with ErrorReport():
-        work(load_orders(Path(orders_file).read_text()), Path(stop_file), shares=directories != OWN)
+        events = Path(events_file) if events_file else None
+        shares = directories != OWN
+        work(load_orders(Path(orders_file).read_text()), Path(stop_file), shares=shares, events_file=events)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

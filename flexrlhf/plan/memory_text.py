@@ -49,7 +49,7 @@ def _memory_table(memory: RankMemory) -> list[str]:
         return []
     return [
         *_states(memory.states),
-        f"{'':<25}{'in all':>11}  of it beside the states",
+        f"{'':<25}{'total':>11}  of which not model state",
         *(line for phase in memory.phases if _is_worth_a_line(phase, memory) for line in _phase_lines(phase)),
         f"{'host memory':<25}{bytes_text(memory.host_bytes):>11}  {_host(memory)}".rstrip(),
     ]
@@ -107,7 +107,18 @@ TensorBytes = Mapping[str, Mapping[str, int]]
 """Bytes of a rank's tensors by placed model and kind."""
 
 
-def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
+WIDTH = 120
+NOT_PLANNED = {
+    "cpu": "Peaks of memory: planned are tensors alone; measured is what the whole process has grown by since before "
+    "its models were loaded: also code, tables and buffers of libraries, objects of Python, and freed memory that is "
+    "kept for the next use: tens of MB, whatever the size of the models.",
+    "cuda": "Peaks of memory: planned are tensors; measured is what torch has allocated on the device, without the "
+    "driver's context and what torch reserves.",
+}
+"""Differences that are to be expected, by device."""
+
+
+def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) -> list[str]:
     """Return lines of planned against measured memory, for the ranks whose measured peak is highest.
 
     ``facts`` of the timeline: ``held_bytes`` of each rank, counted on tensors; ``peak_bytes`` of the process (on a GPU,
@@ -120,8 +131,15 @@ def measured_memory(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
         memory = plan.memories[int(rank)]
         planned: int | None = memory.process_bytes if facts["device"] == "cpu" else memory.peak_bytes
         planned = planned if memory.is_complete else None
-        lines.append(f"  rank {rank}: {_tensors(memory, tensors[rank])}; {_peaks(planned, peaks[rank])}")
+        parts = [f"  rank {rank}: {_tensors(memory, tensors[rank])};", _peaks(planned, peaks[rank])]
+        is_short = len(" ".join(parts)) + 2 <= width
+        lines += [" ".join(parts)] if is_short else [parts[0], f"    {parts[1]}"]
     return ["  memory, planned and measured", *(f"  {line}" for line in lines)]
+
+
+def memory_note(device: str, width: int = WIDTH) -> list[str]:
+    """Return lines that explain why planned and measured peaks differ."""
+    return textwrap.wrap(NOT_PLANNED[device], min(width, WIDTH))
 
 
 def _tensors(memory: RankMemory, tensors: TensorBytes) -> str:

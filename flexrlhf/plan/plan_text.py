@@ -1,14 +1,12 @@
-"""Text of a plan before a run, and of the summary after it: plain, of fixed width."""
+"""Text of a plan before a run: plain, of fixed width."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flexrlhf.memory.passes import packs_texts, shares_prompts
-from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
@@ -19,14 +17,12 @@ from flexrlhf.plan.preset_text import preset_lines
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
-from flexrlhf.text import bytes_text, rank_marks, ranks_text, shortened, span_of
+from flexrlhf.text import bytes_text, rank_marks, ranks_text, span_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.stages import layer_of, of_stage
 
 NAME_WIDTH = 13
 """Characters of the names of placed models, where none is longer."""
-WIDEST = 100
-"""Characters of a prompt or response that the summary shows."""
 
 
 def format_plan(plan: Plan) -> str:
@@ -134,7 +130,7 @@ def _placement(plan: Plan) -> list[str]:
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
         trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
         head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
-        lines.append(f"{head} {where:<22} {_computing(model):<28} {trained}{_computed(plan, model)}")
+        lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
     lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
     pairs = plan.placement.co_located_pairs()
@@ -164,7 +160,7 @@ def _computed(plan: Plan, model: PlacedModel) -> str:
     return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
 
 
-def _computing(model: PlacedModel) -> str:
+def computing_text(model: PlacedModel) -> str:
     """Return the engine, and sharding and dtype where they are not the default."""
     settings, layout = model.settings, model.layout
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
@@ -286,33 +282,3 @@ def _turns(operator: Operator, steps: int) -> str:
 
 def _period(every: int) -> str:
     return "every step" if every == 1 else f"every {every} steps"
-
-
-def format_summary(
-    name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Mapping[str, Any]]
-) -> str:
-    """Return the first and last three steps of the main metrics, the last samples, and the directory."""
-    lines = [f"{name}: {len(rows)} steps, {sum(row['seconds'] for row in rows):.1f} s, results in {directory}"]
-    for metric in METRICS:
-        values = [row[metric.name] for row in rows if metric.name in row]
-        if values and metric.progress:
-            few = max(1, min(3, len(values) // 2))
-            first, last = _mean(values[:few]), _mean(values[-few:])
-            trend = f"{first:.4g} -> {last:.4g}" if len(values) > 1 else f"{last:.4g}"
-            lines.append(f"  {metric.name:<18}{trend:<26}{metric.definition}")
-    return "\n".join([*lines, *(_sample_line(sample) for sample in _last_samples(samples))])
-
-
-def _last_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the samples of the last evaluation, or without any those of the last step of which some are kept."""
-    of_evaluations = [sample for sample in samples if sample["rows"] == "evaluation"] or samples
-    return [sample for sample in of_evaluations if sample["step"] == of_evaluations[-1]["step"]]
-
-
-def _sample_line(sample: Mapping[str, Any]) -> str:
-    score = f"  (score {sample['score']:.4g})" if sample.get("score") is not None else ""
-    return f"  {shortened(sample['prompt'], WIDEST)} -> {shortened(sample['response'], WIDEST)}{score}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

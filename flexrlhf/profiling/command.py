@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.display.captured import is_terminal
+from flexrlhf.display.live_display import live_display
 from flexrlhf.engines.capabilities import check_device, check_packages
 from flexrlhf.execution import launch
 from flexrlhf.guideline.costs.measurements import Measurements, are_measurements, read_measurements, write_measurements
@@ -17,6 +20,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.profiling.profiled_models import length_sample, profiled_models, profiling_spec
+from flexrlhf.text import counted
 
 
 def profile(
@@ -50,7 +54,18 @@ def profile(
         lengths = [asdict(length_sample(plan)) for plan in plans]
         runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
         request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
-        launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(output)], measured_plans[0], Hosts())
+        with _displayed(Path(directory) / "events.jsonl", ranks):
+            launch.start_ranks(["flexrlhf.profiling.rank", str(request), str(output)], measured_plans[0], Hosts())
         measurements = read_measurements(output).model_copy(update={"network_gb_s": network_gb_s})
     write_measurements(path, measurements)
     return measurements
+
+
+@contextmanager
+def _displayed(events: Path, ranks: int) -> Iterator[None]:
+    """Show on a terminal for how long ``ranks`` ranks have measured, below what they print."""
+    if not is_terminal():
+        yield
+        return
+    with live_display(events, f"measuring with {counted(ranks, 'rank')}"):
+        yield

@@ -20,6 +20,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, SampledSpec
 from flexrlhf.config.number_settings import OF_MODELS, OF_RUN
 from flexrlhf.config.spec import Spec
+from flexrlhf.metrics import TIMES
 from flexrlhf.verification.tolerances import FLOAT32
 
 RELATIVE = FLOAT32.numbers
@@ -30,7 +31,7 @@ EXACT = (
 """Columns of whole numbers; of several alike without what stands behind their dots."""
 NOT_REFERENCED = ("attention_mask", "trainer_logprobs", "computed_logprobs")
 """Columns that the reference has none of: the masks are those of the tokens, the others are compared in the run."""
-UNREFERENCED_METRICS = re.compile("step|seconds|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped")
+UNREFERENCED_METRICS = re.compile("|".join(["step|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped", *TIMES]))
 """Metrics that the reference may have none of: times, the gate's, what rounding decides, what only 16 bits have."""
 COUNTED = (
     *(

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 from benchmarks.two_hosts import can_link
 from flexrlhf.checkpoints.manifest import checkpoints_of
+from flexrlhf.metrics import TIMES
 
 START_SECONDS = 150.0
 FIRST_ROUND, LAST_ROUND = 2.0, 4.5
@@ -303,7 +304,7 @@ def _is_finished(directory: Path) -> bool:
 
 def _rows(directory: Path) -> list[dict[str, object]]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
 
 
 def _first_difference(found: list[dict[str, object]], expected: list[dict[str, object]]) -> int:

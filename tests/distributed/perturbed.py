@@ -14,6 +14,7 @@ from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.display.events import discard
 from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.run_directory import prepare_directory
@@ -31,7 +32,7 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
     prepare_directory(plan, format_plan(plan), continues=False).close()
     flight = FlightRecord(plan, world, spec.directory)
     meter, stops, files = MemoryMeter(world.device), StopRequests(world.store), RunFiles(world.rank == 0)
-    trainer = Trainer(plan, world, load_run_data(plan), meter, stops, flight, files)
+    trainer = Trainer(plan, world, load_run_data(plan), meter, stops, flight, files, discard)
     weight = trainer._models["actor"].engine.weights()[name]
     with torch.no_grad():
         weight.view(-1)[0] += amount

@@ -21,6 +21,7 @@ from flexrlhf.cli import app
 from flexrlhf.config.spec import CheckpointSpec, RolloutSpec
 from flexrlhf.execution.rows_in_flight import steps_in_flight
 from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.strategies.instructions import Run
 
@@ -188,7 +189,7 @@ def test_a_resumed_run_equals_the_reference(resumptions: Resumptions, pair: Pair
 
 
 def _without_times(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name != "seconds"}
+    return {name: value for name, value in row.items() if name not in TIMES}
 
 
 @pytest.mark.parametrize("case", [pytest.param(Case("two", "co-located", 2), id="whole")])

@@ -55,7 +55,7 @@ def fresh_steps(outcome: Outcome) -> list[int]:
 def test_the_engine_draws_every_row(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     for row in outcome.metrics:
-        assert row["rollout_engine"] == ("VllmEngine" if case.has_vllm else "TorchEngine"), (case.name, row)
+        assert row["rollout_engine"] == ("vllm" if case.has_vllm else "torch"), (case.name, row)
         assert row["rollout_requests"] == outcome.plan.batch.num_rows, (case.name, row)
 
 

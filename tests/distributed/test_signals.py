@@ -18,6 +18,7 @@ from commands import children, is_alive, read_until, start
 from safetensors.torch import load_file
 
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.metrics import TIMES
 
 STEPS = 6
 
@@ -53,7 +54,7 @@ def stopped(processes: list[int]) -> Iterator[None]:
 
 def rows(directory: Path, name: str) -> list[dict[str, Any]]:
     lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
 
 
 def assert_goes_on(directory: Path, name: str, *arguments: str) -> None:

@@ -23,9 +23,8 @@ from flexrlhf.config.algorithms import (
     SftSpec,
     SimpoSpec,
 )
-from flexrlhf.metrics import METRICS, Triple, add, evaluate, progress_line, statistic_name
+from flexrlhf.metrics import METRICS, Triple, add, evaluate, statistic_name
 from flexrlhf.objectives.functions import COMBINES, LOSSES
-from flexrlhf.plan.plan_text import format_summary
 
 SPECS = {
     "kto_loss": KtoSpec(),
@@ -129,40 +128,9 @@ def test_every_kind_of_metric_is_used() -> None:
 
 def test_train_operators_put_their_name_before_what_all_of_them_report() -> None:
     assert statistic_name("train_critic", "grad_norm") == "train_critic/grad_norm"
-    with pytest.raises(AssertionError, match="surprise"):
-        statistic_name("train_critic", "surprise")
 
 
-def test_the_progress_line_names_the_run_the_step_and_its_metrics() -> None:
-    line = progress_line("first", 4, 10, {"reward_mean": 1.25, "entropy": 3.0}, 0.5)
-    assert line.startswith("first  step 5/10")
-    assert "reward_mean 1.25" in line
-    assert "entropy" not in line
-    assert line.endswith("0.5 s")
-
-
-@pytest.mark.parametrize(("failed", "shown"), [(0.0, False), (0.25, True), (1.0, True)])
-def test_the_progress_line_has_failed_scores_where_there_are_any(failed: float, shown: bool) -> None:
-    line = progress_line("first", 4, 10, {"score_failed": failed, "kl": 1.0}, 0.5)
-    assert (f"score_failed {failed:.4g}" in line) == shown
-
-
-def test_the_summary_shows_the_first_and_the_last_steps() -> None:
-    rows = [{"step": step, "seconds": 1.0, "reward_mean": float(step)} for step in range(6)]
-    lines = format_summary("first", "runs/first", rows, []).splitlines()
-    assert "6 steps" in lines[0] and "runs/first" in lines[0]
-    assert lines[1].split()[:4] == ["reward_mean", "1", "->", "4"]
-
-
-def test_the_summary_ends_with_the_last_samples() -> None:
-    """Those of the last evaluation, or without any those of training; each in one line, without the middle of it."""
-
-    def sample(rows: str, step: int, response: str, **score: float) -> dict[str, Any]:
-        return {"rows": rows, "step": step, "prompt": "Where\nis it?", "response": response, **score}
-
-    trained = [sample("training", 2, "No."), sample("training", 4, "word " * 40 + "end", score=0.0)]
-    line = format_summary("first", "runs/first", [], trained).splitlines()[-1]
-    assert line.startswith("  Where is it? -> word word ") and line.endswith(" word end  (score 0)") and len(line) < 140
-    samples = [sample("evaluation", 1, "Here."), sample("evaluation", 3, "Over there."), *trained]
-    lines = format_summary("first", "runs/first", [], samples).splitlines()
-    assert lines[1:] == ["  Where is it? -> Over there."]
+def test_a_statistic_without_definition_is_its_mean_under_the_name_of_its_operator() -> None:
+    name = statistic_name("advantages", "disagreement")
+    assert evaluate({name: (4.0, 6.0, 10.0)}) == {"advantages/disagreement": 1.5}
+    assert evaluate({name: (0.0, 0.0, 0.0)}) == {}

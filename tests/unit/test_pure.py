@@ -17,13 +17,16 @@ HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
 PAGE = {"plotly", "jinja2"}
 """What pages of runs and plans are made with."""
 PACKAGE = Path(flexrlhf.__file__).parent
-PURE_FOLDERS = ("config", "data", "rewards", "operators", "placement", "weights", "memory", "strategies", "plan", "cli")
+PURE_FOLDERS = (
+    *("display", "config", "data", "rewards", "operators", "placement"),
+    *("weights", "memory", "strategies", "plan", "cli"),
+)
 PURE_FILES = [
     *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py"),
-    *(f"execution/{name}.py" for name in ("run_directory", "job", "execution_engine")),
+    *(f"execution/{name}.py" for name in ("run_directory", "job", "kept_runs", "execution_engine")),
     *(
         str(file.relative_to(PACKAGE))
-        for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation")
+        for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation", "side_by_side")
         for file in sorted((PACKAGE / folder).rglob("*.py"))
         if file.name != "__main__.py"
     ),

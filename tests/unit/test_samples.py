@@ -10,12 +10,15 @@ from torch import device
 from torch import distributed as dist
 
 from flexrlhf.comm.world import World
+from flexrlhf.display.events import discard
 from flexrlhf.execution.recorder import Recorder, make_report
 from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.samples import merged_samples, sample_rows
+from flexrlhf.execution.work_time import WorkTime
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.strategies.instructions import Run
+from flexrlhf.timeline import Timeline
 
 TEXT = {"prompt": "a", "response": "b", "length": 2, "finished": True, "weights_version": 3}
 
@@ -47,7 +50,9 @@ def test_parts_of_a_row_are_one_line_in_the_order_of_rows() -> None:
 def test_samples_are_written_with_the_metrics_of_their_step(tmp_path: Path) -> None:
     """Rank 0 waits for the parts of all operators, and writes none of them twice."""
     plan = plan_of(None, 1, "steps=2")
-    recorder = Recorder(plan, World(0, 1, dist.HashStore(), device("cpu"), "gloo"), tmp_path, RunFiles(True))
+    world = World(0, 1, dist.HashStore(), device("cpu"), "gloo")
+    work = WorkTime("run", world, Timeline(0, 1))
+    recorder = Recorder(plan, world, tmp_path, RunFiles(True), discard, work)
     runs = [index for index, each in enumerate(plan.schedule.instructions) if isinstance(each, Run)]
     for step in (0, 1):
         for index in runs:

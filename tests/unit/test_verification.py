@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.execution.recorded_columns import RecordedColumn
-from flexrlhf.metrics import METRICS
+from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.verification.comparison import _column as compare_column
 from flexrlhf.verification.comparison_text import format_table
 from flexrlhf.verification.deviation import Deviation, first_beyond
@@ -154,7 +154,7 @@ def test_limits_rise_with_the_rounding() -> None:
 
 
 def test_every_metric_that_is_treated_apart_exists() -> None:
-    names = {metric.name for metric in METRICS} | {"step", "seconds", "rollout_engine"}
+    names = {metric.name for metric in METRICS} | {*ROW_ENTRIES}
     assert names >= COUNTED | THRESHOLDS | IN_NATS | NOT_COMPARED
     assert not COUNTED & THRESHOLDS
 

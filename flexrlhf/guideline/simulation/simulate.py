@@ -16,6 +16,7 @@ from pathlib import Path
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
+from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
 from flexrlhf.operators.graph import Operator
@@ -165,8 +166,15 @@ class Simulation:
                 yield _span(instruction, visit, rank, sent[visit.index].get(rank, 0))
 
 
-def simulate(plan: Plan, costs: CostModel, lengths: TextLengths | None = None) -> Simulation:
-    """Price every instruction of ``plan`` and walk them. ``lengths``: the longest where not given."""
+def simulate(plan: Plan, costs: CostModel | None = None, lengths: TextLengths | None = None) -> Simulation:
+    """Price every instruction of ``plan`` and walk them; ``seconds`` of the result are those of a step.
+
+    costs:    seconds of calls and transfers; None: figures of the device classes, else this machine's profile.
+    lengths:  tokens of prompts and responses; None: the longest.
+
+    Raises UserError where the costs of a device are not known.
+    """
+    costs = costs or costs_for(plan.spec, None).costs
     lengths = lengths or longest_lengths(plan)
     pricer = Pricer(plan, costs, lengths)
     priced = tuple(PricedInstruction(each, pricer.price(each)) for each in plan.schedule.instructions)

@@ -1,0 +1,110 @@
+"""Time of all ranks by kind of work, for the shares in the metrics of a step.
+
+Every rank adds its microseconds to counters in the job's store after each Run, so that no rank waits for another one;
+rank 0 reads them when it writes a row of metrics. A rank whose last instructions are not counted yet has them in the
+next row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from flexrlhf.comm.world import World
+from flexrlhf.metrics import Triple
+from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
+from flexrlhf.timeline import Span, Timeline
+
+OF_OPERATORS = {"generate": "generate", "forward": "forward", "score": "score", "retokenize": "score", "train": "train"}
+"""Kind of an operator → kind of work; all other operators are ``other``."""
+KINDS = ("generate", "forward", "score", "train", "move", "sync", "wait", "other")
+
+
+def work_of(instruction: Instruction) -> str:
+    """Return the kind of work that an instruction is."""
+    match instruction:
+        case Run():
+            return OF_OPERATORS.get(instruction.operator.kind, "other")
+        case Move():
+            return "move"
+        case Sync():
+            return "sync"
+    return "other"
+
+
+class WorkClock:
+    """Seconds of this rank by kind of work, from the spans of its timeline."""
+
+    def __init__(self, timeline: Timeline, now: float) -> None:
+        """Start at ``now``, in seconds since the epoch."""
+        self._timeline = timeline
+        self._end = now
+        self._pending: deque[tuple[str, Span]] = deque()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def add(self, instruction: Instruction, span: Span) -> None:
+        """Count an instruction that has ended; on a GPU once the device has come to its end."""
+        self._pending.append((work_of(instruction), span))
+        while len(self._pending) > self._timeline.num_unsettled:
+            work, settled = self._pending.popleft()
+            # a span starts when its columns have arrived
+            self.seconds["wait"] += max(0.0, settled.start - self._end)
+            self.seconds[work] += max(0.0, settled.end - max(settled.start, self._end))
+            self._end = max(self._end, settled.end)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call."""
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+class WorkTime:
+    """Counters of all ranks in the store: this rank adds to them, rank 0 reads them."""
+
+    def __init__(self, name: str, world: World, timeline: Timeline) -> None:
+        """``name``: of the run."""
+        self._store = dist.PrefixStore(f"work/{name}", world.store)
+        self._clock = WorkClock(timeline, time.time())
+        self._before = dict.fromkeys(KINDS, 0)
+
+    def add(self, instruction: Instruction, span: Span) -> None:
+        """Count an instruction of this rank that has ended."""
+        self._clock.add(instruction, span)
+        if isinstance(instruction, Run):
+            for kind, seconds in self._clock.take().items():
+                self._store.add(kind, round(1e6 * seconds))
+
+    def since_last(self) -> dict[str, float]:
+        """Return the seconds of all ranks since the last call, by kind of work. Rank 0 alone calls this."""
+        now = {kind: self._store.add(kind, 0) for kind in KINDS}
+        before, self._before = self._before, now
+        return {kind: (now[kind] - before[kind]) / 1e6 for kind in KINDS}
+
+
+def time_statistics(
+    work: Mapping[str, float], seconds: float, num_rows: int, total: Mapping[str, Triple]
+) -> dict[str, Triple]:
+    """Return the statistics of the metrics of time.
+
+    work:      seconds of all ranks by kind
+    seconds:   of the step
+    num_rows:  of the step
+    total:     statistics of the step
+    """
+    elapsed = sum(work.values())
+    shares = {f"time_{kind}": (elapsed, each, 0.0) for kind, each in work.items() if elapsed > 0}
+    rates = {"samples_per_second": (seconds, float(num_rows), 0.0)}
+    tokens = _tokens(total)
+    if tokens is not None:
+        rates["tokens_per_second"] = (seconds, tokens, 0.0)
+    return {**rates, **shares}
+
+
+def _tokens(total: Mapping[str, Triple]) -> float | None:
+    """Return the response tokens of a step: the sum of the lengths, or the weight of a mean over tokens."""
+    if "response_length" in total:
+        return total["response_length"][1]
+    return total["nll"][0] if "nll" in total else None

@@ -1,0 +1,95 @@
+"""Summary of a run: metrics before and after, times, and samples side by side, at any width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_runs import plan_of
+
+from flexrlhf.display.summary_text import format_summary, sample_pairs
+from flexrlhf.plan.memory_text import measured_memory, memory_note
+
+
+def sample(rows: str, step: int, prompt: str, response: str, **score: float | None) -> dict[str, Any]:
+    return {"rows": rows, "step": step, "prompt": prompt, "response": response, **score}
+
+
+def summary(*samples: dict[str, Any], width: int = 120) -> list[str]:
+    return format_summary("first", "runs/first", [], samples, width).splitlines()[2:]
+
+
+def test_metrics_of_the_first_and_the_last_steps() -> None:
+    rows = [{"step": step, "seconds": 1.0, "reward_mean": float(step)} for step in range(6)]
+    head, where, columns, reward = format_summary("first", "runs/first", rows, []).splitlines()
+    assert (head, where) == ("first: 6 steps, 6.0 s", "  results in runs/first")
+    assert columns.split() == ["first", "3", "->", "last", "3", "steps"]
+    assert reward.split()[:4] == ["reward_mean", "1", "->", "4"] and columns.index("first") == reward.index("1")
+
+
+def test_throughput_and_shares_are_those_of_the_run() -> None:
+    """Without the first step's throughput, which is slower."""
+    rows = [
+        {"step": step, "seconds": 5.0 if step == 0 else 1.0, "samples_per_second": 10.0 + step, "time_train": 0.5}
+        for step in range(3)
+    ]
+    head, _, shares, *_ = format_summary("first", "runs/first", rows, []).splitlines()
+    assert head.endswith(", 11.5 samples/s")
+    assert shares == "  time of all ranks: train 50 %"
+
+
+def test_samples_of_one_step_are_lines() -> None:
+    line = summary(sample("training", 4, "Where\nis it?", "word " * 40 + "end", score=0.0), width=100)[-1]
+    assert (
+        line.startswith("  Where is it? -> word word ") and line.endswith(" word end  (score 0)") and len(line) <= 100
+    )
+
+
+def test_evaluations_are_compared_by_prompt() -> None:
+    samples = [
+        *(sample("training", step, f"prompt {step}", "x") for step in (0, 1)),
+        *(sample("evaluation", step, f"{row}?", f"{step} to {row}", score=row) for step in (1, 3) for row in range(5)),
+    ]
+    pairs = sample_pairs(samples)
+    assert [(pair.first["response"], pair.last["response"]) for pair in pairs] == [
+        ("1 to 0", "3 to 0"),
+        ("1 to 1", "3 to 1"),
+        ("1 to 2", "3 to 2"),
+    ]
+    lines = summary(*samples, width=80)
+    assert lines[:4] == [
+        "  samples",
+        f"  {'evaluation, step 1':<36} | evaluation, step 3",
+        "  > 0?",
+        f"  {'1 to 0 (score 0)':<36} | 3 to 0 (score 0)",
+    ]
+
+
+def test_the_same_prompt_of_training_is_better_than_others_of_evaluations() -> None:
+    training = [sample("training", step, "same", str(step)) for step in (0, 9)]
+    evaluation = [sample("evaluation", step, f"prompt {step}", str(step)) for step in (4, 9)]
+    (pair,) = sample_pairs([*evaluation, *training])
+    assert pair.is_same and pair.first["rows"] == "training"
+    (other,) = sample_pairs(evaluation)
+    assert not other.is_same
+    assert summary(*evaluation)[0] == "  samples, of different prompts"
+    assert not sample_pairs(training[:1])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    long = "a sentence of several words " * 20
+    samples = [sample("training", step, prompt, long, score=None) for step in (0, 9) for prompt in (long, "b")]
+    rows = [{"step": step, "seconds": 1.0, "kl": 1.0, "eval_accuracy": 0.5} for step in range(4)]
+    lines = format_summary("first", "runs/first", rows, samples, width).splitlines()
+    assert max(map(len, lines)) <= width, max(lines, key=len)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_difference_of_planned_and_measured_memory_is_explained(device: str, width: int) -> None:
+    plan = plan_of([1, 1, 1, 1], 2)
+    facts = {"device": device, "held_bytes": {"0": {}, "1": {}}, "peak_bytes": {"0": 10**8, "1": 10**8}}
+    lines = [*measured_memory(plan, facts, width), *memory_note(device, width)]
+    assert max(map(len, lines)) <= width, lines
+    assert ("freed memory" if device == "cpu" else "without the driver's") in " ".join(line.strip() for line in lines)
