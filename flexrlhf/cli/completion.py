@@ -6,8 +6,7 @@ from pathlib import Path
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.setting_search import keys_from
-
-YAML = (".yaml", ".yml")
+from flexrlhf.config.user_paths import is_yaml
 
 
 def complete_config(incomplete: str) -> list[str]:
@@ -17,9 +16,7 @@ def complete_config(incomplete: str) -> list[str]:
     if not directory.is_dir():
         return []
     entries = [each for each in sorted(directory.iterdir()) if each.name.startswith(start) and each.name[:1] != "."]
-    return [
-        f"{folder}{slash}{each.name}{'/' * each.is_dir()}" for each in entries if each.is_dir() or each.suffix in YAML
-    ]
+    return [f"{folder}{slash}{each.name}{'/' * each.is_dir()}" for each in entries if each.is_dir() or is_yaml(each)]
 
 
 def complete_setting(incomplete: str) -> list[str]:

@@ -21,6 +21,7 @@ from flexrlhf.cli.options import (
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
+from flexrlhf.cli.working import working
 from flexrlhf.plan.inputs import check_present_data
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -69,7 +70,8 @@ def plan(
 def _write_page(plans: Sequence[Plan], path: Path) -> None:
     from flexrlhf.report.command import write_plan_page
 
-    written = write_plan_page(plans, path)
+    with working(f"writing {path}"):
+        written = write_plan_page(plans, path)
     typer.echo(f"{written.path}: {bytes_text(written.bytes)}, opens in any browser without a network")
     for note in written.notes:
         print_error(note)

@@ -9,6 +9,7 @@ import typer
 
 from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.options import Profile
+from flexrlhf.cli.working import working
 from flexrlhf.text import bytes_text
 
 Runs = Annotated[list[Path], typer.Argument(help="directories of runs, such as runs/my-ppo; several are compared")]
@@ -22,7 +23,8 @@ def report(runs: Runs, output: Output = Path("report.html"), profile: Profile = 
     """
     from flexrlhf.report.command import write_report
 
-    written = write_report(runs, output, profile)
+    with working("reading runs"):
+        written = write_report(runs, output, profile)
     typer.echo(f"{written.path}: {bytes_text(written.bytes)}, opens in any browser without a network")
     for note in written.notes:
         print_error(note)

@@ -18,7 +18,7 @@ from flexrlhf.config.run_arguments import RATIO_FORM, read_vector
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import PlacementMap, Spec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.config.user_paths import in_home, instead_of
+from flexrlhf.config.user_paths import in_home, instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml
 from flexrlhf.errors import UserError, either, nearest, shown
 
@@ -74,7 +74,7 @@ def _no_file(path: Path) -> str:
         return f"no such file; a setting is given as --set {path}"
     if re.fullmatch(r"[\[\]\d.,/]+", str(path)) and not path.parent.name:
         return f"no such file; a vector is one word, without spaces or in quotes: {RATIO_FORM}"
-    return f"no such file{instead_of(path, lambda other: other.suffix in ('.yaml', '.yml'))}"
+    return f"no such file{instead_of(path, is_yaml)}"
 
 
 def split_scope(override: str) -> tuple[str | None, str]:

@@ -21,6 +21,16 @@ UserPath = Annotated[str, AfterValidator(in_home)]
 """A file or directory on the machine that reads the YAML, or a name on the Hub, which has no ``~``."""
 
 
+def is_yaml(path: Path) -> bool:
+    """Return whether a name is that of a YAML file."""
+    return path.suffix in (".yaml", ".yml")
+
+
+def is_json(path: Path) -> bool:
+    """Return whether a name is that of a JSON file."""
+    return path.suffix == ".json"
+
+
 def instead_of(path: Path, is_such: Callable[[Path], bool]) -> str:
     """Return what a message about a missing ``path`` ends with: the nearest name in its directory, else those in it.
 

@@ -18,7 +18,8 @@ from flexrlhf.timeline import Span, saved_spans, write_trace
 
 FLIGHT, FAILURE, TIMELINE = "flight", "failure", "timeline"
 ENDED = "ended by the launcher"
-"""Reason of a rank that ended because another one had failed."""
+TERMINATED = "ended by SIGTERM"
+"""Reasons of ranks that ended because another one had failed, or the launcher was stopped."""
 MOST_INSTRUCTIONS = 50
 """Instructions of a rank in the record of its end."""
 

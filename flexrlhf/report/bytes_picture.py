@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,9 +105,10 @@ def bytes_picture(edges: Sequence[EdgeBytes], key: str) -> Picture:
     )
     sizes = [size for edge in edges for size in (edge.planned, edge.measured) if size]
     is_wide = bool(sizes) and max(sizes) > 50 * min(sizes)
-    figure.update_xaxes(type="log" if is_wide else "linear", tickformat="~s", ticksuffix="B", nticks=6)
+    figure.update_xaxes(type="log" if is_wide else "linear", tickformat="~s", ticksuffix="B", nticks=5)
     if is_wide:
-        figure.update_xaxes(dtick=1)
+        decades = math.log10(max(sizes) / min(sizes))
+        figure.update_xaxes(dtick=math.ceil(decades / 3))
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
     return Picture(key, "Bytes of a step by edge", CAPTION + LOGARITHMIC * is_wide, figure, height)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.page import Page, is_own_page, render
@@ -41,7 +42,9 @@ def write_report(directories: Sequence[Path], path: Path, profile: Path | None) 
     """Write the page of the runs in ``directories``. Raises UserError for one without a run."""
     check_page_path(path, "--output", [each / name for each in directories for name in (CONFIG, METRICS)])
     if profile is not None and not profile.is_file():
-        raise UserError(f"--profile {profile}: no such file; `flexrlhf profile` writes one")
+        raise UserError(
+            f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
+        )
     runs = [_reported(contents, profile) for contents in _named_apart([read_contents(each) for each in directories])]
     return _write(path, "--output", run_page(runs, _now()), [(run.name, note) for run in runs for note in run.notes])
 

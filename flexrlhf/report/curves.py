@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import METRICS
+from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.report.colours import run_colour
 from flexrlhf.report.picture import Picture, escaped, make_figure
 from flexrlhf.report.run_contents import RunContents
@@ -32,7 +32,7 @@ PAIRS = {
 """Metric → one with the same unit that is in its figure."""
 MAIN = (
     *("reward_mean", "kl", "policy_loss", "value_loss", "response_length", "cost_mean", "nll", "pair_loss"),
-    *("pair_accuracy", "preference_loss", "preference_margin", "seconds"),
+    *("pair_accuracy", "preference_loss", "preference_margin", "seconds", "samples_per_second"),
 )
 """Metrics that are shown at once; the others are folded."""
 _LINES = (
@@ -42,7 +42,7 @@ _LINES = (
     {"width": 1.7, "dash": "dashdot"},
 )
 """Lines of runs: one run's shows through the next one's where they coincide."""
-SECONDS = "seconds of a step, as the first rank wrote them"
+OWN = "mean of what a function of the user reports"
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,9 @@ def _trace(runs: Sequence[RunContents], curve: MetricCurve, several: bool, is_se
 
 
 def definition(name: str) -> str:
-    """Return what a metric is, with its unit."""
-    if name == "seconds":
-        return SECONDS
-    return next((metric.definition for metric in METRICS if metric.name == name), "as the run recorded it")
+    """Return what an entry of a row of metrics is, with its unit."""
+    known = {metric.name: metric.definition for metric in METRICS}
+    return known.get(name) or ROW_ENTRIES.get(name, OWN)
 
 
 def _thinning(runs: Sequence[RunContents]) -> str:

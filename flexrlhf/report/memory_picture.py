@@ -165,4 +165,4 @@ def _phases(columns: Sequence[RankColumn], memories: Sequence[RankMemory], key: 
 
 
 def _names(columns: Sequence[RankColumn]) -> list[str]:
-    return [ranks_text(column.ranks) if len(columns) <= 8 else span_of(column.ranks) for column in columns]
+    return [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]

@@ -82,6 +82,20 @@
       chart.style.height = height + "px";
       Plotly.relayout(chart, { height: height });
     }
+    fitCells(chart);
+  }
+
+  /* Leave out the texts of cells that are too narrow for them. */
+  function fitCells(chart) {
+    chart.data.forEach(function (trace, index) {
+      if (trace.type === "heatmap") {
+        const words = figures[chart.id].texts = figures[chart.id].texts || trace.texttemplate;
+        const shown = chart._fullLayout._size.w / trace.x.length < 52 ? "" : words;
+        if (shown !== trace.texttemplate) {
+          Plotly.restyle(chart, { texttemplate: shown }, [index]);
+        }
+      }
+    });
   }
 
   let resizing = 0;

@@ -59,6 +59,7 @@ def make_figure(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
     """Return a figure with the look of all figures; the page gives it the colours of its theme."""
     figure = go.Figure(traces)
     figure.update_layout(**{**base_layout(height), **layout})
+    figure.update_xaxes(tickangle=0)
     return figure
 
 

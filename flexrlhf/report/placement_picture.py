@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
+from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import role_colours
 from flexrlhf.report.picture import Picture, escaped, make_figure
 from flexrlhf.text import bytes_text, ranks_text, span_of
 
-ROW = 34
+ROW, LINE = 34, 15
 MOST_COLUMNS = 64
 """Ranks that have a column each; of more, those with the same models and device share one."""
 CAPTION = (
@@ -34,17 +35,20 @@ class RankColumn:
     where: str
 
 
-def columns_of(plan: Plan) -> list[RankColumn]:
-    """Return a column for each rank, or one for neighbours that are alike where there are many."""
+def columns_of(plan: Plan, device: str = "") -> list[RankColumn]:
+    """Return a column for each rank, or one for neighbours that are alike where there are many.
+
+    ``device``: what devices without a class are called.
+    """
     if plan.placement.num_ranks <= MOST_COLUMNS:
-        return [RankColumn((rank,), _where(plan, (rank,))) for rank in plan.cluster.ranks]
+        return [RankColumn((rank,), _where(plan, (rank,), device)) for rank in plan.cluster.ranks]
     groups: list[list[int]] = []
     for rank in plan.cluster.ranks:
         if groups and _kind(plan, groups[-1][0]) == _kind(plan, rank):
             groups[-1].append(rank)
         else:
             groups.append([rank])
-    return [RankColumn(tuple(ranks), _where(plan, tuple(ranks))) for ranks in groups]
+    return [RankColumn(tuple(ranks), _where(plan, tuple(ranks), device)) for ranks in groups]
 
 
 def _kind(plan: Plan, rank: int) -> tuple[object, ...]:
@@ -52,19 +56,19 @@ def _kind(plan: Plan, rank: int) -> tuple[object, ...]:
     return plan.cluster.devices[rank].device_class, models
 
 
-def _where(plan: Plan, ranks: tuple[int, ...]) -> str:
+def _where(plan: Plan, ranks: tuple[int, ...], device: str) -> str:
     nodes = tuple(dict.fromkeys(plan.cluster.node_of(rank) for rank in ranks))
-    device = plan.cluster.devices[ranks[0]].device_class
-    named = f"node{'s' if len(nodes) > 1 else ''} {span_of(nodes)}"
-    return f"{named} · {'CPU' if device == 'any' and plan.spec.cluster.device == 'cpu' else device}"
+    device_class = plan.cluster.devices[ranks[0]].device_class
+    called = device if device_class == ANY_CLASS else device_class
+    return f"node{'s' if len(nodes) > 1 else ''} {span_of(nodes)}" + (f" · {called}" if called else "")
 
 
-def placement_picture(plan: Plan, key: str) -> Picture:
-    """Return the picture of the placement of ``plan``."""
-    columns, models = columns_of(plan), plan.placement.models
+def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
+    """Return the picture of the placement of ``plan``. ``device``: what devices without a class are called."""
+    columns, models = columns_of(plan, device), plan.placement.models
     colours = role_colours(plan.graph.roles)
     roles = [*colours]
-    names = [ranks_text(column.ranks) if len(columns) <= 8 else span_of(column.ranks) for column in columns]
+    names = [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]
     trace = go.Heatmap(
         x=[*range(len(columns))],
         y=[str(model.name) for model in models],
@@ -82,7 +86,8 @@ def placement_picture(plan: Plan, key: str) -> Picture:
         xgap=2,
         ygap=3,
     )
-    height = ROW * len(models) + 72
+    most_lines = max(_part(model, column).count("<br>") for model in models for column in columns)
+    height = (ROW + LINE * max(0, most_lines - 1)) * len(models) + 72
     figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 34, "b": 30}, showlegend=False)
     figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False, fixedrange=True, zeroline=False)
     step = max(1, len(columns) // 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.timeline import Span
 
-MOST_WALKED = 500
+MOST_WALKED = 200
 """Steps of a run that are simulated one by one; of a longer one, only as many as are shown."""
 
 
@@ -30,11 +30,11 @@ class Prediction:
     source: str
     lengths: str
 
-    def spans(self, last_step: int, shown: int) -> tuple[Span, ...]:
-        """Return the predicted timeline: of all steps up to ``last_step``, or of the first steps of a long run."""
+    def spans(self, last_step: int, shown: int, ranks: Collection[int]) -> tuple[Span, ...]:
+        """Return the predicted timeline of ``ranks``: all steps up to ``last_step``, or the first of a long run."""
         lag = self.simulation.plan.schedule.lag
         number = last_step + 1 if last_step < MOST_WALKED else shown + lag + 2
-        return tuple(self.simulation.spans(number))
+        return tuple(self.simulation.spans(number, ranks))
 
 
 def predict_run(plan: Plan, contents: RunContents, profile: Path | None) -> Prediction | str:
@@ -59,7 +59,7 @@ def _predict(plan: Plan, profile: Path | None, mean_response: float | None) -> P
         simulation = simulate(plan, source.costs, lengths)
     except UserError as error:
         return str(error)
-    text = f"{lengths.mean_prompt:g} prompt tokens and {lengths.mean_response:.4g} of the response"
+    text = f"{lengths.mean_prompt:.4g} prompt tokens and {lengths.mean_response:.4g} of the response"
     return Prediction(simulation, source.name, text)
 
 

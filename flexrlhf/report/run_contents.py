@@ -12,14 +12,16 @@ from typing import Any, Literal
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.execution.flight_log import ENDED, FAILURE, FLIGHT, TIMELINE, logged_spans
+from flexrlhf.execution.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
 from flexrlhf.execution.run_directory import LOCK, STATUS, read_status
 from flexrlhf.text import counted
 from flexrlhf.timeline import Span, read_trace
 
 CONFIG, METRICS, SAMPLES, TRACE = "config.yaml", "metrics.jsonl", "samples.jsonl", "timeline.json"
+MOST_FAILURES = 8
+"""Reasons of a failed run that are shown."""
 
-RunState = Literal["running", "stopped", "finished", "failed"]
+RunState = Literal["running", "stopped", "finished", "failed", "unknown"]
 Row = Mapping[str, Any]
 
 
@@ -30,7 +32,7 @@ class RunContents:
     directory:  of the run
     yaml:       text of its config; empty where there is none
     spec:       the config, read; None where it is missing or is no config of this version
-    state:      ``failed``: it neither ended nor goes on
+    state:      ``failed``: it neither ended nor goes on; ``unknown``: its status is missing or damaged
     next_step:  the first step that is not trained on
     steps:      steps of the whole run; None where nothing says it
     rows:       of its metrics, one a step
@@ -45,7 +47,7 @@ class RunContents:
     directory: Path
     yaml: str = ""
     spec: Spec | None = None
-    state: RunState = "failed"
+    state: RunState = "unknown"
     next_step: int = 0
     steps: int | None = None
     rows: tuple[Row, ...] = ()
@@ -176,7 +178,7 @@ def _progress(directory: Path, rows: tuple[Row, ...], notes: list[str]) -> tuple
         notes.append(str(error))
         status = None
     if status is None:
-        return "running" if is_in_use(directory) else "failed", recorded, None
+        return "running" if is_in_use(directory) else "unknown", recorded, None
     state: RunState = status.state
     if state == "running" and not is_in_use(directory):
         state = "failed"
@@ -196,16 +198,17 @@ def is_in_use(directory: Path) -> bool:
     return False
 
 
-def _failures(directory: Path) -> Iterator[str]:
-    """Yield why ranks ended, apart from those that the launcher ended; the same reason once."""
-    seen = set()
+def _failures(directory: Path) -> list[str]:
+    """Return why ranks ended, the same reason once; that others ended them only where there is nothing else."""
+    causes: dict[str, str] = {}
+    consequences: dict[str, str] = {}
     for path in sorted((directory / FAILURE).glob("rank-*.json")):
         try:
             record = json.loads(path.read_text())
             reason, place = str(record["reason"]), str(record.get("at") or "")
         except (ValueError, KeyError, TypeError, OSError):
             continue
-        if reason != ENDED and reason not in seen:
-            seen.add(reason)
-            named = reason if reason.startswith("rank ") else f"rank {record.get('rank')}: {reason}"
-            yield named if not place or place in reason else f"{named} (at {place})"
+        named = reason if reason.startswith("rank ") else f"rank {record.get('rank')}: {reason}"
+        found = consequences if reason in (ENDED, TERMINATED) else causes
+        found.setdefault(reason, named if not place or place in reason else f"{named} (at {place})")
+    return [*(causes or consequences).values()][:MOST_FAILURES]

@@ -26,6 +26,7 @@ from flexrlhf.report.timeline_picture import (
     MOST_LANES,
     MOST_SPANS,
     MOST_STEPS,
+    Lane,
     ShownTimeline,
     lanes_of,
     timeline_picture,
@@ -77,10 +78,15 @@ class ReportedRun:
         return InstructionStyles(self.plan, self.contents.spans)
 
     @cached_property
+    def lanes(self) -> list[Lane]:
+        """Lanes of its timelines."""
+        return lanes_of(self.plan, self.contents.spans)
+
+    @cached_property
     def measured(self) -> ShownTimeline | None:
         """Last steps of the timeline; None without one."""
         spans = self.contents.spans
-        times = settled_steps(step_times(spans, is_complete=self.contents.state in ("finished", "stopped")))
+        times = settled_steps(step_times(spans, is_complete=self.contents.state not in ("running", "failed")))
         shown = last_steps(times, spans, MOST_STEPS, MOST_SPANS)
         return ShownTimeline("measured", spans, shown) if shown else None
 
@@ -93,7 +99,8 @@ class ReportedRun:
         number = len(measured.times) if measured is not None else PLANNED_STEPS
         lag = self.prediction.simulation.plan.schedule.lag
         last = measured.times[-1].step if measured is not None else number + lag + 1
-        spans = self.prediction.spans(last, number)
+        ranks = {lane.ranks[0] for lane in self.lanes}
+        spans = self.prediction.spans(last, number, ranks)
         steps = step_times(spans, is_complete=measured is not None)
         settled = _after(steps, lag)
         return ShownTimeline("predicted", spans, last_steps(settled, spans, number, MOST_SPANS))
@@ -149,7 +156,12 @@ def _placement(run: ReportedRun, key: str) -> RunPart:
     notes = list(run.plan.placement.warnings)
     if run.plan.placement.idle_ranks:
         notes.append(f"without a model: {ranks_text(run.plan.placement.idle_ranks)}")
-    return RunPart(run.name, pictures=(placement_picture(run.plan, key),), notes=tuple(notes))
+    return RunPart(run.name, pictures=(placement_picture(run.plan, key, _device(run.contents)),), notes=tuple(notes))
+
+
+def _device(contents: RunContents) -> str:
+    """Return what a run used as its device, in words; empty where it is not recorded."""
+    return {"cpu": "CPU", "cuda": "GPU"}.get(str(contents.facts.get("device")), "")
 
 
 def _timeline(run: ReportedRun, key: str) -> RunPart:
@@ -157,7 +169,6 @@ def _timeline(run: ReportedRun, key: str) -> RunPart:
     notes = [f"no predicted timeline: {run.prediction}"] if isinstance(run.prediction, str) and run.prediction else []
     if not parts:
         return RunPart(run.name, notes=tuple(notes))
-    lanes = lanes_of(run.plan, run.contents.spans)
     caption = TIMELINE
     if run.measured is not None:
         seconds = _mean_seconds(run.measured.times)
@@ -167,12 +178,12 @@ def _timeline(run: ReportedRun, key: str) -> RunPart:
         caption += PREDICTED.format(source=run.prediction.source, lengths=run.prediction.lengths, seconds=step)
     caption += _lanes_text(run)
     initial = PLANNED_STEPS if run.measured is not None else 1
-    picture = timeline_picture(parts, lanes, run.styles, key, initial, caption)
+    picture = timeline_picture(parts, run.lanes, run.styles, key, initial, caption)
     shares = [
         RankShares(part.title, time_shares(part.spans, part.times[0].start, part.times[-1].end, run.styles))
         for part in parts
     ]
-    return RunPart(run.name, pictures=(picture, shares_picture(shares, lanes, f"{key}-shares")), notes=tuple(notes))
+    return RunPart(run.name, pictures=(picture, shares_picture(shares, run.lanes, f"{key}-shares")), notes=tuple(notes))
 
 
 def _mean_seconds(times: Sequence[StepTime]) -> float:
@@ -185,10 +196,9 @@ def _steps_text(times: Sequence[StepTime]) -> str:
 
 
 def _lanes_text(run: ReportedRun) -> str:
-    lanes = lanes_of(run.plan, run.contents.spans)
-    if all(len(lane.ranks) == 1 for lane in lanes):
+    if all(len(lane.ranks) == 1 for lane in run.lanes):
         return ""
-    shown = f" The first {MOST_LANES} such groups are shown." if len(lanes) == MOST_LANES else ""
+    shown = f" The first {MOST_LANES} such groups are shown." if len(run.lanes) == MOST_LANES else ""
     return f" Ranks with the same instructions share a lane, which shows the first of them.{shown}"
 
 
@@ -274,6 +284,7 @@ def _state(contents: RunContents) -> str:
         "running": f"running: {steps}",
         "stopped": f"stopped after {steps}",
         "failed": f"failed after {steps}",
+        "unknown": f"{steps}, no status",
     }
     return words[contents.state]
 
@@ -301,5 +312,10 @@ def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
     for metric in ("reward_mean", "kl", "eval_nll", "preference_loss", "pair_accuracy"):
         values = [row[metric] for row in contents.rows if isinstance(row.get(metric), int | float)]
         if values:
-            facts.append((metric, f"{values[0]:.4g} → {values[-1]:.4g}"))
+            facts.append((metric, f"{_number(values[0])} → {_number(values[-1])}"))
     return facts
+
+
+def _number(value: float) -> str:
+    """Return a metric in few digits; what is 0 but for rounding is 0."""
+    return f"{value if abs(value) > 1e-6 else 0:.3g}"

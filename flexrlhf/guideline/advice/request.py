@@ -11,6 +11,7 @@ import yaml
 
 from flexrlhf.config.spec import NodeSpec, Spec
 from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
+from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.guideline.advice.model_names import Config, find_model
@@ -226,7 +227,7 @@ def read_nodes(path: Path) -> tuple[dict[str, Any], ...]:
     Raises UserError for a file that is missing or has no such list.
     """
     if not path.is_file():
-        raise UserError(f"--cluster {path}: no such file")
+        raise UserError(f"--cluster {path}: no such file{instead_of(path, is_yaml)}")
     try:
         content = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -155,12 +155,14 @@ class Simulation:
         blocks = len(self.blocks)
         return walk_steps(self.instructions, blocks, steps, lambda index, step: planned[index].due(step, steps))
 
-    def spans(self, steps: int) -> Iterator[Span]:
-        """Yield the timeline of such a run on all ranks, as the trainer records it."""
+    def spans(self, steps: int, ranks: Collection[int] | None = None) -> Iterator[Span]:
+        """Yield the timeline of such a run on all ranks, or on given ``ranks``, as the trainer records it."""
         sent = {index: _sent(self.plan, item.instruction) for index, item in enumerate(self.priced)}
         for visit in self.walked(steps).visits:
             instruction = self.priced[visit.index].instruction
             for rank in self.blocks[visit.block]:
+                if ranks is not None and rank not in ranks:
+                    continue
                 yield _span(instruction, visit, rank, sent[visit.index].get(rank, 0))
 
 
