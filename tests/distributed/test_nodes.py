@@ -125,7 +125,7 @@ def test_node_0_decides_which_runs_of_the_quick_start_are_kept(is_shared: bool, 
             nodes.append(start(["run", *QUICK, *arguments, *endpoint, "--node-rank", str(number)], place))
         return finish(*nodes)
 
-    assert "kept" not in run()
+    assert "finished, kept" not in run()
     out = run("--placement-ratio", "[1,1,0.5,0.5]")
     for name in ("sft", "reward"):
         assert f"quickstart-{name}: finished, kept; its config is unchanged" in out
