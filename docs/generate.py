@@ -23,7 +23,7 @@ from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config import algorithms, reward_sources, spec
+from flexrlhf.config import algorithms, loggers, reward_sources, spec
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
 from flexrlhf.guideline.advice.model_names import MODELS
@@ -198,9 +198,11 @@ def _settings() -> Iterator[str]:
     yield from _section("The YAML", spec.Spec)
     yield from _algorithm()
     yield from _sources()
+    for kind in mappings(loggers.LoggerSpec):
+        yield from _section(f"`loggers`: `{_name_of(kind)}`", kind)
     seen: set[type[BaseModel]] = set()
     for name, field in spec.Spec.model_fields.items():
-        if name not in ("algorithm", "reward", "cost"):
+        if name not in ("algorithm", "reward", "cost", "loggers"):
             yield from _below(name, field, seen)
 
 

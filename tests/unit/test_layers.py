@@ -42,6 +42,7 @@ LAYERS = (
     Layer("display", "display metrics text"),
     Layer("config data", "config data errors"),
     Layer("rewards", "rewards config errors"),
+    Layer("loggers", "loggers config errors"),
     Layer("operators", "operators config data errors metrics"),
     Layer("placement", "placement config errors"),
     # how texts lie in the rows of a pass: plain numbers, for engines and for plans
@@ -65,7 +66,7 @@ LAYERS = (
     Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
     Layer(
         "execution",
-        f"execution display objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
+        f"execution display loggers objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
     Layer(
@@ -119,7 +120,7 @@ RULES = (
         "execution.job execution.execution_engine",
         "execution.job execution.run_directory execution.run_order execution.resumption "
         "execution.free_space "
-        f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
+        f"checkpoints.manifest loggers.packages {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
     ),
     # facts are judged without torch
