@@ -11,21 +11,19 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config import algorithms, loggers, reward_sources, spec
+from flexrlhf.config.descriptions import plain_text
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
+from flexrlhf.config.setting_list import setting_sections, yaml_text
 from flexrlhf.guideline.advice.model_names import MODELS
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -195,170 +193,16 @@ def _cell(text: str) -> str:
 
 def _settings() -> Iterator[str]:
     yield "## Settings"
-    yield from _section("The YAML", spec.Spec)
-    yield from _algorithm()
-    yield from _sources()
-    for kind in mappings(loggers.LoggerSpec):
-        yield from _section(f"`loggers`: `{_name_of(kind)}`", kind)
-    seen: set[type[BaseModel]] = set()
-    for name, field in spec.Spec.model_fields.items():
-        if name not in ("algorithm", "reward", "cost", "loggers"):
-            yield from _below(name, field, seen)
-
-
-def _below(path: str, field: FieldInfo, seen: set[type[BaseModel]]) -> Iterator[str]:
-    """Sections of the mappings that a field may have, and of those in them, each once."""
-    for kind in mappings(field.annotation):
-        if kind in seen:
-            continue
-        seen.add(kind)
-        if kind is spec.PlacementMap:
-            yield from _section("`placement`, as a mapping", kind, (*spec.PLACEMENT_SETTINGS, "operators"))
-            yield from _section("`placement.MODEL`", spec.PlacementEntry)
-            yield from _section("`placement.operators.OPERATOR`", spec.OperatorPlacement)
-            continue
-        yield from _section(f"`{path}`", kind, () if kind is spec.ModelsSpec else None)
-        for name, inner in kind.model_fields.items():
-            role = "ROLE" if kind is spec.ModelsSpec else name
-            yield from _below(f"{path}.{role}", inner, seen)
-
-
-def _section(title: str, kind: type[BaseModel], names: Sequence[str] | None = None, note: str = "") -> Iterator[str]:
-    yield f"### {title}"
-    text = " ".join(part for part in (_plain(kind.__doc__), note) if part)
-    if text:
-        yield text
-    fields = {name: field for name, field in kind.model_fields.items() if names is None or name in names}
-    if fields:
-        rows = [
-            (f"`{field.alias or name}`", _type(field), _default(field), _meaning(kind, name))
-            for name, field in fields.items()
-        ]
-        yield _table(("key", "value", "default", "meaning"), rows)
-
-
-def _meaning(kind: type[BaseModel], name: str) -> str:
-    """Return the description of a field, else that of the field it replaces, else what its mapping is."""
-    fields = [base.model_fields[name] for base in kind.__mro__ if name in getattr(base, "model_fields", {})]
-    described = [field.description for field in fields if field.description]
-    return described[0] if described else _subject([*mappings(fields[0].annotation)])
-
-
-def _subject(kinds: Sequence[type[BaseModel]]) -> str:
-    """Return the first sentence about a mapping, as the meaning of a key."""
-    if len(kinds) != 1:
-        return "see below" if kinds else ""
-    sentence = re.split(r"\.(?=\s+[A-Z`]|$)", _plain(kinds[0].__doc__))[0]
-    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
-
-
-def _plain(docstring: str | None) -> str:
-    return " ".join((docstring or "").replace("``", "`").split())
-
-
-FAMILIES: Mapping[type[BaseModel], str] = {
-    algorithms.AlgorithmSpec: "all algorithms",
-    algorithms.SampledSpec: "sampling",
-    algorithms.PolicySpec: "the policy gradient",
-    algorithms.GroupSpec: "groups of samples",
-    algorithms.ReturnsSpec: "returns without a critic",
-    algorithms.PreferenceSpec: "preference pairs",
-}
-
-
-def _algorithm() -> Iterator[str]:
-    """The settings that algorithms have in common, then those of each."""
-    named = get_args(algorithms.AnyAlgorithm)
-    seen: set[type[BaseModel]] = set()
-    for kind in (*_common(named), *named):
-        own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
-        if kind in named:
-            parents = [parent for parent in kind.__mro__[1:] if parent in named]
-            more = f"In addition to those of `{_name_of(parents[0])}`." if parents else ""
-            yield from _section(f"`algorithm`: `{_name_of(kind)}`", kind, own, more)
-        else:
-            names = [f"`{_name_of(each)}`" for each in named if issubclass(each, kind)]
-            more = "" if len(names) == len(named) else f"Settings of {', '.join(names)}."
-            yield from _section(f"`algorithm`: {FAMILIES[kind]}", kind, own, more)
-        for name in own:
-            yield from _below(f"algorithm.{name}", kind.model_fields[name], seen)
-
-
-def _common(named: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
-    """Return the classes that algorithms extend and that are none themselves, general ones first."""
-    extended = {base for kind in named for base in kind.__mro__ if issubclass(base, algorithms.AlgorithmSpec)}
-    assert extended - {*named} == {*FAMILIES}, "FAMILIES has a title for each of them"
-    return list(FAMILIES)
-
-
-def _name_of(kind: type[BaseModel]) -> str:
-    return str(kind.model_fields["name"].default)
-
-
-def _sources() -> Iterator[str]:
-    for key in reward_sources.KINDS:
-        source = getattr(reward_sources, {"url": "Service"}.get(key, key.capitalize()) + "Source")
-        yield from _section(f"`reward`, `cost`: a source with `{key}`", source)
-
-
-def mappings(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from mappings(argument)
-
-
-def _type(field: FieldInfo) -> str:
-    bounds = [_bound(bound) for bound in field.metadata]
-    return " ".join([_words(field.annotation), *(bound for bound in bounds if bound)])
-
-
-def _words(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " or ".join(f"`{_yaml(value)}`" for value in arguments)
-    if origin is tuple:
-        return f"list of {_words(arguments[0])}s" if arguments[1:] == (...,) else f"list of {len(arguments)} numbers"
-    if origin is dict:
-        return "mapping"
-    if origin is not None and hasattr(annotation, "__metadata__"):
-        return _words(arguments[0])
-    if arguments:
-        return " or ".join(dict.fromkeys(_words(argument) for argument in arguments if argument is not NoneType))
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "mapping"
-    return {bool: "`true` or `false`", int: "integer", float: "number", str: "text"}.get(annotation, "number")
-
-
-def _bound(metadata: Any) -> str:
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    bounds = {sign: getattr(metadata, name) for name, sign in signs.items() if hasattr(metadata, name)}
-    return " ".join(f"{sign} 2^63" if bound == 2**63 else f"{sign} {bound:g}" for sign, bound in bounds.items())
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.default
-    if field.is_required():
-        return ""
-    if field.default_factory is not None or value == ():
-        return "`{}`" if field.default_factory is dict else "`[]`"
-    if isinstance(value, BaseModel):
-        changed = {name: getattr(value, name) for name in sorted(value.model_fields_set)}
-        return f"`{_yaml(changed)}`"
-    return "" if value is PydanticUndefined else f"`{_yaml(value)}`"
-
-
-def _yaml(value: Any) -> str:
-    match value:
-        case None | True | False:
-            return {None: "null", True: "true", False: "false"}[value]
-        case dict():
-            return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
-        case list() | tuple():
-            return "[" + ", ".join(map(_yaml, value)) + "]"
-        case float():
-            return f"{value:g}" if value != int(value) else f"{value:.1f}"
-    return str(value)
+    for section in setting_sections():
+        yield f"### {section.title}"
+        if section.text:
+            yield section.text
+        if section.rows:
+            rows = [
+                (f"`{row.name}`", row.values, f"`{row.default}`" if row.default else "", row.meaning)
+                for row in section.rows
+            ]
+            yield _table(("key", "value", "default", "meaning"), rows)
 
 
 PRESETS_HEAD = """\
@@ -378,7 +222,7 @@ def _preset(like: str, peer: Peer) -> Iterator[str]:
         rows.append((f"`{key.removeprefix('algorithm.')}`", *map(_of_peer, found), "; ".join(sources)))
     yield _table(("setting", *(f"`{name}`" for name in peer.trainers), "source"), rows)
     parts = [
-        f"- `{name}`, `kl.place: {place}`: {', '.join(f'`{key}: {_yaml(value)}`' for key, value in part.items())}"
+        f"- `{name}`, `kl.place: {place}`: {', '.join(f'`{key}: {yaml_text(value)}`' for key, value in part.items())}"
         for name, trainer in peer.trainers.items()
         for place, part in trainer.penalties.items()
     ]
@@ -395,7 +239,7 @@ def _of_peer(cell: Cell | None) -> str:
     if cell is None:
         return ""
     is_derived = isinstance(cell.value, MiniBatchesOf | WarmUp)
-    return str(cell.value) if is_derived else f"`{_yaml(cell.value)}`"
+    return str(cell.value) if is_derived else f"`{yaml_text(cell.value)}`"
 
 
 def _commands() -> Iterator[str]:
@@ -407,18 +251,19 @@ def _commands() -> Iterator[str]:
         rows = [_parameter(name, hints[name], parameter.default) for name, parameter in parameters]
         name = command.name or command.callback.__name__.replace("_", "-")
         yield f"### `flexrlhf {name}`"
-        yield _plain(command.help or command.callback.__doc__)
+        yield plain_text(command.help or command.callback.__doc__)
         yield _table(("option", "default", "meaning"), rows)
 
 
 def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
     kind, info = hint.__origin__, hint.__metadata__[-1]
-    shown = "" if default in (None, "", False) else f"`{default}`"
+    shown = "" if default in (None, "", False, Parameter.empty) else f"`{default}`"
     if isinstance(info, ArgumentInfo):
         return f"`{name.upper()}{' ...' if 'list' in str(kind) else ''}`", shown, info.help or ""
     words = {bool: "", int: " N", float: " NUMBER", Path: " FILE", str: " TEXT"}
     plain = next((each for each in get_args(kind) if each is not NoneType), kind)
-    metavar = f" {info.metavar}" if info.metavar else words.get(plain, " TEXT")
+    choices = f" {'|'.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+    metavar = f" {info.metavar}" if info.metavar else choices or words.get(plain, " TEXT")
     # the first name of an option stands where the default of one without Annotated would
     names = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
     flags = names or ["--" + name.replace("_", "-")]

@@ -15,6 +15,12 @@ LONGEST = 1500
 """Characters of a sentence that is shown."""
 
 
+NEAR = 0.78
+"""Least similarity (difflib) of a name and one that it may be a misspelling of."""
+LEAST_PART = 4
+"""Letters of a name that may be a part of another."""
+
+
 class UserError(ValueError):
     """Problem of a setting, a file or a data row, which the user can fix."""
 
@@ -39,16 +45,31 @@ class Preempted(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the ``known`` name closest to ``name``, or an empty string.
+    """Return ``" (did you mean 'x'?)"`` for the ``known`` name closest to ``name``, or an empty string."""
+    meant = near_name(name, known)
+    return "" if meant is None else f" (did you mean {meant!r}?)"
 
-    Paths are compared by their last parts (their common folders would make all similar), and have to be closer.
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the ``known`` name that ``name`` is a misspelling or a part of; None where no name is really near.
+
+    Paths are compared by their last parts without endings: common folders and endings would make all similar.
     """
-    is_path = "/" in name
-    compared = {_last_part(other) if is_path else other: other for other in known}
-    matches = difflib.get_close_matches(
-        _last_part(name) if is_path else name, compared, n=1, cutoff=0.75 if is_path else 0.5
-    )
-    return f" (did you mean {compared[matches[0]]!r}?)" if matches else ""
+    compared = {_compared(other, "/" in name): other for other in known if other != name}
+    word = _compared(name, "/" in name)
+    swapped = [other for other in compared if sorted(other) == sorted(word)]
+    matches = difflib.get_close_matches(word, compared, n=1, cutoff=NEAR) or swapped
+    if not matches and len(word) >= LEAST_PART:
+        parts = [other for other in compared if word in other or (2 * len(other) >= len(word) and other in word)]
+        matches = sorted(parts, key=lambda other: abs(len(other) - len(word)))
+    return compared[matches[0]] if matches else None
+
+
+def some_of(names: Iterable[str], most: int = 8) -> str:
+    """Return the names as ``a, b and 3 more``."""
+    listed = list(names)
+    more = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def either(choices: Iterable[object]) -> str:
@@ -71,5 +92,7 @@ def one_line(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
 
 
-def _last_part(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
+def _compared(name: str, is_path: bool) -> str:
+    """Return what is compared of a name: its letters and digits in lower case, of a path those of its last part."""
+    last = name.rstrip("/").rpartition("/")[2].partition(".")[0] if is_path else name
+    return re.sub(r"[-_ ]", "", last.lower())

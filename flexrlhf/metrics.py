@@ -288,10 +288,10 @@ _STATISTICS = {metric.statistic for metric in METRICS}
 
 
 def statistic_name(operator: str, name: str) -> str:
-    """Return the statistic's name in METRICS: with the operator's in front where several operators report it."""
-    full = f"{operator}/{name}" if f"{operator}/{name}" in _STATISTICS else name
-    assert full in _STATISTICS, f"statistic {full} of {operator} has no metric"
-    return full
+    """Return the statistic's name in METRICS: with the operator's in front where several operators report it, and of
+    a user's function, whose statistics have no definition."""
+    full = f"{operator}/{name}"
+    return name if full not in _STATISTICS and name in _STATISTICS else full
 
 
 def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
@@ -302,13 +302,17 @@ def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
 
 
 def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
-    """Return the metrics of a step by name; those without rows are left out."""
+    """Return the metrics of a step by name; those without rows are left out.
+
+    A statistic without definition, of a user's function, is its mean.
+    """
     row = {}
     for metric in METRICS:
         weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
         if weight:
             row[metric.name] = _value(metric.kind, weight, first, second)
-    return row
+    own = {name: value for name, value in statistics.items() if name not in _STATISTICS and value[0]}
+    return row | {name: first / weight for name, (weight, first, _) in sorted(own.items())}
 
 
 def _value(kind: str, weight: float, first: float, second: float) -> float:

@@ -7,13 +7,21 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Overrides, Profile
+from flexrlhf.cli.completion import complete_config
+from flexrlhf.cli.options import ConfigOption, Overrides, Profile
+from flexrlhf.cli.specs import chosen_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.output_path import check_output
 
 Text = str | None
 Count = int | None
-Config = Annotated[Path | None, typer.Argument(help="YAML with the models, batch and cluster to advise on")]
+Config = Annotated[
+    Path | None,
+    typer.Argument(
+        help="YAML with the models, batch and cluster to advise on",
+        autocompletion=complete_config,
+    ),
+]
 Model = Annotated[
     Text, typer.Option(help="model of all roles: a name, a model directory or a config.json; default: llama-7b")
 ]
@@ -41,6 +49,7 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the r
 
 def advise(
     config: Config = None,
+    config_option: ConfigOption = None,
     model: Model = None,
     critic: Critic = None,
     ref: Ref = None,
@@ -63,7 +72,10 @@ def advise(
     per_operator: PerOperator = False,
     output: Output = None,
 ) -> None:
-    """Recommend a placement, with its predicted time, the reasons and the alternatives. Starts nothing."""
+    """Recommend a placement, with reasons and alternatives.
+
+    And their predicted times. Starts nothing.
+    """
     from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advise import advise, is_advised, write_advised
     from flexrlhf.guideline.advice.operator_space import advise_operators
@@ -71,6 +83,7 @@ def advise(
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
+    config = chosen_config(config, config_option)
     options = AdviceOptions(
         model=model,
         critic=critic,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.options import Overrides
+from flexrlhf.cli.options import ConfigOption, Configs, Overrides
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.specs import chosen_configs, load_specs
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection
@@ -20,16 +18,16 @@ from flexrlhf.plan.inputs import load_tokenizer, tokenizer_path, trusts_tokenize
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.present_data import check_inspection, inspect_source, tokenizer_run
 
-Configs = Annotated[list[Path] | None, typer.Argument(help="YAML files; default: the quick start's")]
 
+def data(configs: Configs = None, config: ConfigOption = None, set_: Overrides = None) -> None:
+    """Show what is in the data, and what limits drop or cut.
 
-def data(configs: Configs = None, set_: Overrides = None) -> None:
-    """Print what is in the data files of each run, how many rows its limits drop or cut, and some rows as it has them.
-
-    Exit code 0, or 2 where a row or file cannot be used.
+    The files of each run, how many rows its limits drop or cut, and some rows as it has them. Exit code 0, or 2 where
+    a row or file cannot be used.
     """
-    plans = plan_runs(load_specs(configs, None, None, set_))
-    if not configs:
+    paths = chosen_configs(configs, config)
+    plans = plan_runs(load_specs(paths, None, None, set_))
+    if not paths:
         prepare_corpus()
     problems = [problem for index, plan in enumerate(plans) for problem in _report(plan, plans[:index])]
     if problems:

@@ -7,9 +7,20 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Configs, Devices, Nnodes, NodeRank, Overrides, PlacementRatio, RdzvEndpoint
+from flexrlhf.cli.options import (
+    ActorModelPath,
+    ConfigOption,
+    Configs,
+    CriticModelPath,
+    Devices,
+    Nnodes,
+    NodeRank,
+    Overrides,
+    PlacementRatio,
+    RdzvEndpoint,
+)
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import RunStopped
 from flexrlhf.placement.hosts import Hosts, check_single_planner
@@ -22,6 +33,9 @@ Timeout = Annotated[
 
 def doctor(
     configs: Configs = None,
+    config: ConfigOption = None,
+    actor_model_path: ActorModelPath = None,
+    critic_model_path: CriticModelPath = None,
     placement_ratio: PlacementRatio = None,
     devices: Devices = None,
     set_: Overrides = None,
@@ -30,13 +44,18 @@ def doctor(
     rdzv_endpoint: RdzvEndpoint = "",
     timeout: Timeout = 60.0,
 ) -> None:
-    """Check machines, software, connections and space before a run. Exit code 0, or 1 where a check fails."""
+    """Check machines, software, connections and space.
+
+    Before a run, on every machine of it. Exit code 0, or 1 where a check fails.
+    """
+    paths = chosen_configs(configs, config)
+    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
-    specs = load_specs(configs, placement_ratio, devices, set_, nnodes)
+    specs = load_specs(paths, placement_ratio, devices, settings, nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
     hosts.check_cluster(plans[0].cluster)
-    if not configs:
+    if not paths:
         prepare_corpus()
     run_preflight(plans, hosts, None, timeout, timeout)
 

@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import typer
 from typer.core import TyperGroup
 
+from flexrlhf.config.user_paths import in_home
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, one_line
 
 EXIT_CODES: dict[type[Exception], int] = {
@@ -27,7 +29,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class OneSentenceGroup(TyperGroup):
-    """Commands whose errors of usage are one sentence, as all others are, and not a frame of several lines."""
+    """Commands in groups, whose errors of usage are one sentence, as all others are, not a frame of several lines."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the options before a command. Without any word, typer's error is the help."""
@@ -35,6 +37,19 @@ class OneSentenceGroup(TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
         with _one_sentence_usage():
             return super().make_context(info_name, args, parent, **extra)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a list of the commands of each group, one line each."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        width = max(map(len, self.commands))
+        for name, command in self.commands.items():
+            line = command.get_short_help_str(formatter.width - width - 4)
+            groups.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append(
+                (f"{name:<{width}}", line)
+            )
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the options of a command and call it."""
@@ -61,7 +76,7 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
     def call(*args: Options.args, **kwargs: Options.kwargs) -> None:
         try:
             _check_current_directory()
-            command(*args, **kwargs)
+            command(*args, **{name: _in_home(value) for name, value in kwargs.items()})
         except tuple(EXIT_CODES) as error:
             print_error(str(error))
             raise typer.Exit(_exit_code(error)) from None
@@ -72,6 +87,18 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
             raise typer.Exit(2) from None
 
     return call
+
+
+def _in_home(value: Any) -> Any:
+    """Return an option's value with home directories in the place of ``~``, which no shell expands behind ``=``."""
+    match value:
+        case Path():
+            return Path(in_home(str(value)))
+        case str():
+            return in_home(value)
+        case list():
+            return [_in_home(each) for each in value]
+    return value
 
 
 def _check_current_directory() -> None:

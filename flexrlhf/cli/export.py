@@ -7,23 +7,32 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.config.spec import Dtype
+from flexrlhf.config.spec import SavedDtype
 
 Run = Annotated[Path, typer.Argument(help="directory of a run, such as runs/NAME, or of one of its checkpoints")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="directory to write; must not exist")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="directory to write; without --force it must not exist")]
 Model = Annotated[str | None, typer.Option("--model", help="trained model; default: the actor, or the only one")]
 MergeAdapters = Annotated[
     bool, typer.Option("--merge-adapters", help="add adapters to the base weights; otherwise they are written alone")
 ]
-Type = Annotated[Dtype, typer.Option("--dtype", help="type of the weights")]
+Type = Annotated[SavedDtype, typer.Option("--dtype", help="type of the weights; auto: that in which a run saves it")]
+Replace = Annotated[bool, typer.Option("--force", help="replace a model that the directory has")]
 
 
 def export(
-    run: Run, output: Output, model: Model = None, merge_adapters: MergeAdapters = False, dtype: Type = "float32"
+    run: Run,
+    output: Output,
+    model: Model = None,
+    merge_adapters: MergeAdapters = False,
+    dtype: Type = "auto",
+    force: Replace = False,
 ) -> None:
-    """Write a model of the newest checkpoint as a Hugging Face directory."""
+    """Write a model of a checkpoint as a Hugging Face directory.
+
+    Of the newest one of a run, or of a checkpoint.
+    """
     from flexrlhf.execution.export import export, find_trained_model
 
     found = find_trained_model(run, model)
-    export(found, output, merge_adapters, dtype)
+    export(found, output, merge_adapters, dtype, force)
     typer.echo(f"{found.role} of {found.origin} written to {output}")

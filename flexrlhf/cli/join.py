@@ -17,7 +17,10 @@ Number = Annotated[
 
 
 def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Force = False) -> None:
-    """Start this machine's ranks of a run that node 0 describes: no config is needed here, only models and data."""
+    """Start this machine's ranks of a run that node 0 describes.
+
+    No config is needed here, only models and data.
+    """
     Hosts(nnodes=2, rdzv_endpoint=rdzv_endpoint)
     from flexrlhf.execution.lifetime import quiet_torch
 

@@ -7,15 +7,19 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Devices, Nnodes, NodeRank, Overrides, RdzvEndpoint
+from flexrlhf.cli.completion import complete_config
+from flexrlhf.cli.options import ConfigOption, Devices, Nnodes, NodeRank, Overrides, RdzvEndpoint
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.specs import chosen_configs, load_specs
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
 Configs = Annotated[
-    list[Path] | None, typer.Argument(help="YAML files whose models are measured; default: the quick start's PPO")
+    list[Path] | None,
+    typer.Argument(
+        help="YAML files whose models are measured; default: the quick start's PPO", autocompletion=complete_config
+    ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="time for which the calls of each model are repeated")]
@@ -23,6 +27,7 @@ Seconds = Annotated[float, typer.Option(min=0.1, help="time for which the calls 
 
 def profile(
     configs: Configs = None,
+    config: ConfigOption = None,
     devices: Devices = None,
     set_: Overrides = None,
     output: Output = Path("runs/profile.json"),
@@ -31,12 +36,14 @@ def profile(
     node_rank: NodeRank = 0,
     rdzv_endpoint: RdzvEndpoint = "",
 ) -> None:
-    """Measure the times that `simulate` and `advise` predict from: of this machine, and of the links between several.
+    """Measure this machine, for `simulate` and `advise`.
 
-    Takes a minute and trains nothing. With several nodes node 0 measures its calls and writes the file.
+    The times that they predict from: of its calls, and of the links between several machines. Takes a minute
+    and trains nothing. With several nodes node 0 measures its calls and writes the file.
     """
+    paths = chosen_configs(configs, config)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
-    plans = plan_runs(load_specs(configs, None, devices, set_, nnodes))
+    plans = plan_runs(load_specs(paths, None, devices, set_, nnodes))
     hosts.check_cluster(plans[0].cluster)
     network = None
     if nnodes > 1:
@@ -48,11 +55,11 @@ def profile(
     from flexrlhf.profiling.table import format_measurements
 
     measured_plans = plans
-    if not configs:
+    if not paths:
         prepare_corpus()
         # PPO alone: it has the models of the stages before it
         measured_plans = plans[-1:]
-    measurements = profile(measured_plans, plans, seconds, output, configs or (), network)
+    measurements = profile(measured_plans, plans, seconds, output, paths, network)
     typer.echo(f"\n{format_measurements(measurements)}\n\nwritten to {output}")
 
 

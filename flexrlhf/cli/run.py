@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.options import (
+    ActorModelPath,
+    ConfigOption,
     Configs,
+    CriticModelPath,
     Devices,
     Force,
     Launcher,
@@ -21,7 +25,7 @@ from flexrlhf.cli.options import (
     RdzvEndpoint,
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
-from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.cli.working import working
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
@@ -47,6 +51,10 @@ MaxRestarts = Annotated[
     int, typer.Option(min=0, help="restart all ranks from the newest checkpoint so often after one has failed")
 ]
 
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", help="train all runs of the quick start again, finished and unchanged ones, too"),
+]
 Preflight = Annotated[bool, typer.Option("--preflight", help="first check what `flexrlhf doctor` does")]
 PREFLIGHT_SECONDS = 60.0
 """Longest wait of a preflight for a rank."""
@@ -54,6 +62,9 @@ PREFLIGHT_SECONDS = 60.0
 
 def run(
     configs: Configs = None,
+    config: ConfigOption = None,
+    actor_model_path: ActorModelPath = None,
+    critic_model_path: CriticModelPath = None,
     placement_ratio: PlacementRatio = None,
     devices: Devices = None,
     set_: Overrides = None,
@@ -66,26 +77,40 @@ def run(
     force: Force = False,
     resume: Resume = None,
     preflight: Preflight = False,
+    fresh: Fresh = False,
 ) -> None:
-    """Train. Starts one process for each device of this node; under torchrun it is one of the ranks."""
+    """Train.
+
+    Starts one process for each device of this node; under torchrun it is one of the ranks.
+    """
+    paths = chosen_configs(configs, config)
+    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     hosts = hosts_of(launcher, Hosts(nnodes, node_rank, rdzv_endpoint), os.environ)
     under_ray = launcher == "ray"
     if preflight and under_ray:
         raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
     check_restarts(max_restarts)
+    _check_fresh(fresh, paths, resume)
     if (notice := rank_notice()) is not None:
         print_error(notice)
-    specs = load_specs(configs, placement_ratio, devices, set_, hosts.nnodes)
+    specs = load_specs(paths, placement_ratio, devices, settings, hosts.nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
     check_memory(plans, force)
     hosts.check_cluster(plans[0].cluster)
     if dry_run:
-        _check(plans, resume, is_quickstart=not configs)
+        _check(plans, resume, is_quickstart=not paths)
         return
     if preflight:
-        _preflight(plans, hosts, is_quickstart=not configs, resume=resume)
-    _run(plans, hosts, max_restarts, is_quickstart=not configs, resume=resume, under_ray=under_ray)
+        _preflight(plans, hosts, is_quickstart=not paths, resume=resume)
+    _run(plans, hosts, max_restarts, is_quickstart=not paths, resume=resume, under_ray=under_ray, fresh=fresh)
+
+
+def _check_fresh(fresh: bool, configs: Sequence[Path] | None, resume: str | None) -> None:
+    if fresh and resume is not None:
+        raise UserError("--fresh and --resume exclude each other: remove one")
+    if fresh and configs:
+        raise UserError("--fresh: goes with the quick start; a config of your own begins anew without it, so remove it")
 
 
 def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
@@ -115,15 +140,23 @@ def _preflight(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume:
 
 
 def _run(
-    plans: Sequence[Plan], hosts: Hosts, max_restarts: int, is_quickstart: bool, resume: str | None, under_ray: bool
+    plans: Sequence[Plan],
+    hosts: Hosts,
+    max_restarts: int,
+    *,
+    is_quickstart: bool,
+    resume: str | None,
+    under_ray: bool,
+    fresh: bool,
 ) -> None:
     from flexrlhf.execution.job import prepare_job
 
     with working("checking models and data"):
-        job = prepare_job(plans, hosts, is_quickstart, resume, under_ray)
+        job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps=is_quickstart and not fresh)
+    why = "skipped" if resume is not None else "kept; its config is unchanged (--fresh trains it again)"
     if hosts.is_first:
         for plan in plans:
-            typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, skipped") + "\n")
+            typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, {why}") + "\n")
     job.start(max_restarts)
     if hosts.is_first:
         devices = {_print_summary(plan) for plan in job.plans}

@@ -7,9 +7,18 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Configs, Devices, Overrides, PlacementRatio, Profile
+from flexrlhf.cli.options import (
+    ActorModelPath,
+    ConfigOption,
+    Configs,
+    CriticModelPath,
+    Devices,
+    Overrides,
+    PlacementRatio,
+    Profile,
+)
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.config.output_path import check_output
 from flexrlhf.errors import UserError
 
@@ -27,6 +36,9 @@ Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
 
 def simulate(
     configs: Configs = None,
+    config: ConfigOption = None,
+    actor_model_path: ActorModelPath = None,
+    critic_model_path: CriticModelPath = None,
     placement_ratio: PlacementRatio = None,
     devices: Devices = None,
     set_: Overrides = None,
@@ -37,16 +49,21 @@ def simulate(
     output: Output = None,
     steps: Steps = 4,
 ) -> None:
-    """Predict the time of a step, what it consists of, and which devices idle. Starts nothing."""
+    """Predict the time of a step and which devices idle.
+
+    And what the step consists of. Starts nothing.
+    """
     from flexrlhf.guideline.simulation.compare import compare, read_run
     from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
     from flexrlhf.guideline.simulation.simulate import is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 
+    paths = chosen_configs(configs, config)
+    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     if output is not None:
-        check_output(output, "--output", "trace.json", is_simulated, (*(configs or ()), profile, against))
+        check_output(output, "--output", "trace.json", is_simulated, (*paths, profile, against))
     measured = read_run(against) if against is not None else None
-    plans = plan_runs(load_specs(configs, placement_ratio, devices, set_))
+    plans = plan_runs(load_specs(paths, placement_ratio, devices, settings))
     if len(plans) > 1 and (against or output):
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     for plan in plans:

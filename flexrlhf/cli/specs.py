@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from operator import add
 from pathlib import Path
 
+from flexrlhf.config.run_arguments import argument_settings
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import check_scopes, load_spec, parse_vector, split_scope
 from flexrlhf.data.quickstart import config_paths
+from flexrlhf.errors import UserError
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.hosts import equal_nodes
+
+
+def chosen_configs(words: Sequence[Path] | None, by_option: Sequence[Path] | None) -> list[Path]:
+    """Return the configs of a command, which are given as words or by ``--config``; none: the quick start's."""
+    return [*(by_option or ()), *(words or ())]
+
+
+def chosen_config(word: Path | None, by_option: Sequence[Path] | None) -> Path | None:
+    """Return the config of a command that takes one. Raises UserError for several."""
+    configs = chosen_configs(None if word is None else [word], by_option)
+    if len(configs) > 1:
+        raise UserError(f"--config {configs[0]}: this command takes one config, and {configs[1]} is given, too")
+    return configs[0] if configs else None
+
+
+def with_model_paths(
+    overrides: Sequence[str] | None, actor_model_path: str | None, critic_model_path: str | None
+) -> list[str]:
+    """Return the settings of a command with those of its model paths, which win."""
+    return [*(overrides or ()), *argument_settings({"actor": actor_model_path, "critic": critic_model_path})]
 
 
 def load_specs(
@@ -21,6 +44,8 @@ def load_specs(
     nnodes: int = 1,
 ) -> list[Spec]:
     """Load every config, or those of the quick start; ``placement: auto`` stays as it is. Raises UserError."""
+    if placement_ratio is not None:
+        placement_ratio = json.dumps(parse_vector(placement_ratio), default=str)
     settings = tuple(overrides or ())
     if devices is not None:
         settings += (f"cluster.devices={devices}",)

@@ -11,19 +11,27 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Devices, Force, Overrides, PlacementRatio
+from flexrlhf.cli.completion import complete_config
+from flexrlhf.cli.options import ConfigOption, Devices, Force, Overrides, PlacementRatio
 from flexrlhf.cli.planning import check_memory, plan_runs
-from flexrlhf.cli.specs import load_specs
+from flexrlhf.cli.specs import chosen_config, load_specs
 from flexrlhf.config.output_path import check_output_directory
+from flexrlhf.config.run_arguments import read_vector
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
 
-Config = Annotated[Path | None, typer.Argument(help="YAML file; default: the quick start's PPO")]
+Config = Annotated[
+    Path | None,
+    typer.Argument(
+        help="YAML file; default: the quick start's PPO",
+        autocompletion=complete_config,
+    ),
+]
 Against = Annotated[
     list[str] | None,
-    typer.Option(metavar="RATIO|CONFIG", help="other side: a vector such as [1,1,0.5,0.5], or a YAML file; repeatable"),
+    typer.Option(metavar="RATIO|CONFIG", help="other side: a vector such as 1,1,0.5,0.5, or a YAML file; repeatable"),
 ]
 AgainstSettings = Annotated[
     list[str] | None,
@@ -54,6 +62,7 @@ class Side:
 
 def verify(
     config: Config = None,
+    config_option: ConfigOption = None,
     against: Against = None,
     against_set: AgainstSettings = None,
     determinism: Determinism = False,
@@ -64,7 +73,11 @@ def verify(
     keep: Keep = None,
     force: Force = False,
 ) -> None:
-    """Run a few steps under two placements and compare all their numbers. Exit code 0: the same; 1: they part."""
+    """Compare all numbers of a few steps under two placements.
+
+    Exit code 0: the same; 1: they part.
+    """
+    config = chosen_config(config, config_option)
     common = (*([f"cluster.devices={devices}"] if devices is not None else []), *(set_ or ()))
     first = _load(config, placement_ratio, common)
     sides = [Side("--determinism", "repeated", first, is_repeated=True)] if determinism else []
@@ -74,7 +87,7 @@ def verify(
     sides += [_other_side(config, other, settings) for other in against or ()]
     if not sides:
         raise UserError(
-            "verify: nothing to compare with; give --against [1,1,0.5,0.5], --against-set KEY=VALUE or --determinism"
+            "verify: nothing to compare with; give --against 1,1,0.5,0.5, --against-set KEY=VALUE or --determinism"
         )
     if keep is not None:
         check_output_directory(keep, "--keep")
@@ -104,10 +117,10 @@ def _load(config: Path | None, placement_ratio: str | None, settings: Sequence[s
 def _other_side(config: Path | None, other: str, settings: Sequence[str]) -> Side:
     """Return the side of one ``--against``: a vector for the config itself, or another config."""
     option = f"--against {other}"
-    if other.lstrip().startswith("["):
+    if read_vector(other) is not None:
         return Side(option, "against", _load(config, other, settings))
     if not Path(other).exists():
-        raise UserError(f"{option}: neither a vector such as [1,1,0.5,0.5] nor a YAML file")
+        raise UserError(f"{option}: neither a vector such as 1,1,0.5,0.5 nor a YAML file")
     return Side(option, "against", _load(Path(other), None, settings))
 
 

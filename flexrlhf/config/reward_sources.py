@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from flexrlhf.config.secrets import check_header, check_url, without_secrets
 from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import shown
 
 Level = Annotated[
@@ -61,10 +62,11 @@ class FunctionSource(_LevelledSource, _CalledSource):
     ``function(prompts, responses, **columns) -> list of numbers``: texts, and each column of the data's rows as a list;
     ``num_tokens`` of the responses too, and with a separator their ``steps``, a list of texts each. It receives the
     columns that it has a parameter for, or all where it takes ``**columns``. With level: step it returns for each
-    response one number a step, or without a separator pairs (end of the step in characters, score).
+    response one number a step, or without a separator pairs (end of the step in characters, score). A function with a
+    parameter ``completions``, as TRL has them, is called by names alone: docs/rewards.md.
     """
 
-    function: str = Field(description="path/to/file.py:name, or module:name")
+    function: UserPath = Field(description="path/to/file.py:name, or module:name")
     timeout_seconds: float = Field(10.0, gt=0, description="limit of one call; its worker is then ended")
     workers: int = Field(1, ge=1, description="worker processes of one rank")
 
@@ -77,7 +79,9 @@ class ServiceSource(_LevelledSource, _CalledSource):
 
     url: Annotated[
         tuple[str, ...],
-        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+        BeforeValidator(
+            lambda value: (value,) if isinstance(value, str) else value, json_schema_input_type=str | tuple[str, ...]
+        ),
         Field(description="address, or several that take turns"),
     ]
     timeout_seconds: float = Field(30.0, gt=0, description="limit of one request")
@@ -110,8 +114,11 @@ class ServiceSource(_LevelledSource, _CalledSource):
 class RuleSource(_CalledSource):
     """Rule that ships with flexrlhf, of whole responses: right is 1, wrong 0."""
 
-    level: Literal["answer"] = "answer"
-    rule: Literal["exact_answer", "gsm8k", "format", "length"]
+    level: Literal["answer"] = Field("answer", description="a rule has one score a response")
+    rule: Literal["exact_answer", "gsm8k", "format", "length"] = Field(
+        description="exact_answer: the response is the solution; gsm8k: the number behind #### is that of the "
+        "solution; format: the response matches pattern; length: by its number of tokens"
+    )
     answer: str = Field("answer", description="exact_answer, gsm8k: column with the solution")
     pattern: str | None = Field(None, description="format: regular expression that the whole response must match")
     target_tokens: int | None = Field(None, ge=1, description="length: 1 at so many, falling to 0 at twice as many")
@@ -153,4 +160,8 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) or value is None else (value,)
 
 
-Sources = Annotated[tuple[RewardSource, ...], BeforeValidator(_as_list), Field(min_length=1)]
+Sources = Annotated[
+    tuple[RewardSource, ...],
+    BeforeValidator(_as_list, json_schema_input_type=RewardSource | tuple[RewardSource, ...]),
+    Field(min_length=1),
+]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from flexrlhf.config.strict_model import Exact, StrictModel
+from flexrlhf.config.user_paths import UserPath
 from flexrlhf.data.forms import Form
 from flexrlhf.data.templates import check_template
 
@@ -28,7 +29,7 @@ def _positive(weight: Fraction) -> Fraction:
 class RowsSpec(StrictModel):
     """Rows that may be of another form than those of ``data``. null: the setting of ``data``."""
 
-    path: str = Field(description=FILES)
+    path: UserPath = Field(description=FILES)
     form: FormSetting | None = Field(None, description="columns of a row")
     columns: dict[str, str] | None = Field(None, description="name that is used here: column of the rows")
     template: Template | None = Field(None, description="text of the prompt, with {column} fields")

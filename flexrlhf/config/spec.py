@@ -9,16 +9,28 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
+from flexrlhf.config.descriptions import plain_text
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.loggers import LoggerSpec
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
+from flexrlhf.config.run_arguments import read_vector
 from flexrlhf.config.samples import SamplesSpec
 from flexrlhf.config.strict_model import Exact, StrictModel
+from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import either, nearest, shown
 
 
@@ -35,7 +47,9 @@ class OptimizerSpec(StrictModel):
     """Optimizer, its learning-rate schedule over the optimizer steps, and the clipping of the global gradient norm."""
 
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
-    learning_rate: float = Field(1e-6, ge=0, description="peak learning rate, after the warm-up")
+    learning_rate: float = Field(
+        1e-6, ge=0, description="peak learning rate, after the warm-up; a critic's is 9e-6 unless it is written"
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
     )
@@ -69,6 +83,7 @@ class LoraSpec(StrictModel):
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call: what it computes."""
@@ -91,7 +106,7 @@ class ShadowSpec(StrictModel):
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
 
-    path: str | None = Field(
+    path: UserPath | None = Field(
         None, description="Hugging Face model directory, or a name on the Hub; null: see ModelsSpec"
     )
     init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
@@ -124,6 +139,11 @@ class ModelSpec(StrictModel):
     )
     dtype: Dtype = Field(
         "float32", description="type of weights and passes; a trained model keeps float32 master weights"
+    )
+    save_dtype: SavedDtype = Field(
+        "auto",
+        description="type of the saved model; auto: that of the files that it started from, float32 without any; "
+        "checkpoints have float32 weights",
     )
     fallback_dtype: Literal["float16", "float32"] | None = Field(
         None, description="the type instead of bfloat16 on device classes without it, such as V100; null: refused"
@@ -196,18 +216,24 @@ class ModelSpec(StrictModel):
         return self.model_copy(update={**own, **dropped})
 
 
-FURTHER_MODELS = ("reward_", "cost_")
-"""Prefixes of further reward and cost models, whose names a user chooses."""
+FURTHER_MODELS = ("reward_", "cost_", "critic_", "ref_")
+"""Prefixes of further models, whose names a user chooses."""
+
+
+def _named_models(schema: dict[str, Any]) -> None:
+    """Allow in a JSON Schema the further models whose names begin as they must, and no others."""
+    schema["patternProperties"] = {f"^({'|'.join(FURTHER_MODELS)})": schema["additionalProperties"]}
+    schema["additionalProperties"] = False
 
 
 class ModelsSpec(StrictModel):
     """Models by role. ref defaults to the actor's path, critic to the reward's, cost_critic to the cost's.
 
     Further reward and cost models have names of their own (``reward_...``, ``cost_...``), to which a source of
-    ``reward`` or ``cost`` refers.
+    ``reward`` or ``cost`` refers; a graph of one's own may have any (``critic_...``, ``ref_...``, too).
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, json_schema_extra=_named_models)
     __pydantic_extra__: dict[str, ModelSpec] = Field(init=False)
 
     actor: ModelSpec | None = None
@@ -300,7 +326,11 @@ def _written_ranks(ranks: tuple[int, ...]) -> list[int] | str:
     return f"{ranks[0]}-{ranks[-1]}" if is_run else list(ranks)
 
 
-Ranks = Annotated[tuple[int, ...], BeforeValidator(_ranks), PlainSerializer(_written_ranks)]
+Ranks = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_ranks, json_schema_input_type=tuple[int, ...] | str),
+    PlainSerializer(_written_ranks),
+]
 
 
 class PlacementEntry(StrictModel):
@@ -332,6 +362,9 @@ def _entry(value: Any) -> Any:
     return value if isinstance(value, dict | PlacementEntry) else {"ratio": value}
 
 
+Entry = Annotated[PlacementEntry, BeforeValidator(_entry, json_schema_input_type=PlacementEntry | Exact)]
+
+
 class OperatorPlacement(PlacementEntry):
     """Ranks of one operator, and settings in which it differs from its role; null: those of the role."""
 
@@ -347,6 +380,7 @@ class OperatorPlacement(PlacementEntry):
         return {name: value for name, value in given.items() if value is not None}
 
 
+OperatorEntry = Annotated[OperatorPlacement, BeforeValidator(_entry, json_schema_input_type=OperatorPlacement | Exact)]
 PLACEMENT_SETTINGS = ("train_share", "span_classes")
 
 
@@ -358,14 +392,23 @@ class PlacementMap(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    models: dict[str, Annotated[PlacementEntry, BeforeValidator(_entry)]]
-    operators: dict[str, Annotated[OperatorPlacement, BeforeValidator(_entry)]] | None = Field(
+    models: dict[str, Entry]
+    operators: dict[str, OperatorEntry] | None = Field(
         None, description="a placement for each operator, in place of one for each model"
     )
     train_share: Exact | None = Field(
         None, description="share of the devices on the training side, with shadows; null: follows from the ratios"
     )
     span_classes: bool = Field(False, description="whether a ratio may take devices of several classes")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON Schema of the form that a user writes: the models next to the settings."""
+        schema = handler.resolve_ref_schema(handler(core))
+        schema["additionalProperties"] = schema["properties"].pop("models")["additionalProperties"]
+        schema["description"] = plain_text(cls.__doc__)
+        schema.pop("required")
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -429,7 +472,7 @@ class SyncSpec(StrictModel):
 class DataSpec(StrictModel):
     """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""
 
-    path: str | None = Field(None, description=FILES)
+    path: UserPath | None = Field(None, description=FILES)
     sources: tuple[SourceSpec, ...] = Field((), description="several of these instead, mixed by their weights")
     form: FormSetting = Field("auto", description="columns of a row; auto: follows from the first row")
     columns: dict[str, str] = Field(
@@ -439,7 +482,7 @@ class DataSpec(StrictModel):
         None, description="text of the prompt, with {column} fields; null: that of the form"
     )
     system: str | None = Field(None, description="system prompt of rows without one, which makes chats of texts")
-    tokenizer: str | None = Field(
+    tokenizer: UserPath | None = Field(
         None, description="Hugging Face directory, or a name on the Hub; null: that of the first model with a path"
     )
     max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
@@ -447,7 +490,9 @@ class DataSpec(StrictModel):
     chat: Literal["auto", "always", "never"] = Field(
         "auto", description="rows that the chat template renders: those that are chats, also text prompts, or none"
     )
-    chat_template: str | None = Field(None, description="a file with a Jinja chat template; null: the tokenizer's own")
+    chat_template: UserPath | None = Field(
+        None, description="a file with a Jinja chat template; null: the tokenizer's own"
+    )
     long_prompts: LongPrompts = Field(
         "error",
         description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "
@@ -562,9 +607,19 @@ class SaveSpec(StrictModel):
     """Checkpoints of trained models: ``runs/<name>/<role>``, the best ones in ``runs/<name>/<role>-best``."""
 
     every: int | None = Field(None, ge=1, description="steps between two checkpoints; null: one, after the last step")
+    keep: bool = Field(
+        False,
+        description="keep those of earlier steps, in runs/<name>/<role>-step-<number>; false: the next replaces one",
+    )
     best: str | None = Field(
         None, description="a metric of the evaluations by which the best models are kept; null: none are"
     )
+    shard_gb: float = Field(5.0, gt=0, description="GB of one file of weights; larger models have several and an index")
+
+    @property
+    def shard_bytes(self) -> int:
+        """Most bytes of weights in a file."""
+        return int(self.shard_gb * 1e9)
 
 
 class CheckpointSpec(StrictModel):
@@ -582,7 +637,7 @@ class DebugSpec(StrictModel):
     """Settings for tests, and to find where two runs differ."""
 
     record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
-    replay: str | None = Field(
+    replay: UserPath | None = Field(
         None, description="runs/NAME of a run with recorded columns, whose responses replace the sampled ones"
     )
     run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
@@ -594,6 +649,11 @@ MAX_CHUNKS = 128
 """Most chunks: planning compares each with every other."""
 MAX_ROWS = 1_000_000
 """Most rows of a step: a plan lists which row goes where."""
+
+
+def _vector_text(schema: dict[str, Any]) -> None:
+    """Allow in a JSON Schema a vector without brackets."""
+    schema["anyOf"].append({"type": "string", "pattern": r"^[-+.\d].*,"})
 
 
 class Spec(StrictModel):
@@ -609,7 +669,10 @@ class Spec(StrictModel):
     seed: int = Field(0, ge=0, lt=2**63, description="of the data order, of sampling and of random weights")
     cluster: ClusterSpec = ClusterSpec()
     placement: Literal["auto"] | tuple[Exact, ...] | PlacementMap | None = Field(
-        None, description="null: every model on all devices; auto: the first choice of `flexrlhf advise`"
+        None,
+        description="null: every model on all devices; auto: the first choice of `flexrlhf advise`; a vector such as "
+        "1,1,0.5,0.5 of ratios; or ratios, ranks and more by model, or by operator",
+        json_schema_extra=_vector_text,
     )
     schedule: ScheduleSpec = ScheduleSpec()
     sync: SyncSpec = SyncSpec()
@@ -621,7 +684,7 @@ class Spec(StrictModel):
     samples: SamplesSpec = SamplesSpec()
     loggers: tuple[LoggerSpec, ...] = Field((), description="libraries that receive metrics, samples and timeline")
     debug: DebugSpec = DebugSpec()
-    runs: str = Field("runs", description="directory of all runs' results")
+    runs: UserPath = Field("runs", description="directory of all runs' results")
     snapshots: dict[str, str] = Field(
         default_factory=dict, description="filled in by planning: directory of the Hub's cache → name@commit"
     )
@@ -641,6 +704,9 @@ class Spec(StrictModel):
     @classmethod
     def _placement_form(cls, value: Any) -> Any:
         placement = value.get("placement") if isinstance(value, dict) else None
+        vector = read_vector(placement) if isinstance(placement, str) else None
+        if vector is not None:
+            return {**value, "placement": vector}
         if placement != "auto" and not isinstance(placement, list | tuple | dict | PlacementMap | None):
             raise ValueError(
                 f"placement: expected a vector such as [1,1,0.5,0.5], a mapping or auto, found {shown(placement)}"

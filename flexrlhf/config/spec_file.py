@@ -14,9 +14,11 @@ from pydantic_core import ErrorDetails
 from flexrlhf.config.algorithms import ALGORITHMS, PolicySpec
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.reward_sources import KINDS
+from flexrlhf.config.run_arguments import RATIO_FORM, read_vector
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import PlacementMap, Spec
 from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.user_paths import in_home, instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml
 from flexrlhf.errors import UserError, either, nearest, shown
 
@@ -37,7 +39,7 @@ _EXPECTED = {
 
 def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError with one sentence."""
-    raw = _read_mapping(Path(path))
+    raw = _read_mapping(Path(in_home(str(path))))
     for override in overrides:
         scope, setting = split_scope(override)
         if scope in (None, raw.get("name")):
@@ -49,10 +51,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise UserError(f"config {path}: a directory; give a YAML file")
     if not path.is_file():
-        others = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        if re.match(r"[a-z_.]+=", str(path)):
-            raise UserError(f"config {path}: no such file; a setting is given as --set {path}")
-        raise UserError(f"config {path}: no such file{nearest(str(path), others)}")
+        raise UserError(f"config {path}: {_no_file(path)}")
     try:
         raw = read_yaml(path.read_text())
     except yaml.YAMLError as error:
@@ -65,6 +64,17 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         kind = "a list" if isinstance(raw, list) else "nothing" if raw is None else "a single value"
         raise UserError(f"config {path}: expected a mapping at the top, found {kind}")
     return raw
+
+
+def _no_file(path: Path) -> str:
+    """Return why there is no file at ``path``, and what the word was probably written for."""
+    if path.exists():
+        return "a pipe or a device; give a YAML file"
+    if re.match(r"[a-z_.]+=", str(path)):
+        return f"no such file; a setting is given as --set {path}"
+    if re.fullmatch(r"[\[\]\d.,/]+", str(path)) and not path.parent.name:
+        return f"no such file; a vector is one word, without spaces or in quotes: {RATIO_FORM}"
+    return f"no such file{instead_of(path, is_yaml)}"
 
 
 def split_scope(override: str) -> tuple[str | None, str]:
@@ -86,13 +96,11 @@ def check_scopes(overrides: tuple[str, ...], specs: list[Spec]) -> None:
 
 
 def parse_vector(text: str) -> list[Any]:
-    """Read ``[1,1,0.5,0.5]``; its numbers are checked with the spec."""
-    try:
-        vector = read_yaml(text)
-    except yaml.YAMLError:
-        vector = None
-    if not isinstance(vector, list):
-        raise UserError(f"--placement-ratio {text}: expected a vector such as [1,1,0.5,0.5]")
+    """Read ``1,1,0.5,0.5``, or the same in brackets; its numbers are checked with the spec."""
+    vector = read_vector(text)
+    if vector is None:
+        spaces = " in one word, without spaces or in quotes" if re.match(r"\s*[\[\d.]", text) else ""
+        raise UserError(f"--placement-ratio {text}: expected a vector such as 1,1,0.5,0.5{spaces}")
     return vector
 
 

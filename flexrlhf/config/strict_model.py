@@ -6,8 +6,17 @@ import re
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
+from flexrlhf.config.descriptions import meaning, plain_text
 from flexrlhf.errors import nearest, shown
 
 _LARGE_EXPONENT = re.compile(r"[eE][-+]?[0-9_]{4}")
@@ -27,6 +36,17 @@ class StrictModel(BaseModel):
                     hint = nearest(str(key), cls._keys()) or f"; known: {', '.join(sorted(cls._keys()))}"
                     raise ValueError(f"unknown key {key!r}{hint}")
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON Schema of this mapping, in which every setting has a description."""
+        schema = handler.resolve_ref_schema(handler(core))
+        schema["description"] = plain_text(cls.__doc__)
+        for name, field in cls.model_fields.items():
+            described = schema.get("properties", {}).get(field.alias or name, {})
+            if text := meaning(cls, name):
+                described.setdefault("description", text)
+        return schema
 
     @classmethod
     def _keys(cls) -> set[str]:
@@ -60,4 +80,4 @@ def _written(value: Fraction) -> float | int | str:
     return float(value) if Fraction(str(float(value))) == value else str(value)
 
 
-Exact = Annotated[Fraction, BeforeValidator(_exact), PlainSerializer(_written)]
+Exact = Annotated[Fraction, BeforeValidator(_exact, json_schema_input_type=float | str), PlainSerializer(_written)]

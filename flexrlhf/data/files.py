@@ -14,9 +14,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.hub import cached_snapshot, hub_name
 from flexrlhf.data.tables import is_saved_dataset, read_directory, read_hub, read_parquet
-from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.errors import UserError, either
 
 Row = dict[str, Any]
 
@@ -71,7 +72,7 @@ def _split_directory(text: str) -> tuple[Path, str | None] | None:
 def _no_file(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a directory, but none that save_to_disk of datasets has written; give a file in it"
-    return f"there is no data file {path}{_nearest_file(path)}"
+    return f"there is no data file {path}{instead_of(path, lambda other: other.name.endswith(ENDINGS))}"
 
 
 def json_limit(error: ValueError | RecursionError) -> str:
@@ -84,12 +85,6 @@ def json_type(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     number = "a number" if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
     return names.get(type(value), number)
-
-
-def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f": the folder {path.parent} does not exist"
-    return nearest(path.name, sorted(entry.name for entry in path.parent.iterdir() if entry.is_file()))
 
 
 def _read_text(path: Path) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.run_arguments import argument_settings
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.execution.job import prepare_job
@@ -24,10 +24,12 @@ class RunResult:
 
     directory:  where its config, plan, metrics, samples, timeline and models are
     metrics:    the rows of ``metrics.jsonl``, one for each step; none on a node without that directory
+    models:     directory of each trained model, by role
     """
 
     directory: Path
     metrics: list[dict[str, Any]]
+    models: dict[str, Path]
 
 
 class ExecutionEngine:
@@ -61,7 +63,7 @@ class ExecutionEngine:
         resume:           ``auto``, or the directory of a run or a checkpoint: go on from there
         """
         paths = {"actor": actor_model_path, "critic": critic_model_path}
-        settings = (*overrides, *_settings(paths, placement_ratio, devices))
+        settings = (*overrides, *argument_settings(paths, placement_ratio, devices))
         spec = load_spec(config_path, settings)
         check_single_planner([spec], Hosts())
         self._resume = None if resume is None else str(resume)
@@ -73,22 +75,8 @@ class ExecutionEngine:
         """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
         prepare_job([self.plan], Hosts(), resume=self._resume).start()
         directory = self.plan.spec.directory
-        return RunResult(directory, read_lines(directory / "metrics.jsonl"))
-
-
-def _settings(
-    paths: dict[str, str | Path | None], placement_ratio: Sequence[float] | str | None, devices: int | None
-) -> Iterator[str]:
-    """Yield the arguments as overrides, which are read as YAML; JSON is YAML."""
-    for role, path in paths.items():
-        if path is not None:
-            yield f"models.{role}.init=null"
-            yield f"models.{role}.path={json.dumps(str(path))}"
-    if placement_ratio is not None:
-        vector = placement_ratio if isinstance(placement_ratio, str) else json.dumps(list(placement_ratio))
-        yield f"placement={vector}"
-    if devices is not None:
-        yield f"cluster.devices={devices}"
+        models = {role: directory / role for role in self.plan.graph.trained}
+        return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)
 
 
 def _with_chosen_placement(spec: Spec) -> Spec:

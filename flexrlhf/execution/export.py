@@ -21,7 +21,7 @@ from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, da
 from flexrlhf.checkpoints.piece_files import PieceReader
 from flexrlhf.checkpoints.weight_writer import ModelFiles, TensorForm, forms_of
 from flexrlhf.comm.weights import merged
-from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, Spec
+from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, SavedDtype, Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.chat import read_chat_format
@@ -30,11 +30,13 @@ from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.execution.checkpoint import TOKENIZER_FILES, save_adapters
 from flexrlhf.execution.model_pieces import piece_key
+from flexrlhf.execution.run_directory import replace_directory
 from flexrlhf.plan.end_tokens import end_tokens, usage_files
 from flexrlhf.plan.inputs import load_tokenizer
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.lora import merged_from
-from flexrlhf.weights.model_files import weight_files
+from flexrlhf.weights.model_files import stored_tensors, weight_files
+from flexrlhf.weights.shapes import stored_type
 
 
 @dataclass(frozen=True)
@@ -104,23 +106,32 @@ def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:
     return usage_files(template, policy, eos, eos[0] if pad is None else pad)
 
 
-def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: Dtype) -> None:
+def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: SavedDtype, replaces: bool = False) -> None:
     """Write ``model`` into the directory ``output``, which must not exist or be empty.
 
-    Adapters are written as such, or with ``merge_adapters`` added to their base weights. Raises UserError.
+    Adapters are written as such, or with ``merge_adapters`` added to their base weights. ``dtype``: ``auto``: that in
+    which a run saves the model. ``replaces``: another model there is replaced. Raises UserError.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output}: exists; give a directory that does not")
+    _check_output(output, replaces)
+    chosen = DTYPES[_saved_type(model.settings) if dtype == "auto" else dtype]
     lora = model.settings.lora
     if lora is not None and not merge_adapters:
-        tensors = {name: model.tensor(name).to(DTYPES[dtype]) for name in model.names}
+        tensors = {name: model.tensor(name).to(chosen) for name in model.names}
         save_adapters(output, tensors, model.settings, model.tokenizer, texts=model.usage)
         return
-    config = AutoConfig.for_model(**json.loads(model.config))
+    fresh = output.with_name(output.name + ".writing")
+    shutil.rmtree(fresh, ignore_errors=True)
+    _write_whole(model, fresh, chosen)
+    replace_directory(fresh, output)
+
+
+def _write_whole(model: TrainedModel, output: Path, dtype: torch.dtype) -> None:
+    """Write all weights of a model, its config and its tokenizer into a new directory."""
+    lora, config = model.settings.lora, AutoConfig.for_model(**json.loads(model.config))
     with _base_tensors(model.settings) as base:
         read = _reader(model, lora, base)
         names = model.names if lora is None else sorted({*base.names, *_heads(model)})
-        _write_model(output, names, lambda name: read(name).to(DTYPES[dtype]).contiguous())
+        _write_model(output, names, lambda name: read(name).to(dtype).contiguous())
     config.dtype = dtype
     config.save_pretrained(output)
     for name in TOKENIZER_FILES:
@@ -128,6 +139,27 @@ def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: Dtype
             shutil.copy(Path(model.tokenizer) / name, output / name)
     for name, text in model.usage.items():
         (output / name).write_text(text, encoding="utf-8")
+
+
+def _check_output(output: Path, replaces: bool) -> None:
+    """Raise UserError for a directory with files; with ``replaces`` for one that is no model's."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    is_model = any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not is_model:
+        raise UserError(f"--output {output}: exists and is no model's directory; give a directory that does not exist")
+    if not replaces:
+        raise UserError(
+            f"--output {output}: has a model already; give a directory that does not exist, or --force to replace it"
+        )
+
+
+def _saved_type(settings: ModelSpec) -> Dtype:
+    """Return the type in which a run saves a model with ``settings``; of its files, as far as these are still there."""
+    if settings.save_dtype != "auto":
+        return settings.save_dtype
+    path = Path(settings.path) if settings.path is not None and settings.lora is None else None
+    return stored_type(stored_tensors("the base model", path)) if path is not None and path.is_dir() else "float32"
 
 
 def _saved_models(run: Path) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.reward_sources import ModelSource
+from flexrlhf.config.reward_sources import ModelSource, RewardSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.engines.base import Batch, Moments, moments
@@ -93,7 +93,8 @@ class ExternalScorers:
         for row, example in enumerate(examples):
             response: list[int] = tokens[row, width:][mask[row].cpu()].tolist()
             text, count = self._decode(response), partial(_num_characters, self._decode, response)
-            samples.append(Sample(example.text, text, len(response), example.columns, count))
+            turns = [{"role": turn.role, "content": turn.content} for turn in example.turns]
+            samples.append(Sample(example.text, text, len(response), example.columns, count, response, turns))
         return samples
 
     def close(self) -> None:
@@ -105,12 +106,7 @@ def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalS
     """Make the scorers of the sections that operators of ``graph`` call."""
     called = {operator.function for operator in (*graph.operators, *graph.evaluation) if operator.kind == "score"}
     sections = {"reward": spec.reward or (), "cost": spec.cost or ()}
-    scorers = {
-        name: Scorer(
-            [source for source in sections[name] if not isinstance(source, ModelSource)], name, spec.timeout_seconds / 2
-        )
-        for name in sorted(called)
-    }
+    scorers = {name: _make_scorer(sections[name], name, spec.timeout_seconds / 2) for name in sorted(called)}
     separators = {
         name: {
             source.model: source.separator
@@ -120,6 +116,12 @@ def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalS
         for name in scorers
     }
     return ExternalScorers(scorers, decode, separators)
+
+
+def _make_scorer(sources: Sequence[RewardSource], name: str, deadline_seconds: float) -> Scorer:
+    """Make the scorer of a section's sources that are no models."""
+    others = [source for source in sources if not isinstance(source, ModelSource)]
+    return Scorer(others, name, deadline_seconds, with_models=len(others) < len(sources))
 
 
 def _num_characters(decode: Decode, response: Sequence[int], count: int) -> int:

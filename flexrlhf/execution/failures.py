@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.execution.flight_log import FAILURE, Flight, complete_records, read_flight, running_directory
+from flexrlhf.execution.flight_log import ENDED, FAILURE, Flight, complete_records, read_flight, running_directory
 from flexrlhf.execution.flight_record import model_names
 from flexrlhf.plan.plan import Plan
 
@@ -27,7 +27,6 @@ _ORDER: tuple[Kind, ...] = ("killed", "user", "error", "node", "waited", "closed
 """Kinds, most telling first: a rank that ended by itself before one that waited for it or that was ended."""
 _AGENT_SECONDS = 5.0
 """Time in which agents notice a killed rank; a SIGKILL of their own comes half a minute after the first failure."""
-ENDED = "ended by the launcher"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 

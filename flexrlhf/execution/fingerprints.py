@@ -58,7 +58,7 @@ def file_digest(path: Path) -> str:
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield setting and path of the models, the tokenizer and the data of a run."""
+    """Yield setting and path of the models, the tokenizer, the data and a graph's file of a run."""
     for role in plan.graph.roles:
         if (path := plan.model(role).path) is not None:
             yield f"models.{role}.path", path
@@ -68,6 +68,10 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
             yield setting, name
     for source in data_sources(plan):
         yield source.setting, source.path
+    for setting in ("graph", "loop"):
+        file, _, _ = (getattr(plan.spec.algorithm, setting) or "").rpartition(":")
+        if file.endswith(".py"):
+            yield f"algorithm.{setting}", file
 
 
 def _files(place: Path) -> list[Path]:

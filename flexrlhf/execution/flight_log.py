@@ -17,6 +17,9 @@ from typing import Any, BinaryIO
 from flexrlhf.timeline import Span, saved_spans, write_trace
 
 FLIGHT, FAILURE, TIMELINE = "flight", "failure", "timeline"
+ENDED = "ended by the launcher"
+TERMINATED = "ended by SIGTERM"
+"""Reasons of ranks that ended because another one had failed, or the launcher was stopped."""
 MOST_INSTRUCTIONS = 50
 """Instructions of a rank in the record of its end."""
 
@@ -169,6 +172,11 @@ def write_partial_timeline(directory: Path) -> None:
         flights, spans = _all_spans(directory)
         write_trace(temporary, spans, {"failed": True, "ranks": [flight.header for flight in flights]})
         temporary.replace(directory / "timeline.json")
+
+
+def logged_spans(directory: Path) -> list[Span]:
+    """Return the spans that ended, of a run that goes on or has failed; none where it has no logs."""
+    return _all_spans(directory)[1]
 
 
 def _all_spans(directory: Path) -> tuple[list[Flight], list[Span]]:

@@ -13,6 +13,7 @@ from typing import IO
 from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import Preempted, UserError
 from flexrlhf.execution.free_space import check_free_space
+from flexrlhf.execution.kept_runs import keep_runs
 from flexrlhf.execution.resumption import Resumption, is_finished, resume_runs, resumed
 from flexrlhf.execution.run_directory import prepare_directory, read_status, unfinished_run
 from flexrlhf.execution.run_order import RunOrder
@@ -98,28 +99,32 @@ def prepare_job(
     is_quickstart: bool = False,
     resume: str | None = None,
     under_ray: bool = False,
+    keeps: bool = False,
 ) -> Job:
     """Check devices, packages, models, data and free space of all runs. Nothing of a run is written yet.
 
     is_quickstart:  write the quick start's corpus first
     resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
     under_ray:      whether the ranks start in a Ray cluster
+    keeps:          without ``resume``: leave out runs whose results are there already, except for the last one; not
+                    under torchrun, where each machine would decide by its own directory
 
     Raises UserError.
     """
-    resumes_as_node_0 = hosts.nnodes > 1 and not hosts.is_first_node and resume is not None
-    found = _ordered_runs(plans, hosts) if resumes_as_node_0 else resume_runs(tuple(plans), resume)
+    keeps = keeps and not under_torchrun()
+    if hosts.nnodes > 1 and not hosts.is_first_node and (keeps or resume is not None):
+        found = [] if resume is not None and all(map(is_finished, plans)) else _ordered_runs(plans, hosts)
+    else:
+        found = keep_runs(tuple(plans)) if keeps and resume is None else resume_runs(tuple(plans), resume)
     runs = [run for run in found if not run.finished]
     return checked_job(runs, hosts, is_quickstart, under_ray) if runs else Job((), hosts, "cpu", "local")
 
 
 def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
-    """Return how each run begins by the orders of node 0, which alone need have the checkpoints; none once all ended.
+    """Return how each run begins by the orders of node 0, which alone need have the checkpoints.
 
     Raises UserError where its command has another run, RunStopped where it does not come.
     """
-    if all(map(is_finished, plans)):
-        return []
     from flexrlhf.execution.job_offer import find_job
     from flexrlhf.execution.rendezvous import JOIN_SECONDS, endpoint_at
 

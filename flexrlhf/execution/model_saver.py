@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flexrlhf.checkpoints.weight_writer import TensorForm
 from flexrlhf.comm.weights import WeightGather
+from flexrlhf.engines.models import DTYPES
 from flexrlhf.execution.checkpoint import model_writer, save_adapters
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.rank_context import RankContext
@@ -20,6 +22,7 @@ from flexrlhf.plan.inputs import chat_format
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.saved_type import saved_type
 from flexrlhf.weights.shards import trained_parts
 
 
@@ -33,9 +36,14 @@ class ModelSaver:
     def save(self, save: Save, step: int) -> None:
         """Write the model of ``save``; a best model only if its metric in ``step`` is better than all before."""
         if save.best is None:
-            self._save(save, save.model)
+            self._save(save, self._name(save, step))
         elif (value := self._recorder.improved(save, step)) is not None:
             self._save(save, f"{save.model}-best", {"step": step, "metric": save.best, "value": value})
+
+    def _name(self, save: Save, step: int) -> str:
+        """Return the directory's name: of an earlier step than the last one its own, where all are kept."""
+        spec = self._context.plan.spec
+        return f"{save.model}-step-{step + 1:06d}" if spec.save.keep and step + 1 < spec.steps else save.model
 
     def _save(self, save: Save, name: str, best: Mapping[str, Any] | None = None) -> None:
         """Gather the weights, by all ranks of ``save``; the first one writes the directory ``name``."""
@@ -62,9 +70,9 @@ class ModelSaver:
             weights = {name: each.to("cpu", copy=True) for bucket in buckets for name, each in bucket.items()}
             save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
             return
-        dtype = _saved_dtype(model)
+        dtype, shard_bytes = _saved_dtype(model), self._context.plan.spec.save.shard_bytes
         forms = {name: TensorForm(shape, dtype) for name, shape in shape_of(placed, model.shape).trained}
-        with model_writer(directory, forms, model.engine.config, tokenizer, best, texts) as files:
+        with model_writer(directory, forms, _config_of(model), tokenizer, best, texts, shard_bytes) as files:
             for bucket in buckets:
                 files.write(bucket)
 
@@ -88,6 +96,11 @@ class ModelSaver:
 
 
 def _saved_dtype(model: LoadedModel) -> torch.dtype:
-    """Return the type of the trained weights: float32 where the engine exposes them."""
-    live = model.engine.weights()
-    return next(live[name].dtype for name, _ in shape_of(model.placed, model.shape).trained if name in live)
+    return DTYPES[saved_type(model.placed, model.shape)]
+
+
+def _config_of(model: LoadedModel) -> Any:
+    """Return the Hugging Face config of a model with the type of its saved weights."""
+    config = copy.deepcopy(model.engine.config)
+    config.dtype = _saved_dtype(model)
+    return config

@@ -27,7 +27,7 @@ from flexrlhf.comm.progress import Beat, Waiting, beat_key
 from flexrlhf.comm.store import second_connection
 from flexrlhf.comm.world import World
 from flexrlhf.execution.failures import sentence_of, write_error
-from flexrlhf.execution.flight_log import write_partial_timeline
+from flexrlhf.execution.flight_log import TERMINATED, write_partial_timeline
 from flexrlhf.execution.flight_record import FlightRecord
 from flexrlhf.execution.lifetime import has_launcher
 from flexrlhf.execution.stop_requests import END_NOW
@@ -121,7 +121,7 @@ class RankWatch:
         while not self._closed.is_set():
             ready, _, _ = select.select([self._read], [], [], CHECK_SECONDS)
             if ready and signal.SIGTERM in os.read(self._read, 64) and not self._is_request():
-                self._record("ended by SIGTERM")
+                self._record(TERMINATED)
                 _die_of_sigterm()
             if time.monotonic() - self._contact > self._limit and not self._closed.is_set():
                 self._end(f"{self._here}: the job's store {self._silence}")

@@ -22,7 +22,8 @@ from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.retokenized_columns import retokenized
 from flexrlhf.execution.sampled_check import SampledCheck
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.functions import COMBINES, LOSSES, settings_of
+from flexrlhf.objectives.functions import settings_of
+from flexrlhf.objectives.own_functions import check_returned, combine_of, make_loss
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.operators.columns import column_of, plain
 from flexrlhf.operators.graph import Operator
@@ -193,14 +194,16 @@ def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[
         run.segments(), run.model.dp, run.state, context.sampling.step, context.sampling.seed
     )
     with naming_tokens(context.decode, context.sampling.step):
-        return COMBINES[function](settings_of(function, context.spec), batch, combine_context)
+        computed = combine_of(function)(settings_of(function, context.spec), batch, combine_context)
+    check_returned(run.operator, computed, batch)
+    return computed
 
 
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
     """Make one optimizer step per mini-batch, in order, ``epochs`` times over."""
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
-    loss = LOSSES[operator.function](algorithm)
-    extra_loss = LOSSES[operator.extra_loss](algorithm) if operator.extra_loss else None
+    loss = make_loss(operator.function, algorithm)
+    extra_loss = make_loss(operator.extra_loss, algorithm) if operator.extra_loss else None
     if context.check is not None and context.sampling.step == 0:
         context.check.before_training(run.model, run.batch(store, run.rows, device))
     statistics: Moments = {}

@@ -1,9 +1,15 @@
-"""One rank of a run: walk the schedule and execute every instruction that names this rank."""
+"""One rank of a run: walk the schedule and execute every instruction that names this rank.
+
+A round of the schedule is cut where training begins: ``generate_experience`` executes what comes before,
+``train_rlhf`` the rest, the two calls of FlexRLHF's trainer (Fig. 5). What overlaps in a schedule (chunks, a lag,
+syncs) overlaps all the same, since the order of the list does not change.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -11,10 +17,12 @@ from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
 from flexrlhf.display.events import Doing, Send
+from flexrlhf.errors import UserError
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_arrivals, record_columns
 from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.evaluator import Evaluator
+from flexrlhf.execution.experiences import Experiences, PromptBatch, first_training, is_training
 from flexrlhf.execution.external_scores import make_external_scorers
 from flexrlhf.execution.finite_guard import make_finite_guard
 from flexrlhf.execution.flight_record import FlightRecord
@@ -54,6 +62,13 @@ from flexrlhf.strategies.instructions import (
 )
 from flexrlhf.strategies.schedule import rounds, walk_round
 from flexrlhf.timeline import Span
+from flexrlhf.user_code.loading import load_function
+
+
+def train_all(trainer: Trainer) -> None:
+    """Train on every batch: the loop of a run without one of its own."""
+    for batch in trainer.batches():
+        trainer.train_rlhf(trainer.generate_experience(batch))
 
 
 class Trainer:
@@ -98,6 +113,9 @@ class Trainer:
         self._rows = StepRows(plan, self._inputs, world.device)
         self._mover = ColumnMover(world.rank, RowPacking(plan.batch, plan.lengths, world.device), wait)
         self._first_step = 0 if start is None else start.next_step
+        self._next_step: int | None = None
+        self._first_training = first_training(plan)
+        self._pending: list[tuple[int, str]] = []
         directory = plan.spec.directory
         self._send, self._work = send, WorkTime(plan.spec.name, world, flight.timeline)
         if plan.spec.loggers:
@@ -118,27 +136,88 @@ class Trainer:
             self._models[name].engine.offload()
 
     def run(self) -> int:
-        """Execute the schedule to its end, or until a request to stop; all of the loop.
+        """Execute the schedule to its end, or until a request to stop, by the training loop of the settings.
 
-        Returns the first step that is not trained on.
+        Returns the first step that is not trained on. Raises UserError where a loop leaves batches out.
         """
-        plan, next_step = self.plan, self.plan.spec.steps
+        loop = self.plan.spec.algorithm.loop
+        if loop is None:
+            train_all(self)
+        else:
+            load_function(loop)(self)
+        if self._next_step is None:
+            raise UserError(f"algorithm.loop: {loop or 'the loop'} has ended before its batches have; train on each")
+        self._finish(self._next_step)
+        return self._next_step
+
+    def batches(self) -> Iterator[PromptBatch]:
+        """Yield the batches of the run, in order, until a request to stop. Each is generated for and trained on once.
+
+        Raises UserError where one was not.
+        """
+        plan = self.plan
         for turn in rounds(plan.schedule, plan.spec.steps, self._first_step):
-            self._syncs.begin_round(turn)
-            for position, step, instruction in walk_round(plan.schedule, self._world.rank, plan.spec.steps, turn):
-                self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
-                self._send(_doing(plan.spec.name, instruction, step))
-                # an engine's library waits by itself, so a failed wait is named for the whole instruction
-                with self._progress.deadline(instruction.ranks):
-                    with self._flight.instruction(instruction, step) as span:
-                        self._execute(instruction, step, position, span)
-                    self._work.add(instruction, span)
-                    self._record()
+            examples = self._inputs.examples(turn) if turn < plan.spec.steps else ()
+            self._pending = [(turn, part) for part in ("generate_experience", "train_rlhf")]
+            yield PromptBatch(turn, tuple(examples))
+            if self._pending:
+                raise UserError(f"algorithm.loop: no {self._pending[0][1]} of batch {turn}; call both for each batch")
             if self._is_last(turn):
-                next_step = min(next_step, max(0, turn + 1 - plan.schedule.lag))
-                break
-        self._finish(next_step)
-        return next_step
+                self._next_step = min(plan.spec.steps, max(0, turn + 1 - plan.schedule.lag))
+                return
+        self._next_step = plan.spec.steps
+
+    def generate_experience(self, batch: PromptBatch) -> Experiences:
+        """Execute a round of the schedule up to its first training: generation, scores, advantages.
+
+        Returns what this rank trains on next; with a lag it is of the batch before.
+        """
+        self._take(batch.turn, "generate_experience")
+        self._syncs.begin_round(batch.turn)
+        for position, step, instruction in self._round(batch.turn):
+            if position % len(self.plan.schedule.instructions) < self._first_training:
+                self._walk(position, step, instruction)
+        return self._experiences(batch.turn)
+
+    def train_rlhf(self, experiences: Experiences) -> None:
+        """Execute the rest of the round: training, and what follows it."""
+        turn = experiences.turn
+        self._take(turn, "train_rlhf")
+        for position, step, instruction in self._round(turn):
+            if position % len(self.plan.schedule.instructions) >= self._first_training:
+                self._walk(position, step, instruction)
+
+    def _round(self, turn: int) -> Iterator[tuple[int, int, Instruction]]:
+        return walk_round(self.plan.schedule, self._world.rank, self.plan.spec.steps, turn)
+
+    def _walk(self, position: int, step: int, instruction: Instruction) -> None:
+        """Execute one instruction, with its deadline and its record."""
+        self._progress.report(position, f"step {step}, {instruction.kind} {instruction.label}")
+        self._send(_doing(self.plan.spec.name, instruction, step))
+        # an engine's library waits by itself, so a failed wait is named for the whole instruction
+        with self._progress.deadline(instruction.ranks):
+            with self._flight.instruction(instruction, step) as span:
+                self._execute(instruction, step, position, span)
+            self._work.add(instruction, span)
+            self._record()
+
+    def _take(self, turn: int, part: str) -> None:
+        """Refuse a part of a round that is not the next."""
+        if self._pending[:1] != [(turn, part)]:
+            due = f"{self._pending[0][1]} of batch {self._pending[0][0]}" if self._pending else "the next batch"
+            raise UserError(f"algorithm.loop: {part} of batch {turn}, where {due} is due")
+        self._pending.pop(0)
+
+    def _experiences(self, turn: int) -> Experiences:
+        due = [(step, each) for _, step, each in self._round(turn) if isinstance(each, Run) and is_training(each)]
+        if not due:
+            return Experiences(turn, None, (), ())
+        rows = [row for _, run in due for row in self._operator_run(run).rows]
+        store = self._rows.at(due[0][0])
+        return Experiences(turn, store, rows, [name for _, run in due for name in run.operator.reads])
+
+    def _operator_run(self, run: Run) -> OperatorRun:
+        return OperatorRun(run.operator, self._models[run.model], self.plan.batch, run.mini_batches, self._world.rank)
 
     def _record(self) -> None:
         """Write what has been published of metrics and checkpoints, without waiting."""
@@ -194,7 +273,7 @@ class Trainer:
         """Run an operator on its rows, once they have arrived; then report its statistics."""
         model, store = self._models[run.model], self._rows.at(step)
         self._count_frozen(model, step)
-        work = OperatorRun(run.operator, model, self.plan.batch, run.mini_batches, self._world.rank)
+        work = self._operator_run(run)
         store.arrive(run.operator.reads, work.rows)
         record_arrivals(self._context, run, step, work.rows, store)
         self._flight.timeline.begin(span)

@@ -15,6 +15,7 @@ from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.pieces import written_names
+from flexrlhf.weights.saved_type import saved_type
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
 from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import adapter_gathers, most_packed, sent_dtype
@@ -72,7 +73,7 @@ def saving_parts(
     model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], settings: SyncSpec
 ) -> dict[str, int | None]:
     """Return bytes by name on each of ``ranks``, which gather the trained weights bucket by bucket."""
-    item = _saved_item(model)
+    item = _saved_item(model, shape)
     stages = [trained_parts(model, shape, rank) for rank in model.layout.pp_set(ranks[0])]
     parts = {name: part for stored in stages for name, part in stored.items()}
     buckets = bucket_names(parts, item, settings.bucket_bytes)
@@ -81,14 +82,14 @@ def saving_parts(
 
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """Return the bytes of a saved model: all trained weights, whole."""
-    return _saved_item(model) * count_elements(shape.trained)
+    return _saved_item(model, shape) * count_elements(shape.trained)
 
 
 def writing_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """Return the host memory of the rank that writes a model: one tensor; of adapters all."""
     if model.settings.lora is not None:
         return saved_bytes(model, shape)
-    return _saved_item(model) * max((math.prod(size) for _, size in shape.trained), default=0)
+    return _saved_item(model, shape) * max((math.prod(size) for _, size in shape.trained), default=0)
 
 
 def is_loaded_whole(model: PlacedModel, shape: ModelShape) -> bool:
@@ -126,9 +127,9 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
     return item * part_elements(parts, sorted(written_names(model, shape, rank)))
 
 
-def _saved_item(model: PlacedModel) -> int:
-    """Return the bytes of a saved number: float32 master weights where the engine exposes them."""
-    return item_bytes(model) if model.engine == "deepspeed" else 4
+def _saved_item(model: PlacedModel, shape: ModelShape) -> int:
+    """Return the bytes of a saved number."""
+    return DTYPE_BYTES[saved_type(model, shape)]
 
 
 def _largest(parts: Parts, buckets: Sequence[Sequence[str]]) -> int:

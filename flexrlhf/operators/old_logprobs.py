@@ -15,6 +15,7 @@ from flexrlhf.config.algorithms import PolicySpec, RaftSpec, SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph, LeftOut, Operator
+from flexrlhf.operators.own_graph import is_own
 
 COLUMN, REFERENCE = "logprobs", "ref_logprobs"
 COMPARED = "computed_logprobs"
@@ -84,7 +85,10 @@ def _trains_in_one_pass(graph: Graph, spec: Spec) -> bool:
     algorithm = spec.algorithm
     if not isinstance(algorithm, PolicySpec) or (algorithm.num_mini_batches, algorithm.epochs) != (1, 1):
         return False
-    earlier = [operator for operator in graph.operators if COLUMN in operator.reads and operator.kind != "train"]
+    readers = [operator for operator in graph.operators if COLUMN in operator.reads]
+    if any(is_own(reader.function) for reader in readers):
+        return False  # nothing but the column has them for a user's function
+    earlier = [reader for reader in readers if reader.kind != "train"]
     return not earlier or (reports_kl(algorithm) and [each.name for each in earlier] == ["advantages"])
 
 

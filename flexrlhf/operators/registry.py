@@ -11,6 +11,7 @@ from flexrlhf.operators.dpo import dpo
 from flexrlhf.operators.graph import Graph, share_weights
 from flexrlhf.operators.group import group
 from flexrlhf.operators.kto import kto
+from flexrlhf.operators.own_graph import own_graph
 from flexrlhf.operators.ppo import ppo
 from flexrlhf.operators.raft import raft
 from flexrlhf.operators.reference_free import reference_free
@@ -21,6 +22,7 @@ from flexrlhf.operators.reward import reward
 from flexrlhf.operators.safe_rlhf import safe_rlhf
 from flexrlhf.operators.sft import sft
 from flexrlhf.operators.sources import with_sources
+from flexrlhf.user_code.checks import check_function
 
 GRAPHS: dict[str, Callable[[Any], Graph]] = {
     "ppo": ppo,
@@ -43,10 +45,14 @@ GRAPHS: dict[str, Callable[[Any], Graph]] = {
 
 def make_graph(spec: Spec) -> Graph:
     """Return the graph of the algorithm before its models are placed, with the sources of scores; roles that share
-    another's weights are part of that role. Raises UserError for sources that the algorithm does not use, and for
-    models that cannot retokenize.
+    another's weights are part of that role. Raises UserError for sources that the algorithm does not use, for models
+    that cannot retokenize, and for a graph or loop of a user's own that cannot run.
     """
-    graph = with_retokenized(with_sources(GRAPHS[spec.algorithm.name](spec.algorithm), spec), spec)
+    algorithm = spec.algorithm
+    if algorithm.loop is not None:
+        check_function(algorithm.loop, "algorithm.loop")
+    made = GRAPHS[algorithm.name](algorithm) if algorithm.graph is None else own_graph(algorithm)
+    graph = with_retokenized(with_sources(made, spec), spec)
     for role in graph.roles:
         model = spec.models.of(role)
         if model is not None and model.share is not None:

@@ -74,8 +74,13 @@ def _checkpoint_bytes(plan: Plan) -> int:
 
 
 def _model_bytes(plan: Plan) -> int:
-    """Return the bytes of all saved models: a new copy exists before it replaces the one of an earlier step."""
+    """Return the bytes of all saved models: a new copy exists before it replaces the one of an earlier step.
+
+    With ``save.keep`` there is one for each time.
+    """
     sizes = [saved_bytes(plan.placement[role], plan.shapes[role]) for role in plan.graph.trained if role in plan.shapes]
-    has_best = plan.spec.save.best is not None
-    replaces = has_best or (plan.spec.save.every is not None and plan.spec.save.every < plan.spec.steps)
-    return sum(sizes) * (2 if has_best else 1) + (max(sizes, default=0) if replaces else 0)
+    settings = plan.spec.save
+    times = -(-plan.spec.steps // settings.every) if settings.every is not None else 1
+    replaces = settings.best is not None or (times > 1 and not settings.keep)
+    kept = (times if settings.keep else 1) + (settings.best is not None)
+    return sum(sizes) * kept + (max(sizes, default=0) if replaces else 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.chat import ChatFormat, read_chat_format
 from flexrlhf.data.data_counts import DataCounts
 from flexrlhf.data.examples import Example, LoadedExamples, load_examples, read_texts
@@ -76,7 +77,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise UserError(f"{key} {path}: no such directory")
+        raise UserError(f"{key} {path}: no such directory{instead_of(Path(path), Path.is_dir)}")
     _check_tokenizer_files(Path(path), key)
     with one_sentence_errors(f"{key} {path}"), quiet():
         try:

@@ -49,7 +49,7 @@ def _memory_table(memory: RankMemory) -> list[str]:
         return []
     return [
         *_states(memory.states),
-        f"{'':<25}{'in all':>11}  of it beside the states",
+        f"{'':<25}{'total':>11}  of which not model state",
         *(line for phase in memory.phases if _is_worth_a_line(phase, memory) for line in _phase_lines(phase)),
         f"{'host memory':<25}{bytes_text(memory.host_bytes):>11}  {_host(memory)}".rstrip(),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from os.path import realpath
 from pathlib import Path
 
@@ -20,6 +21,11 @@ _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
 """Role → the one whose weights it starts from where it has none: a critic from what scores, where that is a model."""
 
 
+CRITICS = ("critic", "cost_critic")
+CRITIC_RATE = 9e-6
+"""Learning rate of a critic: OpenRLHF 0.11.2 has 9e-6, verl 0.9.1 1e-5, next to 1e-6 of an actor."""
+
+
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
     """Return ``spec`` with the models that a user may leave out: ref starts as the actor, critics as what scores.
 
@@ -33,7 +39,7 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     filled = dict(spec.models)
     for role in [role for role in _ORIGINS if role in graph.roles]:
         origin = _ORIGINS[role] if _ORIGINS[role] in graph.roles else "actor"
-        filled[role] = _weights_of(filled[role] or ModelSpec(), filled[origin])
+        filled[role] = _with_rate_of_critics(role, _weights_of(filled[role] or ModelSpec(), filled[origin]))
     for role in graph.roles:
         if filled.get(role) is None:
             hint = f"; or say with {role}: where scores come from" if role in SECTIONS else ""
@@ -43,6 +49,14 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     models = spec.models.model_copy(update=filled)
     rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
     return spec.model_copy(update={"models": models, "rollout": rollout})
+
+
+def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:
+    """Return a critic's settings with its own learning rate, where none is written."""
+    optimizer = model.optimizer
+    if role not in CRITICS or "learning_rate" in optimizer.model_fields_set:
+        return model
+    return model.model_copy(update={"optimizer": optimizer.model_copy(update={"learning_rate": CRITIC_RATE})})
 
 
 def _with_text_limit(role: str, model: ModelSpec | None, data: DataSpec) -> ModelSpec | None:
@@ -109,14 +123,16 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
     for role in origins_first(graph):
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
-        lora, new_head = model.lora, role in graph.trained or model.new_head
+        lora, new_head, saved = model.lora, role in graph.trained or model.new_head, None
         while model.path is not None and Path(realpath(model.path)) in pending:
             # the files that the earlier run starts from may lack a head that it trains and writes
             model, new_head = pending[Path(realpath(model.path))], True
+            saved = saved or (None if model.save_dtype == "auto" or model.lora else model.save_dtype)
         is_sampled = role == graph.generated and spec.guards.sampled_logprobs == "stop"
         check_family(role, read_config(role, model), graph.heads[role], is_sampled)
         shape = model_shape(role, model, graph.heads[role], new_head)
         if shape is not None:
+            shape = shape if saved is None else replace(shape, stored=saved)
             shapes[role] = shape if lora is None else with_adapters(role, shape, lora)
     return {role: shapes[role] for role in graph.roles if role in shapes}
 

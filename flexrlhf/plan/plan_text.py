@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.operators.graph import Operator
@@ -198,17 +199,41 @@ def _left_out(plan: Plan) -> list[str]:
     return [f"{each.column}: {each.reason}" for each in plan.graph.left_out]
 
 
-def schedule_table(plan: Plan) -> list[str]:
-    """Return a line for each instruction: ranks, kind, label, and for moves and syncs the primitive and the bytes.
+@dataclass(frozen=True)
+class ScheduleRow:
+    """A line of the table of instructions.
 
-    The instructions of an evaluation, for one batch of its rows, follow it.
+    ranks:     that it names
+    kind:      of the instruction
+    label:     of the instruction
+    notes:     primitive, bytes, period, chunk and lag, where it has them
+    is_inner:  whether it belongs to the evaluation above it
     """
+
+    ranks: tuple[int, ...]
+    kind: str
+    label: str
+    notes: tuple[str, ...]
+    is_inner: bool
+
+
+def schedule_rows(plan: Plan) -> list[ScheduleRow]:
+    """Return a row for each instruction; those of an evaluation, for one batch of its rows, follow it."""
     rows = [row for i in plan.schedule.instructions for row in _rows(i, plan.batch)]
-    width = max(len(_label(i)) for i, _, _ in rows)
     return [
-        f"{rank_marks(i.ranks, plan.placement.num_ranks)}  {indent}{i.kind:<5} "
-        f"{_label(i):<{min(width, 60) - len(indent)}}  {'  '.join(_notes(plan, i, batch))}".rstrip()
+        ScheduleRow(i.ranks, i.kind, _label(i), tuple(_notes(plan, i, batch)), bool(indent))
         for i, indent, batch in rows
+    ]
+
+
+def schedule_table(plan: Plan) -> list[str]:
+    """Return a line for each of ``schedule_rows``: ranks, kind, label, and for moves and syncs primitive and bytes."""
+    rows = schedule_rows(plan)
+    width = max(len(row.label) for row in rows)
+    return [
+        f"{rank_marks(row.ranks, plan.placement.num_ranks)}  {'  ' * row.is_inner}{row.kind:<5} "
+        f"{row.label:<{min(width, 60) - 2 * row.is_inner}}  {'  '.join(row.notes)}".rstrip()
+        for row in rows
     ]
 
 

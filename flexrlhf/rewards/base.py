@@ -8,8 +8,16 @@ from typing import Any
 
 from flexrlhf.rewards.steps import StepScores, split_steps
 
-Score = float | list[float] | StepScores | None
+
+@dataclass(frozen=True)
+class NotApplicable:
+    """Score of a response that a source does not score: it adds nothing to the sum of the others."""
+
+
+Score = float | list[float] | StepScores | NotApplicable | None
 """Score of one response by one source: a number, a number for each of its tokens or steps, or None without one."""
+Turn = Mapping[str, str]
+"""A message of a chat: its role and its content."""
 
 
 def _no_text(_: int) -> int:
@@ -25,6 +33,8 @@ class Sample:
     num_tokens:  tokens of the response, its end token included
     columns:     all columns of the prompt's row in the data file
     num_characters: number of tokens from the first one → characters of their text, for the ends of steps
+    token_ids:   the response as tokens, its end token included
+    turns:       the prompt as messages, where it is a chat
     """
 
     prompt: str
@@ -32,6 +42,8 @@ class Sample:
     num_tokens: int
     columns: Mapping[str, Any]
     num_characters: Callable[[int], int] = field(default=_no_text, compare=False)
+    token_ids: Sequence[int] = ()
+    turns: Sequence[Turn] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,8 @@ class ScoreBatch:
     num_tokens:  tokens of the responses, end tokens included
     columns:     the data rows' columns as lists, None where a row lacks one
     steps:       the responses split into steps, where the source has a separator
+    token_ids:   tokens of the responses, end tokens included
+    chats:       the prompts as messages; empty for a prompt that is no chat
     """
 
     prompts: list[str]
@@ -90,6 +104,8 @@ class ScoreBatch:
     num_tokens: list[int]
     columns: dict[str, list[Any]]
     steps: list[list[str]] | None = None
+    token_ids: list[list[int]] = field(default_factory=list)
+    chats: list[list[dict[str, str]]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -104,6 +120,8 @@ def make_batch(samples: Sequence[Sample], separator: str | None = None) -> Score
         num_tokens=[sample.num_tokens for sample in samples],
         columns={name: [sample.columns.get(name) for sample in samples] for name in names},
         steps=None if separator is None else [split_steps(sample.response, separator) for sample in samples],
+        token_ids=[list(sample.token_ids) for sample in samples],
+        chats=[[dict(turn) for turn in sample.turns] for sample in samples],
     )
 
 

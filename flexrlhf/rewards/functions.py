@@ -14,7 +14,7 @@ from flexrlhf.rewards.workers import Workers
 
 
 class UserFunction:
-    """A function that worker processes call as ``function(prompts, responses, **columns)``; see ``workers`` for faults.
+    """A function that worker processes call; see ``signatures`` for its two forms, ``workers`` for faults.
 
     Columns are the data rows' own, as lists; ``num_tokens``, the responses' tokens; with a separator ``steps``. One
     that the function has no parameter for is left out, unless it takes ``**columns``.

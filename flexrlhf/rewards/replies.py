@@ -4,6 +4,7 @@
 |---------------------------------------------|-------------------------------------------|
 | a number, also NaN and infinity             | that number                               |
 | None (null) for a response                  | none for that response                    |
+| None of a function in TRL's form            | NotApplicable: adds nothing               |
 | level token: a list of another length       | none for that response                    |
 | level token: a list with None               | none for that response                    |
 | level step: the same, or ends out of order  | none for that response                    |
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure
+from flexrlhf.rewards.base import NotApplicable, Reply, Score, ScoreBatch, ScoreFailure
 from flexrlhf.rewards.steps import StepScores, ends_of
 
 NO_SCORE = ScoreFailure("none", "returned no score for a response")
@@ -38,6 +39,14 @@ def read_reply(reply: Any, batch: ScoreBatch, level: str) -> Reply:
     if level == "step":
         return _reply([_ended_steps(value, text) for value, text in zip(values, batch.responses, strict=True)])
     return _reply([_number(value) for value in values])
+
+
+def read_applicable(reply: Any, batch: ScoreBatch, level: str) -> Reply:
+    """Return the scores of a batch by a source whose None means that it does not apply. Raises BadReply."""
+    values = _as_list(reply, "scores")
+    read = read_reply(values, batch, level)
+    scores = [NotApplicable() if value is None else score for value, score in zip(values, read.scores, strict=True)]
+    return Reply(scores, read.failure if None in scores else None)
 
 
 def _reply(scores: Sequence[Score | ScoreFailure]) -> Reply:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from flexrlhf.config.reward_sources import ExternalSource, FunctionSource, RuleSource, ServiceSource
-from flexrlhf.rewards.base import Sample, Score, Scores
+from flexrlhf.rewards.base import NotApplicable, Sample, Score, Scores
 from flexrlhf.rewards.functions import UserFunction
 from flexrlhf.rewards.limits import Deadline, ScoreSource
 from flexrlhf.rewards.rules import make_rule
@@ -24,10 +24,13 @@ class Scorer:
     sources:           the sources, as the YAML has them
     name:              the section, for messages
     deadline_seconds:  limit of one ``score``, all sources together; a sample that is late has no score
+    with_models:       whether models are further sources, so that a sample to which none of these applies has a score
     """
 
-    def __init__(self, sources: Sequence[ExternalSource], name: str, deadline_seconds: float) -> None:
-        self._settings = tuple(sources)
+    def __init__(
+        self, sources: Sequence[ExternalSource], name: str, deadline_seconds: float, with_models: bool = False
+    ) -> None:
+        self._settings, self._with_models = tuple(sources), with_models
         self._sources = [_make_source(source, name) for source in sources]
         self._deadline_seconds = deadline_seconds
         self._levels = {source.level for source in sources}
@@ -42,7 +45,7 @@ class Scorer:
         deadline = Deadline.after(self._deadline_seconds)
         with ThreadPoolExecutor(len(self._sources)) as threads:
             columns = list(threads.map(lambda source: source.score(samples, deadline), self._sources))
-        rows = list(zip(*columns, strict=True))
+        rows = [self._scored(row) for row in zip(*columns, strict=True)]
         return Scores(
             totals=[self._total(row) for row in rows],
             tokens=[self._tokens(row, sample) for row, sample in zip(rows, samples, strict=True)]
@@ -58,6 +61,11 @@ class Scorer:
         """End the processes of the sources, within a few seconds."""
         for source in self._sources:
             source.close()
+
+    def _scored(self, row: tuple[Score, ...]) -> tuple[Score, ...]:
+        """Return the scores of one sample, or none at all where no source applies to it."""
+        is_applicable = self._with_models or any(not isinstance(score, NotApplicable) for score in row)
+        return row if is_applicable else (None,) * len(row)
 
     def _total(self, row: Sequence[Score]) -> float:
         if None in row:
@@ -80,12 +88,14 @@ class Scorer:
                 places = end_tokens(score.ends, sample.num_tokens, sample.num_characters)
                 for place, value in zip(places, score.values, strict=bool(tokens)):
                     tokens[place] += source.weight * value
-            elif score is not None and tokens:
+            elif isinstance(score, float) and tokens:
                 tokens[-1] += source.weight * score
         return tokens
 
 
-def _total(score: float | list[float] | StepScores) -> float:
+def _total(score: float | list[float] | StepScores | NotApplicable) -> float:
+    if isinstance(score, NotApplicable):
+        return 0.0
     if isinstance(score, StepScores):
         return sum(score.values)
     return sum(score) if isinstance(score, list) else score

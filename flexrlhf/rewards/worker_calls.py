@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
 import re
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from flexrlhf.rewards.base import Reply, ScoreBatch, ScoreFailure, failed_reply
-from flexrlhf.rewards.replies import BadReply, read_reply
+from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
+from flexrlhf.rewards.signatures import FORMS, LEFT_OUT, accepted_names, by_place, form_of
+from flexrlhf.user_code.loading import line_of, load_function
 
 
 def load(reference: str) -> ScoreFailure | None:
-    """Load the function, once in a process. Return why it could not be loaded."""
+    """Load the function, once in a process. Return why it could not be loaded, or not be called."""
     with _Caught("load", "could not be loaded") as caught:
-        function_of(reference)
+        signature = inspect.signature(function_of(reference))
+        if form_of(signature) is None:
+            return ScoreFailure("load", f"its signature {signature} is neither {FORMS}")
     return caught.failure
 
 
@@ -30,9 +28,12 @@ def call(reference: str, level: str, batch: ScoreBatch) -> Reply:
     """Return the function's scores of a batch; whatever it raises is a reply with a failure."""
     with _Caught("raise", "raised") as caught:
         function = function_of(reference)
-        steps = {} if batch.steps is None else {"steps": batch.steps}
-        columns = _accepted(function, {**batch.columns, "num_tokens": batch.num_tokens, **steps})
-        return read_reply(function(batch.prompts, batch.responses, **columns), batch, level)
+        signature = inspect.signature(function)
+        if form_of(signature) == "by_name":
+            return read_applicable(function(**_accepted(signature, _named(batch))), batch, level)
+        texts = by_place(signature)[:2]
+        columns = {name: values for name, values in _columns(batch).items() if name not in texts}
+        return read_reply(function(batch.prompts, batch.responses, **_accepted(signature, columns)), batch, level)
     assert caught.failure is not None, "a call that neither returned nor raised"
     return failed_reply(batch, caught.failure)
 
@@ -45,46 +46,31 @@ def match(pattern: str, batch: ScoreBatch) -> Reply:
 
 @functools.cache
 def function_of(reference: str) -> Callable[..., Any]:
-    """Load ``path/to/file.py:name`` or ``module:name``; modules are found in the working directory, too."""
-    place, _, name = reference.rpartition(":")
-    sys.path.insert(0, os.getcwd())
-    module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    function: Callable[..., Any] = getattr(module, name)
-    return function
+    """Load a function, once in a process: a run goes on with the code that it began with."""
+    return load_function(reference)
 
 
-def _module_of_file(file: Path) -> ModuleType:
-    """Load a file as a script is: modules in its folder are found."""
-    name = _name_of(file)
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, f"{file}: no Python file"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _columns(batch: ScoreBatch) -> dict[str, list[Any]]:
+    """Return what a function may take by name: the data's columns, numbers of tokens, and steps."""
+    steps = {} if batch.steps is None else {"steps": batch.steps}
+    return {**batch.columns, "num_tokens": batch.num_tokens, **steps}
 
 
-def _name_of(file: Path) -> str:
-    """Return a module name for ``file``: its own where that is free, else one that no other module has.
+def _named(batch: ScoreBatch) -> dict[str, list[Any]]:
+    """Return all that a function in TRL's form may take: chats are lists of messages, other prompts texts."""
+    prompts = [chat or prompt for chat, prompt in zip(batch.chats, batch.prompts, strict=True)]
+    completions = [
+        [{"role": "assistant", "content": response}] if chat else response
+        for chat, response in zip(batch.chats, batch.responses, strict=True)
+    ]
+    columns = {name: values for name, values in _columns(batch).items() if name not in LEFT_OUT}
+    return {**columns, "prompts": prompts, "completions": completions, "completion_ids": batch.token_ids}
 
-    Processes that the user's code starts look for its functions by the module's name.
-    """
-    is_taken = not file.stem.isidentifier() or file.stem in sys.modules
-    spec = None if is_taken else importlib.util.find_spec(file.stem)
-    is_other = spec is not None and (spec.origin is None or Path(spec.origin).resolve() != file.resolve())
-    return f"flexrlhf_scores_{file.stem}" if is_taken or is_other else file.stem
 
-
-def _accepted(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that ``function`` takes by name; its first two parameters are the texts."""
-    parameters = inspect.signature(function).parameters
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    texts = [name for name, parameter in parameters.items() if parameter.kind in by_place][:2]
-    named = {name for name, parameter in parameters.items() if parameter.kind in by_name}
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: values for name, values in columns.items() if name not in texts and (takes_all or name in named)}
+def _accepted(signature: inspect.Signature, values: dict[str, Any]) -> dict[str, Any]:
+    """Return those of ``values`` that a function takes by name."""
+    names = accepted_names(signature)
+    return {name: each for name, each in values.items() if names is None or name in names}
 
 
 class _Caught:
@@ -101,13 +87,5 @@ class _Caught:
         if isinstance(error, BadReply):
             self.failure = ScoreFailure("reply", str(error))
         elif error is not None:
-            self.failure = ScoreFailure(self._kind, f"{self._verb} {_one_line(error)}")
+            self.failure = ScoreFailure(self._kind, f"{self._verb} {line_of(error)}")
         return True
-
-
-def _one_line(error: BaseException) -> str:
-    """Return the last line of the traceback, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    text = " ".join("".join(traceback.format_exception_only(error)[-1:]).split())
-    return f"{text:.300}{where}"

@@ -141,7 +141,7 @@ class Eval(_Periodic):
 
     @property
     def label(self) -> str:
-        return f"{', '.join(self.models)} on held-out rows"
+        return f"{', '.join(self.models)} on the evaluation set"
 
 
 @dataclass(frozen=True, kw_only=True)

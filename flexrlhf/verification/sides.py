@@ -34,8 +34,13 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
     if frozen != getattr(algorithm, "freeze_actor_steps", 0):
         changes["algorithm"] = algorithm.model_copy(update={"freeze_actor_steps": frozen})
     updates = (steps - frozen) * algorithm.num_mini_batches * algorithm.epochs
-    short = {role: _with_warmup(model, updates - 1) for role, model in spec.models if model is not None}
+    short = {role: _with_warmup(_unrounded(model), updates - 1) for role, model in spec.models if model is not None}
     return spec.model_copy(update={**changes, "models": spec.models.model_copy(update=short)})
+
+
+def _unrounded(model: Any) -> Any:
+    """Return ``model`` with its weights saved as they are trained: rounding would add to their differences."""
+    return model if model.share is not None else model.model_copy(update={"save_dtype": "float32"})
 
 
 def _with_warmup(model: Any, most: int) -> Any:

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Dtype, Head, ModelSpec
-from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.config.user_paths import instead_of
+from flexrlhf.errors import UserError, shown
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, check_scalar_head, check_stored, stored_tensors
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in memory, whatever the dtype of the file."""
+_STORED_TYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16"}
+"""Type of a file's tensors as safetensors names it."""
 MAX_LAYERS = 10_000
 """Most layers whose parameters are listed; published models have at most some hundreds."""
 MAX_SIZE = 2**20
@@ -56,6 +59,7 @@ class ModelShape:
     is_tied:     whether the embedding is also the language head.
     rope:        type of its rotary embeddings.
     activation:  of its MLPs.
+    stored:      type of its files; float32 without files, and where they have several types.
     """
 
     parameters: Parameters
@@ -65,6 +69,7 @@ class ModelShape:
     is_tied: bool = False
     rope: str = "default"
     activation: str = "silu"
+    stored: Dtype = "float32"
 
     @cached_property
     def trained(self) -> Parameters:
@@ -129,8 +134,7 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
         raise UserError(f"models.{role}: give a path (a Hugging Face model directory) or init (a config)")
     directory = Path(path)
     if not directory.is_dir():
-        siblings = [str(p) for p in directory.parent.iterdir()] if directory.parent.is_dir() else []
-        raise UserError(f"models.{role}.path {path}: no such directory{nearest(path, siblings)}")
+        raise UserError(f"models.{role}.path {path}: no such directory{instead_of(directory, Path.is_dir)}")
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
@@ -172,7 +176,14 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
         is_tied=is_tied,
         rope=rope_type(config),
         activation=str(config.get("hidden_act") or "silu"),
+        stored=stored_type(stored),
     )
+
+
+def stored_type(stored: Mapping[str, StoredTensor]) -> Dtype:
+    """Return the type that all tensors of a model's files have; float32 for several types, or float64."""
+    types = {tensor.dtype for tensor in stored.values()}
+    return _STORED_TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
 def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:

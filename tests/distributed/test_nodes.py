@@ -109,6 +109,31 @@ def test_two_nodes_without_a_shared_directory(way: str, assets: Assets, tmp_path
     assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
 
 
+QUICK = ["--set", "steps=2", "--set", "quickstart-ppo:eval=null"]
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one directory", "own directories"])
+def test_node_0_decides_which_runs_of_the_quick_start_are_kept(is_shared: bool, tmp_path: Path) -> None:
+    """Another machine has no more of an earlier run than copies of its models."""
+    places = [tmp_path / "first", tmp_path / ("first" if is_shared else "second")]
+
+    def run(*arguments: str) -> str:
+        endpoint = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
+        nodes = []
+        for number, place in enumerate(places):
+            place.mkdir(exist_ok=True)
+            nodes.append(start(["run", *QUICK, *arguments, *endpoint, "--node-rank", str(number)], place))
+        return finish(*nodes)
+
+    assert "finished, kept" not in run()
+    out = run("--placement-ratio", "[1,1,0.5,0.5]")
+    for name in ("sft", "reward"):
+        assert f"quickstart-{name}: finished, kept; its config is unchanged" in out
+        assert not (places[0] / f"runs/quickstart-{name}.1").exists()
+    assert "quickstart-ppo: ppo, interleaving on 2 devices" in out and "quickstart-ppo  step 2/2" in out
+    assert (places[0] / "runs/quickstart-ppo.1").exists()
+
+
 def finish(*nodes: subprocess.Popen[str]) -> str:
     """Output of the first node, once all have ended well."""
     outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 from commands import start
+from nbclient import NotebookClient
+from typer.testing import CliRunner
 
+from flexrlhf.cli import app
 from flexrlhf.data.quickstart import config_paths
 
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 KL_BOUND = 8.0
 """Nats per response. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
 
@@ -54,6 +60,54 @@ def test_ppo_was_interleaved_and_left_its_files(runs: Path) -> None:
     files = {"config.yaml", "plan.txt", "status.json", "metrics.jsonl", "timeline.json", "samples.jsonl", ".lock"}
     assert left == files | {"actor", "critic"}
     assert (runs / "quickstart-ppo" / "actor" / "tokenizer.json").exists()
+
+
+def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
+    """SFT and the reward model are kept while their configs are unchanged."""
+    shutil.copytree(runs, tmp_path / "runs")
+    out = trained(tmp_path, "quickstart-ppo:steps=1")
+    for name in ("sft", "reward"):
+        assert f"quickstart-{name}: finished, kept; its config is unchanged" in out
+        assert not (tmp_path / f"runs/quickstart-{name}.1").exists()
+    assert "quickstart-ppo  step 1/1" in out and "quickstart-sft  step" not in out
+    assert len(metrics(tmp_path / "runs", "quickstart-ppo.1")) == 50
+    # the first one was interleaved
+    found = CliRunner().invoke(app, ["compare", *(str(tmp_path / f"runs/quickstart-ppo{end}") for end in (".1", ""))])
+    assert "interleaving on 2 devices, 50 steps" in found.output and "co-located on 2 devices, 1 step" in found.output
+    assert "numbers of A and B over 1 step: the same" in found.output and "differs" not in found.output
+    assert "generation" in found.output and "bytes of columns moved" in found.output
+
+
+def test_a_changed_run_trains_again_and_so_does_what_starts_from_it(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs, tmp_path / "runs")
+    out = trained(tmp_path, "quickstart-sft:steps=2", "quickstart-reward:eval=null", "quickstart-ppo:steps=1")
+    assert "finished, kept" not in out and "quickstart-sft  step 2/2" in out and "quickstart-reward  step 80/80" in out
+    assert len(metrics(tmp_path / "runs", "quickstart-sft.1")) == 250
+
+
+def trained(directory: Path, *settings: str) -> str:
+    """What a run of the quick start in ``directory`` prints."""
+    process = start(["run", *(word for setting in settings for word in ("--set", setting))], directory)
+    out, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, out[-2000:]
+    return out
+
+
+def printed_by(cell: Any) -> str:
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+def test_the_notebook_runs(runs: Path) -> None:
+    """In a kernel of its own, in the directory of the quick start."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": runs.parent}})
+    client.execute()
+    printed = [printed_by(cell) for cell in notebook.cells if cell.cell_type == "code"][1:]
+    assert printed[0].startswith("interleaving ['generate on actor'")
+    assert float(printed[1].split()[0]) > 0
+    rewards = [row["reward_mean"] for row in metrics(runs, "notebook")]
+    assert str(rewards) in "".join(printed), "the rows are those of metrics.jsonl"
+    assert float(printed[-1].splitlines()[-1]) < 1e-5, "another placement, the same numbers"
 
 
 STRATEGIES = {"co-located": "[1,1,1,1]", "interleaving": "[1,1,0.5,0.5]", "disaggregated": "[0.5,0.5,0.5,0.5,0.5,0.5]"}

@@ -14,17 +14,19 @@ import typer
 from typer.testing import CliRunner, Result
 
 from flexrlhf.cli import app
+from flexrlhf.config.algorithms import GrpoSpec
 from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advice_text import format_advice
+from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
 from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch, advise
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
     GPUS,
     MODEL,
+    OVERRIDES,
     SETTINGS,
     AdviceOptions,
     AdviceRequest,
@@ -340,8 +342,8 @@ def test_less_memory_never_makes_a_faster_plan() -> None:
     """A plan that fits devices with less memory also fits those with more."""
     seconds = []
     for memory in (80, 60, 40):
-        node = {"count": 1, "devices": 8, "class": "A100-80G", "memory_gb": memory}
-        request = AdviceRequest(dict.fromkeys(ROLES, "llama-7b"), (node,), 256, 256, 64, mini_batches=4)
+        node = {"count": 1, "devices": 4, "class": "A100-80G", "memory_gb": memory}
+        request = AdviceRequest(dict.fromkeys(ROLES, "llama-7b"), (node,), 256, 256, 64, mini_batches=4, lora=16)
         found = advise(request.spec(), AnalyticCosts())
         seconds.append(min(item.seconds for item in found.feasible if item.candidate.method == "search"))
     # each search may miss the fastest plan by one per cent
@@ -376,7 +378,7 @@ def test_an_unknown_config_is_advised_on(tmp_path: Path) -> None:
     sizes = {"hidden_size": 3328, "intermediate_size": 9216, "num_hidden_layers": 37, "num_attention_heads": 26}
     config = {"model_type": "qwen3", **sizes, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 99991}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run("--model", tmp_path, "--gpus", 16, "--gpu-type", "H20-96G", "--prompts", 128)
+    result = run("--model", tmp_path, "--gpus", 16, "--gpu-type", "H20-96G", "--prompts", 128, "--seconds", 4)
     assert result.exit_code == 0, result.output
 
 
@@ -538,12 +540,41 @@ GIVEN = {
 }
 
 
-def test_a_setting_of_a_config_is_not_given_again() -> None:
+def test_an_option_is_a_setting_of_a_config_or_refused() -> None:
     assert {name.removeprefix("--").replace("-", "_") for name in GIVEN} == set(SETTINGS) == set(vars(AdviceOptions()))
     for option, value in GIVEN.items():
-        assert refusal("a.yaml", option, value).startswith(
-            f"flexrlhf: {option} {value}: a.yaml sets it already; use --set "
-        )
+        if option.removeprefix("--").replace("-", "_") not in OVERRIDES:
+            assert refusal("a.yaml", option, value).startswith(
+                f"flexrlhf: {option} {value}: describes models and devices where there is no config; for a.yaml use "
+            )
+
+
+def test_options_change_settings_of_a_config() -> None:
+    path = Path(__file__).parents[2] / "configs" / "grpo.yaml"
+    options = AdviceOptions(
+        rollout="vllm", prompts=64, samples=4, mini_batches=2, prompt_tokens=100, response_tokens=50
+    )
+    spec = options.spec(path, ("data.max_response_tokens=60",))
+    assert isinstance(spec.algorithm, GrpoSpec) and spec.rollout.engine == "vllm"
+    assert (spec.algorithm.prompts_per_step, spec.algorithm.samples_per_prompt) == (64, 4)
+    assert (spec.data.max_prompt_tokens, spec.data.max_response_tokens) == (100, 60)
+
+
+def test_a_placement_against_the_guideline_says_so_and_why() -> None:
+    """33B on four nodes: FlexRLHF's guideline disaggregates, and co-location is faster as simulated."""
+    found = advise(spec_for(32, "llama-33b", prompts=512), AnalyticCosts(), seconds_limit=10.0)
+    ruled = next(item for item in found.feasible if item.candidate.method == "guideline")
+    assert (found.best.candidate.strategy, ruled.candidate.strategy) == ("co-located", "disaggregated")
+    (line,) = contradictions(found)
+    assert "contradicts FlexRLHF's guideline" in line and "disaggregate beyond two nodes: 4 nodes" in line
+    assert f"{ruled.seconds / found.best.seconds - 1:+.0%}" in line
+    assert "generate" in line and "on 16 devices" in line and "on 32" in line
+    assert line in format_advice(found, "figures")
+
+
+def test_a_placement_that_agrees_with_the_guideline_contradicts_nothing(advice: Advice) -> None:
+    agreed = replace(advice, feasible=tuple(item for item in advice.feasible if item.candidate.method == "guideline"))
+    assert list(contradictions(agreed)) == []
 
 
 def test_settings_to_use_instead_of_options_are_settings() -> None:

@@ -58,7 +58,13 @@ BAD = [
     ("ratio of 0", ("--placement-ratio", "[1,1,0,1]"), ("ref", "(0, 1]", "0")),
     ("not whole devices", ("--placement-ratio", "[1,1,0.3,1]", "--devices", "4"), ("0.3", "1.2 of 4", "0.25", "0.5")),
     ("wrong vector length", ("--placement-ratio", "[1,1,1]"), ("4 [actor", "6 [actor.shadow", "3 entries")),
-    ("no vector", ("--placement-ratio", "half"), ("--placement-ratio half", "[1,1,0.5,0.5]")),
+    ("no vector", ("--placement-ratio", "half"), ("--placement-ratio half", "such as 1,1,0.5,0.5")),
+    (
+        "half a vector",
+        ("--placement-ratio", "[1,", "1,", "0.5]"),
+        ("--placement-ratio [1,", "in one word", "in quotes"),
+    ),
+    ("entries as words", ("--placement-ratio", "1", "1", "0.5]"), ("config 1: ", "--placement-ratio 1,1,0.5,0.5")),
     ("no reading", ("--placement-ratio", "[1,1,1,1,1,1]", "--devices", "2"), ("fits no split of 2", "nearest")),
     ("no such override", ("--set", "other:steps=1"), ("'other'", "test")),
     ("malformed override", ("--set", "steps"), ("--set steps", "key=value")),
@@ -76,7 +82,7 @@ BAD = [
     ("no such stage", ("--set", "models.actor.zero=4"), ("models.actor.zero", "0, 1, 2 or 3", "found 4")),
     ("tp and devices", ("--devices", "3", "--set", "models.ref.tp=2"), ("models.ref.tp", "2", "3 devices", "1 or 3")),
     ("tp and heads", ("--devices", "4", "--set", "models.ref.tp=4"), ("models.ref.tp", "4", "2 heads", "1 or 2")),
-    ("cp", ("--set", "models.actor.cp=2"), ("models.actor: unknown key 'cp'", "did you mean 'tp'")),
+    ("cp", ("--set", "models.actor.cp=2"), ("models.actor: unknown key 'cp'", "known: ", "tp, trust_remote_code")),
     ("offload", ("--set", "models.actor.offload_optimizer=true"), ("models.actor.offload_optimizer", "deepspeed")),
     (
         "adapters",
@@ -112,7 +118,16 @@ def test_a_bad_setting_is_one_sentence(
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_missing_config_is_named_with_the_nearest(command: tuple[str, ...], invoke: Invoke) -> None:
-    assert "b.yaml: no such file (did you mean 'a.yaml'?)" in refused(invoke(*command, "b.yaml"))
+    assert "b.yaml: no such file; the current directory has a.yaml" in refused(invoke(*command, "b.yaml"))
+    (Path("a-long-name.yaml")).write_text("")
+    assert "(did you mean 'a-long-name.yaml'?)" in refused(invoke(*command, "a-long-nmae.yaml"))
+
+
+def test_a_link_to_nothing_is_named_and_not_suggested(invoke: Invoke) -> None:
+    Path("one.yaml").symlink_to("two.yaml")
+    assert (
+        refused(invoke("plan", "one.yaml")) == "config one.yaml: no such file: a link to two.yaml, which is not there"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +149,7 @@ def test_a_command_line_that_cannot_be_is_one_sentence(words: tuple[str, ...], s
 
 
 def test_without_a_word_the_help_is_printed(invoke: Invoke) -> None:
-    assert "Commands" in invoke().output
+    assert "Train:" in invoke().output
 
 
 def test_a_link_to_itself_is_no_data_file(invoke: Invoke, tmp_path: Path) -> None:
@@ -174,7 +189,7 @@ def test_a_missing_model_directory_is_named_with_a_near_one_only(invoke: Invoke,
     def message(name: str) -> str:
         return refused(invoke("plan", "a.yaml", "--set", f"models.actor={{path: {tmp_path / name}}}"))
 
-    assert message("nope").endswith("nope: no such directory")
+    assert message("nope").endswith("has llama-small, opt")
     assert f"(did you mean '{tmp_path / 'llama-small'}'?)" in message("lama-small")
 
 

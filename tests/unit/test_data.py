@@ -77,12 +77,12 @@ def test_windows_line_ends_and_byte_order_mark_are_read(tmp_path: Path) -> None:
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "pairs.jsonl", {"prompt": "x"})
-    with pytest.raises(UserError, match=r"no data file .*pair\.jsonl \(did you mean 'pairs\.jsonl'\?\)"):
+    with pytest.raises(UserError, match=r"no data file .*pair\.jsonl \(did you mean '.*/pairs\.jsonl'\?\)"):
         read_rows(tmp_path / "pair.jsonl")
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist"):
+    with pytest.raises(UserError, match=r"the directory .*nowhere does not exist"):
         read_rows(tmp_path / "nowhere" / "pairs.jsonl")
 
 

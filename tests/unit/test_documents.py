@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms import AnyAlgorithm
+from flexrlhf.config.descriptions import mappings
 from flexrlhf.config.spec import ClusterSpec, ModelSpec, Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import CORPUS, config_paths, prepare_corpus
@@ -46,6 +47,7 @@ REALLY_RUN = {
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
     "join": "tests/distributed/test_nodes.py",
+    "compare": "tests/distributed/test_quickstart.py",
     "python": "tests/distributed/test_python_script.py",
     "ray": "tests/distributed/test_ray.py",
 }
@@ -162,7 +164,7 @@ def invoke(*arguments: str) -> str:
 
 def lines_of(block: Block) -> list[str]:
     """The commands of a block, without prompts and comments."""
-    lines = block.text.splitlines()
+    lines = block.text.replace("\\\n", "").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [line for line in lines if line.strip() and not line.startswith("#")]
@@ -178,7 +180,7 @@ def check(command: str) -> str:
             invoke("profile", *arguments, "--help")  # which refuses unknown options
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
-        case ["flexrlhf", "export" | "join" as name, *arguments]:
+        case ["flexrlhf", "export" | "join" | "compare" as name, *arguments]:
             return invoke(name, *arguments, "--help")  # the reader's run has no checkpoint, and no job is there
         case ["flexrlhf", "verify" | "doctor" as name, *arguments]:
             invoke(name, *arguments, "--help")
@@ -198,6 +200,12 @@ def check(command: str) -> str:
             assert "#SBATCH" in Path(script).read_text()
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case ["git", "clone", "URL", directory]:
+            assert directory == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+        case ["cd", directory]:
+            assert directory == "flexrlhf"
+        case ["source", script]:
+            assert script.partition("/")[0] == ".venv" and "BIN := .venv/bin" in (ROOT / "Makefile").read_text()
         case ["sudo", *words]:
             return check(shlex.join(words))
         case ["python", "-m", module, *_]:
@@ -308,7 +316,10 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
     """Up to where it would start ranks; ``tests/distributed/test_python_script.py`` does that."""
     from flexrlhf.execution.execution_engine import ExecutionEngine, RunResult
 
-    monkeypatch.setattr(ExecutionEngine, "__call__", lambda engine: RunResult(engine.plan.spec.directory, [METRICS]))
+    def called(engine: ExecutionEngine) -> RunResult:
+        return RunResult(engine.plan.spec.directory, [METRICS], {})
+
+    monkeypatch.setattr(ExecutionEngine, "__call__", called)
     exec(compile(block.text, block.place, "exec"), {})
 
 
@@ -360,7 +371,7 @@ def has_key(kinds: list[Any], key: str) -> bool:
     for kind in kinds:
         for field, info in getattr(kind, "model_fields", {}).items():
             if (info.alias or field) == name:
-                inner = [ModelSpec] if kind.__name__ == "ModelsSpec" else list(generate.mappings(info.annotation))
+                inner = [ModelSpec] if kind.__name__ == "ModelsSpec" else list(mappings(info.annotation))
                 inner += get_args(AnyAlgorithm) if field == "algorithm" else []
                 if not rest or has_key(inner, rest):
                     return True

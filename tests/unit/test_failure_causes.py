@@ -20,8 +20,9 @@ from flexrlhf.comm.progress import Beat, RankProgress, beat_key
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
 from flexrlhf.comm.world import World
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.execution.failures import ENDED, Failure, FailureReporter, Kind, root_cause, write_error
+from flexrlhf.execution.failures import Failure, FailureReporter, Kind, root_cause, write_error
 from flexrlhf.execution.flight_log import (
+    ENDED,
     FlightLog,
     read_flight,
     running_directory,

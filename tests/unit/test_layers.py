@@ -33,7 +33,7 @@ class Layer:
     arrays: bool = False
 
 
-PLANNING = "weights placement operators rewards data config errors metrics text"
+PLANNING = "weights placement operators rewards user_code data config errors metrics text"
 """The folders that planning is made of, and the modules next to them."""
 PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.megatron_checks engines.vllm.config"
 LAYERS = (
@@ -41,9 +41,10 @@ LAYERS = (
     Layer("errors metrics text timeline"),
     Layer("display", "display metrics text"),
     Layer("config data", "config data errors"),
-    Layer("rewards", "rewards config errors"),
+    Layer("user_code", "user_code config.user_paths errors"),
+    Layer("rewards", "rewards user_code config errors"),
     Layer("loggers", "loggers config errors"),
-    Layer("operators", "operators config data errors metrics"),
+    Layer("operators", "operators user_code config data errors metrics"),
     Layer("placement", "placement config errors"),
     # how texts lie in the rows of a pass: plain numbers, for engines and for plans
     Layer("engines.packing", "engines.packing"),
@@ -57,13 +58,15 @@ LAYERS = (
     Layer(
         "cli",
         f"cli display plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline preflight profiling verification",
+        lazily="execution guideline preflight profiling report side_by_side verification",
     ),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
     Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),
     Layer("engines", "engines comm.reduce memory weights placement operators config errors", torch=True),
-    Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
+    Layer(
+        "objectives", "objectives engines.base engines.hashing operators user_code config metrics errors", torch=True
+    ),
     Layer(
         "execution",
         f"execution display loggers objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
@@ -77,13 +80,18 @@ LAYERS = (
     ),
     Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),
     Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
+    # reads what runs have written
+    Layer("report", f"report execution guideline plan strategies memory timeline {PLANNING}"),
+    Layer("side_by_side", "side_by_side report.run_contents operators config metrics text timeline errors"),
 )
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
 RULES = (
     # loaded by the processes that call a user's code
     Layer(
-        "rewards.base rewards.worker_calls rewards.replies rewards.steps", "rewards.base rewards.replies rewards.steps"
+        "rewards.base rewards.worker_calls rewards.replies rewards.signatures rewards.steps",
+        "rewards.base rewards.replies rewards.signatures rewards.steps user_code.loading",
     ),
+    Layer("user_code.loading"),
     # costs take no plans, and the search takes neither plans nor costs
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
     Layer(
@@ -109,6 +117,10 @@ RULES = (
     Layer(
         "execution.resumption", "execution.run_directory execution.run_order checkpoints.manifest plan config errors"
     ),
+    Layer(
+        "execution.kept_runs",
+        "execution.resumption execution.run_directory weights.model_files plan config errors",
+    ),
     Layer("execution.library_versions", "engines.capabilities plan"),
     Layer(
         "execution.fingerprints execution.terms execution.shared_directories",
@@ -118,7 +130,7 @@ RULES = (
     # a config is checked before torch is loaded
     Layer(
         "execution.job execution.execution_engine",
-        "execution.job execution.run_directory execution.run_order execution.resumption "
+        "execution.job execution.run_directory execution.run_order execution.resumption execution.kept_runs "
         "execution.free_space "
         f"checkpoints.manifest loggers.packages {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",

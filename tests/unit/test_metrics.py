@@ -128,5 +128,9 @@ def test_every_kind_of_metric_is_used() -> None:
 
 def test_train_operators_put_their_name_before_what_all_of_them_report() -> None:
     assert statistic_name("train_critic", "grad_norm") == "train_critic/grad_norm"
-    with pytest.raises(AssertionError, match="surprise"):
-        statistic_name("train_critic", "surprise")
+
+
+def test_a_statistic_without_definition_is_its_mean_under_the_name_of_its_operator() -> None:
+    name = statistic_name("advantages", "disagreement")
+    assert evaluate({name: (4.0, 6.0, 10.0)}) == {"advantages/disagreement": 1.5}
+    assert evaluate({name: (0.0, 0.0, 0.0)}) == {}

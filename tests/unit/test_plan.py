@@ -111,6 +111,22 @@ def test_the_critic_starts_from_the_reward_and_the_reference_from_the_actor() ->
     assert critic.optimizer.learning_rate == 0.5 != reward.optimizer.learning_rate
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [
+        ((), 9e-6),
+        (("models.critic.optimizer={eps: 1e-7}",), 9e-6),
+        (("models.critic.optimizer.learning_rate=1e-6",), 1e-6),
+        (("algorithm.like=verl",), 1e-5),
+    ],
+)
+def test_a_critic_has_a_learning_rate_of_its_own(overrides: tuple[str, ...], rate: float) -> None:
+    models = plan_of(None, 1, *overrides).spec.models
+    assert models.critic is not None and models.actor is not None
+    assert models.critic.optimizer.learning_rate == rate
+    assert models.actor.optimizer.learning_rate == 1e-6
+
+
 def test_a_written_critic_keeps_its_own_weights() -> None:
     plan = plan_of(None, 1, "models.critic.init={model_type: llama, vocab_size: 7}")
     assert plan.spec.models.critic is not None

@@ -277,6 +277,7 @@ def test_planned_files_are_counted() -> None:
     assert need.checkpoint == 3 * sum(sizes)
     assert need.models == sum(sizes) + max(sizes) and need.num_checkpoints == 3
     assert need.total == 3 * need.checkpoint + need.models
+    assert planned_disk(plan_of(None, 2, "steps=9", "save={every: 2, keep: true}")).models == 5 * sum(sizes)
     once = planned_disk(plan_of(None, 2, "checkpoint.every=5", "steps=6"))
     assert once.num_checkpoints == 2 and once.models == sum(sizes)
     on_signal = planned_disk(plan_of())

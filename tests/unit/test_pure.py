@@ -14,6 +14,8 @@ from small_runs import PPO
 import flexrlhf
 
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
+PAGE = {"plotly", "jinja2"}
+"""What pages of runs and plans are made with."""
 PACKAGE = Path(flexrlhf.__file__).parent
 PURE_FOLDERS = (
     *("display", "config", "data", "rewards", "operators", "placement"),
@@ -21,10 +23,10 @@ PURE_FOLDERS = (
 )
 PURE_FILES = [
     *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py"),
-    *(f"execution/{name}.py" for name in ("run_directory", "job", "execution_engine")),
+    *(f"execution/{name}.py" for name in ("run_directory", "job", "kept_runs", "execution_engine")),
     *(
         str(file.relative_to(PACKAGE))
-        for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation")
+        for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation", "side_by_side")
         for file in sorted((PACKAGE / folder).rglob("*.py"))
         if file.name != "__main__.py"
     ),
@@ -75,7 +77,16 @@ def test_planning_imports_nothing_heavy(tmp_path: Path) -> None:
     ]
     results, loaded = python(PLAN, commands, tmp_path)
     assert [code for code, _ in json.loads(results)] == [0] * len(commands), results
-    assert not HEAVY & set(json.loads(loaded))
+    assert not (HEAVY | PAGE) & set(json.loads(loaded))
+
+
+def test_a_page_loads_no_torch(tmp_path: Path) -> None:
+    """numpy may be loaded by plotly."""
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
+    results, loaded = python(PLAN, [["plan", "a.yaml", "--html", "a.html"], ["report", "--help"]], tmp_path)
+    assert [code for code, _ in json.loads(results)] == [0, 0], results
+    assert HEAVY & set(json.loads(loaded)) <= {"numpy"}
+    assert set(json.loads(loaded)) >= PAGE
 
 
 def test_advice_loads_arrays_and_nothing_heavier(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "own").mkdir()
     file = tmp_path / f"own/{name}.py"
-    file.write_text(f"def f(p, r):\n    return [float(__name__ == 'flexrlhf_scores_{name}')] * len(p)\n")
+    file.write_text(f"def f(p, r):\n    return [float(__name__ == 'flexrlhf_user_{name}')] * len(p)\n")
     assert scores([FunctionSource(function=f"{file}:f")], [sample("a")]).totals == [1]
 
 

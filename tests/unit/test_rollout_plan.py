@@ -109,8 +109,7 @@ def test_the_mapping_form_names_the_engine() -> None:
         (
             mapping(critic_rollout=0.5),
             (VLLM,),
-            f"placement: no model 'critic.rollout' (did you mean 'actor.rollout'?); known: {', '.join(NAMES)}, "
-            "train_share, span_classes",
+            f"placement: no model 'critic.rollout'; known: {', '.join(NAMES)}, train_share, span_classes",
         ),
         (
             [0.5] * 5,

@@ -15,6 +15,7 @@ from small_runs import spec_of
 from torch import Tensor
 
 from flexrlhf.data.examples import Example
+from flexrlhf.data.messages import Message
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.execution.external_scores import ExternalScorers, make_external_scorers
 from flexrlhf.objectives.context import Columns
@@ -23,6 +24,7 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.registry import make_graph
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
+TRL_FUNCTIONS = Path(__file__).with_name("trl_reward_functions.py")
 WORDS = {1: "yes", 2: "no", 3: "#### 7", 4: "#### 8", 9: ""}
 """Tokens of a toy language; 9 is its end token, which the text does not have."""
 PROMPT = [5, 5]
@@ -141,6 +143,25 @@ def test_what_failed_adds_up_over_parts_of_the_rows(ask: Any) -> None:
     for part in (slice(0, 1), slice(1, 1), slice(1, 4)):
         total += asked.score(batch.select(part), examples[part])[1]["score_failed"]
     assert total.tolist()[:2] == [4.0, pytest.approx(3.0)]
+
+
+def test_a_function_of_trls_form_is_given_chats_and_tokens(ask: Any) -> None:
+    """The chat that a prompt is, and the tokens of the mask, end token included."""
+    chat = Example(tuple(PROMPT), (), (), "<user> a question", {"answer": "yes"}, (Message("user", "a question"),))
+    columns, _ = ask(f"{{function: '{TRL_FUNCTIONS}:right_of_chats'}}").score(drawn([1, 9], [2, 9]), [chat] * 2)
+    assert columns["scores"].tolist() == [11.0, 10.0]
+    columns, _ = ask(f"{{function: '{TRL_FUNCTIONS}:sums'}}").score(drawn([1, 9], [2, 9]), [asked_about()] * 2)
+    assert columns["scores"].tolist() == [10.0, 11.0]
+
+
+def test_a_function_that_applies_to_nothing_is_no_failure_next_to_a_model(ask: Any) -> None:
+    """The model's score is added by another operator; without a model the response has none."""
+    never = f"{{function: '{TRL_FUNCTIONS}:never'}}"
+    columns, statistics = ask(f"[{{model: reward}}, {never}]").score(drawn([1, 9]), [asked_about()])
+    (scores,) = columns.values()
+    assert scores.tolist() == [0.0] and sum(each.tolist()[1] for each in statistics.values()) == 0.0
+    columns, statistics = ask(never).score(drawn([1, 9]), [asked_about()])
+    assert columns["scores"].isnan().all() and statistics["score_failed"].tolist()[1] == 1.0
 
 
 # --- scores of tokens

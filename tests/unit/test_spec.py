@@ -45,7 +45,6 @@ def written(path: Path, **changes: object) -> Path:
         ("models.actor.optimiser={learning_rate: 1}", "optimiser", "optimizer"),
         ("models.actor.optimizer.learning_rat=1", "learning_rat", "learning_rate"),
         ("algorithm.num_minibatches=2", "num_minibatches", "num_mini_batches"),
-        ("models.actor.cp=2", "cp", "tp"),
         ("algorithm.gama=2", "gama", "gamma"),
         ("algorithm.truncation={penalti: 2}", "penalti", "penalty"),
         ("cluster.nodes=[{devices: 2, clas: V100}]", "clas", "class"),
@@ -88,7 +87,7 @@ def test_an_unknown_key_far_from_all_known_ones_gets_the_list() -> None:
         ("cluster.nodes=[{devices: 1}, {devices: 2}]", ("cluster", "devices 2", "hold 3", "remove")),
         ("models.actor.path=x", ("models.actor", "path", "init", "remove")),
         ("name=a/b", ("name", "a/b")),
-        ("placement='[1,1,1,1]'", ("placement", "vector", "[1,1,0.5,0.5]", "'[1,1,1,1]'")),
+        ("placement=half", ("placement", "vector", "[1,1,0.5,0.5]", "'half'")),
         ("placement=[1,1,half,1]", ("placement.2", "0.5", "'half'")),
         ("placement=[1,1,true,1]", ("placement.2", "0.5", "found true")),
         ("placement=[1,1,1/0,1]", ("placement.2", "0.5", "'1/0'")),
@@ -310,8 +309,7 @@ def test_every_field_of_the_optimizer_is_read() -> None:
         ("models.actor.tp=0", "models.actor.tp: must be greater than or equal to 1, found 0"),
         (
             "models.actor.dtype=fp16",
-            "models.actor.dtype: expected one of 'float32', 'bfloat16' or 'float16' (did you mean 'float16'?), "
-            "found 'fp16'",
+            "models.actor.dtype: expected one of 'float32', 'bfloat16' or 'float16', found 'fp16'",
         ),
         ("models.actor.lora.rank=0", "models.actor.lora.rank: must be greater than or equal to 1, found 0"),
         (
@@ -548,7 +546,13 @@ def test_a_date_is_a_text() -> None:
         ("/nope", ["/opt", "/home"], None),
         ("/models/lama", ["/models/bert", "/models/llama"], "/models/llama"),
         ("/a/long/folder/first", ["/a/long/folder/other"], None),
-        ("ref.shado", ["ref", "actor.shadow"], "actor.shadow"),
+        ("ref.shado", ["ref", "actor.shadow"], None),
+        ("wandb", ["reward", "samples"], None),
+        ("gemma-2-9b", ["llama-2-7b"], None),
+        ("one", ["one"], None),
+        ("micro_batch", ["micro_batch_tokens"], "micro_batch_tokens"),
+        ("LearningRate", ["learning_rate"], "learning_rate"),
+        ("critic.rollout", ["critic", "actor.rollout"], None),
         ("zzz", ["ref"], None),
     ],
 )
@@ -558,17 +562,19 @@ def test_the_nearest_name(name: str, known: list[str], found: str | None) -> Non
 
 def test_a_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
     written(tmp_path / "ppo.yaml")
-    with pytest.raises(UserError, match=r"ppp.yaml: no such file \(did you mean '.*ppo.yaml'\?\)"):
+    with pytest.raises(UserError, match=r"ppp.yaml: no such file; /.* has ppo.yaml$"):
         load_spec(tmp_path / "ppp.yaml")
     with pytest.raises(UserError, match="no such file; a setting is given as --set models.actor.zero=3$"):
         load_spec(Path("models.actor.zero=3"))
-    with pytest.raises(UserError, match="no such file$"):
+    with pytest.raises(UserError, match="no such file: the directory .*nowhere does not exist$"):
         load_spec(tmp_path / "nowhere" / "ppo.yaml")
 
 
 def test_a_ratio_vector_of_the_command_line() -> None:
     assert parse_vector("[1,1,0.5,1/2]") == [1, 1, 0.5, "1/2"]
-    for text in ("0.5", "1,1", "[1", "{a: 1}"):
+    assert parse_vector("1, 1,0.5 ,1/2") == parse_vector("[1, 1, 0.5, 1/2]")
+    assert parse_vector("0.5") == [0.5]
+    for text in ("half", "1,", "[1", "{a: 1}", "a.yaml", "/a/b.yaml,1"):
         with pytest.raises(UserError, match="--placement-ratio.*expected a vector"):
             parse_vector(text)
 
@@ -590,7 +596,11 @@ def test_a_ratio_vector_of_the_command_line() -> None:
             "models.actor: remove kv_tokens, sleep",
         ),
         (("rollout.engine=vlm",), "rollout.engine: expected one of 'transformers', 'torch' or 'vllm', found 'vlm'"),
-        (("rollout.dp=2",), "rollout: unknown key 'dp' (did you mean 'dtype'?)"),
+        (
+            ("rollout.dp=2",),
+            "rollout: unknown key 'dp'; known: config, cuda_graphs, dtype, engine, kv_tokens, logprobs, noise, parity, "
+            "pp, prefix_caching, process, sleep, tp",
+        ),
         (
             ("rollout.engine=torch", "rollout.pp=2"),
             "rollout: pp goes with engine vllm; torch generates with the settings of models.actor: remove pp",

@@ -11,6 +11,7 @@ from flexrlhf.config.algorithms.base import LossAggregation
 from flexrlhf.config.algorithms.sampled import SampledSpec
 from flexrlhf.config.rows import FILES, TextForm
 from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import shown
 
 
@@ -111,7 +112,7 @@ class PtxSpec(StrictModel):
     responses, at temperature 1. Texts are truncated to the lengths of ``data``, as responses are.
     """
 
-    path: str = Field(description=FILES)
+    path: UserPath = Field(description=FILES)
     form: TextForm = Field("auto", description="columns of a row; auto: follows from the first row")
     columns: dict[str, str] = Field(default_factory=dict, description="name that the form uses: column of the rows")
     coefficient: float = Field(1.0, gt=0, description="factor of this loss")

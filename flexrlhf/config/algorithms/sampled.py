@@ -15,7 +15,8 @@ def _as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
+_Text = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[tuple[_Text, ...], BeforeValidator(_as_list, json_schema_input_type=_Text | tuple[_Text, ...])]
 
 
 class RejectionSpec(StrictModel):

@@ -13,21 +13,21 @@ class SftSpec(AlgorithmSpec):
     """Supervised fine-tuning: the negative log-likelihood of the responses."""
 
     name: Literal["sft"] = "sft"
-    samples_per_prompt: Literal[1] = 1
-    loss_aggregation: LossAggregation = "token-mean"
+    samples_per_prompt: Literal[1] = Field(1, description="responses to each prompt, of the data")
+    loss_aggregation: LossAggregation = Field("token-mean", description="from the losses of tokens to that of a batch")
 
 
 class RewardSpec(AlgorithmSpec):
     """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
 
     name: Literal["reward"] = "reward"
-    samples_per_prompt: Literal[2] = 2
+    samples_per_prompt: Literal[2] = Field(2, description="responses to each prompt: the chosen and the rejected one")
 
 
 class PreferenceSpec(AlgorithmSpec):
     """Settings of algorithms that train a policy on preference pairs. A pair is one prompt with two samples."""
 
-    samples_per_prompt: Literal[2] = 2
+    samples_per_prompt: Literal[2] = Field(2, description="responses to each prompt: the chosen and the rejected one")
     beta: float = Field(0.1, gt=0, description="factor of the implicit rewards")
 
 

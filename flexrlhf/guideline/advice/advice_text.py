@@ -8,7 +8,7 @@ from fractions import Fraction
 from flexrlhf.config.spec import PlacementMap
 from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import either
-from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch
+from flexrlhf.guideline.advice.advise import GAP, Advice, FeasibleCandidate, SpaceSearch
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.placement.placed import PlacedModel
@@ -28,6 +28,7 @@ def format_advice(advice: Advice, source: str) -> str:
         _titled("ranked (simulated seconds and memory; `>`: the one to use; `*`: by ranks, below)", _ranking(advice)),
         *[_titled(f"settings of {_name(item)}", _settings(item)) for item in _detailed(advice)],
         _titled("why", _reasons(advice)),
+        _titled("against the guideline", contradictions(advice)),
         _titled("guideline: rules that fired", _rules(advice)),
         _titled("search", _searches(advice)),
         _titled("rejected", _rejected(advice)),
@@ -140,6 +141,37 @@ def _reasons(advice: Advice) -> Iterator[str]:
         other = next(item for item in others if item.candidate.method == method)
         slower = other.seconds / best.seconds - 1
         yield f"{slower:+.0%} seconds for the best other {method} placement ({other.candidate.name})"
+
+
+def contradictions(advice: Advice) -> Iterator[str]:
+    """Yield a sentence where the placement to use has another strategy than FlexRLHF's guideline gives, with what
+    makes the difference in the simulated steps."""
+    best, rule = advice.best, next(iter(advice.rules), None)
+    ruled = next((item for item in advice.feasible if item.candidate.method == "guideline"), None)
+    if rule is None or ruled is None or ruled.seconds <= (1 + GAP) * best.seconds:
+        return
+    if ruled.candidate.strategy == best.candidate.strategy:
+        return
+    own, other = _seconds_by_operator(best), _seconds_by_operator(ruled)
+    name = max(own, key=lambda each: other.get(each, (0.0, 0))[0] - own[each][0])
+    (seconds, devices), (before, all_devices) = other[name], own[name]
+    yield (
+        f"{best.candidate.strategy} contradicts FlexRLHF's guideline, which gives {ruled.candidate.strategy} "
+        f"({rule.name}: {rule.reason}): that takes {ruled.seconds / best.seconds - 1:+.0%}, because as simulated "
+        f"{name} takes {seconds:.1f} s on {devices} devices and {before:.1f} s on {all_devices}, and devices run "
+        f"{ruled.simulation.utilisation:.0%} of the time in place of {best.simulation.utilisation:.0%}"
+    )
+
+
+def _seconds_by_operator(item: FeasibleCandidate) -> dict[str, tuple[float, int]]:
+    """Return the seconds of each operator in a step, over its chunks, and the number of devices that it runs on."""
+    found: dict[str, tuple[float, int]] = {}
+    for priced in item.simulation.priced:
+        if isinstance(priced.instruction, Run) and not priced.is_rare:
+            name = priced.instruction.operator.name
+            devices = len(item.plan.placement[priced.instruction.model].ranks)
+            found[name] = (found.get(name, (0.0, 0))[0] + priced.cost.seconds, devices)
+    return found
 
 
 def _rules(advice: Advice) -> Iterator[str]:

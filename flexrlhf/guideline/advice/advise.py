@@ -36,6 +36,7 @@ from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
+from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.hub_names import with_names
@@ -172,15 +173,20 @@ class Advice:
         return best
 
 
-def advise(spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0) -> Advice:
-    """Compare placements of ``spec``.
+def advise(
+    spec: Spec, costs: CostModel | None = None, lengths: TextLengths | None = None, seconds_limit: float = 60.0
+) -> Advice:
+    """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.
 
     spec:           its placement is ignored; settings of models that it leaves open are chosen.
-    costs:          cost model of calls and transfers.
+    costs:          cost model of calls and transfers; None: figures of the device classes, else this machine's
+                    profile.
     lengths:        tokens of prompts and responses; None: the longest.
     seconds_limit:  seconds that all searches together may take.
+
+    Raises UserError where nothing fits, or the costs of a device are not known.
     """
-    began = perf_counter()
+    began, costs = perf_counter(), costs or costs_for(spec, None).costs
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
     plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base))
     shadowed = [space for _, space in spaces if space.has_shadows]

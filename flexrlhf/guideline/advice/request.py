@@ -11,6 +11,7 @@ import yaml
 
 from flexrlhf.config.spec import NodeSpec, Spec
 from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
+from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.guideline.advice.model_names import Config, find_model
@@ -117,6 +118,8 @@ SETTINGS = {
     "lora": "models.actor.lora={rank: N}",
 }
 """Option → setting to use with a config, after ``--set``."""
+OVERRIDES = ("prompt_tokens", "response_tokens", "prompts", "samples", "mini_batches", "rollout")
+"""Options that are one setting of a config, which they replace."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +147,20 @@ class AdviceOptions:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def spec(self, config: Path | None, overrides: tuple[str, ...] = ()) -> Spec:
-        """Return the spec of ``config``, else of the options. Raises UserError for an option next to a ``config``."""
+        """Return the spec of ``config``, else of the options.
+
+        Raises UserError for an option next to a ``config`` that is no single setting of it.
+        """
         if config is None:
             return self.request().spec(overrides)
-        if self.given:
-            name, value = next(iter(self.given.items()))
-            raise UserError(f"{_option(name)} {value}: {config} sets it already; use --set {SETTINGS[name]} instead")
-        return load_spec(config, overrides)
+        for name, value in self.given.items():
+            if name not in OVERRIDES:
+                raise UserError(
+                    f"{_option(name)} {value}: describes models and devices where there is no config; for {config} "
+                    f"use --set '{SETTINGS[name]}'"
+                )
+        own = (f"{SETTINGS[name].partition('=')[0]}={value}" for name, value in self.given.items())
+        return load_spec(config, (*own, *overrides))
 
     def request(self) -> AdviceRequest:
         """Return the request. Raises UserError for unknown models or classes, and for devices given twice."""
@@ -217,7 +227,7 @@ def read_nodes(path: Path) -> tuple[dict[str, Any], ...]:
     Raises UserError for a file that is missing or has no such list.
     """
     if not path.is_file():
-        raise UserError(f"--cluster {path}: no such file")
+        raise UserError(f"--cluster {path}: no such file{instead_of(path, is_yaml)}")
     try:
         content = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

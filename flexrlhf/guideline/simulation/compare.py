@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.timeline import Span, read_trace
@@ -74,7 +75,10 @@ class Comparison:
 def read_run(path: Path) -> list[Span]:
     """Return the spans of a run. Raises UserError for a file that is no timeline."""
     if not path.is_file():
-        raise UserError(f"--against {path}: no such file; a run writes runs/<name>/timeline.json at its end")
+        raise UserError(
+            f"--against {path}: no such file{instead_of(path, is_json)}; a run writes runs/<name>/timeline.json at its "
+            f"end"
+        )
     try:
         spans = read_trace(path)
     except (ValueError, KeyError, TypeError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -48,7 +49,9 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
         else:
             return CostSource(AnalyticCosts(), "figures of the device classes")
     if not profile.is_file():
-        raise UserError(f"--profile {profile}: no such file; `flexrlhf profile` writes one")
+        raise UserError(
+            f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
+        )
     return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}")
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
+from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
 from flexrlhf.operators.graph import Operator
@@ -154,17 +155,26 @@ class Simulation:
         blocks = len(self.blocks)
         return walk_steps(self.instructions, blocks, steps, lambda index, step: planned[index].due(step, steps))
 
-    def spans(self, steps: int) -> Iterator[Span]:
-        """Yield the timeline of such a run on all ranks, as the trainer records it."""
+    def spans(self, steps: int, ranks: Collection[int] | None = None) -> Iterator[Span]:
+        """Yield the timeline of such a run on all ranks, or on given ``ranks``, as the trainer records it."""
         sent = {index: _sent(self.plan, item.instruction) for index, item in enumerate(self.priced)}
         for visit in self.walked(steps).visits:
             instruction = self.priced[visit.index].instruction
             for rank in self.blocks[visit.block]:
+                if ranks is not None and rank not in ranks:
+                    continue
                 yield _span(instruction, visit, rank, sent[visit.index].get(rank, 0))
 
 
-def simulate(plan: Plan, costs: CostModel, lengths: TextLengths | None = None) -> Simulation:
-    """Price every instruction of ``plan`` and walk them. ``lengths``: the longest where not given."""
+def simulate(plan: Plan, costs: CostModel | None = None, lengths: TextLengths | None = None) -> Simulation:
+    """Price every instruction of ``plan`` and walk them; ``seconds`` of the result are those of a step.
+
+    costs:    seconds of calls and transfers; None: figures of the device classes, else this machine's profile.
+    lengths:  tokens of prompts and responses; None: the longest.
+
+    Raises UserError where the costs of a device are not known.
+    """
+    costs = costs or costs_for(plan.spec, None).costs
     lengths = lengths or longest_lengths(plan)
     pricer = Pricer(plan, costs, lengths)
     priced = tuple(PricedInstruction(each, pricer.price(each)) for each in plan.schedule.instructions)

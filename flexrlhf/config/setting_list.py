@@ -1,0 +1,209 @@
+"""List of all settings of the YAML, section by section, as the schema has them: for the reference and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from flexrlhf.config import algorithms, loggers, reward_sources, spec
+from flexrlhf.config.descriptions import mappings, meaning, plain_text
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """One setting.
+
+    name:     last part of its key.
+    values:   what it may be.
+    default:  as the YAML has it; empty where the setting is required.
+    meaning:  what it does, with its unit.
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class SettingSection:
+    """Settings of one mapping.
+
+    title:       of the section, with code in backticks.
+    prefix:      of its keys, with names for what a user chooses in capitals; empty at the top of the YAML.
+    text:        what the mapping is.
+    rows:        its settings.
+    algorithms:  names of those that have these settings; empty: all.
+    """
+
+    title: str
+    prefix: str
+    text: str
+    rows: tuple[SettingRow, ...]
+    algorithms: tuple[str, ...] = ()
+
+    def key(self, row: SettingRow) -> str:
+        """Return the whole dotted key of ``row``."""
+        return f"{self.prefix}.{row.name}" if self.prefix else row.name
+
+
+def setting_sections() -> Iterator[SettingSection]:
+    """Yield all sections, in the order of the YAML."""
+    yield _section("The YAML", "", spec.Spec)
+    yield from _algorithm()
+    yield from _sources()
+    for kind in mappings(loggers.LoggerSpec):
+        yield _section(f"`loggers`: `{_name_of(kind)}`", "loggers", kind)
+    seen: set[type[BaseModel]] = set()
+    for name, field in spec.Spec.model_fields.items():
+        if name not in ("algorithm", "reward", "cost", "loggers"):
+            yield from _below(name, field, seen)
+
+
+def _below(
+    path: str, field: FieldInfo, seen: set[type[BaseModel]], names: tuple[str, ...] = ()
+) -> Iterator[SettingSection]:
+    """Yield sections of the mappings that a field may have, and of those in them, each once."""
+    for kind in mappings(field.annotation):
+        if kind in seen:
+            continue
+        seen.add(kind)
+        if kind is spec.PlacementMap:
+            yield _section("`placement`, as a mapping", path, kind, (*spec.PLACEMENT_SETTINGS, "operators"))
+            yield _section("`placement.MODEL`", f"{path}.MODEL", spec.PlacementEntry)
+            yield _section("`placement.operators.OPERATOR`", f"{path}.operators.OPERATOR", spec.OperatorPlacement)
+            continue
+        yield _section(f"`{path}`", path, kind, () if kind is spec.ModelsSpec else None, names)
+        for name, inner in kind.model_fields.items():
+            role = "ROLE" if kind is spec.ModelsSpec else name
+            yield from _below(f"{path}.{role}", inner, seen, names)
+
+
+def _section(
+    title: str,
+    prefix: str,
+    kind: type[BaseModel],
+    names: Sequence[str] | None = None,
+    named: tuple[str, ...] = (),
+    note: str = "",
+) -> SettingSection:
+    text = " ".join(part for part in (plain_text(kind.__doc__), note) if part)
+    fields = {name: field for name, field in kind.model_fields.items() if names is None or name in names}
+    rows = tuple(
+        SettingRow(field.alias or name, _values(field), _default(field), meaning(kind, name))
+        for name, field in fields.items()
+    )
+    return SettingSection(title, prefix, text, rows, named)
+
+
+_FAMILIES: Mapping[type[BaseModel], str] = {
+    algorithms.AlgorithmSpec: "all algorithms",
+    algorithms.SampledSpec: "sampling",
+    algorithms.PolicySpec: "the policy gradient",
+    algorithms.GroupSpec: "groups of samples",
+    algorithms.ReturnsSpec: "returns without a critic",
+    algorithms.PreferenceSpec: "preference pairs",
+}
+
+
+def _algorithm() -> Iterator[SettingSection]:
+    """Yield the settings that algorithms have in common, then those of each."""
+    named = get_args(algorithms.AnyAlgorithm)
+    seen: set[type[BaseModel]] = set()
+    for kind in (*_common(named), *named):
+        own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
+        names = tuple(_name_of(each) for each in named if issubclass(each, kind))
+        if kind in named:
+            parents = [parent for parent in kind.__mro__[1:] if parent in named]
+            note = f"In addition to those of `{_name_of(parents[0])}`." if parents else ""
+            yield _section(f"`algorithm`: `{_name_of(kind)}`", "algorithm", kind, own, names, note)
+        else:
+            listed = ", ".join(f"`{name}`" for name in names)
+            note = "" if len(names) == len(named) else f"Settings of {listed}."
+            yield _section(f"`algorithm`: {_FAMILIES[kind]}", "algorithm", kind, own, names, note)
+        for name in own:
+            yield from _below(f"algorithm.{name}", kind.model_fields[name], seen, names)
+
+
+def _common(named: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
+    """Return the classes that algorithms extend and that are none themselves, general ones first."""
+    extended = {base for kind in named for base in kind.__mro__ if issubclass(base, algorithms.AlgorithmSpec)}
+    assert extended - {*named} == {*_FAMILIES}, "_FAMILIES has a title for each of them"
+    return list(_FAMILIES)
+
+
+def _name_of(kind: type[BaseModel]) -> str:
+    return str(kind.model_fields["name"].default)
+
+
+def _sources() -> Iterator[SettingSection]:
+    for key in reward_sources.KINDS:
+        source = getattr(reward_sources, {"url": "Service"}.get(key, key.capitalize()) + "Source")
+        yield _section(f"`reward`, `cost`: a source with `{key}`", "reward", source)
+
+
+def _values(field: FieldInfo) -> str:
+    bounds = [_bound(bound) for bound in field.metadata]
+    return " ".join([_words(_written(field.annotation, field.metadata)), *(bound for bound in bounds if bound)])
+
+
+def _written(annotation: Any, metadata: Sequence[Any]) -> Any:
+    """Return the type of what a YAML may have, where a validator takes more than the field's own; a fraction is a
+    number."""
+    taken = [getattr(each, "json_schema_input_type", PydanticUndefined) for each in metadata]
+    return next((each for each in taken if each is not PydanticUndefined and annotation is not Fraction), annotation)
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{yaml_text(value)}`" for value in arguments)
+    if origin is tuple:
+        return f"list of {_words(arguments[0])}s" if arguments[1:] == (...,) else f"list of {len(arguments)} numbers"
+    if origin is dict:
+        return "mapping"
+    if origin is not None and hasattr(annotation, "__metadata__"):
+        return _words(_written(arguments[0], annotation.__metadata__))
+    if arguments:
+        return " or ".join(dict.fromkeys(_words(argument) for argument in arguments if argument is not NoneType))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
+    return {bool: "`true` or `false`", int: "integer", float: "number", str: "text"}.get(annotation, "number")
+
+
+def _bound(metadata: Any) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    bounds = {sign: getattr(metadata, name) for name, sign in signs.items() if hasattr(metadata, name)}
+    return " ".join(f"{sign} 2^63" if bound == 2**63 else f"{sign} {bound:g}" for sign, bound in bounds.items())
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if field.is_required():
+        return ""
+    if field.default_factory is not None or value == ():
+        return "{}" if field.default_factory is dict else "[]"
+    if isinstance(value, BaseModel):
+        return yaml_text({name: getattr(value, name) for name in sorted(value.model_fields_set)})
+    return "" if value is PydanticUndefined else yaml_text(value)
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value in one line, as a YAML has it."""
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case dict():
+            return "{" + ", ".join(f"{key}: {yaml_text(inner)}" for key, inner in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(yaml_text, value)) + "]"
+        case float():
+            return f"{value:g}" if value != int(value) else f"{value:.1f}"
+    return str(value)

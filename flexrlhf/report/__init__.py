@@ -1,0 +1,1 @@
+"""Page of runs and plans: curves, placement, timeline, bytes, memory, samples and settings in one HTML file."""

@@ -1,0 +1,90 @@
+"""Reports of runs and pages of plans: from directories and plans to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from flexrlhf.config.output_path import check_output
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.user_paths import instead_of, is_json
+from flexrlhf.errors import UserError
+from flexrlhf.plan.plan import Plan
+from flexrlhf.report.page import Page, is_own_page, render
+from flexrlhf.report.planned_run import plan_of_run
+from flexrlhf.report.prediction import predict_plan, predict_run
+from flexrlhf.report.run_contents import CONFIG, METRICS, RunContents, read_contents
+from flexrlhf.report.sections import ReportedRun, plan_page, run_page
+
+
+@dataclass(frozen=True)
+class WrittenPage:
+    """A page that was written.
+
+    path:   of the file
+    bytes:  its size
+    notes:  sentences on what is missing in it, each with the name of its run
+    """
+
+    path: Path
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def check_page_path(path: Path, option: str, inputs: Sequence[Path] = ()) -> None:
+    """Raise UserError where a page could not be written at ``path``, or would replace a file of another kind."""
+    check_output(path, option, "report.html", is_own_page, inputs)
+
+
+def write_report(directories: Sequence[Path], path: Path, profile: Path | None) -> WrittenPage:
+    """Write the page of the runs in ``directories``. Raises UserError for one without a run."""
+    check_page_path(path, "--output", [each / name for each in directories for name in (CONFIG, METRICS)])
+    if profile is not None and not profile.is_file():
+        raise UserError(
+            f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
+        )
+    runs = [_reported(contents, profile) for contents in _named_apart([read_contents(each) for each in directories])]
+    return _write(path, "--output", run_page(runs, _now()), [(run.name, note) for run in runs for note in run.notes])
+
+
+def write_plan_page(plans: Sequence[Plan], path: Path) -> WrittenPage:
+    """Write the page of ``plans``."""
+    runs = []
+    for plan in plans:
+        prediction = predict_plan(plan, None)
+        contents = RunContents(plan.spec.directory, dump_spec(plan.spec), plan.spec, steps=plan.spec.steps)
+        runs.append(ReportedRun(contents, plan, prediction))
+    return _write(path, "--html", plan_page(runs, _now()), [(run.name, note) for run in runs for note in run.notes])
+
+
+def _named_apart(runs: Sequence[RunContents]) -> list[RunContents]:
+    """Return the runs with different names: those of their directories where the runs have the same."""
+    for names in ([run.name for run in runs], [run.directory.absolute().name for run in runs]):
+        if len(set(names)) == len(names):
+            return [replace(run, alias=name) for run, name in zip(runs, names, strict=True)]
+    paths = [str(run.directory.absolute()) for run in runs]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise UserError(f"run {twice}: given twice; give each directory once")
+    return [replace(run, alias=str(run.directory)) for run in runs]
+
+
+def _reported(contents: RunContents, profile: Path | None) -> ReportedRun:
+    plan, notes = plan_of_run(contents)
+    prediction = "" if plan is None or notes else predict_run(plan, contents, profile)
+    return ReportedRun(contents, plan, prediction, notes)
+
+
+def _write(path: Path, option: str, page: Page, notes: Sequence[tuple[str, str]]) -> WrittenPage:
+    text = render(page)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from None
+    return WrittenPage(path, len(text.encode()), tuple(f"{name}: {note}" for name, note in notes))
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

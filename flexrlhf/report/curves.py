@@ -1,0 +1,146 @@
+"""Curves of metrics over steps, one figure for each metric or pair of them, all runs in each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from flexrlhf.metrics import METRICS, ROW_ENTRIES
+from flexrlhf.report.colours import run_colour
+from flexrlhf.report.picture import Picture, escaped, make_figure
+from flexrlhf.report.run_contents import RunContents
+
+HEIGHT = 215
+MARGIN = {"l": 52, "r": 12, "t": 12, "b": 28}
+MOST_POINTS = 2000
+"""Points of a curve; of more steps every so many are shown, and the last one."""
+PAIRS = {
+    "reward_mean": "eval_reward_mean",
+    "response_length": "eval_response_length",
+    "nll": "eval_nll",
+    "pair_accuracy": "eval_accuracy",
+    "preference_margin": "eval_preference_margin",
+    "truncated": "eval_truncated",
+    "chosen_reward": "rejected_reward",
+    "chosen_logprob": "rejected_logprob",
+    "actor_grad_norm": "critic_grad_norm",
+    "actor_learning_rate": "critic_learning_rate",
+}
+"""Metric → one with the same unit that is in its figure."""
+MAIN = (
+    *("reward_mean", "kl", "policy_loss", "value_loss", "response_length", "cost_mean", "nll", "pair_loss"),
+    *("pair_accuracy", "preference_loss", "preference_margin", "seconds", "samples_per_second"),
+)
+"""Metrics that are shown at once; the others are folded."""
+_LINES = (
+    {"width": 2.4, "dash": "solid"},
+    {"width": 1.7, "dash": "dash"},
+    {"width": 1.7, "dash": "dot"},
+    {"width": 1.7, "dash": "dashdot"},
+)
+"""Lines of runs: one run's shows through the next one's where they coincide."""
+OWN = "mean of what a function of the user reports"
+
+
+@dataclass(frozen=True)
+class MetricCurve:
+    """A metric of a run.
+
+    run:     number of the run in the page
+    metric:  its key in metrics.jsonl
+    steps:   from 1, as the terminal counts them
+    values:  one a step
+    """
+
+    run: int
+    metric: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def curves_of(runs: Sequence[RunContents], metric: str) -> list[MetricCurve]:
+    """Return the curve of ``metric`` of each run that has it."""
+    curves = []
+    for number, run in enumerate(runs):
+        points = [(row["step"] + 1, float(row[metric])) for row in run.rows if _is_number(row.get(metric))]
+        if points:
+            steps, values = zip(*_thinned(points), strict=True)
+            curves.append(MetricCurve(number, metric, steps, values))
+    return curves
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    stride = -(-len(points) // MOST_POINTS)
+    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
+
+
+def main_curves(runs: Sequence[RunContents]) -> list[Picture]:
+    """Return the figures that are shown at once."""
+    return list(_pictures(runs, MAIN))
+
+
+def further_curves(runs: Sequence[RunContents]) -> list[Picture]:
+    """Return the figures of all other metrics."""
+    shown = {*MAIN, *(PAIRS[name] for name in MAIN if name in PAIRS and curves_of(runs, name))}
+    others = [metric.name for metric in METRICS if metric.name not in shown]
+    paired = {PAIRS[name] for name in others if name in PAIRS and curves_of(runs, name)}
+    known = {metric.name for metric in METRICS} | {"step", "seconds"}
+    own = dict.fromkeys(key for run in runs for row in run.rows[:1] for key in row if key not in known)
+    return list(_pictures(runs, [*(name for name in others if name not in paired), *own]))
+
+
+def _pictures(runs: Sequence[RunContents], names: Iterable[str]) -> Iterator[Picture]:
+    for name in names:
+        curves = curves_of(runs, name)
+        second = curves_of(runs, PAIRS[name]) if curves and name in PAIRS else []
+        if curves:
+            yield _picture(runs, name, curves, second)
+
+
+def _picture(
+    runs: Sequence[RunContents], name: str, curves: Sequence[MetricCurve], second: Sequence[MetricCurve]
+) -> Picture:
+    other = PAIRS[name] if second else None
+    several = len(runs) > 1
+    traces = [_trace(runs, curve, several, is_second=False) for curve in curves]
+    traces += [_trace(runs, curve, several, is_second=True) for curve in second]
+    has_legend = len(traces) > 1
+    figure = make_figure(traces, HEIGHT, showlegend=has_legend, hovermode="x unified", margin=MARGIN)
+    figure.update_xaxes(rangemode="normal", tickformat="d", hoverformat="d", unifiedhovertitle={"text": "step %{x}"})
+    figure.update_yaxes(automargin=True)
+    caption = definition(name) + (f"; {other}: {definition(other)}" if other else "")
+    title = name if other is None else f"{name}, {other}"
+    return Picture(f"curve-{name}", title, caption + _thinning(runs), figure, HEIGHT)
+
+
+def _trace(runs: Sequence[RunContents], curve: MetricCurve, several: bool, is_second: bool) -> go.Scatter:
+    metric = "evaluation" if is_second and curve.metric.startswith("eval_") else curve.metric
+    words = [escaped(runs[curve.run].name)] * several + [escaped(metric)] * (is_second or not several)
+    line = {"width": 1.2, "dash": "dot"} if is_second else _LINES[curve.run % len(_LINES)]
+    return go.Scatter(
+        x=curve.steps,
+        y=curve.values,
+        name=", ".join(words),
+        mode="lines+markers" if is_second or len(curve.steps) == 1 else "lines",
+        line={"color": run_colour(curve.run), **line},
+        marker={"size": max(4, 9 - 3 * curve.run), "symbol": "diamond"},
+        hovertemplate="%{y:.4g}",
+    )
+
+
+def definition(name: str) -> str:
+    """Return what an entry of a row of metrics is, with its unit."""
+    known = {metric.name: metric.definition for metric in METRICS}
+    return known.get(name) or ROW_ENTRIES.get(name, OWN)
+
+
+def _thinning(runs: Sequence[RunContents]) -> str:
+    most = max(len(run.rows) for run in runs)
+    return f". Every {-(-most // MOST_POINTS)} steps a point" if most > MOST_POINTS else ""

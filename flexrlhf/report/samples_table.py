@@ -1,0 +1,98 @@
+"""Samples of a run for the page: the responses to a prompt over steps, and those of each step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexrlhf.report.run_contents import Row, RunContents
+
+MOST_STEPS, MOST_PROMPTS, MOST_ROWS = 12, 12, 8
+"""Steps, prompts of evaluations, and samples of a training step that are shown."""
+
+
+@dataclass(frozen=True)
+class SampleLine:
+    """A response.
+
+    step:      from 1
+    prompt, response: texts
+    score:     as text; empty where there is none
+    length:    as text, and whether it was truncated
+    """
+
+    step: int
+    prompt: str
+    response: str
+    score: str
+    length: str
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """Responses that are shown together.
+
+    title:    the prompt, or the step
+    lines:    in order of steps
+    is_open:  whether they are shown at first
+    by_step:  whether all have the same prompt, so that each line begins with its step
+    """
+
+    title: str
+    lines: tuple[SampleLine, ...]
+    is_open: bool
+    by_step: bool
+
+
+def sample_groups(contents: RunContents) -> list[SampleGroup]:
+    """Return the evaluation samples by prompt, over steps, then the training samples by step."""
+    evaluations = [row for row in contents.samples if row.get("rows") == "evaluation"]
+    training = [row for row in contents.samples if row.get("rows") != "evaluation"]
+    return [*_by_prompt(evaluations), *_by_step(training, is_first=not evaluations)]
+
+
+def _by_prompt(rows: Sequence[Row]) -> list[SampleGroup]:
+    steps = set(spread(sorted({row["step"] for row in rows}), MOST_STEPS))
+    groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["step"] in steps:
+            groups[row.get("row", 0), str(row.get("prompt", ""))].append(row)
+    shown = list(groups.items())[:MOST_PROMPTS]
+    return [
+        SampleGroup(prompt, tuple(map(_line, members)), index < 2, True)
+        for index, ((_, prompt), members) in enumerate(shown)
+    ]
+
+
+def _by_step(rows: Sequence[Row], is_first: bool) -> list[SampleGroup]:
+    steps = spread(sorted({row["step"] for row in rows}), MOST_STEPS)
+    groups = []
+    for step in steps:
+        members = [row for row in rows if row["step"] == step][:MOST_ROWS]
+        is_open = is_first and step in (steps[0], steps[-1])
+        groups.append(SampleGroup(f"step {step + 1}", tuple(map(_line, members)), is_open, False))
+    return groups
+
+
+def spread(values: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of ``values``, evenly spaced, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[index * (len(values) - 1) // (most - 1)] for index in range(most)]
+
+
+def _line(row: Row) -> SampleLine:
+    score = [f"{row['score']:.4g}"] if isinstance(row.get("score"), int | float) else []
+    score += [f"cost {row['cost']:.4g}"] if isinstance(row.get("cost"), int | float) else []
+    return SampleLine(
+        row["step"] + 1, str(row.get("prompt", "")), str(row.get("response", "")), ", ".join(score), _length(row)
+    )
+
+
+def _length(row: Row) -> str:
+    length: Any = row.get("length")
+    if length is None:
+        return ""
+    return f"{length} tokens" if row.get("finished", True) else f"{length} tokens, truncated"

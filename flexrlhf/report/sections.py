@@ -1,0 +1,321 @@
+"""Sections of the page, from runs and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import schedule_rows
+from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_bytes
+from flexrlhf.report.colours import run_colour
+from flexrlhf.report.curves import further_curves, main_curves
+from flexrlhf.report.instruction_style import InstructionStyles
+from flexrlhf.report.memory_picture import counted_tensors, measured_peaks, memory_pictures
+from flexrlhf.report.page import Card, Page, RunPart, Section, Table
+from flexrlhf.report.placement_picture import placement_picture
+from flexrlhf.report.prediction import Prediction
+from flexrlhf.report.run_contents import RunContents
+from flexrlhf.report.samples_table import sample_groups
+from flexrlhf.report.settings_table import differences
+from flexrlhf.report.shares_picture import RankShares, shares_picture
+from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times, time_shares
+from flexrlhf.report.timeline_picture import (
+    MOST_LANES,
+    MOST_SPANS,
+    MOST_STEPS,
+    Lane,
+    ShownTimeline,
+    lanes_of,
+    timeline_picture,
+)
+from flexrlhf.text import bytes_text, counted, ranks_text, span_of
+
+PLANNED_STEPS = 3
+"""Steps of a plan that its timeline shows, after the first one."""
+CURVES = "A point a step, counted from 1. Under each figure: what the metric is, and its unit."
+TIMELINE = (
+    "A bar is an instruction on a rank, in seconds; the numbers are those of the steps, where each begins. Drag to "
+    "zoom, double-click to go back; a click in the legend hides instructions, a double click all others."
+)
+PREDICTED = " Predicted: by {source}, with {lengths}; a step {seconds}."
+MOST_MEMORY_ROWS = 32
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run or plan of the page.
+
+    contents:    of its directory; of a plan its YAML alone
+    plan:        None where it cannot be made
+    prediction:  or the reason why there is none; empty where ``missing`` says it
+    missing:     sentences on what the plan lacks
+    """
+
+    contents: RunContents
+    plan: Plan | None
+    prediction: Prediction | str
+    missing: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.contents.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what the page lacks of this run."""
+        reason = (
+            [f"no predicted timeline: {self.prediction}"]
+            if isinstance(self.prediction, str) and self.prediction
+            else []
+        )
+        return (*self.contents.notes, *self.missing, *reason)
+
+    @cached_property
+    def styles(self) -> InstructionStyles:
+        return InstructionStyles(self.plan, self.contents.spans)
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        """Lanes of its timelines."""
+        return lanes_of(self.plan, self.contents.spans)
+
+    @cached_property
+    def measured(self) -> ShownTimeline | None:
+        """Last steps of the timeline; None without one."""
+        spans = self.contents.spans
+        times = settled_steps(step_times(spans, is_complete=self.contents.state not in ("running", "failed")))
+        shown = last_steps(times, spans, MOST_STEPS, MOST_SPANS)
+        return ShownTimeline("measured", spans, shown) if shown else None
+
+    @cached_property
+    def predicted(self) -> ShownTimeline | None:
+        """Predicted steps: those that were measured, else settled ones."""
+        if isinstance(self.prediction, str):
+            return None
+        measured = self.measured
+        number = len(measured.times) if measured is not None else PLANNED_STEPS
+        lag = self.prediction.simulation.plan.schedule.lag
+        last = measured.times[-1].step if measured is not None else number + lag + 1
+        ranks = {lane.ranks[0] for lane in self.lanes}
+        spans = self.prediction.spans(last, number, ranks)
+        steps = step_times(spans, is_complete=measured is not None)
+        settled = _after(steps, lag)
+        return ShownTimeline("predicted", spans, last_steps(settled, spans, number, MOST_SPANS))
+
+    @property
+    def timelines(self) -> list[ShownTimeline]:
+        return [part for part in (self.measured, self.predicted) if part is not None]
+
+
+def _after(steps: Sequence[StepTime], lag: int) -> Sequence[StepTime]:
+    """Return ``steps`` without those in which a pipeline of steps fills, where there are others."""
+    settled = [time for time in steps if time.step > lag]
+    return settled or steps
+
+
+def run_page(runs: Sequence[ReportedRun], now: str) -> Page:
+    """Return the page of runs."""
+    contents = [run.contents for run in runs]
+    curves = Section("curves", "Curves", CURVES, tuple(main_curves(contents)), tuple(further_curves(contents)))
+    cards = tuple(_card(run, number) for number, run in enumerate(runs))
+    title = ", ".join(run.name for run in runs)
+    lasting = [each.name for each in contents if each.state == "running"]
+    footer = f"Written {now} by flexrlhf report" + (f"; going on: {', '.join(lasting)}." if lasting else ".")
+    return Page(title, cards, (curves, *_sections(runs)), footer)
+
+
+def plan_page(runs: Sequence[ReportedRun], now: str) -> Page:
+    """Return the page of plans."""
+    cards = tuple(_card(run, number, is_planned=True) for number, run in enumerate(runs))
+    title = "plan of " + ", ".join(run.name for run in runs)
+    return Page(title, cards, tuple(_sections(runs)), f"Written {now} by flexrlhf plan; nothing has run.")
+
+
+def _sections(runs: Sequence[ReportedRun]) -> list[Section]:
+    def section(key: str, title: str, make: Callable[[ReportedRun, str], RunPart], is_open: bool = True) -> Section:
+        parts = (replace(make(run, f"{key}-{n}"), colour=run_colour(n)) for n, run in enumerate(runs))
+        return Section(key, title, parts=tuple(parts), is_open=is_open)
+
+    return [
+        section("placement", "Placement", _placement),
+        section("timeline", "Timeline", _timeline),
+        section("bytes", "Bytes moved", _bytes),
+        section("memory", "Memory", _memory),
+        section("samples", "Samples", lambda run, key: RunPart(run.name, samples=tuple(sample_groups(run.contents)))),
+        section("schedule", "Schedule of one step", _schedule, is_open=False),
+        _settings(runs),
+    ]
+
+
+def _placement(run: ReportedRun, key: str) -> RunPart:
+    if run.plan is None:
+        return RunPart(run.name)
+    notes = list(run.plan.placement.warnings)
+    if run.plan.placement.idle_ranks:
+        notes.append(f"without a model: {ranks_text(run.plan.placement.idle_ranks)}")
+    return RunPart(run.name, pictures=(placement_picture(run.plan, key, _device(run.contents)),), notes=tuple(notes))
+
+
+def _device(contents: RunContents) -> str:
+    """Return what a run used as its device, in words; empty where it is not recorded."""
+    return {"cpu": "CPU", "cuda": "GPU"}.get(str(contents.facts.get("device")), "")
+
+
+def _timeline(run: ReportedRun, key: str) -> RunPart:
+    parts = run.timelines
+    notes = [f"no predicted timeline: {run.prediction}"] if isinstance(run.prediction, str) and run.prediction else []
+    if not parts:
+        return RunPart(run.name, notes=tuple(notes))
+    caption = TIMELINE
+    if run.measured is not None:
+        seconds = _mean_seconds(run.measured.times)
+        caption += f" Measured: {_steps_text(run.measured.times)}; a step {seconds_text(seconds)} in the mean."
+    if isinstance(run.prediction, Prediction):
+        step = seconds_text(run.prediction.simulation.seconds)
+        caption += PREDICTED.format(source=run.prediction.source, lengths=run.prediction.lengths, seconds=step)
+    caption += _lanes_text(run)
+    initial = PLANNED_STEPS if run.measured is not None else 1
+    picture = timeline_picture(parts, run.lanes, run.styles, key, initial, caption)
+    shares = [
+        RankShares(part.title, time_shares(part.spans, part.times[0].start, part.times[-1].end, run.styles))
+        for part in parts
+    ]
+    return RunPart(run.name, pictures=(picture, shares_picture(shares, run.lanes, f"{key}-shares")), notes=tuple(notes))
+
+
+def _mean_seconds(times: Sequence[StepTime]) -> float:
+    return (times[-1].end - times[0].start) / len(times)
+
+
+def _steps_text(times: Sequence[StepTime]) -> str:
+    first, last = times[0].step + 1, times[-1].step + 1
+    return f"step {first}" if first == last else f"steps {first}-{last}"
+
+
+def _lanes_text(run: ReportedRun) -> str:
+    if all(len(lane.ranks) == 1 for lane in run.lanes):
+        return ""
+    shown = f" The first {MOST_LANES} such groups are shown." if len(run.lanes) == MOST_LANES else ""
+    return f" Ranks with the same instructions share a lane, which shows the first of them.{shown}"
+
+
+def _bytes(run: ReportedRun, key: str) -> RunPart:
+    measured = run.measured
+    edges = edge_bytes(run.plan, run.contents.spans, measured.times if measured is not None else ())
+    pictures = (bytes_picture(edges, key),) if edges else ()
+    notes = () if edges or run.plan is None else ("nothing moves between ranks: no rows, no weights",)
+    nodes = between_nodes(run.plan) if run.plan is not None else []
+    table = Table(("node", "sends to other nodes in a step"), tuple(nodes), "Between nodes") if nodes else None
+    return RunPart(run.name, pictures=pictures, tables=(table,) if table else (), notes=notes)
+
+
+def _memory(run: ReportedRun, key: str) -> RunPart:
+    if run.plan is None:
+        return RunPart(run.name)
+    pictures = tuple(memory_pictures(run.plan, run.contents.facts, key))
+    table = _memory_table(run.plan, run.contents)
+    notes = () if pictures else ("planned memory needs the models' files, which are not here",)
+    return RunPart(run.name, pictures=pictures, tables=(table,) if table else (), notes=notes)
+
+
+def _memory_table(plan: Plan, contents: RunContents) -> Table | None:
+    """Return planned against measured memory of the ranks whose measured peak is highest; None without measurements."""
+    peaks, tensors = measured_peaks(contents.facts), counted_tensors(contents.facts)
+    if not peaks or not plan.shapes:
+        return None
+    is_cpu = contents.facts.get("device") == "cpu"
+    rows = []
+    for rank in sorted(sorted(peaks, key=lambda rank: -peaks[rank])[:MOST_MEMORY_ROWS]):
+        if rank >= plan.placement.num_ranks:
+            continue
+        memory = plan.memories[rank]
+        states = [state for state in memory.states.values() if state is not None and not state.transient]
+        planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
+        peak = memory.process_bytes if is_cpu else memory.peak_bytes
+        sizes = (planned, tensors.get(rank), peak, peaks[rank])
+        rows.append((str(rank), *(bytes_text(size) for size in sizes)))
+    head = ("rank", "tensors planned", "tensors counted", "peak planned", "peak measured")
+    return Table(head, tuple(rows), "Planned and measured")
+
+
+def _schedule(run: ReportedRun, key: str) -> RunPart:
+    if run.plan is None:
+        return RunPart(run.name)
+    rows = tuple(
+        (span_of(row.ranks), ("in it: " if row.is_inner else "") + row.kind, row.label, ", ".join(row.notes))
+        for row in schedule_rows(run.plan)
+    )
+    return RunPart(run.name, tables=(Table(("ranks", "kind", "instruction", "how"), rows),))
+
+
+def _settings(runs: Sequence[ReportedRun]) -> Section:
+    readable = [run for run in runs if run.contents.spec is not None]
+    tables: tuple[Table, ...] = ()
+    if len(readable) > 1:
+        found = differences([run.contents.yaml for run in readable])
+        rows = tuple((each.key, *each.values) for each in found)
+        tables = (Table(("setting", *(run.name for run in readable)), rows, "Settings that differ"),)
+    parts = tuple(RunPart(run.name, run_colour(number), text=run.contents.yaml) for number, run in enumerate(runs))
+    return Section(
+        "yaml",
+        "Settings",
+        "The resolved YAML: every key with the value that the run had.",
+        tables=tables,
+        parts=parts,
+        is_open=False,
+    )
+
+
+def _card(run: ReportedRun, number: int, is_planned: bool = False) -> Card:
+    contents = run.contents
+    state = "planned" if is_planned else _state(contents)
+    alerts = contents.failures
+    return Card(run.name, run_colour(number), state, tuple(_facts(run, is_planned)), alerts, run.notes)
+
+
+def _state(contents: RunContents) -> str:
+    of = f" of {contents.steps}" if contents.steps is not None else ""
+    steps = f"{contents.next_step}{of} steps"
+    words = {
+        "finished": "finished",
+        "running": f"running: {steps}",
+        "stopped": f"stopped after {steps}",
+        "failed": f"failed after {steps}",
+        "unknown": f"{steps}, no status",
+    }
+    return words[contents.state]
+
+
+def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
+    contents, plan, spec = run.contents, run.plan, run.contents.spec
+    facts = [] if is_planned else [("directory", str(contents.directory))]
+    if spec is not None:
+        facts.append(("algorithm", spec.algorithm.name))
+    if plan is not None:
+        nodes = f" on {counted(plan.cluster.num_nodes, 'node')}" if plan.cluster.num_nodes > 1 else ""
+        classes = ", ".join(name for name in plan.cluster.classes if name != "any")
+        devices = f"{counted(plan.placement.num_ranks, 'rank')}{nodes}{f' ({classes})' if classes else ''}"
+        facts += [("strategy", plan.strategy), ("devices", devices), ("rows a step", str(plan.batch.num_rows))]
+    if contents.steps is not None and is_planned:
+        facts.append(("steps", str(contents.steps)))
+    seconds = [row["seconds"] for row in contents.rows if isinstance(row.get("seconds"), int | float)]
+    if seconds:
+        mean = sum(seconds) / len(seconds)
+        facts += [("seconds a step", f"{mean:.3g}"), ("total", seconds_text(sum(seconds)))]
+    if isinstance(run.prediction, Prediction):
+        simulation = run.prediction.simulation
+        facts.append(("predicted step", seconds_text(simulation.seconds)))
+        facts.append(("predicted waiting", f"{100 * max(simulation.bubble, 0.0):.0f} %"))
+    for metric in ("reward_mean", "kl", "eval_nll", "preference_loss", "pair_accuracy"):
+        values = [row[metric] for row in contents.rows if isinstance(row.get(metric), int | float)]
+        if values:
+            facts.append((metric, f"{_number(values[0])} → {_number(values[-1])}"))
+    return facts
+
+
+def _number(value: float) -> str:
+    """Return a metric in few digits; what is 0 but for rounding is 0."""
+    return f"{value if abs(value) > 1e-6 else 0:.3g}"

@@ -1,0 +1,123 @@
+"""Runs side by side as text: their numbers first, then their times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.metrics import METRICS
+from flexrlhf.side_by_side.differences import MetricDifference, common_steps, metric_differences
+from flexrlhf.side_by_side.recorded import RecordedSteps
+from flexrlhf.side_by_side.times import WAITING, WORK, StepTimes, step_times
+from flexrlhf.text import bytes_text, counted, shortened, table
+
+SAME = 1e-4
+"""Largest relative difference that is called the same: of float32 sums in another order."""
+MOST_RANKS = 8
+"""Ranks whose waiting is listed one by one."""
+WIDEST = 100
+"""Characters of a setting with its values."""
+LEAST_SECONDS = 5e-4
+"""Work that takes less in every run is not listed."""
+MAIN = frozenset(metric.name for metric in METRICS if metric.progress)
+
+
+def format_runs(runs: Sequence[RecordedSteps], shows_all: bool = False) -> str:
+    """Return the runs side by side; the first one is what the others are compared with.
+
+    ``shows_all``: list every metric, not the main ones and those that differ alone.
+    """
+    lines = [f"{letter}  {run.name}: {run.title.partition(': ')[2]}" for letter, run in _lettered(runs)]
+    first = runs[0]
+    for letter, run in _lettered(runs)[1:]:
+        lines += ["", *_numbers(first, run, letter, shows_all)]
+    return "\n".join([*lines, "", *_times(runs)])
+
+
+def _lettered(runs: Sequence[RecordedSteps]) -> list[tuple[str, RecordedSteps]]:
+    return [(chr(ord("A") + number), run) for number, run in enumerate(runs)]
+
+
+def _numbers(first: RecordedSteps, other: RecordedSteps, letter: str, shows_all: bool) -> list[str]:
+    """Return the differences of one run from the first."""
+    steps = common_steps([first.rows, other.rows])
+    if not steps:
+        return [f"A and {letter} have no step in common"]
+    found = metric_differences(first.rows, other.rows)
+    settings = differing_settings(first.spec, other.spec)
+    shown = [each for each in found if shows_all or each.name in MAIN or each.relative > SAME]
+    rows = [["metric", "A", letter, "largest difference", "relative", "step"], *map(_row, shown)]
+    rest = len(found) - len(shown)
+    return [
+        f"numbers of A and {letter} over {counted(len(steps), 'step')}: {_verdict(found)}",
+        *(f"  a setting that numbers depend on differs: {shortened(str(each), WIDEST)}" for each in settings),
+        *(f"  {line}" for line in table(rows, "<>>>>>")),
+        *([f"  and {counted(rest, 'metric')} that differ by less than {SAME:g} (--all lists them)"] if rest else []),
+    ]
+
+
+def _verdict(found: Sequence[MetricDifference]) -> str:
+    if not found:
+        return "no metric in common"
+    worst = max(found, key=lambda each: each.relative)
+    if worst.relative == 0:
+        return f"the same to the last digit, all {counted(len(found), 'metric')}"
+    word = "the same" if worst.relative <= SAME else "not the same"
+    return f"{word}, at most {worst.relative:.1e} apart ({worst.name} of step {worst.step + 1})"
+
+
+def _row(each: MetricDifference) -> list[str]:
+    values = [f"{each.first:.6g}", f"{each.second:.6g}", f"{each.largest:.2g}", f"{each.relative:.1e}"]
+    return [each.name, *values, str(each.step + 1)]
+
+
+def _times(runs: Sequence[RecordedSteps]) -> list[str]:
+    """Return seconds of a step by kind of work, and bytes."""
+    times = [step_times(run.spans, run.kinds) for run in runs]
+    known = [each for each in times if each is not None]
+    letters = [letter for letter, _ in _lettered(runs)]
+    missing = [letter for letter, each in zip(letters, times, strict=True) if each is None]
+    notes = [f"no timeline of {', '.join(missing)}"] if missing else []
+    if not known:
+        return notes
+    work = [name for name in WORK if any(each.work.get(name, 0.0) >= LEAST_SECONDS for each in known)]
+    rows = [
+        ["", *letters],
+        ["seconds of a step", *_cells(times, lambda each: f"{each.seconds:.3f}")],
+        *([f"  {name}", *_cells(times, partial(_work_cell, name))] for name in work),
+        [f"  {WAITING}", *_cells(times, lambda each: _share(each, each.mean_waiting))],
+        *_waiting_of_ranks(times, known),
+        ["bytes of columns moved", *_cells(times, lambda each: bytes_text(round(each.moved_bytes)))],
+        ["bytes of weights synced", *_cells(times, lambda each: bytes_text(round(each.synced_bytes)))],
+    ]
+    spans = {f"{each.steps.start + 1}-{each.steps.stop}" for each in known}
+    head = f"times of one step, means over ranks and steps {' or '.join(sorted(spans))}"
+    return [head, *(f"  {line}" for line in table(rows, "<" + ">" * len(runs))), *notes]
+
+
+def _waiting_of_ranks(times: Sequence[StepTimes | None], known: Sequence[StepTimes]) -> list[list[str]]:
+    """Return a row for the waiting of each rank, or of many the least and the most."""
+    ranks = sorted({rank for each in known for rank in each.waiting})
+    if len(ranks) > MOST_RANKS:
+        least = ["    of the rank that waits least", *_cells(times, lambda e: _share(e, min(e.waiting.values())))]
+        most = ["    of the rank that waits most", *_cells(times, lambda e: _share(e, max(e.waiting.values())))]
+        return [least, most]
+    return [[f"    of rank {rank}", *_cells(times, partial(_rank_cell, rank))] for rank in ranks]
+
+
+def _work_cell(name: str, times: StepTimes) -> str:
+    return _share(times, times.work.get(name, 0.0))
+
+
+def _rank_cell(rank: int, times: StepTimes) -> str:
+    return _share(times, times.waiting[rank]) if rank in times.waiting else "-"
+
+
+def _share(times: StepTimes, seconds: float) -> str:
+    share = seconds / times.seconds if times.seconds else 0.0
+    return f"{seconds:.3f} {share:4.0%}"
+
+
+def _cells(times: Sequence[StepTimes | None], text: Callable[[StepTimes], str]) -> list[str]:
+    return ["-" if each is None else text(each) for each in times]

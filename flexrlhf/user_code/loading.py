@@ -1,0 +1,67 @@
+"""Loading of a user's Python code. The standard library alone: processes that call it load nothing else."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """Load ``path/to/file.py:name`` or ``module:name``."""
+    place, _, name = reference.rpartition(":")
+    function: Callable[..., Any] = getattr(load_module(place), name)
+    return function
+
+
+def load_module(place: str) -> ModuleType:
+    """Load a file, again if it has changed since, or a module; modules are found in the working directory, too."""
+    _find_modules_in(os.getcwd())
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    file = Path(place).resolve()
+    return _module_of_file(file, file.stat().st_mtime_ns)
+
+
+@functools.cache
+def _module_of_file(file: Path, changed_ns: int) -> ModuleType:
+    """Load a file as a script is: modules in its folder are found. ``changed_ns``: when it was written."""
+    name = _name_of(file)
+    _find_modules_in(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"{file}: no Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find_modules_in(folder: str) -> None:
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+
+
+def _name_of(file: Path) -> str:
+    """Return a module name for ``file``: its own where that is free, else one that no other module has.
+
+    Processes that the user's code starts look for its functions by the module's name.
+    """
+    is_taken = not file.stem.isidentifier() or file.stem in sys.modules
+    spec = None if is_taken else importlib.util.find_spec(file.stem)
+    is_other = spec is not None and (spec.origin is None or Path(spec.origin).resolve() != file)
+    return f"flexrlhf_user_{file.stem}" if is_taken or is_other else file.stem
+
+
+def line_of(error: BaseException) -> str:
+    """Return the last line of the traceback of ``error``, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    text = " ".join("".join(traceback.format_exception_only(error)[-1:]).split())
+    return f"{text:.300}{where}"

@@ -1,0 +1,238 @@
+"""The command line as a whole: help, version, spellings of options, vectors for any shell, ``~``, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from small_runs import PPO, TINY
+from test_documents import make_model
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.cli.app import COMMANDS
+from flexrlhf.config.setting_list import setting_sections
+from flexrlhf.config.setting_search import keys_from
+from flexrlhf.config.spec_file import load_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.data.quickstart import prepare_corpus
+
+Invoke = Callable[..., str]
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Prints what a command prints, in a directory with ``a.yaml`` that is the home directory, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
+
+    def call(*words: str) -> str:
+        result: Result = CliRunner().invoke(app, list(words))
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return call
+
+
+# --- help
+
+
+def test_the_help_has_every_command_in_a_line_of_its_group(invoke: Invoke) -> None:
+    lines = invoke("--help").splitlines()
+    for group, commands in COMMANDS.items():
+        start = lines.index(f"{group}:") + 1
+        for command, line in zip(commands, lines[start:], strict=False):
+            assert line.split()[0] == command.__name__
+            assert len(line) <= 80 and line.endswith(".") and not line.endswith("...")
+
+
+def test_the_version_is_printed(invoke: Invoke) -> None:
+    assert invoke("--version").startswith("flexrlhf ") and "torch 2." in invoke("--version")
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_a_command_has_help(option: str, invoke: Invoke) -> None:
+    assert "--placement-ratio" in invoke("run", option)
+
+
+def test_the_help_loads_neither_frames_nor_models(tmp_path: Path) -> None:
+    """What it loads is small, so that it comes within a second; times depend on the machine."""
+    code = "import sys\ntry:\n    from flexrlhf.cli import main; main()\nfinally:\n    print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    loaded = set(read_yaml(done.stdout.splitlines()[-1].replace("'", '"')))
+    assert not loaded & {"rich", "torch", "numpy", "transformers", "httpx", "pebble", "tenacity", "huggingface_hub"}
+
+
+# --- vectors, spellings and paths
+
+FORMS = [
+    ("--placement-ratio", "1,1,0.5,0.5"),
+    ("--placement-ratio", "1, 1, 0.5, 0.5"),
+    ("--placement-ratio", "[1,1,0.5,0.5]"),
+    ("--placement-ratio=[1, 1, 1/2, 1/2]",),
+    ("--placement_ratio", "1,1,0.5,0.5"),
+    ("--set", "placement=1,1,0.5,0.5"),
+]
+
+
+@pytest.mark.parametrize("words", FORMS, ids=" ".join)
+def test_a_vector_has_a_form_for_every_shell(words: tuple[str, ...], invoke: Invoke) -> None:
+    assert "interleaving on 2 devices" in invoke("plan", "a.yaml", "--devices", "2", *words)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "sh"])
+def test_the_form_without_brackets_passes_a_shell(shell: str, tmp_path: Path) -> None:
+    try:
+        done = subprocess.run(
+            [shell, "-c", "echo --placement-ratio 1,1,0.5,0.5"], capture_output=True, text=True, cwd=tmp_path
+        )
+    except FileNotFoundError:
+        pytest.skip(f"no {shell} here")
+    assert done.stdout == "--placement-ratio 1,1,0.5,0.5\n"
+
+
+def test_a_config_is_given_as_a_word_or_by_its_option(invoke: Invoke) -> None:
+    plan = invoke("plan", "a.yaml")
+    assert plan == invoke("plan", "--config", "a.yaml") == invoke("plan", "--config=~/a.yaml")
+    Path("b.yaml").write_text(yaml.safe_dump({**PPO, "name": "b"}))
+    both = invoke("plan", "--config", "b.yaml", "a.yaml")
+    assert both.index("b: ppo") < both.index("test: ppo")
+    twice = CliRunner().invoke(app, ["slurm", "a.yaml", "--config", "b.yaml"])
+    assert "--config b.yaml: this command takes one config, and a.yaml is given, too" in twice.stderr
+
+
+SHARED = (
+    *("--set", "data={path: runs/quickstart-corpus/prompts.jsonl, max_prompt_tokens: 16, max_response_tokens: 20}"),
+    *("--set", "models.reward.init.vocab_size=386"),
+)
+
+
+def make_models() -> None:
+    prepare_corpus()
+    for name in ("actor", "critic"):
+        make_model(name, "Causal")
+
+
+def test_the_models_of_a_run_are_given_on_the_command_line(invoke: Invoke) -> None:
+    """As in Fig. 5 of the paper."""
+    make_models()
+    words = ("--actor_model_path", "actor", "--critic-model-path", "~/critic", "--devices", "2")
+    refused = CliRunner().invoke(app, ["plan", "a.yaml", "--actor-model-path", "nowhere"])
+    assert "models.actor.path nowhere: no such directory; the current directory has actor, critic" in refused.stderr
+    script = invoke("slurm", "a.yaml", *words, "--placement-ratio", "1,1,0.5,0.5")
+    assert "--set 'models.actor.path=\"actor\"'" in script and "--placement-ratio 1,1,0.5,0.5" in script
+    plans = {
+        invoke(command, "a.yaml", *words, *further).partition("\n")[0]
+        for command, *further in (
+            ("plan",),
+            ("run", "--dry-run", *SHARED),
+        )
+    }
+    assert len(plans) == 1
+
+
+def test_a_home_directory_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spec = parse_spec(
+        {
+            "name": "a",
+            "algorithm": {"name": "ppo", "ptx": {"path": "~/texts.jsonl"}},
+            "models": {"actor": {"path": "~/m"}, "ref": {"path": "acme/model"}, "critic": {"init": TINY}},
+            "data": {"sources": [{"path": "~/p.jsonl"}], "tokenizer": "~/t", "chat_template": "~/c.jinja"},
+            "reward": {"function": "~/f.py:score"},
+            "eval": {"path": "~/e.jsonl"},
+            "debug": {"replay": "~/runs/b"},
+            "runs": "~/runs",
+        }
+    )
+    paths = (
+        *(spec.algorithm.ptx.path, spec.models.actor.path, spec.data.sources[0].path, spec.data.tokenizer),
+        *(spec.data.chat_template, spec.reward[0].function, spec.eval.path, spec.debug.replay, spec.runs),
+    )
+    assert all(path.startswith(f"{tmp_path}/") for path in paths)
+    assert spec.models.ref.path == "acme/model"
+    assert spec.directory == tmp_path / "runs" / "a"
+
+
+def test_a_config_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
+    assert load_spec("~/a.yaml").name == PPO["name"]
+
+
+# --- settings and completion
+
+
+def test_all_settings_are_listed_with_a_meaning(invoke: Invoke) -> None:
+    printed = invoke("settings").splitlines()
+    keys = [section.key(row) for section in setting_sections() for row in section.rows]
+    assert len(keys) > 200 and set(keys) <= set(printed)
+    assert [section.key(row) for section in setting_sections() for row in section.rows if not row.meaning] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "absent"),
+    [
+        ("models.actor.optimizer", "models.ROLE.optimizer.learning_rate", "models.ROLE.zero"),
+        ("grpo", "algorithm.samples_per_prompt", "algorithm.gae_lambda"),
+        ("learning_rate", "algorithm.lagrange.learning_rate", "steps"),
+        ("steps", "steps", "seed"),
+        ("data.", "data.max_prompt_tokens", "rollout.engine"),
+        ("placement.actor.ranks", "placement.MODEL.ranks", "placement.MODEL.ratio"),
+    ],
+)
+def test_settings_are_found(text: str, found: str, absent: str, invoke: Invoke) -> None:
+    lines = invoke("settings", text).splitlines()
+    assert found in lines and absent not in lines
+
+
+def test_settings_that_are_not_there_get_the_nearest() -> None:
+    result = CliRunner().invoke(app, ["settings", "models.actor.optimiser"])
+    assert result.exit_code == 2 and "(did you mean 'optimizer'?)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("start", "ends"),
+    [
+        ("models.actor.optimizer.le", ["models.actor.optimizer.learning_rate="]),
+        ("models.cr", ["models.critic."]),
+        ("step", ["steps="]),
+        ("my-ppo:data.max_r", ["my-ppo:data.max_response_tokens="]),
+        ("nothing.such", []),
+    ],
+)
+def test_keys_are_completed(start: str, ends: list[str]) -> None:
+    assert list(keys_from(start)) == ends
+
+
+def completed(words: str, directory: Path) -> list[str]:
+    """What bash offers for the last word, as its own script calls the command."""
+    environment = {
+        **os.environ,
+        "_FLEXRLHF_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    code = "import sys; sys.argv[0] = 'flexrlhf'; from flexrlhf.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=directory)
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_keys_and_configs(tmp_path: Path) -> None:
+    for name in ("a.yaml", "b.txt"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "ppo.yml").write_text("")
+    assert completed("flexrlhf ver", tmp_path) == ["verify"]
+    assert completed("flexrlhf plan --set algorithm.gae", tmp_path) == ["algorithm.gae_lambda="]
+    assert completed("flexrlhf plan ", tmp_path) == ["a.yaml", "configs/"]
+    assert completed("flexrlhf plan configs/", tmp_path) == ["configs/ppo.yml"]
+    assert completed("flexrlhf run --config c", tmp_path) == ["configs/"]
+    assert "safe-rlhf" in completed("flexrlhf settings s", tmp_path)

@@ -1,0 +1,113 @@
+"""Graphs of a user's own in planning: what they may return, and the sentence for each thing that they may not."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from small_runs import TINY, plan_of
+
+from flexrlhf.errors import UserError
+from flexrlhf.objectives.functions import COMBINES as COMBINE_FUNCTIONS
+from flexrlhf.objectives.functions import LOSSES as LOSS_FUNCTIONS
+from flexrlhf.operators.own_graph import COMBINES, LOSSES
+
+EXAMPLE = Path(__file__).parents[2] / "configs" / "cautious_rewards.py"
+SECOND = f"models.reward_second.init={TINY}"
+GRPO = ("algorithm.name=grpo", SECOND)
+
+
+def plan_with(file: Path, *overrides: str, placement: object = None):  # type: ignore[no-untyped-def]
+    return plan_of(placement, 2, *GRPO, f"algorithm.graph={file}:make_graph", *overrides)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    """A file whose graph is that of the example, changed by ``text``, a function of a Graph."""
+    file = tmp_path / "graph.py"
+    file.write_text(
+        EXAMPLE.read_text()
+        + "\nfrom dataclasses import replace\nmade = make_graph\n\n\ndef make_graph(spec):\n    graph = made(spec)\n"
+        + textwrap.indent(textwrap.dedent(text).strip() + "\n", "    ")
+    )
+    return file
+
+
+def test_names_of_functions_are_those_that_there_are() -> None:
+    assert set(LOSS_FUNCTIONS) == LOSSES
+    assert set(COMBINE_FUNCTIONS) == COMBINES
+
+
+@pytest.mark.parametrize(
+    ("placement", "strategy"),
+    [([1, 1, 1, 1], "co-located"), ([1, 1, 0.5, 0.5], "interleaving"), ([0.5] * 5, "disaggregated")],
+)
+def test_the_example_is_planned(placement: list[float], strategy: str) -> None:
+    plan = plan_with(EXAMPLE, placement=placement)
+    assert plan.strategy == strategy
+    assert plan.graph.roles == ("actor", "ref", "reward", "reward_second")
+    functions = {each.name: each.function for each in plan.graph.operators}
+    assert functions["advantages"] == f"{EXAMPLE}:cautious_advantages"
+    assert functions["train_actor"] in LOSSES, "the package's own, by its name"
+    assert "second_scores" in functions
+    assert any(model.role == "reward_second" for model in plan.placement.models)
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    file = written(tmp_path, "return graph")
+    assert len(plan_with(file).graph.roles) == 4
+    file.write_text(file.read_text().replace('"reward_second")', '"reward_second", "ref_other")'))
+    with pytest.raises(UserError, match=r"models\.ref_other: missing"):
+        plan_with(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("return None", "returns NoneType, not a flexrlhf"),
+        ("return 1 / 0", r"make_graph raised ZeroDivisionError: division by zero \(graph.py, line 36\)"),
+        ("return replace(graph, roles=(*graph.roles, 'judge'))", "role 'judge' is no name of a model"),
+        (
+            "return replace(graph, operators=(*graph.operators, graph.operators[-1]))",
+            "two operators are called 'train_actor'",
+        ),
+        (
+            "return replace(graph, operators=graph.operators[1:])",
+            "reads 'tokens', which no operator before it writes",
+        ),
+        (
+            "return replace(graph, operators=tuple(replace(o, function=o.function and o.function + 's') "
+            "for o in graph.operators))",
+            r"no function 'cautious_advantagess' .* \(did you mean 'cautious_advantages'\?\)",
+        ),
+        (
+            "return replace(graph, operators=tuple(replace(o, kind='forwards') for o in graph.operators))",
+            r"kind 'forwards' \(did you mean 'forward'\?\)",
+        ),
+        (
+            "return replace(graph, operators=tuple(replace(o, writes=(*o.writes, 'margin')) for o in graph.operators))",
+            "generate: no column 'margin'.*such as scores.margin",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=rf"^algorithm\.graph: .*{sentence}"):
+        plan_with(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [
+        ("nowhere.py:make_graph", "no file nowhere.py"),
+        (f"{EXAMPLE}:make_grap", "defines no 'make_grap' \\(did you mean 'make_graph'"),
+        ("made", "no entry point 'made' of flexrlhf.graphs"),
+    ],
+)
+def test_references_that_lead_nowhere(reference: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=rf"^algorithm\.graph: .*{sentence}"):
+        plan_of(None, 2, *GRPO, f"algorithm.graph={reference}")
+
+
+def test_settings_go_with_a_graph() -> None:
+    with pytest.raises(UserError, match=r"settings caution go with a graph or loop of one's own"):
+        plan_of(None, 2, "algorithm.settings={caution: 1}")

@@ -1,0 +1,459 @@
+"""The figures of a report have the points, shares and bytes of the run; what a run lacks is said, not fatal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import plan_of
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import UserError
+from flexrlhf.execution.flight_log import FlightLog, write_record
+from flexrlhf.execution.run_directory import RunStatus, lock_directory, write_status
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_timeline
+from flexrlhf.metrics import METRICS
+from flexrlhf.plan.plan import Plan
+from flexrlhf.report.bytes_picture import between_nodes, edge_bytes
+from flexrlhf.report.command import write_plan_page, write_report
+from flexrlhf.report.curves import MOST_POINTS, curves_of, further_curves, main_curves
+from flexrlhf.report.instruction_style import InstructionStyles
+from flexrlhf.report.memory_picture import memory_pictures, peak_parts
+from flexrlhf.report.placement_picture import columns_of, placement_picture
+from flexrlhf.report.planned_run import plan_of_run
+from flexrlhf.report.prediction import Prediction, predict_run
+from flexrlhf.report.run_contents import RunContents, read_contents
+from flexrlhf.report.samples_table import sample_groups, spread
+from flexrlhf.report.settings_table import differences
+from flexrlhf.report.step_times import SHARES, WAITING, StepTime, last_steps, step_times, time_shares
+from flexrlhf.report.timeline_picture import lanes_of
+from flexrlhf.strategies.instructions import Move, Sync
+from flexrlhf.timeline import Span
+
+HALVES = [0.5] * 6
+NODES = "cluster={nodes: [{devices: 2, class: A100-80G}]}"
+SCRIPT = "<script>alert(1)</script>"
+
+
+def fast_plan(placement: object = None, *overrides: str) -> Plan:
+    """A plan on devices with known figures, so that it is simulated."""
+    return plan_of(placement, 2, NODES, *overrides)
+
+
+def simulated(plan: Plan) -> Simulation:
+    return simulate(plan, AnalyticCosts())
+
+
+def leave_run(directory: Path, plan: Plan, steps: int = 6, **status: Any) -> Path:
+    """The files of a run of ``plan``, in their own formats; its timeline is the predicted one."""
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(dump_spec(plan.spec))
+    rows = [
+        {"step": step, "reward_mean": step / 2, "kl": 0.1, "response_length": 6.0, "seconds": 0.5}
+        for step in range(steps)
+    ]
+    rows[-1]["eval_reward_mean"] = 1.5
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = [
+        {
+            "rows": kind,
+            "step": step,
+            "row": 0,
+            "prompt": f"prompt {kind}",
+            "response": SCRIPT,
+            "length": 4,
+            "score": 0.5,
+        }
+        for step in range(steps)
+        for kind in ("training", "evaluation")
+    ]
+    (directory / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write_timeline(simulated(plan), directory / "timeline.json", steps)
+    write_status(directory, replace(RunStatus("finished", steps, steps), **status))
+    return directory
+
+
+# --- curves
+
+
+def test_a_curve_has_a_point_for_each_step_counted_from_1(tmp_path: Path) -> None:
+    run = read_contents(leave_run(tmp_path / "a", fast_plan()))
+    (curve,) = curves_of([run], "reward_mean")
+    assert (curve.steps, curve.values) == ((1, 2, 3, 4, 5, 6), (0.0, 0.5, 1.0, 1.5, 2.0, 2.5))
+    (point,) = curves_of([run], "eval_reward_mean")
+    assert (point.steps, point.values) == ((6,), (1.5,))
+
+
+def test_every_metric_is_in_one_figure() -> None:
+    names = [metric.name for metric in METRICS]
+    row = {"step": 0, "seconds": 1.0, **dict.fromkeys(names, 1.0), "own": 2.0, "words": "no number"}
+    run = RunContents(Path("run"), rows=(row,))
+    shown = [name for each in (*main_curves([run]), *further_curves([run])) for name in each.title.split(", ")]
+    assert sorted(shown) == sorted([*names, "seconds", "own"])
+
+
+def test_all_runs_are_in_a_figure_also_where_one_lacks_the_metric() -> None:
+    one = RunContents(Path("one"), rows=({"step": 0, "kl": 1.0}, {"step": 1, "kl": float("nan")}))
+    two = RunContents(Path("two"), rows=({"step": 0, "kl": 2.0, "nll": 1.0},))
+    kl, nll = main_curves([one, two])
+    assert [(trace.name, trace.x, trace.y) for trace in kl.figure.data] == [
+        ("one", (1,), (1.0,)),
+        ("two", (1,), (2.0,)),
+    ]
+    assert [trace.name for trace in nll.figure.data] == ["two"]
+
+
+def test_long_curves_are_thinned_and_keep_their_last_point() -> None:
+    rows = tuple({"step": step, "kl": float(step)} for step in range(5 * MOST_POINTS + 3))
+    (curve,) = curves_of([RunContents(Path("long"), rows=rows)], "kl")
+    assert len(curve.steps) <= MOST_POINTS + 1
+    assert (curve.steps[0], curve.steps[-1]) == (1, len(rows))
+
+
+# --- placement
+
+
+@pytest.mark.parametrize("placement", [None, [1, 1, 0.5, 0.5], HALVES], ids=str)
+def test_the_placement_has_a_cell_for_each_model_on_each_rank(placement: object) -> None:
+    plan = fast_plan(placement)
+    picture = placement_picture(plan, "placement")
+    (trace,) = picture.figure.data
+    assert list(trace.y) == [str(model.name) for model in plan.placement.models]
+    for model, row in zip(plan.placement.models, trace.z, strict=True):
+        assert [value is not None for value in row] == [rank in model.ranks for rank in (0, 1)]
+    assert [each.text for each in picture.figure.layout.annotations] == ["node 0 · A100-80G"]
+
+
+def test_alike_ranks_of_a_large_cluster_share_a_column() -> None:
+    nodes = "cluster={nodes: [{count: 32, devices: 8, class: A100-80G}, {count: 2, devices: 8, class: V100-32G}]}"
+    placement = {"actor": 1, "critic": 1, "ref": 0.5, "reward": 0.5, "span_classes": True}
+    plan = plan_of(placement, 2, nodes, "algorithm.prompts_per_step=1024")
+    columns = columns_of(plan)
+    assert [rank for column in columns for rank in column.ranks] == list(range(272))
+    assert [column.where for column in columns] == [
+        "nodes 0-16 · A100-80G",
+        "nodes 17-31 · A100-80G",
+        "nodes 32-33 · V100-32G",
+    ]
+    assert len(lanes_of(plan, ())) < 272
+
+
+# --- timeline and shares
+
+
+def test_steps_follow_each_other_and_their_mean_is_that_of_the_simulation() -> None:
+    simulation = simulated(fast_plan(HALVES))
+    spans = list(simulation.spans(8))
+    times = step_times(spans, is_complete=True)
+    assert [time.step for time in times] == list(range(8))
+    assert all(one.end == other.start for one, other in zip(times, times[1:], strict=False))
+    # a save after every third step is part of the next one
+    settled = times[4:6]
+    assert (settled[-1].end - settled[0].start) / len(settled) == pytest.approx(simulation.seconds, rel=1e-6)
+
+
+def test_the_last_step_of_a_run_that_goes_on_is_left_out() -> None:
+    spans = list(simulated(fast_plan()).spans(4))
+    assert [time.step for time in step_times(spans, is_complete=False)] == [0, 1, 2]
+    # a timeline that begins later may lack instructions of its first step
+    later = [span for span in spans if span.step > 0]
+    assert [time.step for time in step_times(later, is_complete=True)] == [2, 3]
+
+
+def test_as_many_steps_are_shown_as_there_is_room_for() -> None:
+    spans = [Span(0, "run", "generate on actor", step, None, step, step + 1) for step in range(30) for _ in range(10)]
+    times = step_times(spans, is_complete=True)
+    assert [time.step for time in last_steps(times, spans, 3, 1000)] == [27, 28, 29]
+    assert [time.step for time in last_steps(times, spans, 20, 45)] == [26, 27, 28, 29]
+    assert [time.step for time in last_steps(times, spans, 20, 1)] == [29]
+
+
+@pytest.mark.parametrize("placement", [None, [1, 1, 0.5, 0.5], HALVES], ids=str)
+def test_shares_of_every_rank_add_up(placement: object) -> None:
+    plan = fast_plan(placement)
+    spans = list(simulated(plan).spans(6))
+    times = step_times(spans, is_complete=True)[2:]
+    shares = time_shares(spans, times[0].start, times[-1].end, InstructionStyles(plan))
+    assert set(shares) == {0, 1}
+    for of_rank in shares.values():
+        assert tuple(of_rank) == SHARES
+        assert sum(of_rank.values()) == pytest.approx(1)
+        assert all(share >= 0 for share in of_rank.values())
+
+
+def test_waiting_is_the_time_without_an_instruction() -> None:
+    spans = [
+        Span(0, "run", "generate on actor", 0, None, 0.0, 6.0),
+        Span(0, "eval", "actor on held-out rows", 0, None, 6.0, 7.0),
+        # within the evaluation: counted once
+        Span(0, "run", "generate on actor", 0, None, 6.2, 6.8),
+        Span(1, "run", "train_actor on actor", 0, None, 4.0, 5.0, waited=4.0),
+        Span(1, "move", "tokens actor -> ref", 0, None, 5.0, 5.5),
+    ]
+    shares = time_shares(spans, 0.0, 10.0, InstructionStyles(None, spans))
+    assert shares[0] == pytest.approx(
+        dict.fromkeys(SHARES, 0.0) | {"generation": 0.6, "evaluation and saving": 0.1, WAITING: 0.3}
+    )
+    assert shares[1] == pytest.approx(
+        dict.fromkeys(SHARES, 0.0) | {"training": 0.1, "moves and syncs": 0.05, WAITING: 0.85}
+    )
+
+
+def test_operators_have_the_colour_of_their_role_in_the_placement() -> None:
+    plan = fast_plan(HALVES)
+    styles = InstructionStyles(plan)
+    names = {
+        styles.of("run", f"{each.name} on {each.role}").colour for each in plan.graph.operators if each.role == "actor"
+    }
+    assert len(names) > 1
+    assert styles.of("run", "generate on actor.shadow").colour == styles.colours["actor"]
+    # without a plan the kinds follow from names
+    bare = InstructionStyles(None, [Span(0, "run", "train_actor on actor", 0, None, 0.0)])
+    assert bare.of("run", "train_actor on actor") == styles.of("run", "train_actor on actor")
+
+
+# --- bytes and memory
+
+
+def test_bytes_are_those_of_the_plan_and_of_the_timeline() -> None:
+    plan = fast_plan(HALVES)
+    spans = [replace(span) for span in simulated(plan).spans(4)]
+    edges = edge_bytes(plan, spans, [StepTime(step, 0.0, 1.0) for step in (1, 2)])
+    moves = {each.label: plan.move_bytes(each) for each in plan.schedule.instructions if isinstance(each, Move)}
+    assert {each.label: each.planned for each in edges if each.kind == "move"} == moves
+    assert {each.label: each.measured for each in edges if each.kind == "move"} == pytest.approx(moves)
+    syncs = {each.label: plan.sync_bytes(each) for each in plan.schedule.instructions if isinstance(each, Sync)}
+    assert {each.label: each.planned for each in edges if each.kind == "sync"} == syncs
+    assert edge_bytes(None, spans, [StepTime(1, 0.0, 1.0)])[0].planned is None
+    assert between_nodes(plan) == []
+
+
+def test_planned_memory_is_the_peak_and_measured_memory_is_next_to_it() -> None:
+    plan = fast_plan([1, 1, 0.5, 0.5])
+    facts = {
+        "device": "cpu",
+        "peak_bytes": {"0": 5000, "1": 7000},
+        "held_bytes": {"0": {"actor": {"weights": 10, "host": 5}}},
+    }
+    peaks, phases = memory_pictures(plan, facts, "memory")
+    for rank, memory in enumerate(plan.memories):
+        assert sum(peak_parts(memory).values()) == memory.peak_bytes
+        shown = [trace.y[rank] for trace in peaks.figure.data if trace.type == "bar"]
+        assert sum(shown) == memory.peak_bytes
+    marks = {trace.name: trace.y for trace in peaks.figure.data if trace.type == "scatter"}
+    assert marks == {"measured peak": (5000, 7000), "counted tensors": (10,)}
+    (heat,) = phases.figure.data
+    assert max(value for row in heat.z for value in row if value) == max(each.peak_bytes for each in plan.memories)
+
+
+# --- samples and settings
+
+
+def test_responses_to_a_prompt_are_shown_over_steps(tmp_path: Path) -> None:
+    evaluation, *training = sample_groups(read_contents(leave_run(tmp_path / "a", fast_plan(), steps=30)))
+    assert evaluation.title == "prompt evaluation"
+    assert [line.step for line in evaluation.lines][:2] + [evaluation.lines[-1].step] == [1, 3, 30]
+    assert len(evaluation.lines) == len(training) == 12
+    assert (training[0].title, training[-1].title) == ("step 1", "step 30")
+
+
+@pytest.mark.parametrize(("values", "most", "expected"), [([1, 2], 3, [1, 2]), ([*range(9)], 3, [0, 4, 8])])
+def test_steps_are_spread_evenly(values: list[int], most: int, expected: list[int]) -> None:
+    assert spread(values, most) == expected
+
+
+def test_settings_that_differ_are_listed() -> None:
+    texts = [dump_spec(fast_plan(placement, f"name={name}").spec) for name, placement in (("a", None), ("b", HALVES))]
+    found = {each.key: each.values for each in differences(texts)}
+    assert found["name"] == ("'a'", "'b'")
+    assert set(found) == {"name", "placement"}
+
+
+# --- runs in every state
+
+
+def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
+    run = read_contents(leave_run(tmp_path / "a", fast_plan()))
+    assert (run.state, run.next_step, run.steps, run.notes) == ("finished", 6, 6, ())
+    plan, notes = plan_of_run(run)
+    assert plan is not None and notes == ()
+    prediction = predict_run(plan, run, None)
+    assert isinstance(prediction, Prediction)
+    assert prediction.simulation.lengths.mean_response == 6
+
+
+def test_a_run_that_goes_on_has_steps_so_far_and_the_spans_of_its_logs(tmp_path: Path) -> None:
+    plan = fast_plan()
+    directory = leave_run(tmp_path / "a", plan, state="running", next_step=0)
+    (directory / "timeline.json").unlink()
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "kl"')
+    log = FlightLog(directory, {"rank": 0, "host": "here", "pid": 1}, keep_steps=1000)
+    spans = [span for span in simulated(plan).spans(4) if span.rank == 0]
+    for span in spans:
+        log.begin(span)
+        log.end(span)
+    log.begin(Span(0, "run", "generate on actor", 4, None, 100.0))
+    with lock_directory(directory):
+        run = read_contents(directory)
+        page = write_report([directory], tmp_path / "report.html", None)
+    assert (run.state, run.next_step, run.steps, run.notes) == ("running", 6, 6, ())
+    assert len(run.rows) == 6
+    assert list(run.spans) == spans
+    assert "running: 6 of 6 steps" in page.path.read_text()
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    directory = leave_run(tmp_path / "a", fast_plan(), state="running")
+    write_record(directory, 0, {"rank": 0, "reason": "RuntimeError: no more", "at": "step 3, run scores on reward"})
+    write_record(directory, 1, {"rank": 1, "reason": "ended by the launcher", "at": ""})
+    run = read_contents(directory)
+    assert run.state == "failed"
+    assert run.failures == ("rank 0: RuntimeError: no more (at step 3, run scores on reward)",)
+    text = write_report([directory], tmp_path / "report.html", None).path.read_text()
+    assert "failed after 6 of 6 steps" in text and "RuntimeError: no more" in text
+
+
+def test_a_run_without_steps_or_timeline_still_has_a_page(tmp_path: Path) -> None:
+    directory = leave_run(tmp_path / "a", fast_plan(), state="running", next_step=0)
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.json"):
+        (directory / name).unlink()
+    page = write_report([directory], tmp_path / "report.html", None)
+    assert page.notes == (
+        "test: there is no timeline: neither timeline.json, nor logs in flight/ or timeline/",
+        "test: no step has been recorded yet, so there are no curves",
+    )
+
+
+def test_damaged_files_cost_what_is_in_them_alone(tmp_path: Path) -> None:
+    directory = leave_run(tmp_path / "a", fast_plan())
+    (directory / "timeline.json").write_text("{")
+    (directory / "status.json").write_text("[]")
+    text = (directory / "metrics.jsonl").read_text()
+    (directory / "metrics.jsonl").write_text("{half\n" + text)
+    (directory / "config.yaml").write_text("name: [")
+    page = write_report([directory], tmp_path / "report.html", None)
+    assert [note.partition(": ")[2][:40] for note in page.notes] == [
+        f"the plan cannot be made again: config {tmp_path}"[:40],
+        f"1 damaged line of {directory}"[:40],
+        f"{directory / 'timeline.json'} cannot be read"[:40],
+        "there is no timeline: neither timeline.j",
+        f"{directory / 'status.json'}: damaged"[:40],
+    ]
+
+
+def test_a_moved_run_whose_models_are_gone_keeps_all_but_memory_and_prediction(tmp_path: Path) -> None:
+    plan = fast_plan()
+    directory = leave_run(tmp_path / "elsewhere", plan)
+    text = (directory / "config.yaml").read_text()
+    models = plan.spec.models.model_copy(
+        update={"actor": plan.model("actor").model_copy(update={"init": None, "path": "runs/gone"})}
+    )
+    (directory / "config.yaml").write_text(dump_spec(plan.spec.model_copy(update={"models": models})))
+    assert (directory / "config.yaml").read_text() != text
+    page = write_report([directory], tmp_path / "report.html", None)
+    (note,) = page.notes
+    assert note.startswith("test: planned memory, weights that move and predictions are left out: models.actor")
+    assert "runs/gone" in note
+    html = page.path.read_text()
+    assert '"placement-0"' in html and '"timeline-0"' in html and '"memory-0-peak"' not in html
+
+
+def test_relative_paths_lead_from_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = fast_plan()
+    model = tmp_path / "work" / "models" / "actor"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(plan.model("actor").init))
+    settings = plan.model("actor").model_copy(update={"init": None, "path": "models/actor"})
+    models = plan.spec.models.model_copy(update={"actor": settings})
+    directory = leave_run(tmp_path / "work" / "runs" / "a", plan)
+    (directory / "config.yaml").write_text(dump_spec(plan.spec.model_copy(update={"models": models})))
+    monkeypatch.chdir(tmp_path)
+    again, _ = plan_of_run(read_contents(directory))
+    assert again is not None and again.model("actor").path == str(tmp_path / "work" / "models" / "actor")
+
+
+def test_without_figures_of_the_devices_the_page_says_how_to_get_them(tmp_path: Path) -> None:
+    page = write_report([leave_cpu_run(tmp_path / "a")], tmp_path / "report.html", None)
+    (note,) = page.notes
+    assert note.startswith("test: no predicted timeline: cluster: device class any has no figures")
+    assert "flexrlhf profile" in note
+
+
+def leave_cpu_run(directory: Path) -> Path:
+    leave_run(directory, fast_plan())
+    (directory / "config.yaml").write_text(dump_spec(plan_of(None, 2).spec))
+    return directory
+
+
+# --- the page
+
+
+def test_texts_of_a_run_are_escaped_everywhere(tmp_path: Path) -> None:
+    directory = leave_run(tmp_path / "a", fast_plan())
+    text = write_report([directory], tmp_path / "report.html", None).path.read_text()
+    assert SCRIPT not in text
+    assert text.count("&lt;script&gt;alert(1)") >= 2
+
+
+def test_runs_of_the_same_name_have_those_of_their_directories(tmp_path: Path) -> None:
+    runs = [leave_run(tmp_path / name, fast_plan()) for name in ("first", "second")]
+    text = write_report(runs, tmp_path / "report.html", None).path.read_text()
+    assert "<title>first, second</title>" in text
+    with pytest.raises(UserError, match="given twice"):
+        write_report([runs[0], runs[0]], tmp_path / "report.html", None)
+
+
+def test_a_plan_has_a_page(tmp_path: Path) -> None:
+    page = write_plan_page([fast_plan(HALVES, "schedule.lag=1")], tmp_path / "plan.html")
+    text = page.path.read_text()
+    assert page.notes == ()
+    for key in ("placement-0", "timeline-0", "timeline-0-shares", "bytes-0", "memory-0-peak", "memory-0-phases"):
+        assert f'id="{key}"' in text
+    assert "<td>train_actor on actor</td>" in text and "name: test" in text
+
+
+def test_the_commands_write_pages_and_keep_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave_run(tmp_path / "runs" / "a", fast_plan())
+    (tmp_path / "a.yaml").write_text(dump_spec(fast_plan().spec))
+    for command in (
+        ["report", "runs/a"],
+        ["report", "runs/a", "-o", "report.html"],
+        ["plan", "a.yaml", "--html", "p.html"],
+    ):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    (tmp_path / "notes.html").write_text("mine")
+    for command in (["report", "runs/a", "-o", "notes.html"], ["plan", "a.yaml", "--html", "notes.html"]):
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, (tmp_path / "notes.html").read_text()) == (2, "mine")
+        assert "was not written by this command" in result.output
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("runs/mu-ppo", "run runs/mu-ppo: no such directory (did you mean 'runs/my-ppo'?)"),
+        (
+            "runs",
+            "run runs: no run in it, neither config.yaml with status.json nor metrics.jsonl; give one of runs/my-ppo",
+        ),
+        ("other", "run other: no such directory; there are runs/my-ppo"),
+        (
+            "runs/my-ppo/metrics.jsonl",
+            "run runs/my-ppo/metrics.jsonl: a file; give the directory of the run, such as runs/my-ppo",
+        ),
+    ],
+)
+def test_a_wrong_path_is_one_sentence(path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave_run(tmp_path / "runs" / "my-ppo", fast_plan())
+    result = CliRunner().invoke(app, ["report", path])
+    assert (result.exit_code, result.output.strip()) == (2, f"flexrlhf: {message}")

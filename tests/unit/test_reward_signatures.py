@@ -1,0 +1,137 @@
+"""Reward functions in TRL's form, next to ours, in real worker processes; and what is neither."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexrlhf.config.reward_sources import FunctionSource, RuleSource
+from flexrlhf.errors import UserError
+from flexrlhf.rewards.base import Sample, Scores
+from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.rewards.scorer import Scorer
+from flexrlhf.rewards.signatures import form_of
+
+FILE = str(Path(__file__).with_name("trl_reward_functions.py"))
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
+
+
+def sample(response: str, turns: Sequence[dict[str, str]] = (), ids: Sequence[int] = (), **columns: Any) -> Sample:
+    return Sample("2 + 2? ", response, 2, columns, token_ids=ids, turns=turns)
+
+
+def trl(name: str, **settings: Any) -> FunctionSource:
+    return FunctionSource(function=f"{FILE}:{name}", **{"timeout_seconds": 20.0} | settings)
+
+
+def scores(
+    sources: Sequence[FunctionSource | RuleSource], samples: Sequence[Sample], with_models: bool = False
+) -> Scores:
+    section = Scorer(sources, "reward", 120, with_models)
+    try:
+        return section.score(samples)
+    finally:
+        section.close()
+
+
+def totals(name: str, *samples: Sample) -> list[float]:
+    return scores([trl(name)], samples).totals
+
+
+def test_completions_are_texts_and_columns_come_by_name() -> None:
+    samples = [sample("four", answer="four"), sample("five", answer="four")]
+    assert totals("lengths", *samples) == [4, 4]
+    assert totals("right", *samples) == [1, 0]
+    assert totals("decorated", *samples) == [4, 4]
+
+
+def test_prompts_and_completions_of_chats_are_messages() -> None:
+    assert totals("right_of_chats", sample("4", CHAT, answer="4"), sample("5", CHAT[1:], answer="4")) == [21, 10]
+
+
+def test_a_function_that_takes_all_receives_what_trl_passes() -> None:
+    """The columns prompt and completion of the data are left out: they are not what the model has read and written."""
+    assert totals("whatever_comes", sample("4", prompt="raw", completion="gold", answer="4")) == [7]
+
+
+def test_tokens_come_by_trls_name() -> None:
+    assert totals("sums", sample("4", ids=[3, 4]), sample("", ids=[])) == [7, 0]
+
+
+def test_a_source_that_does_not_apply_adds_nothing() -> None:
+    samples = [sample("12", answer="12"), sample("x", answer="x"), sample("y", answer="x")]
+    assert scores([trl("sometimes"), RuleSource(rule="exact_answer")], samples) == Scores([13, 1, 0], None, 0)
+
+
+def test_a_response_to_which_no_source_applies_has_no_score() -> None:
+    found = scores([trl("sometimes"), trl("never")], [sample("12"), sample("x")])
+    assert found.totals == pytest.approx([12, math.nan], nan_ok=True)
+    assert found.failed == 1
+
+
+def test_next_to_models_a_response_to_which_no_function_applies_keeps_their_score() -> None:
+    assert scores([trl("never")], [sample("x")], with_models=True) == Scores([0], None, 0)
+
+
+def test_numbers_of_tokens_and_none_for_a_response() -> None:
+    found = scores([trl("per_token", level="token"), trl("lengths", weight=0.5)], [sample("four"), sample("")])
+    assert found.tokens == [[1, 1 + 2], [0, 0]]
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "form"),
+    [
+        (lambda completions, **kwargs: None, "by_name"),
+        (lambda prompts, completions, answer, **kwargs: None, "by_name"),
+        (lambda *, completions: None, "by_name"),
+        (lambda prompts, completion_ids, **kwargs: None, "by_name"),
+        (lambda **kwargs: None, "by_name"),
+        (lambda prompts, **kwargs: None, "by_name"),
+        (lambda prompts, responses: None, "texts"),
+        (lambda p, r=None, **columns: None, "texts"),
+        (lambda prompts, completions, /: None, "texts"),
+        (lambda *texts: None, "texts"),
+        (lambda: None, None),
+        (lambda text: None, None),
+        (lambda completion, **kwargs: None, None),
+        (lambda completions, /: None, None),
+        (lambda prompts: None, None),
+    ],
+)
+def test_the_form_follows_from_the_parameters(function: Callable[..., Any], form: str | None) -> None:
+    assert form_of(inspect.signature(function)) == form
+
+
+def test_a_function_of_neither_form_is_refused_before_a_run() -> None:
+    with pytest.raises(UserError) as caught:
+        check_sources([trl("neither")])
+    assert str(caught.value) == (
+        f"reward.function: neither(text) in {FILE} is neither f(prompts, responses, **columns) nor, as in TRL, "
+        "f(completions, **kwargs)"
+    )
+
+
+def test_one_that_only_its_worker_can_judge_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A decorator may change the parameters, so that the file alone does not say them."""
+    check_sources([trl("decorated_neither")])
+    assert scores([trl("decorated_neither", batch_size=1)], [sample("a"), sample("b")]).failed == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "its signature (text: 'str', **kwargs: 'Any') -> 'list[float]' is neither f(prompts, responses" in line
+
+
+@pytest.mark.parametrize("name", ["lengths", "sums", "whatever_comes", "right"])
+def test_columns_of_trls_form_are_looked_up(name: str) -> None:
+    check_sources([trl(name)])
+    check_columns([trl(name)], "reward", ["prompt", "answer"], "data.jsonl")
+
+
+@pytest.mark.parametrize(("name", "column"), [("right", "answer"), ("of_state", "trainer_state")])
+def test_a_column_of_trls_form_that_is_not_there_is_refused(name: str, column: str) -> None:
+    with pytest.raises(UserError, match=f"{name} takes '{column}', no column of data.jsonl"):
+        check_columns([trl(name)], "reward", ["prompt"], "data.jsonl")

@@ -1,0 +1,149 @@
+"""Runs side by side: differences of metrics, and where the seconds of a step go."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import plan_of
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.side_by_side.differences import metric_differences
+from flexrlhf.side_by_side.times import step_times
+from flexrlhf.timeline import Span, write_trace
+
+KINDS: Any = {"generate": "generate", "scores": "forward", "train_actor": "train"}
+SPANS = [
+    # a step to warm up, and two of 10 s each: rank 1 waits for rank 0 at the end, and moves 100 bytes
+    *(Span(rank, "run", "generate on actor", 0, None, 0.0, 5.0) for rank in (0, 1)),
+    *(Span(rank, "run", "generate on actor", 1, None, 5.0, 9.0) for rank in (0, 1)),
+    Span(1, "move", "tokens actor -> reward", 1, None, 9.0, 9.5, bytes_sent=100),
+    Span(0, "run", "train_actor on actor", 1, None, 9.0, 15.0),
+    *(Span(rank, "run", "generate on actor", 2, None, 15.0, 19.0) for rank in (0, 1)),
+    Span(1, "sync", "weights actor -> actor.shadow", 2, None, 19.0, 20.0, bytes_sent=60),
+    Span(0, "run", "train_actor on actor", 2, None, 19.0, 25.0),
+]
+
+
+def rows_of(*values: dict[str, float]) -> dict[int, dict[str, Any]]:
+    return {step: {"step": step, "seconds": 1.0, **row} for step, row in enumerate(values)}
+
+
+def write_run(
+    directory: Path, *rows: dict[str, Any], spans: Sequence[Span] = SPANS, overrides: Sequence[str] = ()
+) -> Path:
+    plan = plan_of([1, 1, 1, 1], 2, *overrides)
+    directory.mkdir()
+    (directory / "config.yaml").write_text(dump_spec(plan.spec))
+    (directory / "plan.txt").write_text("run: ppo, co-located on 2 devices, 9 steps\nthe rest\n")
+    lines = [json.dumps(row) for row in rows_of(*rows).values()]
+    (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    if spans:
+        write_trace(directory / "timeline.json", spans, {})
+    return directory
+
+
+def compared(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    assert result.exit_code == 2
+    return result.output
+
+
+def test_the_largest_difference_is_of_the_steps_that_both_have() -> None:
+    first = rows_of({"reward_mean": 2.0}, {"reward_mean": -4.0}, {"reward_mean": 9.0})
+    second = rows_of({"reward_mean": 2.5}, {"reward_mean": -5.0})
+    (found,) = metric_differences(first, second)
+    assert (found.first, found.second, found.largest, found.step, found.scale) == (-4.0, -5.0, 1.0, 1, 4.0)
+    assert found.relative == 0.25
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "largest"), [(math.nan, math.nan, 0.0), (math.inf, math.inf, 0.0), (math.nan, 1.0, math.inf)]
+)
+def test_no_number_is_the_same_as_itself_alone(one: float, other: float, largest: float) -> None:
+    (found,) = metric_differences(rows_of({"kl": one}), rows_of({"kl": other}))
+    assert found.largest == largest
+
+
+def test_differences_of_what_is_rounding_alone_are_small() -> None:
+    """The KL divergence of a policy from itself, in the first step."""
+    (found,) = metric_differences(rows_of({"kl": -3e-7}), rows_of({"kl": 2e-7}))
+    assert found.largest == pytest.approx(5e-7) and found.relative == pytest.approx(5e-5)
+
+
+def test_times_are_no_results_and_own_metrics_are() -> None:
+    first = rows_of({"seconds": 1.0, "time_wait": 0.1, "tokens_per_second": 9.0, "train_actor/own": 1.0})
+    second = rows_of({"seconds": 2.0, "time_wait": 0.2, "tokens_per_second": 8.0, "train_actor/own": 1.0})
+    assert [each.name for each in metric_differences(first, second)] == ["train_actor/own"]
+
+
+def test_texts_and_what_one_run_lacks_are_left_out() -> None:
+    first, second = rows_of({"kl": 0.0, "rollout_engine": 1}), rows_of({"kl": 0.0, "entropy": 1.0})  # type: ignore[dict-item]
+    assert [each.name for each in metric_differences(first, second)] == ["kl"]
+
+
+def test_seconds_by_kind_of_work_and_what_each_rank_waits() -> None:
+    times = step_times(SPANS, KINDS)
+    assert times is not None
+    assert (times.steps, times.seconds) == (range(1, 3), 10.0)
+    assert times.work == {"generation": 4.0, "training": 3.0, "moves": 0.125, "syncs of weights": 0.25}
+    assert times.waiting == {0: 0.0, 1: pytest.approx(10 - 4 - 0.75)}
+    assert sum(times.work.values()) + times.mean_waiting == pytest.approx(times.seconds)
+    assert (times.moved_bytes, times.synced_bytes) == (50.0, 30.0)
+
+
+def test_one_step_is_not_left_out_and_none_is_no_time() -> None:
+    times = step_times(SPANS[:2], KINDS)
+    assert times is not None and (times.steps, times.seconds) == (range(0, 1), 5.0)
+    assert step_times([], KINDS) is None
+
+
+def test_the_same_numbers_and_times_next_to_each_other(tmp_path: Path) -> None:
+    first = write_run(
+        tmp_path / "one", {"reward_mean": 1.0, "value_mean": 1.0}, {"reward_mean": 2.0, "value_mean": 1.0}
+    )
+    second = write_run(
+        tmp_path / "two", {"reward_mean": 1.0, "value_mean": 1.0}, {"reward_mean": 2.0, "value_mean": 1.0}
+    )
+    text = compared(first, second)
+    assert f"A  {first}: ppo, co-located on 2 devices, 9 steps" in text
+    assert "numbers of A and B over 2 steps: the same to the last digit, all 2 metrics" in text
+    assert "value_mean" not in text and "and 1 metric that differ by less than" in text
+    assert "value_mean" in compared(first, second, "--all")
+    found = {tuple(line.split()) for line in text.splitlines()}
+    assert ("generation", "4.000", "40%", "4.000", "40%") in found
+    assert ("of", "rank", "1", "5.250", "52%", "5.250", "52%") in found
+    assert ("bytes", "of", "columns", "moved", "50", "B", "50", "B") in found
+
+
+def test_other_numbers_and_the_settings_that_explain_them(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "one", {"reward_mean": 1.0})
+    second = write_run(tmp_path / "two", {"reward_mean": 1.5}, spans=(), overrides=("seed=3",))
+    third = write_run(tmp_path / "three", {"reward_mean": 1.00001})
+    text = compared(first, second, third)
+    assert "numbers of A and B over 1 step: not the same, at most 5.0e-01 apart (reward_mean of step 1)" in text
+    assert "a setting that numbers depend on differs: seed is 0 and 3" in text
+    assert "numbers of A and C over 1 step: the same, at most 1.0e-05 apart" in text
+    assert "no timeline of B" in text
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "quickstart", {"reward_mean": 1.0})
+    empty = write_run(tmp_path / "empty")
+    assert "expected two runs or more, found" in refused(run)
+    assert f"no such directory (did you mean '{run}'?)" in refused(run, tmp_path / "quickstrat")
+    assert "no step in its metrics.jsonl" in refused(run, empty)
+    (empty / "config.yaml").write_text("name: [")
+    assert "its config.yaml is missing or cannot be read" in refused(run, empty)
