@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flexrlhf.config import algorithms, reward_sources, spec
+from flexrlhf.config import algorithms, loggers, reward_sources, spec
 from flexrlhf.config.descriptions import mappings, meaning, plain_text
 
 
@@ -59,9 +59,11 @@ def setting_sections() -> Iterator[SettingSection]:
     yield _section("The YAML", "", spec.Spec)
     yield from _algorithm()
     yield from _sources()
+    for kind in mappings(loggers.LoggerSpec):
+        yield _section(f"`loggers`: `{_name_of(kind)}`", "loggers", kind)
     seen: set[type[BaseModel]] = set()
     for name, field in spec.Spec.model_fields.items():
-        if name not in ("algorithm", "reward", "cost"):
+        if name not in ("algorithm", "reward", "cost", "loggers"):
             yield from _below(name, field, seen)
 
 

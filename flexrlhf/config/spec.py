@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.descriptions import plain_text
 from flexrlhf.config.guards import GuardsSpec
+from flexrlhf.config.loggers import LoggerSpec
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
@@ -681,6 +682,7 @@ class Spec(StrictModel):
     checkpoint: CheckpointSpec = CheckpointSpec()
     guards: GuardsSpec = GuardsSpec()
     samples: SamplesSpec = SamplesSpec()
+    loggers: tuple[LoggerSpec, ...] = Field((), description="libraries that receive metrics, samples and timeline")
     debug: DebugSpec = DebugSpec()
     runs: UserPath = Field("runs", description="directory of all runs' results")
     snapshots: dict[str, str] = Field(
@@ -710,6 +712,14 @@ class Spec(StrictModel):
                 f"placement: expected a vector such as [1,1,0.5,0.5], a mapping or auto, found {shown(placement)}"
             )
         return value
+
+    @model_validator(mode="after")
+    def _loggers_differ(self) -> Self:
+        names = [logger.name for logger in self.loggers]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"loggers: {twice[0]} is there twice: remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _chunks_divide_mini_batches(self) -> Self:

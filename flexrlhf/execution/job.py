@@ -17,6 +17,7 @@ from flexrlhf.execution.kept_runs import keep_runs
 from flexrlhf.execution.resumption import Resumption, is_finished, resume_runs, resumed
 from flexrlhf.execution.run_directory import prepare_directory, read_status, unfinished_run
 from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.loggers.packages import check_loggers
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.plan.plan import Plan
@@ -150,6 +151,8 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
         _check_inputs(plans, is_quickstart)
     if hosts.is_first:
         check_free_space(runs)
+        for plan in plans:
+            check_loggers(plan.spec)
     return Job(tuple(runs), hosts, device, "ray" if under_ray else "torchrun" if is_rank else "local")
 
 

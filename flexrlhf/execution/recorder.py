@@ -10,6 +10,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.samples import Part, append_samples, merged_samples
 from flexrlhf.execution.step_warnings import StepWarnings
 from flexrlhf.execution.work_time import WorkTime, time_statistics
+from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
@@ -48,6 +50,20 @@ def make_report(
     return {"statistics": dict(statistics or {}), "labels": dict(labels or {}), "samples": list(samples)}
 
 
+@dataclass(frozen=True)
+class Outlets:
+    """Receivers of what is recorded, and the source of its times.
+
+    send:     to whatever displays the run
+    loggers:  of the run; on ranks other than 0 none
+    work:     time of all ranks
+    """
+
+    send: Send
+    loggers: RunLoggers
+    work: WorkTime
+
+
 class Recorder:
     """Publisher of this rank's statistics; on rank 0 it also collects and writes those of all ranks."""
 
@@ -57,13 +73,11 @@ class Recorder:
         world: World,
         directory: Path,
         files: RunFiles,
-        send: Send,
-        work: WorkTime,
+        outlets: Outlets,
         first_step: int = 0,
     ) -> None:
-        """``send``: to whatever displays the run. ``work``: time of all ranks."""
         self._plan = plan
-        self._send, self._work = send, work
+        self._outlets = outlets
         self._world = world
         self._store = dist.PrefixStore(f"record/{plan.spec.name}", world.store)
         self._directory, self._files = directory, files
@@ -212,6 +226,7 @@ class Recorder:
         self._store.set(f"memory/{self._world.rank}", json.dumps({"models": usage, "peak": peak}))
         if self._world.rank == 0:
             self._write_timeline()
+            self._outlets.loggers.finish(is_whole=self.next_step == self._plan.spec.steps)
 
     def _wait(self, keys: dict[str, str], what: str) -> None:
         self._world.wait_for(self._store, keys, what, self._plan.spec.timeout_seconds)
@@ -232,14 +247,15 @@ class Recorder:
         if samples := merged_samples(self.next_step, parts):
             append_samples(self._directory, samples)
         seconds = now - self._last_time
-        times = time_statistics(self._work.since_last(), seconds, self._plan.batch.num_rows, total)
+        times = time_statistics(self._outlets.work.since_last(), seconds, self._plan.batch.num_rows, total)
         row = {"step": self.next_step, "seconds": seconds, **evaluate({**total, **times})}
         with (self._directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, **labels}) + "\n")
         spec = self._plan.spec
         if spec.debug.record_columns:
             record_statistics(self._directory, self.next_step, total, reporters)
-        self._send(StepDone(spec.name, self.next_step, spec.steps, row))
+        self._outlets.loggers.log({**row, **labels}, samples)
+        self._outlets.send(StepDone(spec.name, self.next_step, spec.steps, row))
         self._warnings.observe(self.next_step, row)
         self.next_step, self._last_time = self.next_step + 1, now
 

@@ -31,7 +31,7 @@ from flexrlhf.execution.memory_meter import MemoryMeter
 from flexrlhf.execution.model_saver import ModelSaver
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.recorded_columns import replay_responses
-from flexrlhf.execution.recorder import Recorder
+from flexrlhf.execution.recorder import Outlets, Recorder
 from flexrlhf.execution.restoration import restore
 from flexrlhf.execution.retokenized_columns import make_text_encoders
 from flexrlhf.execution.run_files import RunFiles
@@ -44,6 +44,7 @@ from flexrlhf.execution.step_inputs import StepInputs, StepRows
 from flexrlhf.execution.stop_requests import StopRequests
 from flexrlhf.execution.weight_syncs import WeightSyncs
 from flexrlhf.execution.work_time import WorkTime
+from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.plan import Plan
@@ -117,7 +118,11 @@ class Trainer:
         self._pending: list[tuple[int, str]] = []
         directory = plan.spec.directory
         self._send, self._work = send, WorkTime(plan.spec.name, world, flight.timeline)
-        self._recorder = Recorder(plan, world, directory, files, send, self._work, self._first_step)
+        if plan.spec.loggers:
+            send(Doing(plan.spec.name, "opening the loggers"))
+        loggers = open_loggers(plan.spec, directory) if world.rank == 0 else RunLoggers(directory)
+        outlets = Outlets(send, loggers, self._work)
+        self._recorder = Recorder(plan, world, directory, files, outlets, self._first_step)
         self._context = RankContext(plan, data, directory, files, world, self._groups, wait, self._models)
         self._syncs = WeightSyncs(self._context)
         self._evaluator = Evaluator(self._context, self._operators, self._recorder)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 from cases import Case, make_assets
 from commands import children, is_alive, read_until, start
+from logged_runs import READERS
 from safetensors.torch import load_file
 
+from flexrlhf.config.loggers import LoggerSpec, MlflowSpec, TensorBoardSpec, WandbSpec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import TIMES
 
@@ -29,9 +32,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("signals")
     spec = make_assets(tmp_path_factory.mktemp("models")).spec(Case("two", "co-located", 2))
     changes = {"steps": STEPS, "runs": "runs", "debug": spec.debug.model_copy(update={"record_columns": False})}
-    (path / "ppo.yaml").write_text(dump_spec(spec.model_copy(update=changes)))
+    (path / "ppo.yaml").write_text(dump_spec(spec.model_copy(update={**changes, "loggers": installed_loggers()})))
     assert finished(launch(path, "whole"))[0] == 0
     return path
+
+
+def installed_loggers() -> tuple[LoggerSpec, ...]:
+    each = (TensorBoardSpec(), WandbSpec(mode="offline"), MlflowSpec())
+    return tuple(logger for logger in each if find_spec(logger.name) is not None)
 
 
 def launch(directory: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
@@ -55,6 +63,16 @@ def stopped(processes: list[int]) -> Iterator[None]:
 def rows(directory: Path, name: str) -> list[dict[str, Any]]:
     lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def assert_logged(directory: Path, name: str) -> None:
+    """Every logger has each step of the run once, also where it was interrupted."""
+    expected = [(row["step"], row["reward_mean"]) for row in rows(directory, name)]
+    loggers = installed_loggers()
+    assert len(loggers) > 0
+    for logger in loggers:
+        found = READERS[logger.name](directory / "runs" / name)
+        assert found == [(step, pytest.approx(value)) for step, value in expected], logger.name
 
 
 def assert_goes_on(directory: Path, name: str, *arguments: str) -> None:
@@ -86,6 +104,7 @@ def test_sigterm_to_every_process_saves_and_ends(directory: Path) -> None:
     assert f"of {STEPS} steps; the same command with --resume goes on" in out
     assert not any(map(is_alive, ranks))
     assert_goes_on(directory, "terminated")
+    assert_logged(directory, "terminated")
 
 
 @pytest.mark.full

@@ -13,9 +13,10 @@ from small_runs import plan_of
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.world import World
 from flexrlhf.display.events import discard
-from flexrlhf.execution.recorder import Recorder, make_report
+from flexrlhf.execution.recorder import Outlets, Recorder, make_report
 from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.work_time import WorkTime
+from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
@@ -33,7 +34,8 @@ def plan() -> Plan:
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
     world = World(0, 2, dist.HashStore(), torch.device("cpu"), "gloo")
-    return Recorder(plan(), world, tmp_path, RunFiles(True), discard, WorkTime("run", world, Timeline(0, 1)))
+    outlets = Outlets(discard, RunLoggers(tmp_path), WorkTime("run", world, Timeline(0, 1)))
+    return Recorder(plan(), world, tmp_path, RunFiles(True), outlets)
 
 
 def saves() -> list[Save]:

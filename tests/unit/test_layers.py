@@ -43,6 +43,7 @@ LAYERS = (
     Layer("config data", "config data errors"),
     Layer("user_code", "user_code config.user_paths errors"),
     Layer("rewards", "rewards user_code config errors"),
+    Layer("loggers", "loggers config errors"),
     Layer("operators", "operators user_code config data errors metrics"),
     Layer("placement", "placement config errors"),
     # how texts lie in the rows of a pass: plain numbers, for engines and for plans
@@ -68,7 +69,7 @@ LAYERS = (
     ),
     Layer(
         "execution",
-        f"execution display objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
+        f"execution display loggers objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
         torch=True,
     ),
     Layer(
@@ -131,7 +132,7 @@ RULES = (
         "execution.job execution.execution_engine",
         "execution.job execution.run_directory execution.run_order execution.resumption execution.kept_runs "
         "execution.free_space "
-        f"checkpoints.manifest {PURE_ENGINES} plan {PLANNING}",
+        f"checkpoints.manifest loggers.packages {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
     ),
     # facts are judged without torch

@@ -11,11 +11,12 @@ from torch import distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.display.events import discard
-from flexrlhf.execution.recorder import Recorder, make_report
+from flexrlhf.execution.recorder import Outlets, Recorder, make_report
 from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.execution.run_files import RunFiles
 from flexrlhf.execution.samples import merged_samples, sample_rows
 from flexrlhf.execution.work_time import WorkTime
+from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Timeline
@@ -51,8 +52,8 @@ def test_samples_are_written_with_the_metrics_of_their_step(tmp_path: Path) -> N
     """Rank 0 waits for the parts of all operators, and writes none of them twice."""
     plan = plan_of(None, 1, "steps=2")
     world = World(0, 1, dist.HashStore(), device("cpu"), "gloo")
-    work = WorkTime("run", world, Timeline(0, 1))
-    recorder = Recorder(plan, world, tmp_path, RunFiles(True), discard, work)
+    outlets = Outlets(discard, RunLoggers(tmp_path), WorkTime("run", world, Timeline(0, 1)))
+    recorder = Recorder(plan, world, tmp_path, RunFiles(True), outlets)
     runs = [index for index, each in enumerate(plan.schedule.instructions) if isinstance(each, Run)]
     for step in (0, 1):
         for index in runs:

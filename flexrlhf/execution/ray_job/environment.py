@@ -14,6 +14,8 @@ PREFIXES = (
     "GLOO_",
     "NCCL_",
     "HF_",
+    "WANDB_",
+    "MLFLOW_",
     "TRANSFORMERS_",
     "TOKENIZERS_",
     "VLLM_",

@@ -1,0 +1,59 @@
+"""TensorBoard: scalars for metrics, Markdown tables for samples and the timeline's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.loggers import TensorBoardSpec
+from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
+
+FOLDER = "tensorboard"
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions by which calls of the library may fail."""
+    return (OSError,)
+
+
+class TensorBoardLogger:
+    """Writer of event files in the run's directory."""
+
+    def __init__(self, _: TensorBoardSpec, run: LoggedRun) -> None:
+        """Start a file next to those that the run has."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.errors = errors()
+        self.identifier: str | None = None
+        self._writer: Any = SummaryWriter(str(run.directory / FOLDER))
+        if run.identifier is None:
+            self._writer.add_text("config", _code((run.directory / "config.yaml").read_text()), 0)
+
+    def log_row(self, row: Row) -> None:
+        """Log a row of metrics under its step."""
+        for name, value in numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log the samples of a step as a table."""
+        columns, rows = sample_table(samples)
+        lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+
+    def finish(self, files: Sequence[Path], is_whole: bool) -> None:
+        """Log where the files are: TensorBoard stores none."""
+        places = [f"- `{path.resolve()}`" for path in files]
+        notes = ["The timeline opens in chrome://tracing and ui.perfetto.dev."] if places else []
+        self._writer.add_text("files", "\n".join([*places, "", *notes]))
+        self._writer.close()
+
+
+def _cell(value: Any) -> str:
+    """Return a value as a cell of a Markdown table."""
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

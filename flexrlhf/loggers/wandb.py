@@ -1,0 +1,65 @@
+"""Weights & Biases: a run with its metrics, a table of samples for each step with some, and artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from flexrlhf.config.loggers import WandbSpec
+from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions by which calls of the library may fail."""
+    import wandb
+
+    return (wandb.Error, OSError)
+
+
+class WandbLogger:
+    """Run of Weights & Biases, whose step is the training step."""
+
+    def __init__(self, spec: WandbSpec, run: LoggedRun) -> None:
+        """Begin a run, or go on in the one with the identifier of ``run``."""
+        import wandb
+
+        self.errors = errors()
+        self.identifier: str | None = run.identifier or uuid4().hex[:8]
+        self._wandb, self._name = wandb, run.spec.name
+        self._run: Any = wandb.init(
+            project=spec.project,
+            entity=spec.entity,
+            group=spec.group,
+            mode=spec.mode,
+            name=run.spec.name,
+            id=self.identifier,
+            resume="allow",
+            # its service may be that of a parent process, which has another current directory
+            dir=str(run.directory.resolve()),
+            config=dict(run.settings),
+            # ranks print for themselves
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log_row(self, row: Row) -> None:
+        """Log a row of metrics under its step."""
+        self._run.log({"step": row["step"], **numbers(row)})
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log the samples of a step as a table."""
+        columns, rows = sample_table(samples)
+        texts = [[value if value is None else str(value) for value in row] for row in rows]
+        self._run.log({"step": step, "samples": self._wandb.Table(columns=columns, data=texts)})
+
+    def finish(self, files: Sequence[Path], is_whole: bool) -> None:
+        """Log ``files`` as an artifact and end the run."""
+        if files:
+            artifact = self._wandb.Artifact(f"{self._name}-files", type="run")
+            for path in files:
+                artifact.add_file(str(path))
+            self._run.log_artifact(artifact)
+        self._run.finish(exit_code=0)
