@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
+
+LARGEST_FILE = 1 << 20
+"""Bytes of read events that a file keeps at most."""
 
 
 @dataclass(frozen=True)
@@ -94,29 +100,45 @@ def discard(_: Event) -> None:
 
 
 class EventFile:
-    """File to which rank 0 appends its events, a line each."""
+    """File to which rank 0 appends its events, a line each, while a reader may empty it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("ab", buffering=0)
 
     def __call__(self, event: Event) -> None:
         """Append ``event``."""
-        self._file.write(dump_event(event) + "\n")
+        with _locked(self._file):
+            self._file.write(dump_event(event).encode() + b"\n")
 
 
 class EventReader:
-    """Reader of a file of events while it grows."""
+    """Reader of a file of events while it grows. It empties the file, so that a long run does not fill a disk."""
 
     def __init__(self, path: Path) -> None:
-        path.touch()
-        self._file = path.open("rb")
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
         self._rest = b""
 
     def read(self) -> list[Event]:
         """Return the events that have come since the last call."""
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        with _locked(self._file):
+            text = self._file.read()
+            if self._file.tell() > LARGEST_FILE:
+                self._file.truncate(0)
+                self._file.seek(0)
+        *lines, self._rest = (self._rest + text).split(b"\n")
         return [load_event(line.decode()) for line in lines]
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+@contextmanager
+def _locked(file: FileIO) -> Iterator[None]:
+    """Lock ``file`` for one process at a time: whole lines are read, and none is lost where the file is emptied."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

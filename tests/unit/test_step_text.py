@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flexrlhf.display.events import Doing, EventFile, EventReader, Note, RunBegins, RunEnds, StepDone
@@ -126,7 +128,7 @@ def test_plain_lines_of_a_run() -> None:
     ]
 
 
-def test_events_survive_the_way_through_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_events_survive_the_way_through_a_file(tmp_path: Path) -> None:
     reader = EventReader(tmp_path / "events")
     assert reader.read() == []
     events = [RunBegins("a", "t", (("x", "y"),), 3), Note("a", "b"), StepDone("a", 0, 3, {"kl": float("nan")})]
@@ -144,3 +146,16 @@ def test_events_survive_the_way_through_a_file(tmp_path) -> None:  # type: ignor
     (found,) = reader.read()
     assert isinstance(found, StepDone) and repr(found) == repr(events[2])
     reader.close()
+
+
+def test_a_file_of_events_does_not_grow_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    reader, send = EventReader(path), EventFile(path)
+    events = [Doing("first", "x" * 1000, step) for step in range(1200)]
+    found = []
+    for part in range(0, 1200, 100):
+        for event in events[part : part + 100]:
+            send(event)
+        found += reader.read()
+    assert found == events
+    assert path.stat().st_size < 400_000
