@@ -15,24 +15,18 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple
-from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
+from flexrlhf.operators.work import work_of
+from flexrlhf.strategies.instructions import Instruction, Run
 from flexrlhf.timeline import Span, Timeline
 
-OF_OPERATORS = {"generate": "generate", "forward": "forward", "score": "score", "retokenize": "score", "train": "train"}
-"""Kind of an operator → kind of work; all other operators are ``other``."""
 KINDS = ("generate", "forward", "score", "train", "move", "sync", "wait", "other")
+"""Counters: work that has no counter of its own is ``other``."""
 
 
-def work_of(instruction: Instruction) -> str:
-    """Return the kind of work that an instruction is."""
-    match instruction:
-        case Run():
-            return OF_OPERATORS.get(instruction.operator.kind, "other")
-        case Move():
-            return "move"
-        case Sync():
-            return "sync"
-    return "other"
+def counter_of(instruction: Instruction) -> str:
+    """Return the counter of an instruction's time."""
+    work = work_of(instruction.kind, instruction.operator.kind if isinstance(instruction, Run) else None)
+    return work if work in KINDS else "other"
 
 
 class WorkClock:
@@ -47,7 +41,7 @@ class WorkClock:
 
     def add(self, instruction: Instruction, span: Span) -> None:
         """Count an instruction that has ended; on a GPU once the device has come to its end."""
-        self._pending.append((work_of(instruction), span))
+        self._pending.append((counter_of(instruction), span))
         while len(self._pending) > self._timeline.num_unsettled:
             work, settled = self._pending.popleft()
             # a span starts when its columns have arrived

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.operators.work import TITLES, Work, work_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import INSTRUCTIONS, operator_colour, role_colours
 from flexrlhf.timeline import Span
 
-NAMES = {
-    "move": "moves of rows",
-    "sync": "weight syncs",
-    "offload": "offload, reload, release",
-    "reload": "offload, reload, release",
-    "release": "offload, reload, release",
-    "save": "saving, checkpoints",
-    "checkpoint": "saving, checkpoints",
-    "eval": "evaluation",
+PART_OF: Mapping[Work, str] = {
+    **{"generate": TITLES["generate"], "forward": TITLES["forward"], "train": TITLES["train"]},
+    **dict.fromkeys(("score", "combine"), "scores and combines"),
+    **dict.fromkeys(("move", "sync", "offload"), "moves and syncs"),
+    **dict.fromkeys(("evaluate", "save"), "evaluation and saving"),
 }
-"""Name in legends of each kind of instruction but Run, which has the name of its operator."""
-OPERATOR_KINDS = {"generate": "generation", "forward": "forward passes", "train": "training"}
-EXCHANGE, RARE, OTHER = "moves and syncs", "evaluation and saving", "scores and combines"
-PARTS = (*OPERATOR_KINDS.values(), OTHER, EXCHANGE, RARE)
+"""Part of a figure that each kind of work is in."""
+PARTS = tuple(dict.fromkeys(PART_OF.values()))
 """What a rank spends its time on, in the order of figures."""
 
 
@@ -47,7 +43,7 @@ class InstructionStyles:
         """Take the kinds of operators from ``plan``; without one, from the labels of ``spans``."""
         operators = () if plan is None else (*plan.graph.operators, *plan.graph.evaluation)
         self._kinds = {operator.name: operator.kind for operator in operators}
-        self._order = [*(operator.name for operator in operators), *NAMES.values()]
+        self._order = [*(operator.name for operator in operators), *TITLES.values()]
         models = [str(model.name) for model in plan.placement.models] if plan is not None else []
         models += [_operator_and_model(span.label)[1] for span in spans if span.kind == "run"]
         roles = [] if plan is None else list(plan.graph.roles)
@@ -61,12 +57,12 @@ class InstructionStyles:
         """Return the style of an instruction of ``kind`` with ``label``."""
         if kind != "run":
             colour = INSTRUCTIONS.get(kind, INSTRUCTIONS["move"])
-            part = EXCHANGE if kind in ("move", "sync", "offload", "reload", "release") else RARE
-            return Style(NAMES.get(kind, kind), colour, part)
+            work = work_of(kind, None)
+            return Style(TITLES[work], colour, PART_OF[work])
         name, model = _operator_and_model(label)
         operator = self._kinds.get(name) or _guessed_kind(name)
         colour = operator_colour(self.colours.get(_role(model), INSTRUCTIONS["move"]), operator)
-        return Style(name, colour, OPERATOR_KINDS.get(operator, OTHER))
+        return Style(name, colour, PART_OF[work_of(kind, operator)])
 
 
 def _operator_and_model(label: str) -> tuple[str, str]:
@@ -78,7 +74,7 @@ def _role(model: str) -> str:
     return model.partition(".")[0]
 
 
-def _guessed_kind(name: str) -> str:
+def _guessed_kind(name: str) -> OperatorKind:
     """Return the kind of an operator of an unknown graph, by its name."""
     if name.startswith("train_"):
         return "train"

@@ -245,7 +245,12 @@ def _schedule(run: ReportedRun, key: str) -> RunPart:
     if run.plan is None:
         return RunPart(run.name)
     rows = tuple(
-        (span_of(row.ranks), ("in it: " if row.is_inner else "") + row.kind, row.label, ", ".join(row.notes))
+        (
+            span_of(row.ranks),
+            ("↳ " if row.is_inner else "") + row.kind,
+            row.label.replace("->", "→"),
+            ", ".join(row.notes),
+        )
         for row in schedule_rows(run.plan)
     )
     return RunPart(run.name, tables=(Table(("ranks", "kind", "instruction", "how"), rows),))

@@ -7,9 +7,10 @@ from functools import partial
 
 from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.metrics import METRICS
+from flexrlhf.operators.work import TITLES
 from flexrlhf.side_by_side.differences import MetricDifference, common_steps, metric_differences
 from flexrlhf.side_by_side.recorded import RecordedSteps
-from flexrlhf.side_by_side.times import WAITING, WORK, StepTimes, step_times
+from flexrlhf.side_by_side.times import WAITING, StepTimes, step_times
 from flexrlhf.text import bytes_text, counted, shortened, table
 
 SAME = 1e-4
@@ -81,7 +82,7 @@ def _times(runs: Sequence[RecordedSteps]) -> list[str]:
     notes = [f"no timeline of {', '.join(missing)}"] if missing else []
     if not known:
         return notes
-    work = [name for name in WORK if any(each.work.get(name, 0.0) >= LEAST_SECONDS for each in known)]
+    work = [name for name in TITLES.values() if any(each.work.get(name, 0.0) >= LEAST_SECONDS for each in known)]
     rows = [
         ["", *letters],
         ["seconds of a step", *_cells(times, lambda each: f"{each.seconds:.3f}")],

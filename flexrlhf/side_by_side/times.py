@@ -11,25 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.operators.work import TITLES, Work, work_of
 from flexrlhf.timeline import Span
 
 WARM_UP_STEPS = 1
 """First steps that are left out: libraries load, allocators grow."""
-OF_OPERATORS: Mapping[OperatorKind, str] = {
-    "generate": "generation",
-    "forward": "forward passes",
-    "train": "training",
-    "score": "functions, services and rules",
-    "retokenize": "functions, services and rules",
-    "combine": "advantages and other sums",
-}
-OF_INSTRUCTIONS = {
-    **{"move": "moves", "sync": "syncs of weights", "eval": "evaluations", "save": "saved models"},
-    **{"checkpoint": "checkpoints", "release": "host offload", "offload": "host offload", "reload": "host offload"},
-}
 WAITING = "waiting"
-WORK = tuple(dict.fromkeys([*OF_OPERATORS.values(), *OF_INSTRUCTIONS.values()]))
-"""Kinds of work, in the order of tables."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +25,7 @@ class StepTimes:
 
     steps:        the steps that count, by number: all but the first of the timeline
     seconds:      of one step
-    work:         kind of work → seconds in one step, mean over ranks
+    work:         title of a kind of work → seconds in one step, mean over ranks
     waiting:      rank → seconds in one step without an instruction
     moved_bytes:  bytes of columns that cross between ranks in one step
     synced_bytes: bytes of weights that do
@@ -68,27 +55,21 @@ def step_times(spans: Sequence[Span], kinds: Mapping[str, OperatorKind]) -> Step
     start = max(before) if before else min(span.start - span.waited for span in spans)
     end = max(span.end for span in spans)
     ranks = sorted({span.rank for span in spans})
-    work: dict[str, float] = defaultdict(float)
+    work: dict[Work, float] = defaultdict(float)
     busy = dict.fromkeys(ranks, 0.0)
     for span in spans:
         seconds = max(0.0, min(span.end, end) - max(span.start, start))
         busy[span.rank] += seconds
-        work[_work_of(span, kinds)] += seconds / len(ranks) / len(steps)
+        work[work_of(span.kind, kinds.get(span.label.rpartition(" on ")[0]))] += seconds / len(ranks) / len(steps)
     counted = [span for span in spans if span.step in steps]
     return StepTimes(
         steps=steps,
         seconds=(end - start) / len(steps),
-        work={name: work[name] for name in WORK if name in work},
+        work={title: work[kind] for kind, title in TITLES.items() if kind in work},
         waiting={rank: max(0.0, end - start - busy[rank]) / len(steps) for rank in ranks},
         moved_bytes=_bytes(counted, "move") / len(steps),
         synced_bytes=_bytes(counted, "sync") / len(steps),
     )
-
-
-def _work_of(span: Span, kinds: Mapping[str, OperatorKind]) -> str:
-    if span.kind == "run":
-        return OF_OPERATORS[kinds.get(span.label.rpartition(" on ")[0], "combine")]
-    return OF_INSTRUCTIONS.get(span.kind, OF_OPERATORS["combine"])
 
 
 def _bytes(spans: Sequence[Span], kind: str) -> int:

@@ -98,7 +98,7 @@ def test_seconds_by_kind_of_work_and_what_each_rank_waits() -> None:
     times = step_times(SPANS, KINDS)
     assert times is not None
     assert (times.steps, times.seconds) == (range(1, 3), 10.0)
-    assert times.work == {"generation": 4.0, "training": 3.0, "moves": 0.125, "syncs of weights": 0.25}
+    assert times.work == {"generation": 4.0, "training": 3.0, "moves of rows": 0.125, "weight syncs": 0.25}
     assert times.waiting == {0: 0.0, 1: pytest.approx(10 - 4 - 0.75)}
     assert sum(times.work.values()) + times.mean_waiting == pytest.approx(times.seconds)
     assert (times.moved_bytes, times.synced_bytes) == (50.0, 30.0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from small_runs import plan_of
 
 from flexrlhf.comm.world import World
-from flexrlhf.execution.work_time import KINDS, WorkClock, WorkTime, time_statistics, work_of
+from flexrlhf.execution.work_time import KINDS, WorkClock, WorkTime, counter_of, time_statistics
 from flexrlhf.metrics import METRICS, evaluate
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.timeline import Span, Timeline
@@ -27,7 +27,7 @@ def spans() -> Iterator[tuple[Instruction, Span]]:
 
 
 def test_every_instruction_has_a_kind_of_work() -> None:
-    found = {work_of(each) for each in instructions()}
+    found = {counter_of(each) for each in instructions()}
     assert {"generate", "forward", "train", "move", "sync", "other"} <= found <= set(KINDS)
 
 
