@@ -5,6 +5,7 @@ That of Weights & Biases has records of its protocol, in blocks of LevelDB's log
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,19 @@ def wandb_rows(directory: Path) -> list[tuple[int, float]]:
     pytest.importorskip("wandb")
     files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
     assert len({file.name for file in files}) == 1, "a resumed run has the identifier of the first one"
-    kinds = {record.WhichOneof("record_type") for file in files for record in records(file)}
-    assert {"run", "history"} <= kinds
+    assert all(map(_is_written, files)), "a service of its own writes the files"
     rows = [row for file in files for row in history(file)]
     assert any("samples" in key for row in rows for key in row)
     return [(int(row["step"]), float(row["reward_mean"])) for row in rows if "reward_mean" in row]
+
+
+def _is_written(file: Path) -> bool:
+    """Wait until a run has been written to its end."""
+    for _ in range(100):
+        if {"run", "exit"} <= {record.WhichOneof("record_type") for record in records(file)}:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def mlflow_rows(directory: Path) -> list[tuple[int, float]]:

@@ -13,13 +13,13 @@ from flexrlhf.config.strict_model import StrictModel
 class TensorBoardSpec(StrictModel):
     """TensorBoard: event files in ``runs/<name>/tensorboard``."""
 
-    name: Literal["tensorboard"] = Field("tensorboard", description="needs flexrlhf[tensorboard]")
+    name: Literal["tensorboard"] = Field(description="needs flexrlhf[tensorboard]")
 
 
 class WandbSpec(StrictModel):
     """Weights & Biases. The key of an account comes from the environment (WANDB_API_KEY) or ``wandb login``."""
 
-    name: Literal["wandb"] = Field("wandb", description="needs flexrlhf[wandb]")
+    name: Literal["wandb"] = Field(description="needs flexrlhf[wandb]")
     project: str = Field("flexrlhf", min_length=1, description="project of the run")
     entity: str | None = Field(None, description="team or user that owns the project; null: the account's default")
     group: str | None = Field(None, description="group of runs that are shown together")
@@ -31,7 +31,7 @@ class WandbSpec(StrictModel):
 class MlflowSpec(StrictModel):
     """MLflow. Users and passwords of a server come from the environment (MLFLOW_TRACKING_USERNAME and the like)."""
 
-    name: Literal["mlflow"] = Field("mlflow", description="needs flexrlhf[mlflow]")
+    name: Literal["mlflow"] = Field(description="needs flexrlhf[mlflow]")
     tracking_uri: str | None = Field(
         None, description="server or database; null: MLFLOW_TRACKING_URI, else sqlite:///RUNS/mlflow.db"
     )
@@ -49,3 +49,4 @@ class MlflowSpec(StrictModel):
 
 
 LoggerSpec = Annotated[TensorBoardSpec | WandbSpec | MlflowSpec, Field(discriminator="name")]
+LOGGERS = ("tensorboard", "wandb", "mlflow")

@@ -59,8 +59,8 @@ def setting_sections() -> Iterator[SettingSection]:
     yield _section("The YAML", "", spec.Spec)
     yield from _algorithm()
     yield from _sources()
-    for kind in mappings(loggers.LoggerSpec):
-        yield _section(f"`loggers`: `{_name_of(kind)}`", "loggers", kind)
+    for name, kind in zip(loggers.LOGGERS, mappings(loggers.LoggerSpec), strict=True):
+        yield _section(f"`loggers`: `{name}`", "loggers", kind)
     seen: set[type[BaseModel]] = set()
     for name, field in spec.Spec.model_fields.items():
         if name not in ("algorithm", "reward", "cost", "loggers"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS, PolicySpec
+from flexrlhf.config.loggers import LOGGERS
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.run_arguments import RATIO_FORM, read_vector
@@ -156,6 +157,11 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
     return write_yaml(raw)
 
 
+def _named(where: str) -> tuple[str, Sequence[str]]:
+    """Return what a mapping with a ``name`` is, and the names that there are."""
+    return ("logger", LOGGERS) if where.startswith("loggers") else ("algorithm", ALGORITHMS)
+
+
 def _first_problem(error: ValidationError) -> str:
     """Return one sentence for the deepest problem: the dotted key, what is wrong, what was found."""
     problems = error.errors(include_url=False)
@@ -164,11 +170,10 @@ def _first_problem(error: ValidationError) -> str:
     )
     where, kind = _dotted(problem["loc"]), problem["type"]
     if kind == "union_tag_invalid":
-        name = problem["input"]["name"]
-        known = ", ".join(ALGORITHMS)
-        return f"{where}.name: unknown algorithm {shown(name)}{nearest(str(name), ALGORITHMS)}; known: {known}"
+        name, (what, names) = problem["input"]["name"], _named(where)
+        return f"{where}.name: unknown {what} {shown(name)}{nearest(str(name), names)}; known: {', '.join(names)}"
     if kind == "union_tag_not_found":
-        return f"{where}.name: missing; known: {', '.join(ALGORITHMS)}"
+        return f"{where}.name: missing; known: {', '.join(_named(where)[1])}"
     shows_value = kind not in {"value_error", "missing"}
     message = _plain(problem) + (f", found {shown(without_secrets(problem['input']))}" if shows_value else "")
     return f"{where}: {message}" if where else message

@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed_loggers() -> tuple[LoggerSpec, ...]:
-    each = (TensorBoardSpec(), WandbSpec(mode="offline"), MlflowSpec())
+    each = (TensorBoardSpec(name="tensorboard"), WandbSpec(name="wandb", mode="offline"), MlflowSpec(name="mlflow"))
     return tuple(logger for logger in each if find_spec(logger.name) is not None)
 
 

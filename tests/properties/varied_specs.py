@@ -67,6 +67,11 @@ EXAMPLES: Examples = {
     "Spec.steps": (3, 4, 5, 1_000_000),
     "Spec.seed": (0, 1, 2**63 - 1),
     "Spec.runs": TEXTS,
+    "Spec.loggers": (
+        [],
+        [{"name": "wandb", "project": "p", "mode": "offline"}],
+        [{"name": "mlflow", "tracking_uri": "http://host:5000", "experiment": "e"}, {"name": "tensorboard"}],
+    ),
     "Spec.timeout_seconds": (1, 1.5, 86400),
     **dict.fromkeys([f"Spec.{name}" for name in ("algorithm", "models", "data", "reward", "cost", "cluster")], NOTHING),
     **dict.fromkeys([f"Spec.{name}" for name in ("placement", "schedule", "sync", "rollout", "eval", "save")], NOTHING),

@@ -126,7 +126,11 @@ def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("loggers", "words"),
     [
-        ([{"name": "wandbb"}], "wandb"),
+        (
+            [{"name": "wandbb"}],
+            r"unknown logger 'wandbb' \(did you mean 'wandb'\?\); known: tensorboard",
+        ),
+        ([{"project": "p"}], "name: missing; known: tensorboard, wandb, mlflow"),
         ([{"name": "tensorboard"}, {"name": "tensorboard"}], "loggers: tensorboard is there twice"),
         ([{"name": "wandb", "projet": "x"}], "did you mean 'project'"),
         ([{"name": "mlflow", "tracking_uri": "http://me:secret@host"}], "password"),
