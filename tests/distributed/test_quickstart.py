@@ -78,6 +78,8 @@ def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
     assert "generation" in found.output and "bytes of columns moved" in found.output
 
 
+# that a change is found is what tests/unit/test_kept_runs.py shows
+@pytest.mark.full
 def test_a_changed_run_trains_again_and_so_does_what_starts_from_it(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs, tmp_path / "runs")
     out = trained(tmp_path, "quickstart-sft:steps=2", "quickstart-reward:eval=null", "quickstart-ppo:steps=1")
