@@ -72,7 +72,7 @@ def checked_text(value: object, name: str) -> str:
 
 def missing(row: Mapping[str, Any], *names: str) -> str:
     """Return the sentence for a row without a column, or several."""
-    return f"needs the column {' and '.join(map(repr, names))}, but has the keys {keys(row)}"
+    return f"needs the column{'s' * (len(names) > 1)} {' and '.join(map(repr, names))}, but has the keys {keys(row)}"
 
 
 def keys(row: Mapping[str, Any]) -> str:

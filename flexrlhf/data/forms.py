@@ -43,6 +43,8 @@ Form = Literal["prompt", "messages", "conversations", "pairs", "instruction", "q
 
 FORMS: tuple[str, ...] = get_args(Form)
 NUM_RESPONSES: dict[Needs, int] = {"prompts": 0, "responses": 1, "pairs": 2}
+OR_TEXT: dict[Needs, str] = {"prompts": "", "responses": ", or 'text'", "pairs": ""}
+"""A further column with which a row has a form, for a message."""
 CHATS = ("messages", "conversations")
 """Forms of rows that are chats."""
 RESPONSE_COLUMNS: dict[str, tuple[str, ...]] = {
@@ -115,10 +117,10 @@ def detect_form(row: Row, needs: Needs = "prompts", layout: RowLayout = PLAIN) -
     named = layout.named(row)
     # tables have a column without a value where a file of objects has none
     found = {name for name, value in named.items() if value is not None} or set(named)
+    if needs == "pairs":
+        return _form_of_pair(row, found)
     for form in ("conversations", "messages", "pairs", "instruction", "question", "prompt", "input"):
-        if ({"chosen", "rejected"} if form == "pairs" else {form}) <= found and (
-            needs != "pairs" or form != "messages"
-        ):
+        if ({"chosen", "rejected"} if form == "pairs" else {form}) <= found:
             return form
     if needs == "responses" and "text" in found:
         return "text"
@@ -126,7 +128,17 @@ def detect_form(row: Row, needs: Needs = "prompts", layout: RowLayout = PLAIN) -
         return "prompt"
     raise UserError(
         "needs the columns 'prompt', or 'messages', or 'conversations', or 'chosen' and 'rejected', or 'instruction', "
-        f"or 'question', or 'input', but has the keys {keys(row)}"
+        f"or 'question', or 'input'{OR_TEXT[needs]}, but has the keys {keys(row)}"
+    )
+
+
+def _form_of_pair(row: Row, found: set[str]) -> str:
+    """Return the form of a row whose columns ``found`` have values, where an algorithm compares two responses."""
+    if {"chosen", "rejected"} <= found:
+        return "conversations" if "conversations" in found else "pairs"
+    raise UserError(
+        "the algorithm needs preference pairs, the columns 'chosen' and 'rejected', "
+        f"but the row has the keys {keys(row)}"
     )
 
 

@@ -166,7 +166,16 @@ BROKEN: list[tuple[dict[str, Any], Needs, str]] = [
     ({"conversations": [{"from": "human"}]}, "prompts", "message 1 of 'conversations' needs role and content (or fro"),
     ({"conversations": [{"from": "humman", "value": "Hi"}]}, "prompts", "(did you mean 'human'?)"),
     ({"conversations": [{"from": "human", "value": "Hi"}], "chosen": 1, "rejected": "b"}, "pairs", "'chosen' must be"),
-    ({"conversations": [{"from": "human", "value": "Hi"}]}, "pairs", "needs the column 'chosen' and 'rejected', but h"),
+    (
+        {"messages": [TURN], "reference": "x"},
+        "pairs",
+        "row 1: the algorithm needs preference pairs, the columns 'chosen' and 'rejected', but the row has the keys "
+        "'messages', 'reference'",
+    ),
+    ({"conversations": [{"from": "human", "value": "Hi"}]}, "pairs", "the algorithm needs preference pairs, the col"),
+    ({"prompt": "p", "chosen": "a", "rejected": None}, "pairs", "the algorithm needs preference pairs, the columns 'c"),
+    ({"label": "x"}, "responses", "or 'input', or 'text', but has the keys 'label'"),
+    ({"label": "x"}, "prompts", "or 'question', or 'input', but has the keys 'label'"),
     ({"prompt": "p", "chosen": "a", "rejected": [REPLY]}, "pairs", "must be two strings or two lists of messages"),
     (
         {"prompt": [TURN], "chosen": [TURN, REPLY], "rejected": [REPLY]},
@@ -195,6 +204,13 @@ def test_a_broken_row_is_one_sentence_with_its_number(
         read_texts(path, needs=needs)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"{path}, row 1: ")
+
+
+def test_a_form_that_is_named_asks_for_the_columns_of_pairs() -> None:
+    with pytest.raises(UserError, match="^needs the columns 'chosen' and 'rejected', but has the keys 'conv"):
+        needed_text({"conversations": [TURN, REPLY]}, "conversations", "pairs")
+    with pytest.raises(UserError, match="^needs the column 'rejected', but has the keys 'conversations', 'chosen'$"):
+        needed_text({"conversations": [TURN, REPLY], "chosen": "a"}, "conversations", "pairs")
 
 
 # --- columns, template and system prompt of one's own
