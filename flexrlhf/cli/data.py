@@ -14,7 +14,7 @@ from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection
 from flexrlhf.plan.data_sources import data_sources
-from flexrlhf.plan.inputs import load_tokenizer, tokenizer_path, trusts_tokenizer
+from flexrlhf.plan.inputs import load_run_tokenizer
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.present_data import check_inspection, inspect_source, tokenizer_run
 
@@ -40,7 +40,7 @@ def _report(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
     """Print the reports about the files of a run. Returns a sentence for each with which ``run`` would stop."""
     owner, problems = tokenizer_run(plan, earlier) or plan, []
     try:
-        tokenizer = load_tokenizer(tokenizer_path(owner), trusts_tokenizer(owner))
+        tokenizer = load_run_tokenizer(owner)
     except UserError as error:
         return [f"{plan.spec.name}: {error}"]
     for source in data_sources(plan):

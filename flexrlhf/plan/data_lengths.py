@@ -8,7 +8,7 @@ from flexrlhf.data.examples import Example, load_examples
 from flexrlhf.data.files import is_present, read_rows
 from flexrlhf.data.forms import detect_form, has_response
 from flexrlhf.plan.data_sources import DataSource, data_sources
-from flexrlhf.plan.inputs import chat_format, load_tokenizer, tokenizer_path, trusts_tokenizer
+from flexrlhf.plan.inputs import chat_format, load_run_tokenizer, tokenizer_path
 from flexrlhf.plan.plan import Plan
 
 MAX_ROWS = 2000
@@ -48,7 +48,7 @@ def _examples(plan: Plan, source: DataSource, with_responses: bool) -> list[Exam
         source.path,
         form=source.form,
         needs="responses" if with_responses else "prompts",
-        tokenizer=load_tokenizer(directory, trusts_tokenizer(plan)),
+        tokenizer=load_run_tokenizer(plan),
         max_prompt_tokens=data.max_prompt_tokens,
         max_response_tokens=data.max_response_tokens,
         long_prompts="drop" if data.long_prompts == "error" else data.long_prompts,

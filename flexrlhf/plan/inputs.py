@@ -28,6 +28,7 @@ from flexrlhf.plan.end_tokens import end_tokens
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.tokenizers import tokenizer_of
+from flexrlhf.plan.vocabulary import has_tokenizer
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.loading import one_sentence_errors, quiet
@@ -71,6 +72,19 @@ def tokenizer_path(plan: Plan) -> str:
     return paths[0]
 
 
+def tokenizer_key(plan: Plan) -> str:
+    """Return the setting that names the directory of ``tokenizer_path``."""
+    if plan.spec.data.tokenizer is not None:
+        return "data.tokenizer"
+    role = next((role for role in plan.graph.roles if plan.model(role).path is not None), None)
+    return "data.tokenizer" if role is None else f"models.{role}.path"
+
+
+def load_run_tokenizer(plan: Plan) -> Any:
+    """Return the Hugging Face tokenizer of a run. Raises UserError with the setting that names it."""
+    return load_tokenizer(tokenizer_path(plan), trusts_tokenizer(plan), tokenizer_key(plan))
+
+
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:
     """Return the Hugging Face tokenizer in a directory; code in it runs only with ``trust_remote_code``. ``key``: names
     it in messages."""
@@ -83,11 +97,17 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(f"{key} {path}: no tokenizer in it ({reason})") from None
+            raise UserError(_no_tokenizer(Path(path), key, error)) from None
         # some wrong settings are noticed by the first text
         tokenizer.encode("text", add_special_tokens=False)
         return tokenizer
+
+
+def _no_tokenizer(directory: Path, key: str, error: Exception) -> str:
+    """Return the sentence for a directory from which no tokenizer is read, with what can be done."""
+    reason = str(error).partition("\n")[0].rstrip(": ") if has_tokenizer(directory) else "no tokenizer.json"
+    other = ", or name one in data.tokenizer" if key.endswith(".path") else ""
+    return f"{key} {directory}: no tokenizer in it ({reason}); copy one there{other}"
 
 
 def _check_tokenizer_files(directory: Path, key: str) -> None:
@@ -115,9 +135,9 @@ def trusts_tokenizer(plan: Plan) -> bool:
 def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
     path, chat = tokenizer_path(plan), chat_format(plan)
-    tokenizer = load_tokenizer(path, trusts_tokenizer(plan))
+    tokenizer = load_run_tokenizer(plan)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"data.tokenizer {path}: it has no end-of-sequence token")
+        raise UserError(f"{tokenizer_key(plan)} {path}: it has no end-of-sequence token")
     sources = data_sources(plan)
     found = {source.key: _examples(plan, source, tokenizer) for source in sources}
     loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}

@@ -12,7 +12,7 @@ from flexrlhf.data.files import is_present
 from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_sources import DataSource, data_sources
-from flexrlhf.plan.inputs import chat_format, load_tokenizer, tokenizer_path, trusts_tokenizer
+from flexrlhf.plan.inputs import chat_format, load_run_tokenizer, tokenizer_path
 from flexrlhf.plan.plan import Plan
 
 PLANNED_ROWS = 2000
@@ -28,7 +28,7 @@ def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[D
     sources, owner = [source for source in data_sources(plan) if is_present(source.path)], tokenizer_run(plan, earlier)
     if not sources or owner is None:
         return
-    tokenizer = load_tokenizer(tokenizer_path(owner), trusts_tokenizer(owner))
+    tokenizer = load_run_tokenizer(owner)
     for source in sources:
         found = inspect_source(plan, source, tokenizer, PLANNED_ROWS)
         check_inspection(source, found)

@@ -158,6 +158,20 @@ def test_a_link_to_itself_is_no_data_file(invoke: Invoke, tmp_path: Path) -> Non
     assert "there is no data file prompts.jsonl" in refused(invoke("run", "--dry-run", "a.yaml"))
 
 
+@pytest.mark.parametrize("command", COMMANDS[:2])
+def test_a_model_without_a_tokenizer_is_refused_by_the_setting_that_names_it(
+    command: tuple[str, ...], invoke: Invoke, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    for settings, expected in [
+        ((), "models.actor.path model: no tokenizer in it (no tokenizer.json); copy one there, or name one in data.to"),
+        (("--set", "data.tokenizer=model"), "data.tokenizer model: no tokenizer in it (no tokenizer.json); copy one t"),
+    ]:
+        words = (*command, "a.yaml", "--set", "data.path=prompts.jsonl", "--set", "models.actor={path: model}")
+        assert refused(invoke(*words, *settings)).startswith(expected)
+
+
 @pytest.mark.parametrize("text", ['{"version": 1}', "null", "[" * 100_000, '{"added_tokens": 3}'], ids=range(4))
 def test_a_damaged_tokenizer_is_refused(text: str, invoke: Invoke, tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "tokenizer" / "tokenizer.json").write_text(text)
