@@ -17,6 +17,7 @@ from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.plan.plan import Plan
 
 AUTO = "auto"
+CONFIG = "config.yaml"
 FREE = ("eval.",)
 """Settings that only evaluations depend on may change from one checkpoint to the next."""
 
@@ -65,7 +66,7 @@ def _automatic(plan: Plan) -> Resumption:
     directory = plan.spec.directory
     found = checkpoints_of(directory)
     if is_finished(plan):
-        _check_settings(plan, load_spec(directory / "config.yaml"), directory)
+        _check_settings(plan, load_spec(directory / CONFIG), directory)
         return Resumption(plan, finished=True, continues=True)
     if not found:
         return Resumption(plan)
@@ -76,8 +77,19 @@ def _from_path(plan: Plan, path: Path) -> Resumption:
     """Return how a run goes on from a checkpoint, or from the newest one of a run."""
     found = [path] if (path / MANIFEST).is_file() else checkpoints_of(path)
     if not found:
-        raise UserError(f"--resume {path}: no checkpoint in it; give a run's directory or checkpoints/step-<number>")
+        raise UserError(f"--resume {path}: {_without_checkpoint(path)}")
     return _checked(plan, found, Path(realpath(path)).is_relative_to(realpath(plan.spec.directory)))
+
+
+def _without_checkpoint(path: Path) -> str:
+    """Return why nothing goes on from ``path``, and what is to be given instead."""
+    if not path.is_dir():
+        return "no such directory; give auto, a run's directory or a checkpoint's"
+    if not (path / CONFIG).is_file():
+        return "no checkpoint in it; give a run's directory or checkpoints/step-<number>"
+    every = load_spec(path / CONFIG).checkpoint.every
+    why = "was not set in it" if every is None else f"is {every} steps, and it ended before the first one"
+    return f"the run has no checkpoint: checkpoint.every {why}; begin it anew without --resume"
 
 
 def _checked(plan: Plan, found: list[Path], continues: bool) -> Resumption:

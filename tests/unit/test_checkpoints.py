@@ -196,8 +196,28 @@ def test_a_change_of_placement_is_free(plan: Plan, override: str) -> None:
 
 
 def test_a_directory_without_a_checkpoint_is_refused(plan: Plan) -> None:
-    with pytest.raises(UserError, match="--resume nowhere: no checkpoint in it"):
+    with pytest.raises(UserError, match="^--resume nowhere: no such directory; give auto, a run's directory or a che"):
         resume_runs((plan,), "nowhere")
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match="^--resume empty: no checkpoint in it; give a run's directory or checkpoints/"):
+        resume_runs((plan,), "empty")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [((), "was not set in it"), (("checkpoint.every=3",), "is 3 steps, and it ended before the first one")],
+)
+def test_a_run_without_a_checkpoint_is_refused_with_the_cause(
+    overrides: tuple[str, ...], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = plan_of([1, 1, 1, 1], 2, "steps=9", *overrides)
+    prepare_directory(plan, "", continues=False).close()
+    expected = (
+        f"--resume {plan.spec.directory}: the run has no checkpoint: checkpoint.every {why}; begin it anew without"
+    )
+    with pytest.raises(UserError, match=expected):
+        resume_runs((plan,), str(plan.spec.directory))
 
 
 def test_a_running_directory_is_refused_and_a_left_one_moved_away(plan: Plan) -> None:

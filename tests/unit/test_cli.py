@@ -141,7 +141,8 @@ def test_a_link_to_nothing_is_named_and_not_suggested(invoke: Invoke) -> None:
         (("plan", "a\nb\x1b[31m"), r"config a b\x1b[31m: no such file"),
         (("plan", "x" * 5000), " ... xxx"),
         (("plan", "/proc/self/mem"), "config /proc/self/mem: cannot be read (Input/output error)"),
-        (("run", "a.yaml", "--dry-run", "--resume", "nowhere"), "--resume nowhere: no checkpoint in it"),
+        (("run", "a.yaml", "--dry-run", "--resume", "yes"), "--resume yes: no such directory; give auto, a run's "),
+        (("run", "a.yaml", "--dry-run", "--resume", "nowhere"), "--resume nowhere: no such directory; give auto"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_one_sentence(words: tuple[str, ...], sentence: str, invoke: Invoke) -> None:

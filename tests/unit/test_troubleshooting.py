@@ -99,6 +99,11 @@ def changed_seed(_: Reader) -> str:
     return sentence(UserError, lambda: resume_runs((plan_of([1, 1, 1, 1], 2, "steps=9", "seed=5"),), "auto"))
 
 
+def run_without_checkpoint(reader: Reader) -> str:
+    prepare_directory(plan_of(), "", continues=False).close()
+    return reader.types("run", "a.yaml", "--resume", "runs/test", "--dry-run")
+
+
 def used_directory(_: Reader) -> str:
     plan = plan_of()
     with prepare_directory(plan, "", continues=False):
@@ -182,7 +187,9 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "no variable": lambda reader: reader.checks("models.reward=null", "reward={url: 'http://u:${NOT_SET}@h'}"),
     "no memory": lambda reader: reader.plans("--set", "cluster={nodes: [{devices: 1, class: mine, memory_gb: 1e-5}]}"),
     "no figures": lambda reader: reader.types("simulate", "a.yaml"),
-    "no checkpoint": lambda reader: reader.types("run", "a.yaml", "--resume", "runs", "--dry-run"),
+    "nowhere": lambda reader: reader.types("run", "a.yaml", "--resume", "yes", "--dry-run"),
+    "no checkpoint of a run": run_without_checkpoint,
+    "no checkpoint": lambda reader: reader.types("run", "a.yaml", "--resume", "models", "--dry-run"),
     "changed setting": changed_seed,
     "used directory": used_directory,
     "no endpoint": lambda reader: reader.types("run", "a.yaml", "--nnodes", "2"),
