@@ -19,7 +19,7 @@ from flexrlhf.cli.options import (
     Overrides,
     PlacementRatio,
 )
-from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
+from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.cli.working import working
 from flexrlhf.plan.inputs import check_present_data
@@ -62,6 +62,8 @@ def plan(
     for each in plans:
         typer.echo(format_plan(each) + "\n")
     print_data_lines(files)
+    if paths:
+        print_absent_data(plans)
     if html is not None:
         _write_page(plans, html)
     check_memory(plans, force)

@@ -11,11 +11,11 @@ from flexrlhf.cli.working import working
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_lines import data_line, data_warnings
+from flexrlhf.plan.data_lines import absent_line, data_line, data_warnings
 from flexrlhf.plan.data_sources import DataSource
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.present_data import present_inspections
+from flexrlhf.plan.present_data import absent_sources, present_inspections
 from flexrlhf.plan.suggestions import check_fits
 
 
@@ -58,6 +58,13 @@ def inspect_data(plans: Sequence[Plan]) -> list[InspectedFile]:
         for index, plan in enumerate(plans)
         for source, found in present_inspections(plan, plans[:index])
     ]
+
+
+def print_absent_data(plans: Sequence[Plan]) -> None:
+    """Print a line for each data file that does not exist yet."""
+    for plan in plans:
+        for source in absent_sources(plan):
+            typer.echo(f"{plan.spec.name}: {absent_line(source)}")
 
 
 def print_data_lines(files: Sequence[InspectedFile]) -> None:

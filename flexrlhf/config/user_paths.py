@@ -48,4 +48,4 @@ def instead_of(path: Path, is_such: Callable[[Path], bool]) -> str:
     if meant is not None:
         return f" (did you mean {str(Path(meant))!r}?)"
     where = "the current directory" if str(parent) == "." else str(parent)
-    return f"; {where} has {some_of(names)}" if names else ""
+    return f"; {where} has {some_of(names) or 'none'}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flexrlhf.data.data_counts import DataCounts, quantile
+from flexrlhf.data.files import ENDINGS
+from flexrlhf.data.hub import hub_name
 from flexrlhf.errors import one_line
 from flexrlhf.plan.data_sources import DataSource
 
@@ -23,6 +25,13 @@ def data_line(source: DataSource, counts: DataCounts) -> str:
     if responses := counts.kept_responses:
         parts.append(f"{_share(counts.num_cut, len(responses))} responses cut")
     return one_line(f"{source.key}: {source.path}: {', '.join(parts)}")
+
+
+def absent_line(source: DataSource) -> str:
+    """Return what is not checked of a file that planning does not find."""
+    if not source.path.endswith(ENDINGS) and hub_name(source.path) is not None:
+        return one_line(f"{source.key}: {source.path} is not in the cache of the Hub yet, so its rows are not checked")
+    return one_line(f"{source.key}: {source.path} does not exist yet, so its rows are not checked")
 
 
 def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:

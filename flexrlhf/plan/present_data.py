@@ -35,6 +35,11 @@ def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[D
         yield source, found
 
 
+def absent_sources(plan: Plan) -> list[DataSource]:
+    """Return the data files of a run that do not exist yet."""
+    return [source for source in data_sources(plan) if not is_present(source.path)]
+
+
 def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
     """Return the run whose tokenizer a run has: its own, or of the earlier one that will write its model; None where
     that does not exist."""

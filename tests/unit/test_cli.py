@@ -159,6 +159,28 @@ def test_a_link_to_itself_is_no_data_file(invoke: Invoke, tmp_path: Path) -> Non
     assert "there is no data file prompts.jsonl" in refused(invoke("run", "--dry-run", "a.yaml"))
 
 
+def test_a_missing_data_file_is_named_with_what_its_directory_has(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, end in [
+        ("zzz.jsonl", "; the current directory has prompts.jsonl"),
+        ("empty/a.jsonl", "; empty has none"),
+    ]:
+        said = refused(invoke("run", "--dry-run", "a.yaml", "--set", f"data.path={path}"))
+        assert said == f"there is no data file {path}{end}"
+
+
+def test_planning_before_data_exists_says_that_it_is_not_checked(invoke: Invoke) -> None:
+    present = invoke("plan", "a.yaml")
+    assert present.exit_code == 0 and "exist" not in present.stdout
+    for path, why in [("zzz.jsonl", "does not exist yet"), ("org/rows", "is not in the cache of the Hub yet")]:
+        absent = invoke("plan", "a.yaml", "--set", f"data.path={path}", "--set", "eval.path=other.jsonl")
+        assert absent.exit_code == 0, absent.output
+        assert absent.stdout.splitlines()[-2:] == [
+            f"test: data: {path} {why}, so its rows are not checked",
+            "test: eval: other.jsonl does not exist yet, so its rows are not checked",
+        ]
+
+
 @pytest.mark.parametrize("command", COMMANDS[:2])
 def test_a_model_without_a_tokenizer_is_refused_by_the_setting_that_names_it(
     command: tuple[str, ...], invoke: Invoke, tmp_path: Path
