@@ -18,7 +18,10 @@ MOST_STEPS = 3
 """Steps at either end of a run whose mean is shown."""
 MOST_SAMPLES = 3
 MOST_LINES = 4
-"""Lines of a response that is shown next to another one."""
+"""Lines of a prompt, and of a response that is shown next to another one."""
+LEAST_ROOM = 30
+"""Columns that the definition of a metric needs next to its numbers."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
 Sample = Mapping[str, Any]
 
 
@@ -31,8 +34,14 @@ def format_summary(
     head = [f"{name}: {len(rows)} steps, {seconds:.1f} s", _throughput(rows)]
     lines = [", ".join(filter(None, head)), f"  results in {directory}"]
     if shares := time_shares(rows):
-        lines += textwrap.wrap(f"  time of all ranks: {shares_text(shares)}", width, subsequent_indent="    ")
+        lines += _wrapped_shares(shares, width)
     return "\n".join([*lines, *_metrics(rows, width), *_samples(samples, width)])
+
+
+def _wrapped_shares(shares: Mapping[str, float], width: int) -> list[str]:
+    """Return the shares of time in lines that end after one of them."""
+    text = f"  time of all ranks: {shares_text(shares).replace(' ', NO_BREAK).replace(f',{NO_BREAK}', ', ')}"
+    return [line.replace(NO_BREAK, " ") for line in textwrap.wrap(text, width, subsequent_indent="    ")]
 
 
 def _throughput(rows: Sequence[Mapping[str, float]]) -> str:
@@ -41,7 +50,7 @@ def _throughput(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def _metrics(rows: Sequence[Mapping[str, float]], width: int) -> Iterator[str]:
-    """Yield a line for each main metric: its mean over the first steps, that over the last ones, and what it is."""
+    """Yield lines for each main metric: its mean over the first steps, that over the last ones, and what it is."""
     few = max(1, min(MOST_STEPS, len(rows) // 2))
     if len(rows) > 1:
         yield f"  {'':<18}{f'first {few} -> last {few} steps' if few > 1 else 'first -> last step':<26}".rstrip()
@@ -51,10 +60,16 @@ def _metrics(rows: Sequence[Mapping[str, float]], width: int) -> Iterator[str]:
             few = max(1, min(MOST_STEPS, len(values) // 2))
             first, last = _mean(values[:few]), _mean(values[-few:])
             trend = f"{first:.4g} -> {last:.4g}" if len(values) > 1 else f"{last:.4g}"
-            start = f"  {metric.name:<18}{trend:<26}"
-            yield (
-                start + textwrap.shorten(metric.definition, max(20, width - len(start)), placeholder=" ...")
-            ).rstrip()
+            yield from _defined(f"  {metric.name:<18}{trend:<26}", metric.definition, width)
+
+
+def _defined(start: str, definition: str, width: int) -> list[str]:
+    """Return the line that begins with ``start``, and the definition next to it; below it in a narrow terminal."""
+    room = width - len(start)
+    if room < LEAST_ROOM:
+        return [start.rstrip(), *textwrap.wrap(definition, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    first, *others = textwrap.wrap(definition, room)
+    return [start + first, *(" " * len(start) + line for line in others)]
 
 
 @dataclass(frozen=True)
@@ -103,28 +118,38 @@ def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
     yield _side_by_side(heads, column)
     for pair in pairs:
         if pair.is_same:
-            yield f"  > {shortened(pair.first['prompt'], width - 4)}"
+            yield from (f"  {line}" for line in _wrapped_prompt(pair.first, width - 2))
         else:
-            yield _side_by_side(
-                [f"> {shortened(each['prompt'], column - 2)}" for each in (pair.first, pair.last)], column
-            )
-        texts = [_wrapped(sample, column) for sample in (pair.first, pair.last)]
-        for line in zip_longest(*texts, fillvalue=""):
-            yield _side_by_side(line, column)
+            yield from _columns([_wrapped_prompt(sample, column) for sample in (pair.first, pair.last)], column)
+        yield from _columns([_wrapped_response(sample, column) for sample in (pair.first, pair.last)], column)
 
 
 def _titled(sample: Sample) -> str:
     return f"{sample['rows']}, step {sample['step']}"
 
 
+def _columns(texts: Sequence[Sequence[str]], column: int) -> Iterator[str]:
+    """Yield the lines of two texts next to each other."""
+    yield from (_side_by_side(line, column) for line in zip_longest(*texts, fillvalue=""))
+
+
 def _side_by_side(texts: Sequence[str], column: int) -> str:
     return f"  {texts[0]:<{column}} | {texts[1]}".rstrip()
 
 
-def _wrapped(sample: Sample, column: int) -> list[str]:
+def _wrapped_prompt(sample: Sample, column: int) -> list[str]:
+    """Return a prompt in lines of a column, behind a mark."""
+    return [f"{'  ' if index else '> '}{line}" for index, line in enumerate(_wrapped(sample["prompt"], column - 2))]
+
+
+def _wrapped_response(sample: Sample, column: int) -> list[str]:
     """Return a response in lines of a column, with its score."""
-    text = f"{' '.join(sample['response'].split()) or '(empty)'}{_score(sample)}"
-    return textwrap.wrap(shortened(text, MOST_LINES * column * 9 // 10), column)[: MOST_LINES + 1]
+    return _wrapped(f"{' '.join(sample['response'].split()) or '(empty)'}{_score(sample)}", column)
+
+
+def _wrapped(text: str, column: int) -> list[str]:
+    """Return a text in lines of a column, without its middle where these are too many."""
+    return textwrap.wrap(shortened(text, MOST_LINES * column * 9 // 10), column)[: MOST_LINES + 1] or [""]
 
 
 def _last_samples(samples: Sequence[Sample]) -> list[Sample]:

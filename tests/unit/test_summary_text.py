@@ -8,6 +8,7 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.display.summary_text import format_summary, sample_pairs
+from flexrlhf.metrics import METRICS
 from flexrlhf.plan.memory_text import measured_memory, memory_note
 
 
@@ -74,6 +75,35 @@ def test_the_same_prompt_of_training_is_better_than_others_of_evaluations() -> N
     assert not other.is_same
     assert summary(*evaluation)[0] == "  samples, of different prompts"
     assert not sample_pairs(training[:1])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_definitions_are_whole_at_every_width(width: int) -> None:
+    row = {"seconds": 1.0, "reward_mean": 1.0, "kl": 0.25, "response_length": 9.0}
+    text = " ".join("\n".join(format_summary("first", "runs/first", [row], [], width).splitlines()[2:]).split())
+    for name, number in (("reward_mean", 1), ("kl", 0.25), ("response_length", 9)):
+        (definition,) = (metric.definition for metric in METRICS if metric.name == name)
+        assert f"{name} {number} {definition}" in text
+
+
+@pytest.mark.parametrize("width", range(40, 121))
+def test_shares_of_time_end_their_lines_whole(width: int) -> None:
+    names = ("generate", "train", "forward", "wait", "other")
+    row = {"seconds": 1.0} | {metric.name: 0.125 for metric in METRICS if metric.name in {f"time_{n}" for n in names}}
+    lines = format_summary("first", "runs/first", [row], [], width).splitlines()[2:]
+    assert lines[0].startswith("  time of all ranks: ") and max(map(len, lines)) <= width
+    assert all(line.endswith((" %,", " %")) and line.isascii() for line in lines)
+
+
+def test_prompts_are_wrapped_as_responses_are() -> None:
+    prompt = " ".join(f"word{number}" for number in range(14))
+    same = [sample("training", step, prompt, "x") for step in (0, 9)]
+    lines = summary(*same, width=80)
+    assert lines[2].startswith("  > word0 ") and lines[3].startswith("    word")
+    assert " ".join(" ".join(lines[2:-1]).split()) == f"> {prompt}"
+    others = summary(same[0], sample("training", 9, "short", "y"), width=80)
+    assert others[2].startswith("  > word0 ") and others[2].endswith(" | > short")
+    assert " ".join(" ".join(line.split("|")[0] for line in others[2:-1]).split()) == f"> {prompt}"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
