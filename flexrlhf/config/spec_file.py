@@ -25,6 +25,8 @@ from flexrlhf.errors import UserError, either, nearest, shown
 
 _CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in StrictModel.__subclasses__()}
 _INTERNAL = re.compile(r"(literal|tuple)\[|(function|constrained)-|\[key\]$")
+HAVE_OPTIONS = ("placement", "cluster.devices")
+"""Settings with options of their own, which become overrides."""
 _LISTS: dict[int | str, str] = {"nodes": "[{devices: 8}]", "targets": "[q_proj, v_proj]"}
 # by the first word of pydantic's error types
 _EXPECTED = {
@@ -41,11 +43,11 @@ _EXPECTED = {
 def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError with one sentence."""
     raw = _read_mapping(Path(in_home(str(path))))
-    for override in overrides:
-        scope, setting = split_scope(override)
-        if scope in (None, raw.get("name")):
-            apply_override(raw, setting)
-    return parse_spec(raw, str(path))
+    scoped = [(override, *split_scope(override)) for override in overrides]
+    applied = [(override, setting) for override, scope, setting in scoped if scope in (None, raw.get("name"))]
+    for _, setting in applied:
+        apply_override(raw, setting)
+    return parse_spec(raw, str(path), applied)
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -105,12 +107,32 @@ def parse_vector(text: str) -> list[Any]:
     return vector
 
 
-def parse_spec(raw: dict[str, Any], origin: str = "config") -> Spec:
-    """Validate a mapping. Raises UserError with one sentence for the deepest problem; ``origin``: the file, for it."""
+def parse_spec(raw: dict[str, Any], origin: str = "config", applied: Sequence[tuple[str, str]] = ()) -> Spec:
+    """Validate a mapping. Raises UserError with one sentence for the deepest problem.
+
+    origin:   the file, for it.
+    applied:  overrides as they were written, each with its setting, for a problem of that setting.
+    """
     try:
         return Spec.model_validate(raw)
     except ValidationError as error:
-        raise UserError(f"{origin}: {_first_problem(error)}") from None
+        problem = _first_problem(error)
+        raise UserError(f"{_written_in(problem, applied) or origin}: {problem}") from None
+
+
+def _written_in(problem: str, applied: Sequence[tuple[str, str]]) -> str | None:
+    """Return the override of the setting that ``problem`` names; None for one of the file."""
+    where, _, message = problem.partition(": ")
+    if (unknown := re.search(r"unknown key '([^']*)'", problem)) is not None:
+        where = unknown[1] if where.startswith("unknown key") else f"{where}.{unknown[1]}"
+    for override, setting in reversed(applied):
+        key = setting.partition("=")[0]
+        parent, _, last = key.rpartition(".")
+        is_below = f"{where}.".startswith(f"{key}.") or (unknown is not None and key.startswith(f"{where}."))
+        is_named = parent == where and re.search(rf"\b{re.escape(last)}\b", message) is not None
+        if key not in HAVE_OPTIONS and (is_below or is_named):
+            return f"--set {override}"
+    return None
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

@@ -15,7 +15,7 @@ from flexrlhf.errors import Preempted, UserError
 from flexrlhf.execution.free_space import check_free_space
 from flexrlhf.execution.kept_runs import keep_runs
 from flexrlhf.execution.resumption import Resumption, is_finished, resume_runs, resumed
-from flexrlhf.execution.run_directory import prepare_directory, read_status, unfinished_run
+from flexrlhf.execution.run_directory import moved_run, prepare_directory, read_status
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.loggers.packages import check_loggers
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
@@ -185,6 +185,6 @@ def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:
     """Make the directories; each one's lock is to be closed when the job ends."""
     for run in runs:
         directory = run.plan.spec.directory
-        if not run.continues and (sentence := unfinished_run(directory)) is not None:
+        if not run.continues and (sentence := moved_run(directory)) is not None:
             print(f"flexrlhf: {sentence}", file=sys.stderr)
     return tuple(prepare_directory(run.plan, format_plan(run.plan), run.continues) for run in runs)

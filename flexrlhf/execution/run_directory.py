@@ -89,11 +89,13 @@ def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
     return lock
 
 
-def unfinished_run(directory: Path) -> str | None:
-    """Return a sentence about a run in ``directory`` that has not finished and is about to be moved away, else None."""
+def moved_run(directory: Path) -> str | None:
+    """Return a sentence about an earlier run in ``directory`` that is about to be moved away; None without one."""
     status = read_status(directory)
-    if status is None or status.state == "finished":
+    if status is None:
         return None
+    if status.state == "finished":
+        return f"{directory}: an earlier run is moved to {_free_name(directory)}"
     found = checkpoints_of(directory)
     hint = f"; --resume auto would go on from {found[0]}" if found else ""
     return f"{directory}: an earlier run has not finished and is moved to {_free_name(directory)}{hint}"

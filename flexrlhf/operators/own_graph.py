@@ -87,6 +87,16 @@ def _check_roles(graph: Graph) -> None:
             raise UserError(f"{KEY}: role {role!r} is no name of a model; use {', '.join(known)}, or {prefixes}")
 
 
+def check_operators_have_roles(graph: Graph) -> None:
+    """Raise UserError for an operator of a role that ``graph`` does not have, once sources of scores have theirs."""
+    for operator in (*graph.operators, *graph.evaluation):
+        if operator.role not in graph.roles:
+            raise UserError(
+                f"{KEY}: {operator.name} is of role {operator.role!r}, which is not among the graph's roles, "
+                f"{', '.join(graph.roles)}; add it there"
+            )
+
+
 def _check_columns(operators: Sequence[Operator], inputs: Sequence[str]) -> None:
     """Raise UserError for a column that no earlier operator writes, and for operators that cannot be told apart."""
     names, written = set[str](), set(inputs)

@@ -11,7 +11,7 @@ from flexrlhf.operators.dpo import dpo
 from flexrlhf.operators.graph import Graph, share_weights
 from flexrlhf.operators.group import group
 from flexrlhf.operators.kto import kto
-from flexrlhf.operators.own_graph import own_graph
+from flexrlhf.operators.own_graph import check_operators_have_roles, own_graph
 from flexrlhf.operators.ppo import ppo
 from flexrlhf.operators.raft import raft
 from flexrlhf.operators.reference_free import reference_free
@@ -53,6 +53,8 @@ def make_graph(spec: Spec) -> Graph:
         check_function(algorithm.loop, "algorithm.loop")
     made = GRAPHS[algorithm.name](algorithm) if algorithm.graph is None else own_graph(algorithm)
     graph = with_retokenized(with_sources(made, spec), spec)
+    if algorithm.graph is not None:
+        check_operators_have_roles(graph)
     for role in graph.roles:
         model = spec.models.of(role)
         if model is not None and model.share is not None:

@@ -62,7 +62,8 @@ def _with(graph: Graph, section: str, sources: Sources) -> Graph:
             for each in (_replaced(operator, section, sources, with_ends) if _scores(operator, section) else [operator])
         )
 
-    index = graph.roles.index(section)
+    # a graph of a user's own need not have a role that no model takes
+    index = graph.roles.index(section) if section in graph.roles else len(graph.roles)
     return replace(
         graph,
         operators=_with_token_scores(all_of(graph.operators)),

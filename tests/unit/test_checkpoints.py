@@ -32,10 +32,10 @@ from flexrlhf.execution.checkpointer import merged_progress
 from flexrlhf.execution.resumption import resume_runs
 from flexrlhf.execution.run_directory import (
     RunStatus,
+    moved_run,
     prepare_directory,
     set_aside_checkpoints,
     trim_lines,
-    unfinished_run,
     write_status,
 )
 from flexrlhf.execution.stop_requests import StopRequests
@@ -233,16 +233,16 @@ def test_a_running_directory_is_refused_and_a_left_one_moved_away(plan: Plan) ->
     assert not (directory / "metrics.jsonl").exists() and directory.with_name("test.1").is_dir()
 
 
-def test_a_run_that_has_not_finished_is_not_moved_away_without_a_word(plan: Plan) -> None:
+def test_an_earlier_run_is_not_moved_away_without_a_word(plan: Plan) -> None:
     directory = plan.spec.directory
-    assert unfinished_run(directory) is None
+    assert moved_run(directory) is None
     prepare_directory(plan, "", continues=False).close()
     moved = f"{directory}: an earlier run has not finished and is moved to {directory}.1"
-    assert unfinished_run(directory) == moved
+    assert moved_run(directory) == moved
     newest = written_checkpoint(plan, 3)
-    assert unfinished_run(directory) == f"{moved}; --resume auto would go on from {newest}"
+    assert moved_run(directory) == f"{moved}; --resume auto would go on from {newest}"
     write_status(directory, RunStatus("finished", 9, 9))
-    assert unfinished_run(directory) is None
+    assert moved_run(directory) == f"{directory}: an earlier run is moved to {directory}.1"
 
 
 def test_a_directory_that_cannot_be_made_is_one_sentence(plan: Plan) -> None:

@@ -95,6 +95,17 @@ def test_what_cannot_run_is_refused_in_a_sentence(tmp_path: Path, text: str, sen
         plan_with(written(tmp_path, text))
 
 
+def test_scores_of_a_function_need_no_role(tmp_path: Path) -> None:
+    """The vector has no entry for them, whether the graph lists the role or not."""
+    few = "return replace(graph, roles=tuple(role for role in graph.roles if role != 'reward'))"
+    file = written(tmp_path, few)
+    with pytest.raises(UserError, match=r"algorithm\.graph: scores is of role 'reward', which is not among"):
+        plan_with(file, "models.reward=null")
+    function = "reward={function: 'scores.py:score'}"
+    plans = [plan_with(each, "models.reward=null", function, placement=[1, 1, 1]) for each in (file, EXAMPLE)]
+    assert [plan.graph.roles for plan in plans] == [("actor", "ref", "reward_second")] * 2
+
+
 @pytest.mark.parametrize(
     ("reference", "sentence"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -673,3 +674,26 @@ def test_a_short_yaml_keeps_a_penalty_that_is_a_default_of_penalties_but_not_of_
     spec = spec_of(None, 2, *overrides)
     (tmp_path / "short.yaml").write_text(dump_spec(spec, short=True))
     assert load_spec(tmp_path / "short.yaml") == spec
+
+
+@pytest.mark.parametrize(
+    ("overrides", "origin"),
+    [
+        (("steps=five",), "--set steps=five: steps: expected a whole number"),
+        (("step=5",), "--set step=5: unknown key 'step'"),
+        (("models.actor.optimiser.name=sgd",), "--set models.actor.optimiser.name=sgd: models.actor: unknown key"),
+        (
+            ("algorithm.num_mini_batches=9",),
+            "--set algorithm.num_mini_batches=9: algorithm: num_mini_batches 9 exceeds",
+        ),
+        (("steps=5", "seed=-1"), "--set seed=-1: seed: "),
+        (("placement=[1,a]",), "a.yaml: placement"),
+    ],
+)
+def test_a_wrong_setting_is_looked_for_where_it_was_written(
+    overrides: tuple[str, ...], origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(yaml.safe_dump(PPO))
+    with pytest.raises(UserError, match=rf"^{re.escape(origin)}"):
+        load_spec("a.yaml", overrides)

@@ -30,7 +30,7 @@ from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.execution.failures import FailureReporter
 from flexrlhf.execution.finite_guard import FiniteGuard
 from flexrlhf.execution.flight_log import FlightLog
-from flexrlhf.execution.run_directory import RunStatus, prepare_directory, unfinished_run, write_status
+from flexrlhf.execution.run_directory import RunStatus, moved_run, prepare_directory, write_status
 from flexrlhf.execution.step_warnings import StepWarnings
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Span
@@ -113,7 +113,7 @@ def used_directory(_: Reader) -> str:
 def unfinished(_: Reader) -> str:
     Path("runs/test").mkdir(parents=True)
     write_status(Path("runs/test"), RunStatus("running", 0, 3))
-    return unfinished_run(Path("runs/test")) or ""
+    return moved_run(Path("runs/test")) or ""
 
 
 def killed_rank(_: Reader) -> str:
