@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from small_runs import PPO, plan_of
+from small_runs import PPO, TINY, plan_of
 from test_checkpoints import written_checkpoint
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
@@ -39,6 +39,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
 FILES = f"path: {CORPUS}/prompts.jsonl, tokenizer: {CORPUS}/tokenizer"
 DATA = f"data={{{FILES}, max_prompt_tokens: 16, max_response_tokens: 20}}"
+PAIR_LENGTHS = {"max_prompt_tokens": 16, "max_response_tokens": 20}
 LARGE = [f"models.{role}.init.vocab_size=386" for role in ("actor", "reward")]
 
 
@@ -84,6 +85,19 @@ def sentence(kind: type[Exception], call: Callable[[], Any]) -> str:
 def rows_of_other_names(reader: Reader) -> str:
     Path("q.jsonl").write_text(json.dumps({"first": "hello", "second": "world"}) + "\n")
     return reader.checks("data.path=q.jsonl", "data.form=prompt")
+
+
+def rows_without_pairs(reader: Reader) -> str:
+    Path("q.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}], "reference": "x"}))
+    dpo = {"name": "dpo", "algorithm": {"name": "dpo"}, "models": {"actor": PPO["models"]["actor"]}, "steps": 1}
+    Path("dpo.yaml").write_text(yaml.safe_dump({**dpo, "data": {"path": "q.jsonl", **PAIR_LENGTHS}}))
+    return reader.types("plan", "dpo.yaml")
+
+
+def model_without_a_tokenizer(reader: Reader) -> str:
+    Path("models/own").mkdir()
+    Path("models/own/config.json").write_text(json.dumps(TINY))
+    return reader.checks("data.tokenizer=null", "models.actor={path: models/own}")
 
 
 def dropped_prompts(reader: Reader) -> str:
@@ -178,10 +192,12 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "no data": lambda reader: reader.checks("data.path=x.jsonl"),
     "no model": lambda reader: reader.plans("--actor-model-path", "gpt"),
     "no tokenizer": lambda reader: reader.checks("data.tokenizer=null"),
+    "model without a tokenizer": model_without_a_tokenizer,
     "small vocabulary": lambda reader: reader.checks("models.reward.init.vocab_size=32"),
     "few positions": lambda reader: reader.checks("models.actor.init.max_position_embeddings=16"),
     "long prompts": lambda reader: reader.checks("data.max_prompt_tokens=2"),
     "other columns": rows_of_other_names,
+    "no pairs": rows_without_pairs,
     "no package": lambda reader: reader.checks("models.actor.liger=true"),
     "no function": lambda reader: reader.checks("models.reward=null", "reward={function: scores.py:score}"),
     "no variable": lambda reader: reader.checks("models.reward=null", "reward={url: 'http://u:${NOT_SET}@h'}"),
