@@ -51,7 +51,7 @@ class MetricCurve:
 
     run:     number of the run in the page
     metric:  its key in metrics.jsonl
-    steps:   from 1, as the terminal counts them
+    steps:   from 0, as in metrics.jsonl
     values:  one a step
     """
 
@@ -65,7 +65,7 @@ def curves_of(runs: Sequence[RunContents], metric: str) -> list[MetricCurve]:
     """Return the curve of ``metric`` of each run that has it."""
     curves = []
     for number, run in enumerate(runs):
-        points = [(row["step"] + 1, float(row[metric])) for row in run.rows if _is_number(row.get(metric))]
+        points = [(row["step"], float(row[metric])) for row in run.rows if _is_number(row.get(metric))]
         if points:
             steps, values = zip(*_thinned(points), strict=True)
             curves.append(MetricCurve(number, metric, steps, values))

@@ -17,7 +17,7 @@ MOST_STEPS, MOST_PROMPTS, MOST_ROWS = 12, 12, 8
 class SampleLine:
     """A response.
 
-    step:      from 1
+    step:      from 0
     prompt, response: texts
     score:     as text; empty where there is none
     length:    as text, and whether it was truncated
@@ -72,7 +72,7 @@ def _by_step(rows: Sequence[Row], is_first: bool) -> list[SampleGroup]:
     for step in steps:
         members = [row for row in rows if row["step"] == step][:MOST_ROWS]
         is_open = is_first and step in (steps[0], steps[-1])
-        groups.append(SampleGroup(f"step {step + 1}", tuple(map(_line, members)), is_open, False))
+        groups.append(SampleGroup(f"step {step}", tuple(map(_line, members)), is_open, False))
     return groups
 
 
@@ -87,7 +87,7 @@ def _line(row: Row) -> SampleLine:
     score = [f"{row['score']:.4g}"] if isinstance(row.get("score"), int | float) else []
     score += [f"cost {row['cost']:.4g}"] if isinstance(row.get("cost"), int | float) else []
     return SampleLine(
-        row["step"] + 1, str(row.get("prompt", "")), str(row.get("response", "")), ", ".join(score), _length(row)
+        row["step"], str(row.get("prompt", "")), str(row.get("response", "")), ", ".join(score), _length(row)
     )
 
 

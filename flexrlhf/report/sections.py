@@ -35,7 +35,7 @@ from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 
 PLANNED_STEPS = 3
 """Steps of a plan that its timeline shows, after the first one."""
-CURVES = "A point a step, counted from 1. Under each figure: what the metric is, and its unit."
+CURVES = "A point a step, numbered as in metrics.jsonl, from 0. Under each figure: what the metric is, and its unit."
 TIMELINE = (
     "A bar is an instruction on a rank, in seconds; the numbers are those of the steps, where each begins. Drag to "
     "zoom, double-click to go back; a click in the legend hides instructions, a double click all others."
@@ -191,7 +191,7 @@ def _mean_seconds(times: Sequence[StepTime]) -> float:
 
 
 def _steps_text(times: Sequence[StepTime]) -> str:
-    first, last = times[0].step + 1, times[-1].step + 1
+    first, last = times[0].step, times[-1].step
     return f"step {first}" if first == last else f"steps {first}-{last}"
 
 

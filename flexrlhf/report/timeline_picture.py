@@ -169,7 +169,7 @@ def _hover(span: Span) -> str:
     chunk = "" if span.chunk is None else f", chunk {span.chunk + 1}"
     lines = [
         f"<b>{escaped(span.label)}</b> ({span.kind})",
-        f"rank {span.rank}, step {span.step + 1}{chunk}",
+        f"rank {span.rank}, step {span.step}{chunk}",
         seconds_text(span.end - span.start),
         *([f"after waiting {seconds_text(span.waited)}"] if span.waited else []),
         *([f"{bytes_text(span.bytes_sent)} sent"] if span.bytes_sent is not None else []),
@@ -178,7 +178,7 @@ def _hover(span: Span) -> str:
 
 
 def _mark_steps(figure: go.Figure, parts: Sequence[ShownTimeline]) -> None:
-    """Mark where steps begin, with their numbers, from 1."""
+    """Mark where steps begin, with their numbers, from 0."""
     for number, part in enumerate(parts, 1):
         suffix = "" if number == 1 else str(number)
         axes = {"xref": f"x{suffix}", "yref": f"y{suffix} domain"}
@@ -193,7 +193,7 @@ def _mark_steps(figure: go.Figure, parts: Sequence[ShownTimeline]) -> None:
                 xanchor="left",
                 xshift=-4,
                 showarrow=False,
-                text=str(time.step + 1),
+                text=str(time.step),
                 font={"size": 11},
                 **axes,
             )

@@ -65,12 +65,12 @@ def _verdict(found: Sequence[MetricDifference]) -> str:
     if worst.relative == 0:
         return f"the same to the last digit, all {counted(len(found), 'metric')}"
     word = "the same" if worst.relative <= SAME else "not the same"
-    return f"{word}, at most {worst.relative:.1e} apart ({worst.name} of step {worst.step + 1})"
+    return f"{word}, at most {worst.relative:.1e} apart ({worst.name} of step {worst.step})"
 
 
 def _row(each: MetricDifference) -> list[str]:
     values = [f"{each.first:.6g}", f"{each.second:.6g}", f"{each.largest:.2g}", f"{each.relative:.1e}"]
-    return [each.name, *values, str(each.step + 1)]
+    return [each.name, *values, str(each.step)]
 
 
 def _times(runs: Sequence[RecordedSteps]) -> list[str]:
@@ -92,7 +92,7 @@ def _times(runs: Sequence[RecordedSteps]) -> list[str]:
         ["bytes of columns moved", *_cells(times, lambda each: bytes_text(round(each.moved_bytes)))],
         ["bytes of weights synced", *_cells(times, lambda each: bytes_text(round(each.synced_bytes)))],
     ]
-    spans = {f"{each.steps.start + 1}-{each.steps.stop}" for each in known}
+    spans = {f"{each.steps.start}-{each.steps[-1]}" for each in known}
     head = f"times of one step, means over ranks and steps {' or '.join(sorted(spans))}"
     return [head, *(f"  {line}" for line in table(rows, "<" + ">" * len(runs))), *notes]
 

@@ -125,8 +125,8 @@ def test_curves_have_the_points_of_both_runs(desktop: Visit, runs: list[Path]) -
     shown = {name: (x, y) for name, x, y in desktop.page.evaluate(script)}
     for name, directory in zip(RUNS, runs, strict=True):
         rows = read_lines(directory / "metrics.jsonl")
-        assert shown[name] == ([row["step"] + 1 for row in rows], [row["reward_mean"] for row in rows])
-        evaluated = [row["step"] + 1 for row in rows if "eval_reward_mean" in row]
+        assert shown[name] == ([row["step"] for row in rows], [row["reward_mean"] for row in rows])
+        evaluated = [row["step"] for row in rows if "eval_reward_mean" in row]
         assert shown[f"{name}, evaluation"][0] == evaluated
     lines = desktop.chart("curve-reward_mean").locator(".scatterlayer .trace path.js-line")
     assert lines.count() == 4

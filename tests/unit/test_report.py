@@ -82,12 +82,12 @@ def leave_run(directory: Path, plan: Plan, steps: int = 6, **status: Any) -> Pat
 # --- curves
 
 
-def test_a_curve_has_a_point_for_each_step_counted_from_1(tmp_path: Path) -> None:
+def test_a_curve_has_a_point_for_each_step_numbered_as_in_its_file(tmp_path: Path) -> None:
     run = read_contents(leave_run(tmp_path / "a", fast_plan()))
     (curve,) = curves_of([run], "reward_mean")
-    assert (curve.steps, curve.values) == ((1, 2, 3, 4, 5, 6), (0.0, 0.5, 1.0, 1.5, 2.0, 2.5))
+    assert (curve.steps, curve.values) == ((0, 1, 2, 3, 4, 5), (0.0, 0.5, 1.0, 1.5, 2.0, 2.5))
     (point,) = curves_of([run], "eval_reward_mean")
-    assert (point.steps, point.values) == ((6,), (1.5,))
+    assert (point.steps, point.values) == ((5,), (1.5,))
 
 
 def test_every_metric_is_in_one_figure() -> None:
@@ -103,8 +103,8 @@ def test_all_runs_are_in_a_figure_also_where_one_lacks_the_metric() -> None:
     two = RunContents(Path("two"), rows=({"step": 0, "kl": 2.0, "nll": 1.0},))
     kl, nll = main_curves([one, two])
     assert [(trace.name, trace.x, trace.y) for trace in kl.figure.data] == [
-        ("one", (1,), (1.0,)),
-        ("two", (1,), (2.0,)),
+        ("one", (0,), (1.0,)),
+        ("two", (0,), (2.0,)),
     ]
     assert [trace.name for trace in nll.figure.data] == ["two"]
 
@@ -113,7 +113,7 @@ def test_long_curves_are_thinned_and_keep_their_last_point() -> None:
     rows = tuple({"step": step, "kl": float(step)} for step in range(5 * MOST_POINTS + 3))
     (curve,) = curves_of([RunContents(Path("long"), rows=rows)], "kl")
     assert len(curve.steps) <= MOST_POINTS + 1
-    assert (curve.steps[0], curve.steps[-1]) == (1, len(rows))
+    assert (curve.steps[0], curve.steps[-1]) == (0, len(rows) - 1)
 
 
 # --- placement
@@ -258,9 +258,9 @@ def test_planned_memory_is_the_peak_and_measured_memory_is_next_to_it() -> None:
 def test_responses_to_a_prompt_are_shown_over_steps(tmp_path: Path) -> None:
     evaluation, *training = sample_groups(read_contents(leave_run(tmp_path / "a", fast_plan(), steps=30)))
     assert evaluation.title == "prompt evaluation"
-    assert [line.step for line in evaluation.lines][:2] + [evaluation.lines[-1].step] == [1, 3, 30]
+    assert [line.step for line in evaluation.lines][:2] + [evaluation.lines[-1].step] == [0, 2, 29]
     assert len(evaluation.lines) == len(training) == 12
-    assert (training[0].title, training[-1].title) == ("step 1", "step 30")
+    assert (training[0].title, training[-1].title) == ("step 0", "step 29")
 
 
 @pytest.mark.parametrize(("values", "most", "expected"), [([1, 2], 3, [1, 2]), ([*range(9)], 3, [0, 4, 8])])

@@ -133,7 +133,7 @@ def test_other_numbers_and_the_settings_that_explain_them(tmp_path: Path) -> Non
     second = write_run(tmp_path / "two", {"reward_mean": 1.5}, spans=(), overrides=("seed=3",))
     third = write_run(tmp_path / "three", {"reward_mean": 1.00001})
     text = compared(first, second, third)
-    assert "numbers of A and B over 1 step: not the same, at most 5.0e-01 apart (reward_mean of step 1)" in text
+    assert "numbers of A and B over 1 step: not the same, at most 5.0e-01 apart (reward_mean of step 0)" in text
     assert "a setting that numbers depend on differs: seed is 0 and 3" in text
     assert "numbers of A and C over 1 step: the same, at most 1.0e-05 apart" in text
     assert "no timeline of B" in text
