@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ class WrittenPage:
 
     path:   of the file
     bytes:  its size
-    notes:  sentences on what is missing in it, each with the name of its run
+    notes:  sentences on what is missing in it
     """
 
     path: Path
@@ -46,7 +46,7 @@ def write_report(directories: Sequence[Path], path: Path, profile: Path | None) 
             f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
         )
     runs = [_reported(contents, profile) for contents in _named_apart([read_contents(each) for each in directories])]
-    return _write(path, "--output", run_page(runs, _now()), [(run.name, note) for run in runs for note in run.notes])
+    return _write(path, "--output", run_page(runs, _now()), runs)
 
 
 def write_plan_page(plans: Sequence[Plan], path: Path) -> WrittenPage:
@@ -56,7 +56,7 @@ def write_plan_page(plans: Sequence[Plan], path: Path) -> WrittenPage:
         prediction = predict_plan(plan, None)
         contents = RunContents(plan.spec.directory, dump_spec(plan.spec), plan.spec, steps=plan.spec.steps)
         runs.append(ReportedRun(contents, plan, prediction))
-    return _write(path, "--html", plan_page(runs, _now()), [(run.name, note) for run in runs for note in run.notes])
+    return _write(path, "--html", plan_page(runs, _now()), runs)
 
 
 def _named_apart(runs: Sequence[RunContents]) -> list[RunContents]:
@@ -77,13 +77,21 @@ def _reported(contents: RunContents, profile: Path | None) -> ReportedRun:
     return ReportedRun(contents, plan, prediction, notes)
 
 
-def _write(path: Path, option: str, page: Page, notes: Sequence[tuple[str, str]]) -> WrittenPage:
+def _write(path: Path, option: str, page: Page, runs: Sequence[ReportedRun]) -> WrittenPage:
     text = render(page)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from None
-    return WrittenPage(path, len(text.encode()), tuple(f"{name}: {note}" for name, note in notes))
+    return WrittenPage(path, len(text.encode()), tuple(_notes(runs)))
+
+
+def _notes(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    """Yield what the page lacks of each run; of predictions one line for all, because the page has their reasons."""
+    yield from (f"{run.name}: {note}" for run in runs for note in run.notes)
+    unpredicted = [run.name for run in runs if isinstance(run.prediction, str) and run.prediction]
+    if unpredicted:
+        yield f"no predicted timeline of {', '.join(unpredicted)}; the page says why, above its timelines"
 
 
 def _now() -> str:

@@ -68,6 +68,7 @@ class Section:
     folded:   further ones
     tables:   of all runs
     parts:    by run
+    notes:    sentences on what is missing, of all runs
     is_open:  False: folded until it is clicked
     """
 
@@ -78,11 +79,13 @@ class Section:
     folded: tuple[Picture, ...] = ()
     tables: tuple[Table, ...] = ()
     parts: tuple[RunPart, ...] = ()
+    notes: tuple[str, ...] = ()
     is_open: bool = True
 
     @property
     def is_empty(self) -> bool:
-        return not (self.common or self.folded or self.tables) and all(part.is_empty for part in self.parts)
+        own = (self.common, self.folded, self.tables, self.notes)
+        return not any(own) and all(part.is_empty for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -65,13 +65,8 @@ class ReportedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what the page lacks of this run."""
-        reason = (
-            [f"no predicted timeline: {self.prediction}"]
-            if isinstance(self.prediction, str) and self.prediction
-            else []
-        )
-        return (*self.contents.notes, *self.missing, *reason)
+        """Sentences on what the page lacks of this run, a prediction aside."""
+        return (*self.contents.notes, *self.missing)
 
     @cached_property
     def styles(self) -> InstructionStyles:
@@ -141,7 +136,7 @@ def _sections(runs: Sequence[ReportedRun]) -> list[Section]:
 
     return [
         section("placement", "Placement", _placement),
-        section("timeline", "Timeline", _timeline),
+        replace(section("timeline", "Timeline", _timeline), notes=tuple(_unpredicted(runs))),
         section("bytes", "Bytes moved", _bytes),
         section("memory", "Memory", _memory),
         section("samples", "Samples", lambda run, key: RunPart(run.name, samples=tuple(sample_groups(run.contents)))),
@@ -166,9 +161,8 @@ def _device(contents: RunContents) -> str:
 
 def _timeline(run: ReportedRun, key: str) -> RunPart:
     parts = run.timelines
-    notes = [f"no predicted timeline: {run.prediction}"] if isinstance(run.prediction, str) and run.prediction else []
     if not parts:
-        return RunPart(run.name, notes=tuple(notes))
+        return RunPart(run.name)
     caption = TIMELINE
     if run.measured is not None:
         seconds = _mean_seconds(run.measured.times)
@@ -183,7 +177,18 @@ def _timeline(run: ReportedRun, key: str) -> RunPart:
         RankShares(part.title, time_shares(part.spans, part.times[0].start, part.times[-1].end, run.styles))
         for part in parts
     ]
-    return RunPart(run.name, pictures=(picture, shares_picture(shares, run.lanes, f"{key}-shares")), notes=tuple(notes))
+    return RunPart(run.name, pictures=(picture, shares_picture(shares, run.lanes, f"{key}-shares")))
+
+
+def _unpredicted(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    """Yield why there is no predicted timeline: each reason once, with its runs where there are others."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        if isinstance(run.prediction, str) and run.prediction:
+            names.setdefault(run.prediction, []).append(run.name)
+    for reason, named in names.items():
+        of = f" of {', '.join(named)}" if len(named) < len(runs) else ""
+        yield f"No predicted timeline{of}: {reason}"
 
 
 def _mean_seconds(times: Sequence[StepTime]) -> float:
