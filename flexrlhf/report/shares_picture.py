@@ -46,7 +46,7 @@ def shares_picture(parts: Sequence[RankShares], lanes: Sequence[Lane], key: str)
     figure.update_layout(barmode="stack", bargap=0.25)
     figure.update_xaxes(range=[0, 100], ticksuffix=" %", zeroline=False, fixedrange=True)
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
-    return Picture(key, "Share of waiting by rank", CAPTION, figure, height)
+    return Picture(key, "Time of each rank", CAPTION, figure, height)
 
 
 def _bars(part: RankShares, lanes: Sequence[Lane], name: str, is_named: bool) -> go.Bar:
