@@ -62,8 +62,13 @@
     for (const [path, value] of Object.entries(themed(figure.layout))) {
       setAt(figure.layout, path.replaceAll("[", ".").replaceAll("]", "").split("."), value);
     }
+    const entries = legendEntries(figure);
+    figure.layout.showlegend = false;
     Plotly.newPlot(chart, figure.data, figure.layout, config);
-    fit(chart);
+    if (entries.length > 0) {
+      addLegend(chart, entries);
+    }
+    fitCells(chart);
   }
 
   function setAt(target, path, value) {
@@ -74,15 +79,100 @@
     target[last] = value;
   }
 
-  /* Add the height of the legend, which wraps as the page is wide, to that of the figure. */
-  function fit(chart) {
-    const legend = chart.querySelector("g.legend rect.bg");
-    const height = Number(chart.dataset.height) + (legend ? Math.ceil(legend.getBBox().height) : 0);
-    if (Math.abs(height - chart.layout.height) > 2) {
-      chart.style.height = height + "px";
-      Plotly.relayout(chart, { height: height });
+  /* Traces of a figure by what its legend names; none where it has no legend. */
+  function legendEntries(figure) {
+    const groups = new Map();
+    figure.data.forEach(function (trace, index) {
+      if (trace.type === "bar" || trace.type === "scatter") {
+        const key = trace.legendgroup || "trace " + index;
+        const entry = groups.get(key) || { traces: [], sample: trace };
+        entry.traces.push(index);
+        groups.set(key, entry);
+      }
+    });
+    const shown = figure.layout.showlegend;
+    return shown === true || (shown !== false && groups.size > 1) ? Array.from(groups.values()) : [];
+  }
+
+  /* Add a legend under a figure: it wraps as the page is wide, which plotly's own scrolls instead. */
+  function addLegend(chart, entries) {
+    const legend = document.createElement("div");
+    legend.className = "legend";
+    const hidden = new Set();
+
+    function show() {
+      const visible = chart.data.map(() => true);
+      for (const entry of entries) {
+        entry.button.setAttribute("aria-pressed", String(!hidden.has(entry)));
+        for (const index of entry.traces) {
+          visible[index] = hidden.has(entry) ? "legendonly" : true;
+        }
+      }
+      Plotly.restyle(chart, { visible: visible });
     }
-    fitCells(chart);
+
+    for (const entry of entries) {
+      entry.button = document.createElement("button");
+      entry.button.type = "button";
+      entry.button.setAttribute("aria-pressed", "true");
+      entry.button.append(sampleOf(entry.sample), plainText(entry.sample.name));
+      entry.button.addEventListener("click", function () {
+        if (!hidden.delete(entry)) {
+          hidden.add(entry);
+        }
+        show();
+      });
+      entry.button.addEventListener("dblclick", function () {
+        const others = entries.filter((each) => each !== entry);
+        const isAlone = others.every((each) => hidden.has(each));
+        hidden.clear();
+        if (!isAlone) {
+          others.forEach((each) => hidden.add(each));
+        }
+        show();
+      });
+      legend.append(entry.button);
+    }
+    chart.after(legend);
+  }
+
+  /* What figures show for a name with entities, which plotly reads. */
+  function plainText(name) {
+    const reader = document.createElement("textarea");
+    reader.innerHTML = name;
+    return reader.value;
+  }
+
+  const DASHES = { dash: "6 4", dot: "2 3", dashdot: "6 3 2 3" };
+  const SYMBOLS = { diamond: "M11 1L16 6L11 11L6 6Z", "line-ew-open": "M4 6H18" };
+
+  /* A small picture of a trace: its line, its mark, or the colour of its bars. */
+  function sampleOf(trace) {
+    const picture = svg("svg", { width: 22, height: 12, "aria-hidden": "true" });
+    const marker = trace.marker || {};
+    if (trace.type === "bar") {
+      picture.append(svg("rect", { x: 8, width: 12, height: 12, fill: marker.color, opacity: marker.opacity || 1 }));
+      return picture;
+    }
+    const line = trace.line || {};
+    const colour = line.color || marker.color;
+    if (trace.mode.includes("lines")) {
+      const look = { stroke: colour, "stroke-width": line.width, "stroke-dasharray": DASHES[line.dash] || "none" };
+      picture.append(svg("path", { d: "M0 6H22", ...look }));
+    }
+    if (trace.mode.includes("markers")) {
+      const shape = SYMBOLS[marker.symbol] || SYMBOLS.diamond;
+      picture.append(svg("path", { d: shape, fill: colour, stroke: colour, "stroke-width": 2 }));
+    }
+    return picture;
+  }
+
+  function svg(name, attributes) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) {
+      element.setAttribute(key, value);
+    }
+    return element;
   }
 
   /* Leave out the texts of cells that are too narrow for them. */
@@ -102,7 +192,7 @@
   window.addEventListener("resize", function () {
     clearTimeout(resizing);
     resizing = setTimeout(function () {
-      document.querySelectorAll(".chart.js-plotly-plot").forEach(fit);
+      document.querySelectorAll(".chart.js-plotly-plot").forEach(fitCells);
     }, 300);
   });
 

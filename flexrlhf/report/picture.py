@@ -38,7 +38,7 @@ class Picture:
     title:    above it
     caption:  under it: what it shows, and the units
     figure:   for plotly
-    height:   in pixels, without the legend, which the page adds as it wraps
+    height:   in pixels, without the legend, which the page writes below it
     views:    ranges that buttons show; without any there are no buttons
     """
 
@@ -74,15 +74,6 @@ def base_layout(height: int) -> Mapping[str, Any]:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "uniformtext": {"minsize": 9, "mode": "hide"},
-        "legend": {
-            "orientation": "h",
-            "traceorder": "normal",
-            "yref": "container",
-            "y": 0,
-            "yanchor": "bottom",
-            "x": 0,
-            "xanchor": "left",
-        },
     }
 
 

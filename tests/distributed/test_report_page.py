@@ -44,6 +44,10 @@ class Visit:
     def chart(self, key: str) -> Any:
         return self.page.locator(f"#{key}")
 
+    def legend(self, key: str) -> Any:
+        """Buttons of the legend of a figure."""
+        return self.page.locator(f"#{key} + .legend button")
+
     def layout(self, key: str, path: str) -> Any:
         return self.page.evaluate(f"() => document.getElementById('{key}')._fullLayout.{path}")
 
@@ -187,11 +191,24 @@ def test_a_drag_zooms_and_buttons_move(desktop: Visit) -> None:
 def test_a_click_in_a_legend_hides_what_it_names(desktop: Visit) -> None:
     key = "curve-kl"
     assert [trace["visible"] for trace in desktop.traces(key)] == [True, True]
-    desktop.chart(key).locator(".legendtoggle").first.click()
-    # plotly waits for a second click
-    desktop.page.wait_for_timeout(600)
+    first, second = desktop.legend(key).all()
+    assert [first.inner_text(), second.inner_text()] == list(RUNS)
+    first.click()
     assert [trace["visible"] for trace in desktop.traces(key)] == ["legendonly", True]
     assert desktop.chart(key).locator(".scatterlayer .trace").count() == 1
+    first.click()
+    first.dblclick()
+    assert [trace["visible"] for trace in desktop.traces(key)] == [True, "legendonly"]
+    first.dblclick()
+    assert [trace["visible"] for trace in desktop.traces(key)] == [True, True]
+
+
+def test_an_instruction_is_hidden_on_all_ranks_at_once(desktop: Visit) -> None:
+    key = "timeline-0"
+    desktop.legend(key).get_by_text("generate", exact=True).click()
+    for trace in desktop.traces(key):
+        assert trace["visible"] == ("legendonly" if trace["name"] == "generate" else True)
+    desktop.legend(key).get_by_text("generate", exact=True).click()
 
 
 def test_a_phone_scrolls_downwards_alone(browser: Any, report: Path) -> None:
@@ -200,6 +217,9 @@ def test_a_phone_scrolls_downwards_alone(browser: Any, report: Path) -> None:
     assert phone.page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]") == [390, 390]
     for chart in phone.page.locator(".chart.js-plotly-plot").all():
         box = chart.bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
+    for entry in phone.page.locator(".legend button").all():
+        box = entry.bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
     assert phone.messages == []
 
