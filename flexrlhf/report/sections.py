@@ -42,6 +42,10 @@ TIMELINE = (
 )
 PREDICTED = " Predicted: by {source}, with {lengths}; a step {seconds}."
 MOST_MEMORY_ROWS = 32
+MOST_ENDS = 3
+"""Steps at either end of a run whose mean the header has."""
+ROUNDING = 1e-5
+"""A metric in the header that is nearer to 0 is shown as 0."""
 
 
 @dataclass(frozen=True)
@@ -322,10 +326,20 @@ def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
     for metric in ("reward_mean", "kl", "eval_nll", "preference_loss", "pair_accuracy"):
         values = [row[metric] for row in contents.rows if isinstance(row.get(metric), int | float)]
         if values:
-            facts.append((metric, f"{_number(values[0])} → {_number(values[-1])}"))
+            facts.append(_trend(metric, values))
     return facts
+
+
+def _trend(metric: str, values: Sequence[float]) -> tuple[str, str]:
+    """Return a metric and its means over the first and the last steps, the same ones as in the summary of a run."""
+    if len(values) == 1:
+        return metric, _number(values[0])
+    few = max(1, min(MOST_ENDS, len(values) // 2))
+    first, last = sum(values[:few]) / few, sum(values[-few:]) / few
+    title = f"first {few} → last {few} steps" if few > 1 else "first → last step"
+    return f"{metric}, {title}", f"{_number(first)} → {_number(last)}"
 
 
 def _number(value: float) -> str:
     """Return a metric in few digits; what is 0 but for rounding is 0."""
-    return f"{value if abs(value) > 1e-6 else 0:.3g}"
+    return f"{0 if abs(value) < ROUNDING else value:.4g}"

@@ -116,6 +116,24 @@ def test_long_curves_are_thinned_and_keep_their_last_point() -> None:
     assert (curve.steps[0], curve.steps[-1]) == (0, len(rows) - 1)
 
 
+@pytest.mark.parametrize(
+    ("values", "title", "text"),
+    [
+        ([-2.258e-07], "kl", "0"),
+        ([-2.258e-07, 1.2934], "kl, first → last step", "0 → 1.293"),
+        ([0.0, 3e-6, -9e-6, 4.0, 1.0, 2.0, 3.5], "kl, first 3 → last 3 steps", "0 → 2.167"),
+    ],
+)
+def test_the_header_has_means_of_the_first_and_the_last_steps(
+    values: list[float], title: str, text: str, tmp_path: Path
+) -> None:
+    directory = leave_run(tmp_path / "a", fast_plan())
+    rows = [json.dumps({"step": step, "kl": value}) + "\n" for step, value in enumerate(values)]
+    (directory / "metrics.jsonl").write_text("".join(rows))
+    html = write_report([directory], tmp_path / "report.html", None).path.read_text()
+    assert f"<dt>{title}</dt><dd>{text}</dd>" in html
+
+
 # --- placement
 
 
