@@ -9,6 +9,8 @@ from typing import Any
 
 from flexrlhf.metrics import METRICS, TIMES
 
+SAME = 1e-4
+"""Largest difference over the scale of a metric that is called the same: of float32 sums in another order."""
 LEAST_SCALE = 1e-2
 """Scale of metrics that are rounding alone, such as the KL of a policy from itself."""
 Rows = Mapping[int, Mapping[str, Any]]
@@ -23,7 +25,8 @@ class MetricDifference:
     second:   the same of the other run
     largest:  largest absolute difference of a step; infinite where one of the two is no number
     step:     the step with it
-    scale:    largest absolute value of the metric in the first run, at least LEAST_SCALE
+    values:   of both runs in that step
+    scale:    largest absolute value of the metric in both runs, at least LEAST_SCALE
     """
 
     name: str
@@ -31,12 +34,25 @@ class MetricDifference:
     second: float
     largest: float
     step: int
+    values: tuple[float, float]
     scale: float
 
     @property
     def relative(self) -> float:
-        """The largest difference over the scale."""
+        """The largest difference over the larger of the two values of its step, without their signs."""
+        if self.largest == 0 or math.isinf(self.largest):
+            return self.largest
+        return self.largest / max(map(abs, self.values))
+
+    @property
+    def of_scale(self) -> float:
+        """The largest difference over the scale, which tells rounding of a value near 0 from a difference."""
         return self.largest / self.scale
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the two runs differ by no more than rounding."""
+        return self.of_scale <= SAME
 
 
 def common_steps(runs: Sequence[Rows]) -> list[int]:
@@ -60,9 +76,16 @@ def _difference(name: str, first: Rows, second: Rows, steps: Sequence[int]) -> M
         return None
     sizes = {step: _distance(first[step][name], second[step][name]) for step in both}
     worst = max(both, key=lambda step: sizes[step])
-    scale = max((abs(value) for step in both if math.isfinite(value := first[step][name])), default=0.0)
-    scale = max(scale, LEAST_SCALE)
-    return MetricDifference(name, first[both[-1]][name], second[both[-1]][name], sizes[worst], worst, scale)
+    known = [abs(rows[step][name]) for rows in (first, second) for step in both if math.isfinite(rows[step][name])]
+    return MetricDifference(
+        name,
+        first[both[-1]][name],
+        second[both[-1]][name],
+        sizes[worst],
+        worst,
+        (first[worst][name], second[worst][name]),
+        max([LEAST_SCALE, *known]),
+    )
 
 
 def _is_number(value: object) -> bool:

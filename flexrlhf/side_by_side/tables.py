@@ -8,17 +8,15 @@ from functools import partial
 from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.work import TITLES
-from flexrlhf.side_by_side.differences import MetricDifference, common_steps, metric_differences
+from flexrlhf.side_by_side.differences import SAME, MetricDifference, common_steps, metric_differences
 from flexrlhf.side_by_side.recorded import RecordedSteps
+from flexrlhf.side_by_side.settings import setting_lines
 from flexrlhf.side_by_side.times import WAITING, StepTimes, step_times
-from flexrlhf.text import bytes_text, counted, shortened, table
+from flexrlhf.text import bytes_text, counted, table
 
-SAME = 1e-4
-"""Largest relative difference that is called the same: of float32 sums in another order."""
 MOST_RANKS = 8
 """Ranks whose waiting is listed one by one."""
-WIDEST = 100
-"""Characters of a setting with its values."""
+HIDDEN = f"that differ by less than {SAME:g} of their size (--all lists them)"
 LEAST_SECONDS = 5e-4
 """Work that takes less in every run is not listed."""
 MAIN = frozenset(metric.name for metric in METRICS if metric.progress)
@@ -47,30 +45,40 @@ def _numbers(first: RecordedSteps, other: RecordedSteps, letter: str, shows_all:
         return [f"A and {letter} have no step in common"]
     found = metric_differences(first.rows, other.rows)
     settings = differing_settings(first.spec, other.spec)
-    shown = [each for each in found if shows_all or each.name in MAIN or each.relative > SAME]
+    shown = [each for each in found if shows_all or each.name in MAIN or not each.is_same]
     rows = [["metric", "A", letter, "largest difference", "relative", "step"], *map(_row, shown)]
     rest = len(found) - len(shown)
     return [
         f"numbers of A and {letter} over {counted(len(steps), 'step')}: {_verdict(found)}",
-        *(f"  a setting that numbers depend on differs: {shortened(str(each), WIDEST)}" for each in settings),
+        *(line for each in settings for line in setting_lines(each)),
         *(f"  {line}" for line in table(rows, "<>>>>>")),
-        *([f"  and {counted(rest, 'metric')} that differ by less than {SAME:g} (--all lists them)"] if rest else []),
+        *([f"  and {counted(rest, 'metric')} {HIDDEN}"] if rest else []),
     ]
 
 
 def _verdict(found: Sequence[MetricDifference]) -> str:
     if not found:
         return "no metric in common"
-    worst = max(found, key=lambda each: each.relative)
-    if worst.relative == 0:
+    worst = max(found, key=lambda each: each.of_scale)
+    if worst.largest == 0:
         return f"the same to the last digit, all {counted(len(found), 'metric')}"
-    word = "the same" if worst.relative <= SAME else "not the same"
-    return f"{word}, at most {worst.relative:.1e} apart ({worst.name} of step {worst.step})"
+    example = f"{worst.name} of step {worst.step} is {_both(*worst.values)}"
+    return f"the same but for rounding ({example})" if worst.is_same else f"not the same: {example}"
+
+
+def _both(first: float, second: float) -> str:
+    """Return two different values with as many digits as show their difference."""
+    texts = [(f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in (4, 6, 9, 17)]
+    return " and ".join(next((both for both in texts if both[0] != both[1]), texts[-1]))
 
 
 def _row(each: MetricDifference) -> list[str]:
-    values = [f"{each.first:.6g}", f"{each.second:.6g}", f"{each.largest:.2g}", f"{each.relative:.1e}"]
+    values = [f"{each.first:.6g}", f"{each.second:.6g}", f"{each.largest:.2g}", _relative(each.relative)]
     return [each.name, *values, str(each.step)]
+
+
+def _relative(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "0"
 
 
 def _times(runs: Sequence[RecordedSteps]) -> list[str]:

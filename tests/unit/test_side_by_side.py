@@ -13,8 +13,10 @@ from small_runs import plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
+from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.side_by_side.differences import metric_differences
+from flexrlhf.side_by_side.settings import setting_lines
 from flexrlhf.side_by_side.times import step_times
 from flexrlhf.timeline import Span, write_trace
 
@@ -65,8 +67,15 @@ def test_the_largest_difference_is_of_the_steps_that_both_have() -> None:
     first = rows_of({"reward_mean": 2.0}, {"reward_mean": -4.0}, {"reward_mean": 9.0})
     second = rows_of({"reward_mean": 2.5}, {"reward_mean": -5.0})
     (found,) = metric_differences(first, second)
-    assert (found.first, found.second, found.largest, found.step, found.scale) == (-4.0, -5.0, 1.0, 1, 4.0)
-    assert found.relative == 0.25
+    assert (found.first, found.second, found.largest, found.step, found.scale) == (-4.0, -5.0, 1.0, 1, 5.0)
+    assert (found.values, found.relative, found.is_same) == ((-4.0, -5.0), 0.2, False)
+
+
+def test_a_share_that_is_small_in_one_run_differs_by_less_than_its_value() -> None:
+    (found,) = metric_differences(rows_of({"value_clipped": 0.01}), rows_of({"value_clipped": 0.31}))
+    assert found.relative == pytest.approx(0.3 / 0.31) and found.of_scale == found.relative
+    (found,) = metric_differences(rows_of({"value_clipped": 0.0}), rows_of({"value_clipped": 0.0}))
+    assert (found.relative, found.is_same) == (0.0, True)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,7 @@ def test_no_number_is_the_same_as_itself_alone(one: float, other: float, largest
 def test_differences_of_what_is_rounding_alone_are_small() -> None:
     """The KL divergence of a policy from itself, in the first step."""
     (found,) = metric_differences(rows_of({"kl": -3e-7}), rows_of({"kl": 2e-7}))
-    assert found.largest == pytest.approx(5e-7) and found.relative == pytest.approx(5e-5)
+    assert found.largest == pytest.approx(5e-7) and found.of_scale == pytest.approx(5e-5) and found.is_same
 
 
 def test_times_are_no_results_and_own_metrics_are() -> None:
@@ -122,6 +131,7 @@ def test_the_same_numbers_and_times_next_to_each_other(tmp_path: Path) -> None:
     assert "numbers of A and B over 2 steps: the same to the last digit, all 2 metrics" in text
     assert "value_mean" not in text and "and 1 metric that differ by less than" in text
     assert "value_mean" in compared(first, second, "--all")
+    assert "0.0e+00" not in text
     found = {tuple(line.split()) for line in text.splitlines()}
     assert ("generation", "4.000", "40%", "4.000", "40%") in found
     assert ("of", "rank", "1", "5.250", "52%", "5.250", "52%") in found
@@ -133,10 +143,38 @@ def test_other_numbers_and_the_settings_that_explain_them(tmp_path: Path) -> Non
     second = write_run(tmp_path / "two", {"reward_mean": 1.5}, spans=(), overrides=("seed=3",))
     third = write_run(tmp_path / "three", {"reward_mean": 1.00001})
     text = compared(first, second, third)
-    assert "numbers of A and B over 1 step: not the same, at most 5.0e-01 apart (reward_mean of step 0)" in text
+    assert "numbers of A and B over 1 step: not the same: reward_mean of step 0 is 1 and 1.5" in text
     assert "a setting that numbers depend on differs: seed is 0 and 3" in text
-    assert "numbers of A and C over 1 step: the same, at most 1.0e-05 apart" in text
+    same = "the same but for rounding (reward_mean of step 0 is 1 and 1.00001)"
+    assert f"numbers of A and C over 1 step: {same}" in text
     assert "no timeline of B" in text
+
+
+def test_of_nested_settings_those_that_differ_are_shown(tmp_path: Path) -> None:
+    evaluated = ["eval={path: held-out.jsonl, every: 2, samples_per_prompt: 1}"]
+    one = write_run(tmp_path / "one", {"reward_mean": 1.0}, overrides=evaluated)
+    two = write_run(tmp_path / "two", {"reward_mean": 1.0}, overrides=[*evaluated, "eval.samples_per_prompt=3"])
+    none = write_run(tmp_path / "none", {"reward_mean": 1.0}, overrides=["eval=null"])
+    start = "a setting that numbers depend on differs: eval"
+    assert f"{start}.samples_per_prompt is 1 and 3\n" in compared(one, two)
+    text = " ".join(compared(one, none).split())
+    assert f"{start} is {{" in text and '"samples_per_prompt": 1' in text and "} and null" in text
+    assert " ... " not in text and ": null" not in text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lines"),
+    [
+        ([{"name": "a", "weight": 1}], [{"name": "a", "weight": 2}, {"name": "b"}], [".0.weight is 1 and 2", ".1 is"]),
+        (None, {"name": "b", "path": None}, [' is null and {"name": "b"}']),
+        ([1, 2], [1], [" is [1, 2] and [1]"]),
+    ],
+)
+def test_lists_are_compared_by_place(first: object, second: object, lines: list[str]) -> None:
+    found = list(setting_lines(SettingDifference("reward", first, second)))
+    assert len(found) == len(lines)
+    for line, expected in zip(found, lines, strict=True):
+        assert f"differs: reward{expected}" in line
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
