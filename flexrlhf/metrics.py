@@ -7,7 +7,7 @@ chunks and ranks, so a metric does not depend on placement.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -333,3 +333,31 @@ def is_better(name: str, value: float, than: float | None) -> bool:
     if math.isnan(value):
         return False
     return than is None or (value < than if metric.less_is_better else value > than)
+
+
+MOST_ENDS = 3
+"""Steps at either end of a run whose mean is shown."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A metric at the beginning and at the end of a run.
+
+    steps:        whose mean either is
+    first, last:  the means
+    """
+
+    steps: int
+    first: float
+    last: float
+
+    @property
+    def title(self) -> str:
+        """Name of what is compared."""
+        return f"first {self.steps} -> last {self.steps} steps" if self.steps > 1 else "first -> last step"
+
+
+def ends_of(values: Sequence[float]) -> Ends:
+    """Return the means of the first and the last of ``values``, at most half of them each."""
+    few = max(1, min(MOST_ENDS, len(values) // 2))
+    return Ends(few, sum(values[:few]) / few, sum(values[-few:]) / few)

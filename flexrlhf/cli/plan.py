@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.options import (
     ActorModelPath,
     ConfigOption,
@@ -76,4 +75,4 @@ def _write_page(plans: Sequence[Plan], path: Path) -> None:
         written = write_plan_page(plans, path)
     typer.echo(f"{written.path}: {bytes_text(written.bytes)}, opens in any browser without a network")
     for note in written.notes:
-        print_error(note)
+        typer.echo(note)

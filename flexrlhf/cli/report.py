@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.options import Profile
 from flexrlhf.cli.working import working
 from flexrlhf.text import bytes_text
@@ -27,4 +26,4 @@ def report(runs: Runs, output: Output = Path("report.html"), profile: Profile = 
         written = write_report(runs, output, profile)
     typer.echo(f"{written.path}: {bytes_text(written.bytes)}, opens in any browser without a network")
     for note in written.notes:
-        print_error(note)
+        typer.echo(note)

@@ -9,13 +9,11 @@ from itertools import zip_longest
 from typing import Any
 
 from flexrlhf.display.step_text import shares_text, throughput, time_shares
-from flexrlhf.metrics import METRICS
+from flexrlhf.metrics import METRICS, ends_of
 from flexrlhf.text import shortened
 
 WIDEST = 120
 """Columns of a summary where the terminal has more."""
-MOST_STEPS = 3
-"""Steps at either end of a run whose mean is shown."""
 MOST_SAMPLES = 3
 MOST_LINES = 4
 """Lines of a prompt, and of a response that is shown next to another one."""
@@ -51,15 +49,13 @@ def _throughput(rows: Sequence[Mapping[str, float]]) -> str:
 
 def _metrics(rows: Sequence[Mapping[str, float]], width: int) -> Iterator[str]:
     """Yield lines for each main metric: its mean over the first steps, that over the last ones, and what it is."""
-    few = max(1, min(MOST_STEPS, len(rows) // 2))
     if len(rows) > 1:
-        yield f"  {'':<18}{f'first {few} -> last {few} steps' if few > 1 else 'first -> last step':<26}".rstrip()
+        yield f"  {'':<18}{ends_of([0.0] * len(rows)).title}"
     for metric in METRICS:
         values = [row[metric.name] for row in rows if metric.name in row]
         if values and metric.progress:
-            few = max(1, min(MOST_STEPS, len(values) // 2))
-            first, last = _mean(values[:few]), _mean(values[-few:])
-            trend = f"{first:.4g} -> {last:.4g}" if len(values) > 1 else f"{last:.4g}"
+            ends = ends_of(values)
+            trend = f"{ends.first:.4g} -> {ends.last:.4g}" if len(values) > 1 else f"{ends.last:.4g}"
             yield from _defined(f"  {metric.name:<18}{trend:<26}", metric.definition, width)
 
 
@@ -167,7 +163,3 @@ def _sample_line(sample: Sample, width: int) -> str:
 
 def _score(sample: Sample) -> str:
     return f"  (score {sample['score']:.4g})" if sample.get("score") is not None else ""
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

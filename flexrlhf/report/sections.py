@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.metrics import ends_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import schedule_rows
 from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_bytes
@@ -42,8 +43,6 @@ TIMELINE = (
 )
 PREDICTED = " Predicted: by {source}, with {lengths}; a step {seconds}."
 MOST_MEMORY_ROWS = 32
-MOST_ENDS = 3
-"""Steps at either end of a run whose mean the header has."""
 ROUNDING = 1e-5
 """A metric in the header that is nearer to 0 is shown as 0."""
 
@@ -334,10 +333,8 @@ def _trend(metric: str, values: Sequence[float]) -> tuple[str, str]:
     """Return a metric and its means over the first and the last steps, the same ones as in the summary of a run."""
     if len(values) == 1:
         return metric, _number(values[0])
-    few = max(1, min(MOST_ENDS, len(values) // 2))
-    first, last = sum(values[:few]) / few, sum(values[-few:]) / few
-    title = f"first {few} → last {few} steps" if few > 1 else "first → last step"
-    return f"{metric}, {title}", f"{_number(first)} → {_number(last)}"
+    ends = ends_of(values)
+    return f"{metric}, {ends.title.replace('->', '→')}", f"{_number(ends.first)} → {_number(ends.last)}"
 
 
 def _number(value: float) -> str:
