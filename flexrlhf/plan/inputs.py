@@ -29,7 +29,7 @@ from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.tokenizers import tokenizer_of
 from flexrlhf.plan.vocabulary import has_tokenizer
-from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.rewards.checks import check_columns, check_present_functions, check_sources
 from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.loading import one_sentence_errors, quiet
 from flexrlhf.weights.model_files import INDEX, SINGLE, check_regular, weight_files
@@ -211,10 +211,15 @@ def _tokens(plan: Plan, data: RunData) -> _Tokens:
 
 
 def check_present_data(plan: Plan) -> None:
-    """Check the rows of those data files that exist already, as far as that needs no tokenizer. Raises UserError."""
+    """Check those data files and reward functions that exist already, as far as that needs no tokenizer.
+
+    Raises UserError.
+    """
+    sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
+    has_functions = all([check_present_functions(sources, name) for name, sources in sections.items()])
     for source in data_sources(plan):
         if is_present(source.path):
-            _check_texts(plan, source, with_functions=False)
+            _check_texts(plan, source, has_functions)
 
 
 def _check_texts(plan: Plan, source: DataSource, with_functions: bool = True) -> None:

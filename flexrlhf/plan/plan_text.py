@@ -78,7 +78,7 @@ def _batch(plan: Plan) -> list[str]:
     chunks = [sum(sizes[mini_batch] for mini_batch in batch.chunk(index)) for index in range(c)]
     p, r = plan.lengths.prompt, plan.lengths.response
     return [
-        f"rows per step        {rows:>8} = {batch.num_prompts} prompts x {n} samples",
+        f"rows per step        {rows:>8} = {batch.num_prompts} prompts x {n} {_responses(plan)}",
         f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {m} mini-batches, whole prompts",
         f"rows per chunk       {_range(chunks):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
         f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
@@ -86,6 +86,11 @@ def _batch(plan: Plan) -> list[str]:
         *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
+
+
+def _responses(plan: Plan) -> str:
+    """Return the word for what each prompt has: samples of the policy, or responses of the data set."""
+    return "responses" if plan.graph.generated is None else "samples"
 
 
 def _passes(plan: Plan) -> str:
@@ -96,7 +101,7 @@ def _passes(plan: Plan) -> str:
         return "one text in each row of a pass"
     others = [name for name, packs in packed.items() if not packs]
     shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
-    once = ", a prompt once for its samples" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
+    once = f", a prompt once for its {_responses(plan)}" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
     return f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
 
 

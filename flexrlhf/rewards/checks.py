@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url
@@ -26,12 +27,25 @@ def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None
         section = name if len(sources) == 1 else f"{name}.{index}"
         match source:
             case FunctionSource():
-                check_function(source.function, f"{section}.function")
-                _check_form(source.function, f"{section}.function")
+                _check_function(source, section)
             case ServiceSource():
                 _check_service(source, section)
             case RuleSource(pattern=str(pattern)):
                 _check_pattern(pattern, f"{section}.pattern")
+
+
+def check_present_functions(sources: Sequence[RewardSource], name: str) -> bool:
+    """Check functions as ``check_sources`` does, where their files are there; return whether all of them are."""
+    functions = {index: source for index, source in enumerate(sources) if isinstance(source, FunctionSource)}
+    present = {index for index, source in functions.items() if Path(source.function.rpartition(":")[0]).is_file()}
+    for index in sorted(present):
+        _check_function(functions[index], name if len(sources) == 1 else f"{name}.{index}")
+    return len(present) == len(functions)
+
+
+def _check_function(source: FunctionSource, section: str) -> None:
+    check_function(source.function, f"{section}.function")
+    _check_form(source.function, f"{section}.function")
 
 
 def check_columns(
