@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,6 +24,9 @@ from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, ser
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
 from flexrlhf.text import ranks_text
+
+LEAVE_SECONDS = 30.0
+"""Longest wait of the rank that serves the store for ranks that end after it."""
 
 
 class SealedWorld(dist.ProcessGroup):
@@ -185,8 +188,23 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
         backend = _cuda_backend(store, rank, size, timeout_seconds)
     try:
         yield World(rank, size, store, place, backend, host, local_rank())
+        _leave(store, rank, size)
     finally:
         dist.destroy_process_group()
+
+
+def _leave(store: dist.Store, rank: int, size: int) -> None:
+    """Keep a store that rank 0's process serves until the other ranks need it no more: one may still be waiting."""
+    if rank > 0:
+        store.set(f"left/{rank}", "")
+    elif _serves_store(rank):
+        with suppress(dist.DistError):
+            store.wait([f"left/{each}" for each in range(1, size)], timedelta(seconds=LEAVE_SECONDS))
+
+
+def _serves_store(rank: int) -> bool:
+    """Return whether this process serves the job's store, rather than a launcher."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def local_cuda_device() -> torch.device:
@@ -217,7 +235,7 @@ def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store
     # one rank of each machine prints
     prints = local_rank() == 0
     endpoint = Endpoint("MASTER_ADDR and MASTER_PORT", os.environ["MASTER_ADDR"], _number("MASTER_PORT"))
-    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_server = _serves_store(rank)
     store = (
         serve_store(endpoint, True, timeout_seconds)
         if is_server

@@ -112,10 +112,8 @@ def test_two_nodes_without_a_shared_directory(way: str, assets: Assets, tmp_path
 QUICK = ["--set", "steps=2", "--set", "quickstart-ppo:eval=null"]
 
 
-@pytest.mark.parametrize(
-    "is_shared",
-    [pytest.param(True, id="one directory", marks=pytest.mark.full), pytest.param(False, id="own directories")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one directory", "own directories"])
 def test_node_0_decides_which_runs_of_the_quick_start_are_kept(is_shared: bool, tmp_path: Path) -> None:
     """Another machine has no more of an earlier run than copies of its models."""
     places = [tmp_path / "first", tmp_path / ("first" if is_shared else "second")]

@@ -94,6 +94,7 @@ def end_of(process: subprocess.Popen[str], pids: list[int]) -> tuple[str, float]
     return output.rstrip().splitlines()[-1], time.monotonic() - began
 
 
+@pytest.mark.full
 def test_an_actor_that_is_killed_is_named(
     cluster: RayCluster, assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
