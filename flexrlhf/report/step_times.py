@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flexrlhf.report.instruction_style import PARTS, InstructionStyles
 from flexrlhf.timeline import Span
 
 WAITING = "waiting"
 SHARES = (*PARTS, WAITING)
+Kind = TypeVar("Kind", bound=str)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,25 @@ def settled_steps(times: Sequence[StepTime]) -> Sequence[StepTime]:
     return times[1:] if len(times) > 1 and times[0].step == 0 else times
 
 
+def busy_seconds(
+    spans: Iterable[Span], start: float, end: float, kind_of: Callable[[Span], Kind]
+) -> dict[int, dict[Kind, float]]:
+    """Return the seconds from ``start`` to ``end`` in which a rank has an instruction: rank → kind → seconds.
+
+    Time that two instructions of a rank have in common counts for the one that begins first. ``kind_of``: kind of what
+    an instruction does, or the part of a figure that it is in.
+    """
+    seconds: dict[int, dict[Kind, float]] = {}
+    reached: dict[int, float] = {}
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        own = seconds.setdefault(span.rank, defaultdict(float))
+        begin, finish = max(span.start, reached.get(span.rank, start)), min(span.end, end)
+        if finish > begin:
+            own[kind_of(span)] += finish - begin
+            reached[span.rank] = finish
+    return dict(sorted(seconds.items()))
+
+
 def time_shares(
     spans: Sequence[Span], start: float, end: float, styles: InstructionStyles
 ) -> Mapping[int, Mapping[str, float]]:
@@ -71,15 +92,9 @@ def time_shares(
 
     Waiting is what is left: for columns before an instruction, and between instructions.
     """
-    seconds: dict[int, defaultdict[str, float]] = {span.rank: defaultdict(float) for span in spans}
-    reached: dict[int, float] = dict.fromkeys(seconds, start)
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        begin, finish = max(span.start, reached[span.rank]), min(span.end, end)
-        if finish > begin:
-            seconds[span.rank][styles.of(span.kind, span.label).part] += finish - begin
-            reached[span.rank] = finish
+    busy = busy_seconds(spans, start, end, lambda span: styles.of(span.kind, span.label).part)
     period = (end - start) or 1.0
-    return {rank: _shares(seconds[rank], period) for rank in sorted(seconds)}
+    return {rank: _shares(seconds, period) for rank, seconds in busy.items()}
 
 
 def _shares(seconds: Mapping[str, float], period: float) -> Mapping[str, float]:

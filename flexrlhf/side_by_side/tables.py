@@ -8,10 +8,11 @@ from functools import partial
 from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.work import TITLES
+from flexrlhf.report.step_times import WAITING
 from flexrlhf.side_by_side.differences import SAME, MetricDifference, common_steps, metric_differences
 from flexrlhf.side_by_side.recorded import RecordedSteps
 from flexrlhf.side_by_side.settings import setting_lines
-from flexrlhf.side_by_side.times import WAITING, StepTimes, step_times
+from flexrlhf.side_by_side.times import StepTimes, mean_times
 from flexrlhf.text import bytes_text, counted, table
 
 MOST_RANKS = 8
@@ -83,7 +84,7 @@ def _relative(difference: float) -> str:
 
 def _times(runs: Sequence[RecordedSteps]) -> list[str]:
     """Return seconds of a step by kind of work, and bytes."""
-    times = [step_times(run.spans, run.kinds) for run in runs]
+    times = [mean_times(run.spans, run.kinds) for run in runs]
     known = [each for each in times if each is not None]
     letters = [letter for letter, _ in _lettered(runs)]
     missing = [letter for letter, each in zip(letters, times, strict=True) if each is None]

@@ -82,7 +82,10 @@ LAYERS = (
     Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
     # reads what runs have written
     Layer("report", f"report execution guideline plan strategies memory timeline {PLANNING}"),
-    Layer("side_by_side", "side_by_side report.run_contents operators config metrics text timeline errors"),
+    Layer(
+        "side_by_side",
+        "side_by_side report.run_contents report.step_times operators config metrics text timeline errors",
+    ),
 )
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
 RULES = (

@@ -17,7 +17,7 @@ from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.side_by_side.differences import metric_differences
 from flexrlhf.side_by_side.settings import setting_lines
-from flexrlhf.side_by_side.times import step_times
+from flexrlhf.side_by_side.times import mean_times
 from flexrlhf.timeline import Span, write_trace
 
 KINDS: Any = {"generate": "generate", "scores": "forward", "train_actor": "train"}
@@ -104,7 +104,7 @@ def test_texts_and_what_one_run_lacks_are_left_out() -> None:
 
 
 def test_seconds_by_kind_of_work_and_what_each_rank_waits() -> None:
-    times = step_times(SPANS, KINDS)
+    times = mean_times(SPANS, KINDS)
     assert times is not None
     assert (times.steps, times.seconds) == (range(1, 3), 10.0)
     assert times.work == {"generation": 4.0, "training": 3.0, "moves of rows": 0.125, "weight syncs": 0.25}
@@ -114,9 +114,9 @@ def test_seconds_by_kind_of_work_and_what_each_rank_waits() -> None:
 
 
 def test_one_step_is_not_left_out_and_none_is_no_time() -> None:
-    times = step_times(SPANS[:2], KINDS)
+    times = mean_times(SPANS[:2], KINDS)
     assert times is not None and (times.steps, times.seconds) == (range(0, 1), 5.0)
-    assert step_times([], KINDS) is None
+    assert mean_times([], KINDS) is None
 
 
 def test_the_same_numbers_and_times_next_to_each_other(tmp_path: Path) -> None:
