@@ -48,7 +48,7 @@ _V100 = DeviceClass("V100-32G", 125, 32, 900, 150, 15.8, 50, cores=80, bf16=Fals
 # Vendor data sheets and whitepapers (NVIDIA V100, A100, H100, H200, L40S, B200); node_gb_s: DGX-1V 4 x 100 Gb, DGX
 # A100 8 x 200 Gb, DGX H100 8 x 400 Gb, P4d 4 x 100 Gb for the A100-40G. Without NVLink the link is PCIe. A800 and H800:
 # NVLink cut to 400 GB/s both directions. H20, A10, A40, A6000, RTX 4090: public board listings, medium confidence.
-# Shares: fitted for the V100, A100 and H100 (boards of 700 W and 500 W). Assumed: a B200 is sustained as an H100 is
+# Shares: fitted for the V100, A100 and H100 (boards of 700 W). Assumed: a B200 is sustained as an H100 is
 # and has its FlashAttention 2 unchanged; an H20, with the power of an H100 for a seventh of its peak, and the others
 # have the defaults.
 DEVICE_CLASSES = {
@@ -61,7 +61,7 @@ DEVICE_CLASSES = {
         replace(_A100, name="A800-80G", link_gb_s=200),
         _H100,
         replace(_H100, name="H800-80G", link_gb_s=200),
-        replace(_H100, name="H100-96G", memory_gb=96, memory_gb_s=2400, sustained=0.73),
+        replace(_H100, name="H100-96G", memory_gb=96, memory_gb_s=2400),
         replace(_H100, name="H200-141G", memory_gb=141, memory_gb_s=4800),
         DeviceClass("H20-96G", 148, 96, 4000, 450, 63, 400, cores=78),
         DeviceClass("B200-180G", 2250, 180, 8000, 900, 63, 400, cores=148, sustained=0.79, attention=0.15),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile
 from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import move_cost, sync_cost
+from flexrlhf.guideline.costs.overheads import OVERHEADS, RunOverheads
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
@@ -17,19 +19,26 @@ from flexrlhf.placement.routes import Primitive
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """CostModel of the engines in ``engines`` (forward and training passes) and ``decoders`` (generation)."""
+    """CostModel of the engines in ``engines`` (forward and training passes) and ``decoders`` (generation), with the
+    ``overheads`` of a step."""
 
     engines: Mapping[str, EngineProfile] = field(default_factory=lambda: PROFILES)
     decoders: Mapping[str, DecodeProfile] = field(default_factory=lambda: DECODERS)
+    overheads: RunOverheads = OVERHEADS
 
     def call(self, call: Call, mesh: Mesh) -> Cost:
         match call.kind:
             case "generate":
-                return generate_cost(call, mesh, self.decoders[call.engine])
+                return self.overheads.of_generation(generate_cost(call, mesh, self.decoders[call.engine]))
             case "forward":
-                return forward_cost(call, mesh, self.engines[call.engine])
+                return forward_cost(call, mesh, self._in_step[call.engine])
             case "train":
-                return train_cost(call, mesh, self.engines[call.engine])
+                return train_cost(call, mesh, self._in_step[call.engine])
+
+    @cached_property
+    def _in_step(self) -> Mapping[str, EngineProfile]:
+        """Engine name → its profile at the speed that it reaches in a step."""
+        return {name: self.overheads.of_engine(profile) for name, profile in self.engines.items()}
 
     def combine(self, rows: int, width: float) -> Cost:
         return Cost({"launch": 1e-3 + 1e-9 * rows * width})
@@ -38,7 +47,7 @@ class AnalyticCosts:
         return move_cost(primitive, traffic, links)
 
     def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
-        return sync_cost(traffic, gathered, num_tensors, links)
+        return self.overheads.of_sync(sync_cost(traffic, gathered, num_tensors, links), traffic)
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
         return Cost({"host": size / (0.8 * device.host_gb_s * 1e9)})

@@ -31,6 +31,7 @@ class DecodeProfile:
     host_paced:        whether ``layer_seconds`` are the host's
     launch_seconds:    launching one layer's kernels in one step, on the host; overlaps the device's work; 0: a graph is
                        launched whole
+    launch_tp_seconds: addition to it with tensor parallelism, for the collectives of the layer
     step_seconds:      a step, on the host, while the device waits
     row_seconds:       the same, for each live row
     entry_seconds:     a row that enters, on the host
@@ -45,6 +46,7 @@ class DecodeProfile:
     layer_seconds: float
     host_paced: bool
     launch_seconds: float
+    launch_tp_seconds: float
     step_seconds: float
     row_seconds: float
     entry_seconds: float

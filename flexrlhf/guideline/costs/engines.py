@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from flexrlhf.guideline.costs.constants import named_rows, read_rows
@@ -22,6 +23,13 @@ class EngineProfile:
     sequence_parallel:    whether tensor-parallel ranks share element-wise work too
     pass_launch_seconds:  launching the kernels of one layer in one pass, on the host
     adapter_elements:     passes over a product's result that a low-rank adapter adds to it
+    gather_gb_s:          most GB/s of a node to others in gathering sharded weights or scattering gradients; empty:
+                          what its links reach
+    gather_within_gb_s:   the same of a device inside its node
+    reached:              share of all these speeds that passes reach, but for collectives and the optimizer
+    tensor_reached:       share of the speed of tensor-parallel collectives that they reach
+    stops_early:          whether recomputing a layer ends before its last matrix product, whose result the backward
+                          pass does not need (``torch.utils.checkpoint`` without reentrance)
     chunks:               parts of each pipeline stage whose micro-batches are interleaved, which divides the bubble
                           (PTD-P, section 2.2)
     """
@@ -35,7 +43,12 @@ class EngineProfile:
     sequence_parallel: bool
     pass_launch_seconds: float
     adapter_elements: float
+    stops_early: bool
     chunks: int
+    gather_gb_s: float = inf
+    gather_within_gb_s: float = inf
+    reached: float = 1.0
+    tensor_reached: float = 1.0
 
 
 def read_engines(path: Path) -> dict[str, EngineProfile]:

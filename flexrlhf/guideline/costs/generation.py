@@ -10,8 +10,8 @@ from flexrlhf.guideline.costs.batching import DecodePhase, decode_phases
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.costs.decoders import DecodeProfile, host_factor
 from flexrlhf.guideline.costs.kernels import FIGURES
-from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds
-from flexrlhf.guideline.costs.training import forward_cost
+from flexrlhf.guideline.costs.links import all_reduce_seconds
+from flexrlhf.guideline.costs.training import forward_cost, gather_weights_seconds
 
 PREFILL_TOKENS = 8192
 """Tokens of one forward pass over prompts; it has at least one prompt."""
@@ -45,6 +45,11 @@ def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     parts["layers"] = passes * _layers_seconds(call, mesh, profile)
     parts["scheduler"] = host * (passes * profile.step_seconds + call.rows * profile.entry_seconds)
     return Cost(parts)
+
+
+def _layer_launch_seconds(mesh: Mesh, profile: DecodeProfile) -> float:
+    """Return the seconds of launching one layer on a host with PCIe 5."""
+    return profile.launch_seconds + (profile.launch_tp_seconds if mesh.tp > 1 and profile.launch_seconds else 0.0)
 
 
 def _layers_seconds(call: Call, mesh: Mesh, profile: DecodeProfile) -> float:
@@ -109,10 +114,10 @@ class _Step:
             row=2 * read / (mesh.tp * device.matmul * device.tflops * 1e12),
             token=heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp),
             layers=_layers_seconds(call, mesh, profile),
-            launch=host * model.layers * profile.launch_seconds,
+            launch=host * model.layers * _layer_launch_seconds(mesh, profile),
             host=host * profile.step_seconds,
             host_row=host * profile.row_seconds,
-            gather=_gather_seconds(call, mesh) if mesh.zero == 3 else 0.0,
+            gather=mesh.pp * gather_weights_seconds(call, mesh, profile.passes) if mesh.zero == 3 else 0.0,
             reduces=2 * model.layers if mesh.tp > 1 else 0,
             message=ACTIVATION_BYTES * model.hidden,
             one_shot=profile.one_shot_seconds,
@@ -123,7 +128,7 @@ class _Step:
         """Return the seconds of all steps of ``phases``, by what takes them."""
         blend = FIGURES.blend
         read = self.weights**blend
-        steps = live = matrices = cache = reduce = launch = 0.0
+        steps = live = matrices = cache = reduce = launch = gather = 0.0
         for phase in phases:
             rows = phase.rows
             multiplied = (read + (rows * self.row) ** blend) ** (1 / blend)
@@ -134,7 +139,11 @@ class _Step:
             matrices += phase.steps * multiplied
             cache += phase.steps * cached
             reduce += phase.steps * reduced
-            launch += phase.steps * max(0.0, self.launch - multiplied - cached - reduced - self.layers)
+            busy = multiplied + cached + reduced + self.layers
+            launched = max(0.0, self.launch - busy)
+            launch += phase.steps * launched
+            # the next layers' weights are gathered while one computes
+            gather += phase.steps * max(0.0, self.gather - busy - launched)
         return {
             "weights": steps * self.weights,
             "compute": matrices - steps * self.weights,
@@ -142,7 +151,7 @@ class _Step:
             "tensor parallel": reduce,
             "layers": steps * self.layers,
             "launch": launch,
-            "gather": steps * self.gather,
+            "gather": gather,
             "scheduler": steps * self.host + live * self.host_row,
         }
 
@@ -154,11 +163,3 @@ class _Step:
         if not self.one_shot or mesh.tp > mesh.per_node:
             return ring
         return min(ring, self.one_shot + (mesh.tp - 1) * size / (ONE_SHOT_SHARE * mesh.links.device_gb_s * 1e9))
-
-
-def _gather_seconds(call: Call, mesh: Mesh) -> float:
-    """Return the seconds in which one step gathers all weights that ZeRO-3 shards over replicas."""
-    stage = mesh.tp * mesh.pp
-    groups, per_node = min(stage, mesh.per_node), max(1, mesh.per_node // stage)
-    size = call.item * call.model.parameters / stage
-    return mesh.pp * gather_seconds(size, mesh.dp, per_node, mesh.links, groups)

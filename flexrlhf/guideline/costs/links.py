@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, log2, sqrt
 from pathlib import Path
 
 from flexrlhf.guideline.costs.constants import named_rows, read_rows
@@ -17,18 +17,20 @@ class LinkFigures:
 
     message_seconds:     start of a message between two ranks
     collective_seconds:  start of a collective
+    hop_seconds:         delay of a hop from one rank of a ring, or node of a tree, to the next
     share:               share of the bandwidth that long messages reach
     slow_bytes:          collectives of as many bytes take twice as long as at that share
     """
 
     message_seconds: float
     collective_seconds: float
+    hop_seconds: float
     share: float
     slow_bytes: float
 
     def collective(self, size: float, gb_s: float) -> float:
-        """Return the seconds of ``size`` bytes through a link of ``gb_s``; the square root's term: short collectives
-        fill the link less."""
+        """Return the seconds of ``size`` bytes through a link of ``gb_s``, without hops; the square root's term: short
+        collectives fill the link less."""
         return self.collective_seconds + (size + sqrt(size * self.slow_bytes)) / (self.share * gb_s * 1e9)
 
     def message(self, size: float, gb_s: float) -> float:
@@ -38,7 +40,7 @@ class LinkFigures:
 
 _FIGURES = named_rows(LinkFigures, read_rows(Path(__file__).with_suffix(".csv")))
 WITHIN, ACROSS = _FIGURES["within"], _FIGURES["across"]
-AS_GIVEN = LinkFigures(message_seconds=0.0, collective_seconds=0.0, share=1.0, slow_bytes=0.0)
+AS_GIVEN = LinkFigures(message_seconds=0.0, collective_seconds=0.0, hop_seconds=0.0, share=1.0, slow_bytes=0.0)
 """A link whose bandwidth is given as it is reached."""
 Figures = tuple[LinkFigures, LinkFigures]
 
@@ -47,28 +49,48 @@ def all_reduce_seconds(
     size: float, ranks: int, per_node: int, links: Links, groups: int = 1, figures: Figures = (WITHIN, ACROSS)
 ) -> float:
     """Return the seconds of ``size`` bytes on each of ``ranks``, ``per_node`` of them in a node: reduce-scatter and
-    all-gather (ring). ``groups`` such collectives run at once and share each node's link."""
-    return _ring_seconds(2, size, ranks, per_node, links, groups, figures)
+    all-gather. ``groups`` such collectives run at once and share each node's link. Nodes are a tree, up and down."""
+    if ranks <= 1:
+        return 0.0
+    hops = 2 * ceil(log2(_nodes(ranks, per_node))) * figures[1].hop_seconds
+    return hops + _bytes_seconds(2 * size, ranks, per_node, links, groups, figures)
 
 
-def gather_seconds(size: float, ranks: int, per_node: int, links: Links, groups: int = 1) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes in total, otherwise as an all-reduce."""
-    return _ring_seconds(1, size, ranks, per_node, links, groups, (WITHIN, ACROSS))
-
-
-def _ring_seconds(
-    turns: int, size: float, ranks: int, per_node: int, links: Links, groups: int, figures: Figures
+def gather_seconds(
+    size: float,
+    ranks: int,
+    per_node: int,
+    links: Links,
+    groups: int = 1,
+    pieces: int = 1,
+    figures: Figures = (WITHIN, ACROSS),
 ) -> float:
-    """Return the seconds of a ring: ranks pass on ``(n - 1) / n`` of the bytes, nodes as much through their own links;
-    the slower of both counts."""
+    """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes in total, otherwise as an all-reduce.
+
+    ``pieces``: collectives of equal parts, one after the other, as of the layers of a model. Each goes through a ring
+    of all ranks.
+    """
     if ranks <= 1:
         return 0.0
     within, across = figures
-    inside = within.collective(turns * (ranks - 1) / ranks * size, links.device_gb_s) if per_node > 1 else 0.0
+    nodes = _nodes(ranks, per_node)
+    hops = (ranks - nodes) * within.hop_seconds + (nodes if nodes > 1 else 0) * across.hop_seconds
+    return pieces * (hops + _bytes_seconds(size / pieces, ranks, per_node, links, groups, figures))
+
+
+def _nodes(ranks: int, per_node: int) -> int:
+    return ceil(ranks / per_node)
+
+
+def _bytes_seconds(size: float, ranks: int, per_node: int, links: Links, groups: int, figures: Figures) -> float:
+    """Return the seconds in which ranks pass on ``(n - 1) / n`` of the bytes, and nodes as much through their own
+    links; the slower of both counts."""
+    within, across = figures
+    inside = within.collective((ranks - 1) / ranks * size, links.device_gb_s) if per_node > 1 else 0.0
     if ranks <= per_node:
         return inside
-    nodes = ceil(ranks / per_node)
-    return max(inside, across.collective(turns * (nodes - 1) / nodes * size, links.node_gb_s / groups))
+    nodes = _nodes(ranks, per_node)
+    return max(inside, across.collective((nodes - 1) / nodes * size, links.node_gb_s / groups))
 
 
 def travel_seconds(traffic: Traffic, links: Links, figures: Figures = (WITHIN, ACROSS)) -> float:

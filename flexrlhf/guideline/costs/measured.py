@@ -128,6 +128,10 @@ def shrinking_batch(rows: float, responses: Sequence[float]) -> Iterator[tuple[f
             done = length
 
 
+OWN_DECODING = frozenset({"torch", "deepspeed"})
+"""Engines that own a transformers model, which all generate by this package's decoding."""
+
+
 @dataclass(frozen=True)
 class MeasuredCosts:
     """CostModel of one machine. ``slowdown``: how much longer its calls take than measured.
@@ -261,11 +265,10 @@ class MeasuredCosts:
 
 
 def _has_times(times: ModelTimes, call: Call) -> bool:
-    """Whether such calls were measured. All engines that own a transformers model generate by this package's decoding,
-    named ``torch``."""
+    """Whether such calls were measured."""
     match call.kind:
         case "generate":
-            return bool(times.step) and call.engine in ("torch", times.engine)
+            return bool(times.step) and (times.engine == call.engine or {times.engine, call.engine} <= OWN_DECODING)
         case "forward":
             return bool(times.forward) and times.engine == call.engine
         case "train":

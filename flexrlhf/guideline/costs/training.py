@@ -3,7 +3,7 @@ meanwhile."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -102,15 +102,14 @@ class StageSeconds:
 def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
     """Return the seconds of a forward pass over all rows of a replica."""
     parts, micro_batches = _stages(call, mesh, profile, training=False)
-    weights = call.item * call.model.parameters / (mesh.tp * mesh.pp)
-    gather = micro_batches * _gather(weights, mesh) if mesh.zero == 3 else 0.0
+    gather = micro_batches * gather_weights_seconds(call, mesh, profile) if mesh.zero == 3 else 0.0
     return Cost(_with_traffic(parts, {"gather": gather}, profile.overlap))
 
 
 def train_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
     """Return the seconds of forward and backward passes over all rows of a replica, and of its optimizer steps."""
     parts, micro_batches = _stages(call, mesh, profile, training=True)
-    parts = _with_traffic(parts, _replica_traffic(call, mesh, micro_batches), profile.overlap)
+    parts = _with_traffic(parts, _replica_traffic(call, mesh, profile, micro_batches), profile.overlap)
     parts["optimizer"] = call.updates * _optimizer_seconds(call, mesh)
     return Cost(parts)
 
@@ -125,19 +124,25 @@ def _with_traffic(parts: dict[str, float], traffic: dict[str, float], overlap: f
     return parts | {name: seconds * exposed / exchanged for name, seconds in traffic.items()}
 
 
-def _replica_traffic(call: Call, mesh: Mesh, micro_batches: int) -> dict[str, float]:
+def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batches: int) -> dict[str, float]:
     """Return the seconds of gathering weights and reducing gradients over replicas (ZeRO, section 7)."""
-    model = call.model
-    weights = call.item * model.parameters / (mesh.tp * mesh.pp)
-    gradients = call.item * model.trained_parameters / (mesh.tp * mesh.pp)
+    gradients = call.item * call.model.trained_parameters / (mesh.tp * mesh.pp)
     if mesh.zero == 3:
-        gather = 2 * micro_batches * _gather(weights, mesh)
-        return {"gather": gather, "gradients": micro_batches * _gather(gradients, mesh)}
+        gather = 2 * micro_batches * gather_weights_seconds(call, mesh, profile)
+        layers = ceil(call.model.layers / mesh.pp)
+        return {"gather": gather, "gradients": micro_batches * _gather(gradients, mesh, profile, layers)}
     if mesh.zero:
-        gather = call.updates * _gather(gradients, mesh)
+        gather = call.updates * _gather(gradients, mesh, profile)
         reductions = micro_batches if mesh.zero == 2 else call.updates
-        return {"gather": gather, "gradients": reductions * _gather(gradients, mesh)}
+        return {"gather": gather, "gradients": reductions * _gather(gradients, mesh, profile)}
     return {"gradients": call.updates * replica_sum_seconds(gradients, mesh)}
+
+
+def gather_weights_seconds(call: Call, mesh: Mesh, profile: EngineProfile) -> float:
+    """Return the seconds of gathering all weights of a pipeline stage that ZeRO-3 shards over replicas, one layer after
+    the other."""
+    size = call.item * call.model.parameters / (mesh.tp * mesh.pp)
+    return _gather(size, mesh, profile, ceil(call.model.layers / mesh.pp))
 
 
 def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACROSS)) -> float:
@@ -152,9 +157,17 @@ def _groups(mesh: Mesh) -> tuple[int, int]:
     return groups, max(1, mesh.per_node // mesh.between_replicas)
 
 
-def _gather(size: float, mesh: Mesh) -> float:
+def _gather(size: float, mesh: Mesh, profile: EngineProfile, pieces: int = 1) -> float:
     groups, per_node = _groups(mesh)
-    return gather_seconds(size, mesh.dp, per_node, mesh.links, groups)
+    return gather_seconds(size, mesh.dp, per_node, mesh.links, groups, pieces, _reached(mesh.links, profile))
+
+
+@lru_cache(maxsize=256)
+def _reached(links: Links, profile: EngineProfile) -> Figures:
+    """Return the figures of ``links`` in gathers of an engine, which may reach less of them than others do."""
+    within = min(WITHIN.share, profile.gather_within_gb_s / links.device_gb_s)
+    across = min(ACROSS.share, profile.gather_gb_s / links.node_gb_s)
+    return replace(WITHIN, share=within), replace(ACROSS, share=across)
 
 
 def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
@@ -242,7 +255,7 @@ def _stage_of(
     tp, pp, per_node = split
     layers = ceil(model.layers / pp)
     forward = layer_forward(model, device, profile, shape, tp)
-    each = forward.times(1 + repeats)
+    each = forward.plus(_recomputed(forward, model, device, profile, shape, tp).times(repeats))
     head = head_forward(model, device, profile, shape, tp)
     if training:
         each = each.plus(layer_backward(model, device, profile, shape, tp))
@@ -250,10 +263,23 @@ def _stage_of(
     stage = each.times(layers)
     passes = 1 + repeats + (1 if training else 0)
     launch = max(0.0, passes * layers * profile.pass_launch_seconds - stage.seconds - head.seconds)
-    reduces = layers * (2 * (1 + (repeats == 1)) + (2 if training else 0)) if tp > 1 else 0
+    repeated = (1 if profile.stops_early else 2) if repeats == 1 else 0
+    reduces = layers * (2 + repeated + (2 if training else 0)) if tp > 1 else 0
     message = shape.item * model.hidden * shape.tokens
     tensor = reduces * all_reduce_seconds(message, tp, min(tp, per_node), links)
-    return StageSeconds(stage, head.seconds, launch, tensor)
+    slower = 1 / profile.reached
+    return StageSeconds(stage.times(slower), slower * head.seconds, slower * launch, tensor / profile.tensor_reached)
+
+
+def _recomputed(
+    forward: LayerSeconds, model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
+) -> LayerSeconds:
+    """Return the seconds of what full recomputation computes again of a layer."""
+    if not profile.stops_early:
+        return forward
+    k, n = product_shapes(model, tp)[-1]
+    last = matmul_seconds(shape.tokens, k, n, device, shape.item) / device.sustained
+    return replace(forward, products=forward.products - last)
 
 
 def layer_forward(

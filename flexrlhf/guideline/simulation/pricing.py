@@ -48,8 +48,6 @@ from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Size
 from flexrlhf.weights.shards import shape_on
 from flexrlhf.weights.sync_plan import NUM_BUCKETS, sent_dtype
 
-OWN_DECODING = "torch"
-"""Decode profile of ``engines/decoding.py``, with which all but rollout engines generate."""
 UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s=1, host_gb_s=10, node_gb_s=1)
 """About a CPU: stands for a class without figures, where the cost model was measured on the device itself."""
 
@@ -135,7 +133,7 @@ class CallMaker:
         return Call(
             kind=kind,
             model=transformer_of_shape(shape, model.head, is_adapted=settings.lora is not None),
-            engine=engine_of(model, kind),
+            engine=engine_of(model),
             rows=epochs * most * texts,
             prompt=self.lengths.prompt,
             responses=self.lengths.responses,
@@ -360,11 +358,9 @@ def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     return MeshSide(len(model.ranks), per_node, layout.dp, layout.tp, model.settings.zero, shards, layout.pp)
 
 
-def engine_of(model: PlacedModel, kind: str) -> str:
+def engine_of(model: PlacedModel) -> str:
     """Return the name of the engine profile that a call of ``model`` runs on."""
-    if model.rollout is not None:
-        return model.rollout.engine
-    return OWN_DECODING if kind == "generate" else model.engine
+    return model.engine if model.rollout is None else model.rollout.engine
 
 
 def reads_prompts_once(model: PlacedModel) -> bool:
