@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -114,7 +114,12 @@ def _case(row: Row) -> LinkCase | str:
 
 def fitted() -> dict[str, float]:
     """Return every constant that the fit sets, with its present value."""
-    return {f"{name} {field}": value for name, each in _FIGURES.items() for field, value in asdict(each).items()}
+    return {
+        f"{name} {field}": value
+        for name, each in _FIGURES.items()
+        for field, value in asdict(each).items()
+        if field != "hop_seconds"
+    }
 
 
 _FIGURES = {"within": WITHIN, "across": ACROSS}
@@ -127,7 +132,8 @@ def fit(cases: list[LinkCase]) -> dict[str, float]:
 
 def _errors(cases: list[LinkCase], values: Mapping[str, float]) -> list[float]:
     within, across = (
-        LinkFigures(**{field: values[f"{name} {field}"] for field in asdict(each)}) for name, each in _FIGURES.items()
+        replace(each, **{field: values[f"{name} {field}"] for field in asdict(each) if f"{name} {field}" in values})
+        for name, each in _FIGURES.items()
     )
     return [min(abs(case.seconds((within, across)) / case.measured - 1), 1.0) for case in cases]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from benchmarks.calibration.problems import Catalogue, LeftOut, PublishedStep, model_named, number, problem_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
-from benchmarks.systems.engines import COSTS
 from benchmarks.systems.footprint import (
     CONTEXT_BYTES,
     LOGIT_BYTES,
@@ -135,7 +134,7 @@ def _measurement(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdic
     if row["metric"] == "fits":
         yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem))
         return
-    step = best_step(problem.workload, problem.system, COSTS, problem.placement)
+    step = best_step(problem.workload, problem.system, problem.costs, problem.placement)
     if step is None:
         raise LeftOut("predicted not to fit")
     yield Peak(row["id"], row["group"], float(row["value"]) * 1e9, max(step.bytes))
@@ -171,7 +170,7 @@ def _systems(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
 
 
 def _fits(problem: PublishedStep) -> bool:
-    return best_step(problem.workload, problem.system, COSTS, problem.placement) is not None
+    return best_step(problem.workload, problem.system, problem.costs, problem.placement) is not None
 
 
 def _as_measurement(row: Row) -> Row:

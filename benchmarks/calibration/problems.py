@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.calibration.rows import Row, device_of
+from benchmarks.systems.engines import TABLES, EngineTables
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
@@ -20,6 +22,7 @@ _SYSTEMS = {
     ("flexrlhf", "DeepSpeed-Chat"): "deepspeed-chat",
     ("openrlhf-bench", "DeepSpeed-Chat"): "deepspeed-chat, no hybrid engine",
     ("dschat", "DeepSpeed-Chat"): "deepspeed-chat 0.9, hybrid engine",
+    ("openrlhf", "DeepSpeed-Chat"): "deepspeed-chat",
     ("real-v1", "OpenRLHF"): "openrlhf, untuned",
     ("real-v1", "ReaL-Heuristic"): "real v1, heuristic",
     ("real-v1", "ReaL"): "real v1",
@@ -75,10 +78,11 @@ MATH_PROMPT = 100.0
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Model shapes by name, and the systems of the field with their constants."""
+    """Model shapes by name, and the systems of the field and engines with their constants."""
 
     models: Mapping[str, Transformer]
     systems: Mapping[str, System] = field(default_factory=lambda: SYSTEMS)
+    tables: EngineTables = TABLES
 
 
 class LeftOut(ValueError):
@@ -93,6 +97,7 @@ class PublishedStep:
     system:     the system that ran it
     workload:   what it ran
     placement:  its placement, where the row states it
+    tables:     profiles of the engines
     planner:    the system that chose the meshes, if it is another
     """
 
@@ -100,7 +105,13 @@ class PublishedStep:
     system: System
     workload: Workload
     placement: SystemPlacement | None = None
+    tables: EngineTables = TABLES
     planner: System | None = None
+
+    @property
+    def costs(self) -> AnalyticCosts:
+        """Cost model of the system."""
+        return self.tables.costs(self.system.overheads)
 
 
 def source_of(row: Row) -> str:
@@ -126,10 +137,10 @@ def system_of(row: Row, systems: Mapping[str, System]) -> System:
         system = replace(system, layout="symmetric", placements=("co-located",))
     if row["system"] == "verl" and "Megatron" in row["version"]:
         system = replace(system, trainer="megatron")
-    if row["grad_ckpt"] == "off":
-        system = replace(system, recompute="none")
+    if row["grad_ckpt"] in ("on", "off"):
+        system = replace(system, recompute="full" if row["grad_ckpt"] == "on" else "none")
     if "async" in row["placement"]:  # an engine of its own neither sleeps nor wakes
-        system = replace(system, ahead=True, placements=("disaggregated",), sync_seconds=3.2)
+        system = replace(system, ahead=True, placements=("disaggregated",))
     return system
 
 
@@ -162,7 +173,7 @@ def problem_of(row: Row, known: Catalogue) -> PublishedStep:
         train_split=train_split,
     )
     planner = known.systems["real"] if system.name == "real, no graphs" else None
-    return PublishedStep(row, system, workload, _placement(row, workload), planner)
+    return PublishedStep(row, system, workload, _placement(row, workload), known.tables, planner)
 
 
 def _rows(row: Row) -> int | None:

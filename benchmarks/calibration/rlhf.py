@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.calibration.problems import Catalogue, LeftOut, PublishedStep, number, problem_of, source_of
 from benchmarks.calibration.rows import Prediction, Row, read_models, read_rows
 from benchmarks.systems.calls import SystemCall, call_of, call_seconds, transition_seconds
-from benchmarks.systems.engines import COSTS
+from benchmarks.systems.engines import TABLES, EngineTables
 from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.steps import SystemStep, best_step, part_seconds, timed_as
@@ -66,8 +66,8 @@ def predictions(directory: Path) -> list[Prediction]:
     return read(directory).predictions
 
 
-def read(directory: Path, systems: Mapping[str, System] = SYSTEMS) -> ReadRows:
-    known = Catalogue(read_models(directory), systems)
+def read(directory: Path, systems: Mapping[str, System] = SYSTEMS, tables: EngineTables = TABLES) -> ReadRows:
+    known = Catalogue(read_models(directory), systems, tables)
     found = ReadRows([], Counter(), {})
     for row in rows_of(directory):
         found.systems[row["id"]] = row["system"]
@@ -111,12 +111,12 @@ def step_of(problem: PublishedStep) -> SystemStep:
     """Return the predicted step. Raises LeftOut where nothing fits."""
     if problem.planner is not None:  # without graphs it runs the plan that was searched with them
         planned = replace(problem.planner, layout=problem.system.layout, placements=problem.system.placements)
-        step = best_step(problem.workload, planned, COSTS)
-        step = None if step is None else timed_as(step, problem.system, COSTS)
+        step = best_step(problem.workload, planned, problem.tables.costs(planned.overheads))
+        step = None if step is None else timed_as(step, problem.system, problem.costs)
     else:
-        step = best_step(problem.workload, problem.system, COSTS, problem.placement)
+        step = best_step(problem.workload, problem.system, problem.costs, problem.placement)
     if step is not None and source_of(problem.row) == "dschat" and step.rows > DSCHAT_ROWS:
-        step = best_step(replace(problem.workload, rows=DSCHAT_ROWS), problem.system, COSTS, problem.placement)
+        step = best_step(replace(problem.workload, rows=DSCHAT_ROWS), problem.system, problem.costs, problem.placement)
     if step is None:
         raise LeftOut("predicted not to fit")
     return step
@@ -192,7 +192,7 @@ def _call(row: Row, known: Catalogue) -> Prediction:
 def _placed_call(row: Row, known: Catalogue) -> Prediction:
     """Return the prediction of a call on the mesh of its row, with its sequential portions."""
     placed, problem = placed_call(row, known)
-    seconds = call_seconds(placed, problem.system, COSTS)
+    seconds = call_seconds(placed, problem.costs)
     return Prediction(
         CALLS, row["group"], row["id"], float(row["value"]), seconds, *naive_call(placed, placed.mesh.size)
     )
@@ -258,9 +258,10 @@ def _transition(row: Row, known: Catalogue) -> Prediction:
 
 def _gaps(row: Row, known: Catalogue) -> tuple[float, float]:
     """Return the seconds of a step of ReaL in addition to the calls on its critical path."""
-    step = step_of(problem_of(row, known))
-    kinds = ("generate", "forward", "train")
-    return step.seconds - part_seconds(step, kinds), 0.0
+    problem = problem_of(row, known)
+    step = step_of(problem)
+    calls = timed_as(step, replace(problem.system, controller_seconds=0.0), problem.costs)
+    return step.seconds - part_seconds(calls, ("generate", "forward", "train")), 0.0
 
 
 def _sync(row: Row, known: Catalogue) -> tuple[float, float]:
@@ -268,10 +269,12 @@ def _sync(row: Row, known: Catalogue) -> tuple[float, float]:
     name = row["model"] or f"LLaMA-2-{row['actor_b']}B"
     stated = {"gen_len": "1024", "prompt_len": "1024", "algo": "GRPO", "model": name, "n_gpus": row["n_gpus"] or "64"}
     problem = problem_of(row | stated, known)
-    if "disjoint" in row["placement"]:
+    if re.search("disjoint|separate", row["placement"]):
         half = problem.workload.devices // 2
         placement = SystemPlacement("halves", (half, half), {ACTOR: (0,), ROLLOUT: (1,)})
     else:
         placement = SystemPlacement("co-located", (problem.workload.devices,), {ACTOR: (0,)})
-    seconds = transition_seconds(problem.workload, problem.system, placement, mesh_of(problem.workload, 1), COSTS)
+    trained = mesh_of(problem.workload, placement.devices(ACTOR), zero=3)
+    generate = mesh_of(problem.workload, placement.devices(placement.home))
+    seconds = transition_seconds(problem.workload, problem.system, placement, trained, generate, problem.costs)
     return seconds, 2 * problem.workload.models[ACTOR].parameters / (problem.workload.links.node_gb_s * 1e9)

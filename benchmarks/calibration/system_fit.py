@@ -1,67 +1,78 @@
-"""The constants of the systems of the field, fitted: ``python -m benchmarks.calibration.system_fit DIRECTORY``."""
+"""The constants of RLHF systems, fitted: ``python -m benchmarks.calibration.system_fit DIRECTORY``.
+
+First those that all systems share (``shared.py``), then overheads of families of systems that have enough rows, each
+pulled towards the shared one.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import log
 from pathlib import Path
 
+from benchmarks.calibration.cross_validation import fit as shared_fit
+from benchmarks.calibration.cross_validation import linear_rows
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.problems import Catalogue, LeftOut, system_of
 from benchmarks.calibration.rlhf import predict, rows_of
 from benchmarks.calibration.rows import Row, read_models
+from benchmarks.calibration.shared import present
 from benchmarks.systems.profiles import SYSTEMS, System
+from flexrlhf.guideline.costs.overheads import OVERHEADS
+from flexrlhf.guideline.costs.transformer import Transformer
 
 Family = tuple[str, ...]
-Knob = tuple[Family, str]
-"""Systems that share a constant, and its name."""
+"""Systems that share their overheads."""
+LEAST_ROWS = 3
+"""Rows of a family for each constant of its own."""
+PULL = 0.01
+"""Loss for a constant that differs from the shared one by a factor of e."""
 
-_FLEX = ("deepspeed-chat", "flexrlhf, interleaving 1", "flexrlhf, interleaving 2")
 _REAL, _REAL_V1 = ("real, heuristic", "real", "real, no graphs"), ("real v1, heuristic", "real v1")
 _FIELDS: dict[Family, tuple[str, ...]] = {
-    _FLEX: ("passes", "gather", "gather_within"),
-    ("flexrlhf, disaggregated",): ("passes",),
+    ("deepspeed-chat", "flexrlhf, interleaving 1", "flexrlhf, interleaving 2"): ("passes",),
+    ("deepspeed-chat 0.9, hybrid engine",): ("passes",),
+    ("deepspeed-chat, hybrid engine",): ("passes",),
     ("deepspeed-chat, no hybrid engine",): ("passes",),
-    ("deepspeed-chat 0.9, hybrid engine",): ("passes", "launch_seconds"),
-    ("deepspeed-chat, hybrid engine",): ("passes", "gather", "launch_seconds", "launch_tp_seconds"),
-    ("trlx", "trlx, reward alone"): ("passes", "gather"),
-    ("openrlhf",): ("passes", "decode", "sync_gb_s"),
-    ("openrlhf, untuned",): ("passes", "gather", "launch_seconds"),
-    ("openrlhf, no vllm",): ("passes",),
-    ("verl",): ("passes", "decode", "sync_seconds", "sync_gb_s"),
-    ("nemo-aligner",): ("passes",),
-    ("nemo-rl",): ("passes", "sync_seconds"),
-    _REAL: ("passes", "tensor", "gaps"),
-    ("real, no graphs",): ("launch_seconds", "launch_tp_seconds"),
-    _REAL_V1: ("passes", "tensor", "launch_seconds", "launch_tp_seconds", "gaps"),
+    _REAL: ("passes", "tensor"),
+    _REAL_V1: ("passes",),
 }
-_CHOSEN: dict[Family, tuple[str, ...]] = {
-    _REAL: ("decode_rows",),
-    ("trlx", "trlx, reward alone"): ("decode_rows",),
-    ("openrlhf",): ("decode_rows",),
-}
-"""Whole numbers, chosen by hand."""
+"""Families whose own overheads differ from the shared ones by more than their rows scatter, and which."""
 
 
 def fitted() -> dict[str, float]:
-    """Return every constant with its present value."""
-    pairs = (*_FIELDS.items(), *_CHOSEN.items())
-    return {
-        f"{field} of {', '.join(names)}": getattr(SYSTEMS[names[0]], field)
-        for names, fields in pairs
+    """Return every constant with its present value: those that all systems share, and those of their own."""
+    own = {
+        f"{field} of {', '.join(names)}": getattr(SYSTEMS[names[0]].overheads, field)
+        for names, fields in _FIELDS.items()
         for field in fields
+        if getattr(SYSTEMS[names[0]].overheads, field) != getattr(OVERHEADS, field)
     }
+    return present() | own
 
 
-def fit(directory: Path) -> dict[Knob, float]:
-    """Return the constants of each family with the smallest relative errors of its own rows."""
-    models, rows, found = read_models(directory), rows_of(directory), dict[Knob, float]()
+def fit_own(directory: Path) -> Iterator[tuple[Family, int, dict[str, float]]]:
+    """Yield each family with the number of its rows and its own overheads."""
+    models, rows = read_models(directory), rows_of(directory)
     for family, fields in _FIELDS.items():
         own = [row for row in rows if _name(row) in family]
-        start = {(family, field): float(getattr(SYSTEMS[family[0]], field)) for field in fields}
-        found |= descend(lambda values, own=own: mean_and_square(_errors(own, models, values)), start, rounds=12)
-    return found
+        predicted = _errors(own, models, family, {})
+        if len(predicted) >= LEAST_ROWS * len(fields):
+            yield family, len(predicted), _fit_family(own, models, family, fields)
+
+
+def _fit_family(
+    rows: Sequence[Row], models: Mapping[str, Transformer], family: Family, fields: Sequence[str]
+) -> dict[str, float]:
+    start = {field: float(getattr(OVERHEADS, field)) for field in fields}
+
+    def loss(values: Mapping[str, float]) -> float:
+        apart = sum(log(value / start[field]) ** 2 for field, value in values.items())
+        return mean_and_square(_errors(rows, models, family, values)) + PULL * apart
+
+    return descend(loss, start, rounds=10)
 
 
 def _name(row: Row) -> str:
@@ -71,12 +82,18 @@ def _name(row: Row) -> str:
         return ""
 
 
-def _errors(rows: list[Row], models: Mapping, values: Mapping[Knob, float]) -> list[float]:
-    known = Catalogue(models, dict(_systems(values)))
-    return list(_each(rows, known)) or [0.0]
+def _errors(
+    rows: Sequence[Row], models: Mapping[str, Transformer], family: Family, values: Mapping[str, float]
+) -> list[float]:
+    known = Catalogue(models, {name: _with(system, family, values) for name, system in SYSTEMS.items()})
+    return list(_each(rows, known))
 
 
-def _each(rows: list[Row], known: Catalogue) -> Iterator[float]:
+def _with(system: System, family: Family, values: Mapping[str, float]) -> System:
+    return replace(system, overheads=replace(OVERHEADS, **values)) if system.name in family else system
+
+
+def _each(rows: Sequence[Row], known: Catalogue) -> Iterator[float]:
     for row in rows:
         try:
             yield predict(row, known).error
@@ -84,16 +101,13 @@ def _each(rows: list[Row], known: Catalogue) -> Iterator[float]:
             continue
 
 
-def _systems(values: Mapping[Knob, float]) -> Iterator[tuple[str, System]]:
-    """Yield all systems with ``values`` in place of their own constants; gaps are at most half of a step."""
-    for name, system in SYSTEMS.items():
-        own = {field: value for (family, field), value in values.items() if name in family}
-        yield name, replace(system, **own | ({"gaps": min(0.5, own["gaps"])} if "gaps" in own else {}))
-
-
 def main() -> None:
-    for (family, field), value in fit(Path(sys.argv[1])).items():
-        print(f"{field} of {', '.join(family)}: {value:.3g} (now {getattr(SYSTEMS[family[0]], field):.3g})")
+    directory, start = Path(sys.argv[1]), present()
+    rows = linear_rows(rows_of(directory), read_models(directory), start)
+    for name, value in shared_fit(rows, start).items():
+        print(f"{name}: {value:.3g} (now {start[name]:.3g})")
+    for family, number, values in fit_own(directory):
+        print(f"{', '.join(family)} ({number} rows): {', '.join(f'{name} {v:.3g}' for name, v in values.items())}")
 
 
 if __name__ == "__main__":

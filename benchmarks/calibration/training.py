@@ -27,23 +27,22 @@ Item = TypeVar("Item", DeviceClass, EngineProfile)
 Knob = tuple[tuple[str, ...], str]
 """A constant: device classes or engine profiles that share it, and its field."""
 
-_H100 = ("H100-80G", "H800-80G", "H200-141G")
-_FSDP = ("torch", "compiled", "foundry", "prime-rl")
+_H100 = ("H100-80G", "H800-80G", "H200-141G", "H100-96G")
+_SHARDED = ("torch", "compiled", "foundry", "prime-rl", "deepspeed", "megatron", "megatron-lm")
 _KNOBS: dict[Knob, str] = {
     (("A100-40G", "A100-80G", "A800-80G"), "attention"): "device",
-    ((*_H100, "H100-96G"), "attention"): "device",
+    (_H100, "attention"): "device",
     (_H100, "sustained"): "device",
-    (("H100-96G",), "sustained"): "device",
     (("V100-16G", "V100-32G"), "sustained"): "device",
     (("foundry",), "attention"): "profile",
     (("prime-rl",), "attention"): "profile",
-    (("torch", "deepspeed", "transformers"), "elements"): "profile",
+    (("torch", "deepspeed", "transformers", "deepspeed-2021"), "elements"): "profile",
     (("compiled",), "elements"): "profile",
     (("foundry",), "elements"): "profile",
     (("prime-rl",), "elements"): "profile",
-    (("megatron", "megatron-lm"), "elements"): "profile",
+    (("megatron", "megatron-lm", "megatron-2021"), "elements"): "profile",
     (tuple(PROFILES), "loss_bytes"): "profile",
-    (_FSDP, "overlap"): "profile",
+    (_SHARDED, "overlap"): "profile",
     (("prime-rl",), "adapter_elements"): "profile",
 }
 _SAVE: Knob = (("prime-rl",), "save")
@@ -318,6 +317,8 @@ def _rows(row: Row, mesh: Mesh, micro_rows: int) -> int:
 
 def _engine(row: Row) -> str:
     system = row["system"]
+    if row["source"] == "ptd-p":
+        return "deepspeed-2021" if system.startswith("DeepSpeed") else "megatron-2021"
     if system == "torchtitan":
         return "compiled" if "compile" in row["zero"] else "torch"
     return next((engine for start, engine in _ENGINES.items() if system.startswith(start)), "torch")

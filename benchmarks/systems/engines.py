@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexrlhf.guideline.costs import decoders, engines
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.decoders import DECODERS as OWN_DECODERS
+from flexrlhf.guideline.costs.decoders import DecodeProfile, read_decoders
+from flexrlhf.guideline.costs.engines import PROFILES as OWN_PROFILES
+from flexrlhf.guideline.costs.engines import EngineProfile, read_engines
+from flexrlhf.guideline.costs.overheads import OVERHEADS, RunOverheads
 
-PROFILES = engines.PROFILES | engines.read_engines(Path(__file__).with_name("engines.csv"))
+PROFILES = OWN_PROFILES | read_engines(Path(__file__).with_name("engines.csv"))
 """Engine name → profile of its forward and training passes."""
-DECODERS = decoders.DECODERS | decoders.read_decoders(Path(__file__).with_name("decoders.csv"), PROFILES)
+DECODERS = OWN_DECODERS | read_decoders(Path(__file__).with_name("decoders.csv"), PROFILES)
 """Engine name → profile of its generation."""
-COSTS = AnalyticCosts(PROFILES, DECODERS)
+
+
+@dataclass(frozen=True)
+class EngineTables:
+    """Profiles of all engines.
+
+    profiles:  engine name → profile of its forward and training passes
+    decoders:  engine name → profile of its generation
+    """
+
+    profiles: Mapping[str, EngineProfile]
+    decoders: Mapping[str, DecodeProfile]
+    _costs: dict[RunOverheads, AnalyticCosts] = field(default_factory=dict)
+
+    def costs(self, overheads: RunOverheads = OVERHEADS) -> AnalyticCosts:
+        """Return the cost model of a system with these overheads."""
+        if overheads not in self._costs:
+            self._costs[overheads] = AnalyticCosts(self.profiles, self.decoders, overheads)
+        return self._costs[overheads]
+
+
+TABLES = EngineTables(PROFILES, DECODERS)
+COSTS = TABLES.costs()
+"""Costs of a system without overheads of its own."""

@@ -98,12 +98,22 @@ def sized(
         return None
     call = placed.call
     if call.kind == "generate":
-        together = min(most, workload.decode_rows or most, system.decode_rows or most, call.rows)
+        sent = _sent_rows(workload, system, placement, placed) or most
+        together = min(most, workload.decode_rows or most, system.decode_rows or most, sent, call.rows)
         return replace(placed, call=replace(call, decode_rows=together))
     share = max(1, call.rows // call.updates)
-    together = min(share, workload.micro_rows or most)
+    usual = max(1, int(system.micro_tokens / call.width)) if system.micro_tokens else most
+    together = min(share, workload.micro_rows or usual)
     rows = min(most, max(1, -(-together // placed.mesh.pp) if placed.mesh.pp > 1 else together))
     return replace(placed, call=replace(call, micro_rows=rows))
+
+
+def _sent_rows(workload: Workload, system: System, placement: SystemPlacement, placed: SystemCall) -> int | None:
+    """Return the rows that a replica of the generator has at a time; None where it has all."""
+    if system.sends_tokens is None:
+        return None
+    each = max(1, int(system.sends_tokens / (workload.prompt + workload.mean)))
+    return max(1, each * placement.devices(ACTOR) // placed.mesh.dp)
 
 
 def most_rows(

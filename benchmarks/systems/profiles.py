@@ -5,12 +5,14 @@ The constants are fitted on published steps (``benchmarks/calibration``), never 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flexrlhf.guideline.costs.constants import named_rows, read_rows
 from flexrlhf.guideline.costs.cost_model import Recompute
+from flexrlhf.guideline.costs.overheads import OVERHEADS, RunOverheads
 
 Gathers = Literal["every step", "at once", "tensor parallel", "own copy", "reshard"]
 """How weights come to generation: ZeRO-3 gathers them for every token, or once for all; DeepSpeed's hybrid engine
@@ -18,6 +20,10 @@ shards them over a node; a separate engine has a copy that is sent; 3D meshes ex
 MeshRule = Literal["ZeRO", "symmetric", "smallest", "searched"]
 """How a model's devices share its work: replicas alone; tensor parallel in the node, with the shortest pipeline that
 fits; as little of both as fits; the best mesh for each call."""
+
+
+CONTROLLER_SECONDS = 0.88
+"""Seconds of a controlling process in each call, of all systems that have one. Fitted."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +45,11 @@ class System:
     stages:             ZeRO stages in order of preference
     rests:              whether the memory of one call is released before the next
     recompute:          activations that the backward pass computes again
-
-    Its constants (``speeds.csv``), one set for all published steps:
-
-    passes:             share of its trainer's own speed that it reaches in a step
-    decode:             share of its generator's own speed
-    tensor:             share of the speed of tensor-parallel collectives
-    gather:             share of the links' speed of ZeRO-3's collectives between nodes
-    gather_within:      the same inside a node
-    launch_seconds:     launching one layer in one decoding step on the host, in nodes with PCIe 5, where kernels are
-                        launched one by one; 0: that of the generator's profile
-    launch_tp_seconds:  addition to it with tensor parallelism
-    gaps:               share of a step in which nothing runs
-    sync_seconds:       start of sending the weights to a copy
-    sync_gb_s:          speed of sending them; 0: that of the links
+    micro_tokens:       most tokens of a pass, of at least one row
+    sends_tokens:       tokens of the rows that each device of the actor has generated at a time, and waits for
+    controller_seconds: time of a call in which a controlling process collects its rows and hands them on; 0: no process
+                        does
+    overheads:          its own overheads of a step (``speeds.csv``); cells that are empty there have the package's
     """
 
     name: str
@@ -61,17 +58,7 @@ class System:
     layout: MeshRule = "ZeRO"
     gathers: Gathers = "at once"
     placements: tuple[str, ...] = ("co-located",)
-    passes: float = 1.0
-    decode: float = 1.0
-    tensor: float = 1.0
-    gather: float = 1.0
-    gather_within: float = 1.0
     decode_rows: int | None = None
-    launch_seconds: float = 0.0
-    launch_tp_seconds: float = 0.0
-    gaps: float = 0.0
-    sync_seconds: float = 0.0
-    sync_gb_s: float = 0.0
     scores_again: bool = True
     offloads: bool = False
     ahead: bool = False
@@ -80,12 +67,27 @@ class System:
     stages: tuple[int, ...] = (2, 3)
     rests: bool = True
     recompute: Recompute = "full"
+    micro_tokens: int | None = None
+    sends_tokens: int | None = None
+    controller_seconds: float = 0.0
+    overheads: RunOverheads = OVERHEADS
 
 
 def read_systems(directory: Path) -> dict[str, System]:
-    """Return the systems of two tables: ``systems.csv``, how each of them works, and ``speeds.csv``, its constants."""
+    """Return the systems of two tables: ``systems.csv``, how each of them works, and ``speeds.csv``, its overheads."""
     speeds = {row["name"]: row for row in read_rows(directory / "speeds.csv")}
-    return named_rows(System, (speeds[row["name"]] | _lists(row) for row in read_rows(directory / "systems.csv")))
+    return named_rows(System, (_with_overheads(_lists(row), speeds) for row in read_rows(directory / "systems.csv")))
+
+
+def _with_overheads(row: dict[str, Any], speeds: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    own = speeds.get(row["name"], {})
+    values = {item.name: float(own[item.name]) for item in fields(RunOverheads) if item.name in own}
+    controlled = row.pop("controlled") == "yes"
+    return {
+        **row,
+        "controller_seconds": CONTROLLER_SECONDS if controlled else 0.0,
+        "overheads": replace(OVERHEADS, **values),
+    }
 
 
 def _lists(row: dict[str, str]) -> dict[str, str | list[str]]:

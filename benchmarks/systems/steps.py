@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.systems.calls import SystemCall, call_seconds, calls_of, transition_seconds
-from benchmarks.systems.engines import COSTS
+from benchmarks.systems.engines import TABLES
 from benchmarks.systems.footprint import capacity_bytes, frozen_bytes
 from benchmarks.systems.memory import MemoryUse, fitted, has_host_memory, memory_use, most_rows, peak_bytes, sized
 from benchmarks.systems.meshes import ModelMeshes, mesh_candidates, mesh_of, splits, state_bytes
@@ -21,7 +21,7 @@ from flexrlhf.guideline.costs.cost_model import CostModel, Mesh
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
 
 ROOMY = 0.75
-"""Share of a device that states may take before a user turns to the next ZeRO stage."""
+"""Share of a device that states may take before a user turns to the next ZeRO stage, and at last to offloading."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def steps_of(
     workload: Workload, system: System, costs: CostModel | None = None, placement: SystemPlacement | None = None
 ) -> list[SystemStep]:
     """Return every way of ``system`` to run ``workload`` that fits, the fastest first; on ``placement`` if given."""
-    costs = costs or COSTS
+    costs = costs or TABLES.costs(system.overheads)
     own = (each for name in system.placements for each in placements_of(name, workload))
     placements = (placement,) if placement is not None else own
     steps = [step for each in placements for step in _steps_on(workload, system, each, costs)]
@@ -88,11 +88,8 @@ def _step(
 ) -> SystemStep | None:
     """Return the step on ``meshes``; None where it does not fit."""
     usage = memory_use(workload, system, placement, meshes)
-    if (
-        system.layout == "ZeRO"
-        and max(usage.most) > ROOMY * capacity_bytes(workload.device)
-        and meshes.models[ACTOR].zero != 3
-    ):
+    is_last = meshes.models[ACTOR].zero == 3 and (meshes.offload or not system.offloads)
+    if system.layout == "ZeRO" and not is_last and max(usage.most) > ROOMY * capacity_bytes(workload.device):
         return None
     rows = workload.rows or 4096 * workload.devices
     if meshes.offload and not has_host_memory(workload):
@@ -108,16 +105,23 @@ def _step(
             return None
         calls = fitted(replace(workload, rows=rows), system, placement, meshes, usage, rows)
     assert calls is not None, "where many rows fit, fewer do"
-    transition = transition_seconds(workload, system, placement, meshes.generate, costs)
+    transition = transition_seconds(workload, system, placement, meshes.models[ACTOR], meshes.generate, costs)
     seconds, by_name = _walked(system, placement, calls, transition, costs)
     return SystemStep(placement, calls, rows, seconds, by_name, peak_bytes(system, placement, calls, usage))
 
 
-def timed_as(step: SystemStep, system: System, costs: CostModel) -> SystemStep:
+def timed_as(step: SystemStep, system: System, costs: CostModel | None = None) -> SystemStep:
     """Return ``step`` with the durations of another system on the same meshes."""
+    calls = tuple(_generated_by(placed, system.generator) for placed in step.calls)
     transition = step.call_seconds.get("transition", 0.0)
-    seconds, by_name = _walked(system, step.placement, step.calls, transition, costs)
-    return replace(step, seconds=seconds, call_seconds=by_name)
+    seconds, by_name = _walked(system, step.placement, calls, transition, costs or TABLES.costs(system.overheads))
+    return replace(step, calls=calls, seconds=seconds, call_seconds=by_name)
+
+
+def _generated_by(placed: SystemCall, generator: str) -> SystemCall:
+    if placed.call.kind != "generate":
+        return placed
+    return replace(placed, call=replace(placed.call, engine=generator))
 
 
 def part_seconds(step: SystemStep, kinds: tuple[str, ...]) -> float:
@@ -139,7 +143,7 @@ def _walked(
     system: System, placement: SystemPlacement, calls: Sequence[SystemCall], transition: float, costs: CostModel
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and of each of its calls by name."""
-    seconds = {placed.name: call_seconds(placed, system, costs) for placed in calls}
+    seconds = {placed.name: system.controller_seconds + call_seconds(placed, costs) for placed in calls}
     order = {placed.name: index for index, placed in enumerate(calls)}
     timed = [
         TimedInstruction(
@@ -155,7 +159,7 @@ def _walked(
         timed.append(TimedInstruction(tuple(sorted(blocks)), transition, (len(calls) - 1,), lag=int(system.ahead)))
         seconds["transition"] = transition
     total = steady_seconds(timed, len(placement.blocks)) if system.ahead else on_policy_seconds(timed, placement)
-    return total / (1 - system.gaps), seconds
+    return total, seconds
 
 
 def on_policy_seconds(timed: list[TimedInstruction], placement: SystemPlacement) -> float:
@@ -189,7 +193,8 @@ def _searched_within(
         for block in best.blocks if best.call.kind == "train" else ():
             states[block] += state_bytes(workload, system, placed.role, best.mesh, False)
     calls = tuple(chosen[placed.name] for placed in _drafts(workload, system, placement, rows))
-    transition = transition_seconds(workload, system, placement, calls[0].mesh, costs)
+    trained = next(placed.mesh for placed in calls if placed.call.kind == "train" and placed.role == ACTOR)
+    transition = transition_seconds(workload, system, placement, trained, calls[0].mesh, costs)
     seconds, by_name = _walked(system, placement, calls, transition, costs)
     return SystemStep(placement, calls, rows, seconds, by_name, peak_bytes(system, placement, calls, _states(states)))
 
@@ -234,7 +239,7 @@ def _fastest(
         fitting = sized(workload, system, placement, option, _states([others + state] * len(placement.blocks)))
         if fitting is not None:
             options.append(fitting)
-    return min(options, key=lambda option: call_seconds(option, system, costs), default=None)
+    return min(options, key=lambda option: call_seconds(option, costs), default=None)
 
 
 def _own_state(workload: Workload, system: System, placed: SystemCall, mesh: Mesh) -> float:

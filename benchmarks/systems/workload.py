@@ -65,6 +65,11 @@ class SystemPlacement:
     blocks: tuple[int, ...]
     where: Mapping[str, tuple[int, ...]]
 
+    @property
+    def home(self) -> str:
+        """Role, or ``ROLLOUT``, where generation is."""
+        return ROLLOUT if ROLLOUT in self.where else ACTOR
+
     def devices(self, role: str) -> int:
         return sum(self.blocks[index] for index in self.where[role])
 

@@ -1,0 +1,132 @@
+"""Errors on systems and sources that the shared constants are not fitted on.
+
+The fit without some rows takes a linear model of the logarithm of each prediction in the logarithms of the constants;
+its result predicts the rows that were left out without that approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.calibration.descent import descend, mean_and_square
+from benchmarks.calibration.problems import Catalogue, LeftOut, source_of
+from benchmarks.calibration.rlhf import predict, rows_of
+from benchmarks.calibration.rows import Prediction, Row, read_models
+from benchmarks.calibration.shared import ASSUMED, Constants, present, systems_with, tables_with
+from flexrlhf.guideline.costs.transformer import Transformer
+
+STEP = 1.15
+"""Factor by which a constant is varied to see what follows."""
+MOST_ERROR = 3.0
+"""Relative error above which a row pulls no harder."""
+LEAST_SECONDS = 1e-6
+PULL = 0.003
+"""Loss for a constant that differs from what is assumed of it by a factor of e."""
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """A row, and its prediction by constants that are not fitted on it."""
+
+    row: Row
+    prediction: Prediction
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.prediction.measured / max(self.prediction.predicted, LEAST_SECONDS)
+
+
+@dataclass(frozen=True)
+class LinearRow:
+    """A row near the present constants.
+
+    row:        the row
+    measured:   measured seconds
+    predicted:  seconds that the present constants give
+    slopes:     constant → relative change of the prediction with a relative change of the constant
+    """
+
+    row: Row
+    measured: float
+    predicted: float
+    slopes: Mapping[str, float]
+
+    def error(self, values: Constants, start: Constants) -> float:
+        change = sum(slope * log(values[name] / start[name]) for name, slope in self.slopes.items())
+        return min(MOST_ERROR, abs(self.predicted * exp(change) / self.measured - 1))
+
+
+def source_left_out(row: Row) -> str:
+    """Return the source of a row: one publication or repository."""
+    return source_of(row)
+
+
+def system_left_out(row: Row) -> str:
+    """Return the system of a row in any of its versions."""
+    return next((name for name in _FAMILIES if row["system"].startswith(name)), row["system"])
+
+
+_FAMILIES = ("DeepSpeed-Chat", "FlexRLHF", "trlX", "OpenRLHF", "ReaL", "NeMo-RL", "NeMo-Aligner", "verl")
+
+
+def checked_rows(directory: Path, key: Callable[[Row], str]) -> list[CheckedRow]:
+    """Return every row, predicted by constants that are fitted without any row of the same ``key``."""
+    models, start = read_models(directory), present()
+    rows = linear_rows(rows_of(directory), models, start)
+    found = []
+    for name in sorted({key(each.row) for each in rows}):
+        values = fit([each for each in rows if key(each.row) != name], start)
+        found += list(_predicted([each.row for each in rows if key(each.row) == name], models, values))
+    return found
+
+
+def fit(rows: Sequence[LinearRow], start: Constants) -> dict[str, float]:
+    """Return the constants with the smallest errors of ``rows``, and those that no row depends on as assumed.
+
+    ``start``: constants that the rows are linear around."""
+
+    def loss(values: Constants) -> float:
+        apart = sum(log(value / ASSUMED[name]) ** 2 for name, value in values.items())
+        return mean_and_square([each.error(values, start) for each in rows]) + PULL * apart
+
+    return descend(loss, start)
+
+
+def linear_rows(rows: Sequence[Row], models: Mapping[str, Transformer], start: Constants) -> list[LinearRow]:
+    """Return the rows that can be predicted, with what follows from each constant."""
+    base = {each.row["id"]: each for each in _predicted(rows, models, start)}
+    slopes: dict[str, dict[str, float]] = {name: {} for name in base}
+    for constant, value in start.items():
+        varied = _predicted(rows, models, {**start, constant: STEP * value})
+        for each in varied:
+            before = base.get(each.row["id"])
+            if before is not None:
+                change = before.ratio / each.ratio
+                slopes[each.row["id"]][constant] = log(change) / log(STEP)
+    return [
+        LinearRow(each.row, each.prediction.measured, max(each.prediction.predicted, LEAST_SECONDS), slopes[name])
+        for name, each in base.items()
+    ]
+
+
+def _predicted(rows: Sequence[Row], models: Mapping[str, Transformer], values: Constants) -> Iterator[CheckedRow]:
+    known = Catalogue(models, systems_with(values), tables_with(values))
+    for row in rows:
+        try:
+            yield CheckedRow(row, predict(row, known))
+        except LeftOut:
+            continue
+
+
+def mean_error(rows: Sequence[CheckedRow]) -> float:
+    return mean(each.prediction.error for each in rows)
+
+
+def bias(rows: Sequence[CheckedRow]) -> float:
+    """Return the mean of signed relative errors; above 0: predictions are too slow."""
+    return mean(1 / each.ratio - 1 for each in rows)
