@@ -76,7 +76,7 @@ def mean_pass(
 ) -> MeanPass:
     """Return the passes over ``count`` prompts with ``samples`` responses each, whose lengths are like the given ones.
 
-    Where all have one length, and of few texts, the number of passes is exact.
+    Where all have one length, in units of as many texts each, and of few texts, the number of passes is exact.
     """
     if len(set(prompts)) == len(set(responses)) == 1:
         units = layout.units(TextGroup(round(prompts[0]), (round(responses[0]),) * samples))
