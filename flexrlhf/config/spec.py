@@ -155,10 +155,16 @@ class ModelSpec(StrictModel):
     compile: bool = Field(False, description="compile the layers (torch.compile), on GPUs")
     lora: LoraSpec | None = Field(None, description="train adapters; null: all weights")
     optimizer: OptimizerSpec = OptimizerSpec()
-    micro_batch_tokens: int = Field(8192, ge=1, description="computed tokens of one forward or backward pass")
+    micro_batch_tokens: int = Field(
+        8192,
+        ge=1,
+        description="computed tokens of one forward or backward pass, which has at least one text, or the texts of a "
+        "prompt that a loss compares",
+    )
     pack_texts: bool = Field(True, description="several texts in one row of a pass, where the model's attention can")
     share_prompts: bool = Field(
-        True, description="samples of one prompt share one copy of it: in generation, and with pack_texts in passes"
+        True,
+        description="samples of one prompt share one copy of it: in generation, and with pack_texts in a pass",
     )
     generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
     logits_mb: float = Field(

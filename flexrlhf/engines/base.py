@@ -140,6 +140,7 @@ class Loss:
                  rows x R x vocabulary of memory.
     with_values: whether it also reads the values of a model with both heads.
     temperature: of the log-probs, softmax(logits / temperature); None: that of the run's sampling.
+    compares:    whether it compares the texts of a prompt, which are then in one micro-batch.
     """
 
     quantity: Quantity
@@ -148,6 +149,7 @@ class Loss:
     entropy: EntropyUse = "none"
     with_values: bool = False
     temperature: float | None = None
+    compares: bool = True
 
 
 @dataclass(frozen=True)

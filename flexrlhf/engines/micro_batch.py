@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import DTYPES
-from flexrlhf.engines.packing import PackedPass, Place, TextGroup, may_pack, packed, shared
+from flexrlhf.engines.packing import PackedPass, Place, TextGroup, Unit, may_pack, packed, united, units_of
 from flexrlhf.operators.columns import Lengths
 
 
@@ -147,15 +148,16 @@ def _columns(width: int, like: Tensor) -> Tensor:
     return torch.arange(width, device=like.device)[None]
 
 
-def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
+def micro_batches(batch: Batch, settings: PassSettings, compares: bool = False) -> Iterator[MicroBatch]:
     """Split ``batch`` into passes of at most ``settings.budget`` computed tokens.
 
-    Samples of one prompt stay together, so a micro-batch has at least one prompt, whatever its tokens.
+    A micro-batch has at least one text, whatever its tokens. ``compares``: all samples of a prompt, because a loss
+    compares them.
     """
     if not len(batch):
         return
     texts = _Texts.of(batch, settings.lengths)
-    units = [texts.unit(number, settings) for number in range(len(texts.same))]
+    units = [unit for number in range(len(texts.same)) for unit in texts.units(number, settings, compares)]
     for each in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs):
         starts = {
             start.row: start
@@ -183,14 +185,14 @@ def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch
 
 @dataclass(frozen=True)
 class _Unit:
-    """Texts of one prompt, which stay together.
+    """Texts of one prompt that are in one pass.
 
     groups:    the texts, in groups that share a copy of the prompt.
     rows:      of the batch, of these texts in order.
     repeated:  further rows → the row with the same text, which is computed once.
     """
 
-    groups: tuple[TextGroup, ...]
+    groups: Unit
     rows: tuple[int, ...]
     repeated: dict[int, int]
 
@@ -202,8 +204,8 @@ class _Texts:
     prompts:    tokens of each prompt.
     responses:  tokens of each response.
     contents:   bytes that two texts have in common only if all their tokens are the same.
-    samples:    texts of a unit.
-    same:       of each unit, whether its texts have the same prompt.
+    samples:    texts of a prompt.
+    same:       of each prompt, whether its texts have the same one; whole texts, encoded again, do not.
     """
 
     prompts: list[int]
@@ -224,23 +226,27 @@ class _Texts:
         contents = [row.tobytes() for row in shown.cpu().numpy()]
         return cls(counts.tolist(), responses.tolist(), contents, samples, same.tolist())
 
-    def unit(self, number: int, settings: PassSettings) -> _Unit:
-        """Return the texts of one prompt. Where rows are packed, the same text is computed once.
+    def units(self, number: int, settings: PassSettings, compares: bool) -> Iterator[_Unit]:
+        """Yield the units of one prompt. The same text is computed once.
 
-        Rounding depends on the place in a row, and group advantages would enlarge the difference of equal texts.
+        Rounding depends on the place in a pass, and group advantages would enlarge the difference of equal texts.
         """
-        rows = range(number * self.samples, (number + 1) * self.samples)
-        firsts: dict[bytes, int] = {}
-        first = {row: firsts.setdefault(self.contents[row], row) if settings.packs else row for row in rows}
-        distinct = tuple(row for row in rows if first[row] == row)
-        repeated = {row: first[row] for row in rows if first[row] != row}
-        return _Unit(self._groups(number, distinct, settings), distinct, repeated)
+        alike: dict[bytes, list[int]] = {}
+        for row in range(number * self.samples, (number + 1) * self.samples):
+            alike.setdefault(self.contents[row], []).append(row)
+        again = {first: others for first, *others in alike.values()}
+        left = iter(again)
+        for groups in self._groups(number, list(again), settings, compares):
+            rows = tuple(islice(left, sum(len(group.responses) for group in groups)))
+            yield _Unit(groups, rows, {row: first for first in rows for row in again[first]})
 
-    def _groups(self, number: int, rows: Sequence[int], settings: PassSettings) -> tuple[TextGroup, ...]:
+    def _groups(self, number: int, rows: Sequence[int], settings: PassSettings, compares: bool) -> tuple[Unit, ...]:
+        """Return the texts ``rows`` of one prompt in units, in order."""
         if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
             group = TextGroup(self.prompts[rows[0]], tuple(self.responses[row] for row in rows))
-            return shared(group, settings.budget)
-        return tuple(TextGroup(self.prompts[row], (self.responses[row],)) for row in rows)
+            return units_of(group, settings.budget, shares=True, compares=compares)
+        apart = tuple(TextGroup(self.prompts[row], (self.responses[row],)) for row in rows)
+        return united(apart, compares)
 
 
 class _Start(NamedTuple):

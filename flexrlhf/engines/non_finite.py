@@ -141,16 +141,16 @@ def _in_pass(each: TrainingPass, loss: Loss) -> Iterator[NonFinite]:
     computed = {_COMPUTED[names[field]]: tensor for field, tensor in _tensors(outputs).items()}
     numbers = {**each.batch.columns, **computed}
     found = [_first(name, tensor, rows) for name, tensor in numbers.items()]
-    found += [_first_of_loss(each, loss, start) for start in range(0, len(rows), each.batch.samples_per_prompt)]
+    at_once = each.batch.samples_per_prompt if loss.compares else 1
+    found += [_first_of_loss(each, loss, slice(start, start + at_once)) for start in range(0, len(rows), at_once)]
     for number in found:
         if number is not None:
             yield replace(number, part=each.part, micro_batch=each.micro_batch)
 
 
 @torch.enable_grad()
-def _first_of_loss(each: TrainingPass, loss: Loss, start: int) -> NonFinite | None:
-    """Return the first row of the prompt at ``start`` if its loss is not finite, or its gradient at the outputs."""
-    part = slice(start, start + each.batch.samples_per_prompt)
+def _first_of_loss(each: TrainingPass, loss: Loss, part: slice) -> NonFinite | None:
+    """Return the first row of ``part`` if its loss is not finite, or its gradient at the outputs."""
     batch = each.batch.select(part)
     leaves = {name: tensor[part].clone().requires_grad_() for name, tensor in _tensors(each.outputs).items()}
     value, _ = loss.function(Outputs(**leaves), batch, each.totals)

@@ -31,7 +31,7 @@ MOST_PADDING = 1.15
 
 @dataclass(frozen=True)
 class TextGroup:
-    """Texts that share one copy of their prompt.
+    """Texts in one row that share one copy of their prompt.
 
     prompt:     tokens of the prompt.
     responses:  tokens of each response.
@@ -49,6 +49,10 @@ class TextGroup:
     def apart(self) -> tuple[TextGroup, ...]:
         """The same texts, each with a copy of the prompt."""
         return tuple(TextGroup(self.prompt, (response,)) for response in self.responses)
+
+
+Unit = tuple[TextGroup, ...]
+"""Groups of texts that are in one pass."""
 
 
 class Place(NamedTuple):
@@ -86,14 +90,28 @@ def may_pack(model_type: str, attention: str, window: int | None, longest: int) 
     return takes_masks and (window is None or window >= longest)
 
 
+def units_of(group: TextGroup, budget: int, shares: bool, compares: bool) -> tuple[Unit, ...]:
+    """Return the texts of a prompt in units, in order.
+
+    shares:    whether several texts may share a copy of the prompt, as far as ``budget`` has room for them.
+    compares:  whether all texts are in one pass.
+    """
+    return united(shared(group, budget) if shares else group.apart, compares)
+
+
+def united(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
+    """Return ``groups`` as one unit if ``compares``, else each as one."""
+    return (groups,) if compares else tuple((group,) for group in groups)
+
+
 def shared(group: TextGroup, budget: int) -> tuple[TextGroup, ...]:
     """Return ``group`` in as many copies of its prompt as cost least: attention over a long row is not free.
 
-    No row is above ``budget`` tokens where copies prevent that.
+    No row is above ``budget`` tokens, unless the longest text alone is: none is longer than that then.
     """
-    number = len(group.responses)
+    number, most = len(group.responses), max(budget, group.prompt + max(group.responses))
     candidates = [_copies(group, count) for count in range(1, number + 1)]
-    return min(candidates, key=lambda parts: (_is_above(parts, budget), sum(_row_cost(part.tokens) for part in parts)))
+    return min(candidates, key=lambda parts: (_is_above(parts, most), sum(_row_cost(part.tokens) for part in parts)))
 
 
 def _copies(group: TextGroup, count: int) -> tuple[TextGroup, ...]:
@@ -102,8 +120,8 @@ def _copies(group: TextGroup, count: int) -> tuple[TextGroup, ...]:
     return tuple(TextGroup(group.prompt, group.responses[start : start + each]) for start in starts)
 
 
-def _is_above(parts: Sequence[TextGroup], budget: int) -> bool:
-    return max(part.tokens for part in parts) > budget
+def _is_above(parts: Sequence[TextGroup], most: int) -> bool:
+    return max(part.tokens for part in parts) > most
 
 
 def _row_cost(width: int) -> float:
@@ -113,7 +131,7 @@ def _row_cost(width: int) -> float:
 
 # a rank's models, and epochs, compute the same mini-batches: the layout of each is decided once
 @lru_cache(maxsize=64)
-def packed(units: tuple[tuple[TextGroup, ...], ...], budget: int, together: bool = True) -> tuple[PackedPass, ...]:
+def packed(units: tuple[Unit, ...], budget: int, together: bool = True) -> tuple[PackedPass, ...]:
     """Return passes of at most ``budget`` computed tokens, each of at least one unit. A unit is in one pass.
 
     ``together``: several groups may be in one row. Deterministic, so all ranks of a tensor-parallel group agree.

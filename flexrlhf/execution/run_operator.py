@@ -26,6 +26,7 @@ from flexrlhf.objectives.functions import settings_of
 from flexrlhf.objectives.own_functions import check_returned, combine_of, make_loss
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.operators.columns import column_of, plain
+from flexrlhf.operators.compared_texts import compares_texts
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 
@@ -202,8 +203,8 @@ def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
     """Make one optimizer step per mini-batch, in order, ``epochs`` times over."""
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
-    loss = make_loss(operator.function, algorithm)
-    extra_loss = make_loss(operator.extra_loss, algorithm) if operator.extra_loss else None
+    loss = replace(make_loss(operator.function, algorithm), compares=compares_texts(operator))
+    extra_loss = replace(make_loss(operator.extra_loss, algorithm), compares=False) if operator.extra_loss else None
     if context.check is not None and context.sampling.step == 0:
         context.check.before_training(run.model, run.batch(store, run.rows, device))
     statistics: Moments = {}

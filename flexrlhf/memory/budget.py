@@ -37,9 +37,10 @@ from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
 class Compute:
     """A model call.
 
-    rows:     rows of the largest call on this rank; None: as many as its settings allow.
-    samples:  samples of a prompt, which stay together; None: those of a step.
-    texts:    texts of a row, each in passes of its own.
+    rows:      rows of the largest call on this rank; None: as many as its settings allow.
+    samples:   samples of a prompt; None: those of a step.
+    texts:     texts of a row, each in passes of its own.
+    compares:  whether all texts of a prompt are in one pass, because the loss compares them.
     """
 
     kind: CallKind
@@ -47,6 +48,7 @@ class Compute:
     rows: int | None
     samples: int | None = None
     texts: int = 1
+    compares: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """Padded tokens of a row, and the number of rows of one prompt, which stay together."""
+    """Padded tokens of a row, and the number of rows of one prompt."""
 
     prompt: int
     response: int
@@ -222,7 +224,7 @@ class Sizing:
         samples = work.samples or texts.samples_per_prompt
         packs = packs_texts(settings, self.shapes.get(model.role), texts.width)
         budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
-        return largest_pass(texts.prompt, texts.response, samples, budget, work.rows, packs, shares)
+        return largest_pass(texts.prompt, texts.response, samples, budget, work.rows, packs, shares, work.compares)
 
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> NamedBytes:
         """Return the bytes of activations, logits and caches, and of what is between pipeline stages."""

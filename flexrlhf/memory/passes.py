@@ -1,7 +1,8 @@
 """Size of the largest forward or training pass, bounded for texts of whatever lengths.
 
-Engines lay texts out by ``engines/packing.py``. A pass has as many computed tokens as its budget allows, or the texts
-of one prompt where these alone are more; its rows are no wider than the widest that is tried for its longest text.
+Engines lay texts out by ``engines/packing.py``. A pass has as many computed tokens as its budget allows, or one text
+where this alone is more, all texts of a prompt where a loss compares them; its rows are no wider than the widest that
+is tried for its longest text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import lru_cache
 from math import ceil
 
 from flexrlhf.config.spec import ModelSpec
-from flexrlhf.engines.packing import WIDTHS, TextGroup, may_pack, shared
+from flexrlhf.engines.packing import WIDTHS, TextGroup, may_pack, units_of
 from flexrlhf.weights.shapes import ModelShape
 
 
@@ -52,31 +53,40 @@ def shares_prompts(settings: ModelSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def largest_pass(
-    prompt: int, response: int, samples: int, budget: int, rows: int | None, packs: bool, shares: bool
+    prompt: int,
+    response: int,
+    samples: int,
+    budget: int,
+    rows: int | None,
+    packs: bool,
+    shares: bool,
+    compares: bool = False,
 ) -> PassSize:
     """Return bounds of a pass of ``budget`` tokens.
 
     prompt, response:  tokens at most.
-    samples:           texts of a prompt, which stay together.
+    samples:           texts of a prompt.
     rows:              texts of the call; None: any number.
     packs:             whether several texts are in a row.
     shares:            whether samples of a prompt then share a copy of it.
+    compares:          whether all texts of a prompt are in one pass, because a loss compares them.
     """
     whole = TextGroup(prompt, (response,) * samples)
-    parts = shared(whole, budget) if packs and shares else whole.apart
-    unit = len(parts) * max(part.tokens for part in parts)
-    tokens = max(budget, unit)
-    answered = response * max(len(part.responses) for part in parts)
-    # a prompt has a token at least
+    shares = packs and shares
+    units = units_of(whole, budget, shares, compares)
+    rows_of_prompt = [part for unit in units for part in unit]
+    longest_row = max(part.tokens for part in rows_of_prompt)
+    tokens = max(budget, longest_row * max(map(len, units)))
+    # shorter samples may share one row where the longest are divided; a prompt has a token at least
+    answered = min(samples * response, max(budget, longest_row) - 1) if shares else response
     responses = tokens - tokens // (1 + answered)
     total = None
     if rows is not None:
-        units = max(1, rows // samples)
-        total = units * unit
-        tokens, responses = min(tokens, total), min(responses, units * samples * response)
+        prompts = max(1, rows // samples)
+        total = prompts * len(rows_of_prompt) * longest_row
+        tokens, responses = min(tokens, total), min(responses, prompts * samples * response)
     if not packs:
         return PassSize(tokens, prompt + response, responses, packed=False, total=total)
-    # shorter samples may share one row where the longest are divided
     longest = whole.tokens if shares else prompt + response
-    widest = min(ceil(WIDTHS[-1] * longest), max(budget, parts[0].tokens), tokens)
+    widest = min(ceil(WIDTHS[-1] * longest), max(budget, longest_row), tokens)
     return PassSize(tokens, max(widest, prompt + response), responses, packed=True, total=total)

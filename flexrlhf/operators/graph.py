@@ -28,6 +28,8 @@ class Operator:
     function:     the mathematics of a combine, the loss of a train (objectives/functions.py), the section of the YAML
                   with the sources of a score, or the role that a retokenize encodes for.
     quantities:   what the loss of a train reads of the model.
+    compares:     whether the loss of a train compares the texts of a prompt, which are then in one pass; None: as
+                  ``operators/compared_texts.py`` has it.
     extra_loss:   name of a second loss of a train, on further texts in the same optimizer step; their columns have
                   this name behind a dot.
     suffix:       may stand behind the names of its columns; whoever computes sees them without it.
@@ -48,6 +50,7 @@ class Operator:
     writes: tuple[str, ...] = ()
     function: str = ""
     quantities: tuple[Quantity, ...] = ("logprobs",)
+    compares: bool | None = None
     extra_loss: str = ""
     suffix: str = ""
     barrier: bool = False

@@ -65,6 +65,11 @@ def _chats(file: str) -> Raw:
     return {"data": data, "eval": {"path": f"assets:{file}-evaluation.jsonl", "every": 1}}
 
 
+def _in_small_passes(*roles: str) -> Raw:
+    """One or two texts fill a pass."""
+    return {"models": {role: {"micro_batch_tokens": 20} for role in roles}}
+
+
 def _scored(*sources: Raw) -> Raw:
     return {"reward": list(sources)}
 
@@ -170,6 +175,8 @@ ALGORITHMS: dict[str, Raw] = {
         dynamic_sampling={"rounds": 3},
     ),
     "grpo-counted": _of("grpo", _scored(COUNTED), kl={"place": "reward", "estimator": "k1", "coefficient": 0.05}),
+    # no group fits into a pass, and ranks have other numbers of passes
+    "grpo-pieces": _of("grpo", _in_small_passes("actor", "ref", "reward"), prompts_per_step=5, num_mini_batches=2),
     "grpo-uneven": _of("grpo", prompts_per_step=5, samples_per_prompt=3, truncation="mask", num_mini_batches=4),
     # half of the gradient of the penalty is cut off
     "grpo-limited": _of("grpo", kl=_loss_kl("k3", 0.5, value_clamp=0.002), epochs=2),
@@ -251,7 +258,15 @@ ALGORITHMS: dict[str, Raw] = {
     "dpo-smoothed": _of("dpo", **PAIRS, label_smoothing=0.2, prompts_per_step=7, epochs=2),
     "dpo-shared": _of("dpo", {"models": SHARED_REF}, **PAIRS),
     "dpo-robust": _of("dpo", **PAIRS, loss="robust", label_smoothing=0.2),
-    "dpo-normalised": _of("dpo", beta=2.0, length_normalised=True, prompts_per_step=7, num_mini_batches=3),
+    # a pair is above the budget of a pass
+    "dpo-normalised": _of(
+        "dpo",
+        _in_small_passes("actor", "ref"),
+        beta=2.0,
+        length_normalised=True,
+        prompts_per_step=7,
+        num_mini_batches=3,
+    ),
     "dpo-ipo-normalised": _of("dpo", **PAIRS, loss="ipo", length_normalised=True),
     "simpo": _of("simpo", gamma=0.5, epochs=2),
     "simpo-uneven": _of("simpo", prompts_per_step=7, num_mini_batches=4),

@@ -611,6 +611,7 @@ OF_ALGORITHMS = [
     Case("grpo-dapo", "six", 2),
     Case("grpo-counted", "halves", 2),
     Case("grpo-uneven", "six-chunks", 4),
+    Case("grpo-pieces", "co-located", 4, "mixed"),
     Case("grpo-limited", "halves", 2),
     Case("grpo-after", "six-chunks", 4),
     Case("grpo-shared", "halves", 2),

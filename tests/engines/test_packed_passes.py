@@ -1,4 +1,4 @@
-"""Packed rows and shared prompts compute what rows apart compute: every output, every gradient; with fewer FLOPs."""
+"""Packed rows, shared prompts and divided groups compute what rows apart compute: every output, every gradient."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from small_models import TINY, engine_for, likelihood, mini_batch, placed, squar
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from flexrlhf.config.algorithms import DpoSpec
 from flexrlhf.config.spec import Head, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
+from flexrlhf.objectives.preferences import preference_loss
 from flexrlhf.operators.columns import Lengths, column_of
 
 SAMPLES = 3
@@ -24,6 +26,8 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "packed": {"share_prompts": False},
     "shared": {},
     "in small passes": {"micro_batch_tokens": 24},
+    "text by text": {"micro_batch_tokens": 1},
+    "apart, text by text": {"micro_batch_tokens": 1, "pack_texts": False},
 }
 PACKING = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = ("gemma2", "gpt2")
@@ -71,12 +75,12 @@ LOSSES = {"causal": [with_entropy()], "scalar": [squared_values(), squared_score
 OUTPUTS = {"causal": ("logprobs",), "scalar": ("values", "scores", "token_scores"), "both": ("logprobs", "values")}
 
 
-def results(engine: TorchEngine, head: Head) -> dict[str, Tensor]:
+def results(engine: TorchEngine, head: Head, compares: bool = False) -> dict[str, Tensor]:
     """Outputs of the model, and how an update of plain gradient descent changes each of its weights."""
     found = engine.forward(groups(), [column_of(name) for name in OUTPUTS[head]])
     for number, loss in enumerate(LOSSES[head]):
         before = {name: weight.clone() for name, weight in engine.weights().items()}
-        engine.train([(groups(number + 1), loss)])
+        engine.train([(groups(number + 1), replace(loss, compares=compares))])
         found |= {f"{name} by loss {number}": before[name] - weight for name, weight in engine.weights().items()}
     return found
 
@@ -93,9 +97,41 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
 @pytest.mark.parametrize("head", ["causal", "scalar", "both"])
 @pytest.mark.parametrize("family", PACKING)
 def test_all_layouts_have_the_same_outputs_and_gradients(family: str, head: Head) -> None:
-    expected = results(engine_with(family, head, "apart"), head)
-    for layout in ("packed", "shared", "in small passes"):
+    expected = results(engine_with(family, head, "apart"), head, compares=True)
+    for layout in LAYOUTS:
         assert_equal(results(engine_with(family, head, layout), head), expected, 2e-5)
+    assert_equal(results(engine_with(family, head, "text by text"), head, compares=True), expected, 2e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_pass_has_whole_groups_only_where_a_loss_compares_them(layout: str, compares: bool) -> None:
+    seen: list[list[int]] = []
+
+    def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Any]:
+        seen.append(batch.rows.tolist())
+        return outputs.quantity.sum() / totals.tokens, {}
+
+    engine_with("llama", "causal", layout).train([(groups(), Loss("logprobs", function, (), compares=compares))])
+    assert sorted(row for rows in seen for row in rows) == list(range(4 * SAMPLES))
+    if compares:
+        assert all(rows[::SAMPLES] == [row for row in rows if row % SAMPLES == 0] for rows in seen)
+    if "text by text" in layout:
+        # equal texts are computed once
+        assert len(seen) == (4 if compares else 4 * SAMPLES - 1)
+
+
+def test_pairs_stay_in_one_pass() -> None:
+    """Whatever the budget: the loss of DPO is of the difference of two texts."""
+    batch = mini_batch(rows=8)
+    logprobs = torch.linspace(-2, -1, batch.mask.numel()).view(batch.mask.shape)
+    pairs = Batch({**batch.columns, "ref_logprobs": logprobs}, batch.rows, 2)
+    found = []
+    for layout in ("shared", "text by text"):
+        engine = engine_with("llama", "causal", layout)
+        statistics = engine.train([(pairs, preference_loss(DpoSpec()))])
+        found.append({**engine.weights(), "margins": statistics["preference_margin"]})
+    assert_equal(found[1], found[0], 2e-5)
 
 
 @pytest.mark.parametrize("family", OTHERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -71,6 +72,15 @@ def engine_of(model: PlacedModel) -> TorchEngine:
     )
 
 
+def group() -> Batch:
+    """All rows of one prompt."""
+    rows = batch()
+    columns = {name: tensor.clone() for name, tensor in rows.columns.items()}
+    for name in ("tokens", "attention_mask"):
+        columns[name][:, : LENGTHS.prompt] = columns[name][-1, : LENGTHS.prompt]
+    return Batch(columns, rows.rows, ROWS)
+
+
 def batch() -> Batch:
     width = LENGTHS.prompt + LENGTHS.response
     tokens = torch.randint(3, VOCABULARY, (ROWS, width), generator=torch.Generator().manual_seed(0)).int()
@@ -125,4 +135,28 @@ def test_planned_and_measured_bytes(head: Head, settings: str) -> None:
     if role == "actor":
         sampling = Sampling(0, 0, 1.0, (10**6,), 0, top_p=0.9)
         assert 0.97 < planned("generate")[0].part_bytes / peak_bytes(lambda: engine.generate(rows, sampling)) < 1.1
+    engine.close()
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 4096])
+@pytest.mark.parametrize("compares", [True, False])
+def test_bytes_of_a_group_that_is_divided(tokens: int, compares: bool) -> None:
+    """As many as the budget allows, whatever the group has, unless a loss compares its texts."""
+    model, shape = placed("actor", {}, "causal")
+    model = replace(model, settings=model.settings.model_copy(update={"micro_batch_tokens": tokens}))
+    sizing = Sizing(
+        Placement((model,), 1), {"actor": shape}, SequenceLengths(LENGTHS.prompt, LENGTHS.response, ROWS), SyncSpec()
+    )
+    state, engine, rows = sizing.state(model, 0), engine_of(model), group()
+    assert state is not None
+
+    def total(outputs: Outputs, *_: object) -> tuple[Tensor, Moments]:
+        return outputs.quantity.sum() / 1000, {}
+
+    parts = [(rows, Loss("logprobs", total, (), compares=compares))]
+    engine.train(parts)
+    trained = peak_bytes(lambda: engine.train(parts))
+    phases = sizing.phases(Compute("train", "actor", ROWS, compares=compares), 0)
+    assert 0.97 < (state.gradients + max(phase.part_bytes for phase in phases)) / trained < 1.5
+    assert (trained < 7e6) is (not compares and tokens < 4096)
     engine.close()

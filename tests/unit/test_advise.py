@@ -549,6 +549,18 @@ def test_an_option_is_a_setting_of_a_config_or_refused() -> None:
             )
 
 
+@pytest.mark.parametrize(("model", "response"), [("qwen2.5-32b", 8192), ("qwen2.5-7b", 28672)])
+def test_groups_that_no_device_has_memory_for_are_advised_on(model: str, response: int) -> None:
+    """GRPO with 16 responses of 8k or 28k tokens on 64 H100: a pass has some of a prompt's texts."""
+    request = AdviceRequest(dict.fromkeys(ROLES, model), equal_nodes(64, "H100-80G"), prompts=64, samples=16)
+    spec = replace(request, response_tokens=response).spec(("algorithm.name=grpo",))
+    found = advise(spec, AnalyticCosts(), seconds_limit=1.0)
+    plan = make_plan(found.best.candidate.spec)
+    check_fits(plan)
+    for role in ("actor", "ref", "reward"):
+        assert plan.placement[role].settings.micro_batch_tokens < 16 * response
+
+
 def test_options_change_settings_of_a_config() -> None:
     path = Path(__file__).parents[2] / "configs" / "grpo.yaml"
     options = AdviceOptions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,11 @@ def roots(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Momen
     return outputs.quantity.abs().sqrt().sum(), {}
 
 
+def of_group(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
+    """A loss that is not finite where a text is missing."""
+    return outputs.quantity.sum() / float(len(batch) == 2), {}
+
+
 def batch_of(rows: list[int], **changed: Tensor) -> Batch:
     return Batch({"old": torch.zeros(len(rows), 2)} | changed, torch.tensor(rows), 1)
 
@@ -99,8 +105,10 @@ def test_a_loss_that_is_not_finite_reaches_the_gradient_and_no_other_changes_a_b
     )
 
 
-def found_by(batch: Batch, outputs: Outputs, function: Any = clamped, ranks: Any = None) -> NonFinite | None:
-    loss = Loss("logprobs", function, ())
+def found_by(
+    batch: Batch, outputs: Outputs, function: Any = clamped, ranks: Any = None, compares: bool = True
+) -> NonFinite | None:
+    loss = Loss("logprobs", function, (), compares=compares)
     passes = [TrainingPass(0, 2, batch, outputs, TOTALS)] if len(batch) else []
     return first_in_training(passes, [(batch, loss)], ranks or RankGroup(None, (0,), lambda work, ranks: None))
 
@@ -117,6 +125,17 @@ def test_training_names_what_was_wrong_first() -> None:
     zero = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     assert found_by(batch_of([4, 2]), Outputs(zero), roots) == NonFinite(4, 0, "the gradient of the loss", 1, 2)
     assert found_by(batch_of([4, 2]), Outputs(fine)) is None
+
+
+def test_rows_are_searched_together_where_a_loss_compares_them() -> None:
+    """Else one by one: a pass may have some texts of a prompt."""
+    pair = replace(batch_of([4, 5]), samples_per_prompt=2)
+    assert found_by(pair, Outputs(torch.ones(2, 2)), of_group) is None
+    alone = pair.select(slice(1, 2))
+    assert found_by(alone, Outputs(torch.ones(1, 2)), compares=False) is None
+    for batch in (pair, alone):
+        found = found_by(batch, Outputs(torch.ones(len(batch), 2)), of_group, compares=False)
+        assert found == NonFinite(int(batch.rows[0]), 0, "the loss", None, 2)
 
 
 @pytest.mark.parametrize("sizes", [(4, 0), (2, 2), (0, 4), (1, 3)])

@@ -32,6 +32,7 @@ from flexrlhf.objectives.functions import LOSSES
 from flexrlhf.objectives.importance import importance_weights
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import aggregate
+from flexrlhf.operators.compared_texts import PAIR_LOSSES
 from flexrlhf.operators.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
@@ -138,6 +139,20 @@ def test_loss_gradient_and_statistics_add_up_over_any_parts(name: str, how: Loss
     assert set(statistics) == set(case.loss.statistics)
     for statistic, total in statistics.items():
         assert split_statistics[statistic].tolist() == pytest.approx(total.tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_single_rows_add_up_unless_they_compare_two(name: str) -> None:
+    """A pass may have one text of a group for all losses but those of pairs."""
+    case, rows = case_of(name, "token-mean"), [slice(row, row + 1) for row in range(16)]
+    if name in PAIR_LOSSES:
+        with pytest.raises(RuntimeError):
+            case.contributions(rows)
+        return
+    whole, gradient, _ = case.contributions([slice(0, 16)])
+    loss, split_gradient, _ = case.contributions(rows)
+    assert loss == pytest.approx(whole, rel=1e-5)
+    assert torch.allclose(split_gradient, gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "pair_loss"])

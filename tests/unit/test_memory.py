@@ -568,23 +568,26 @@ def evaluated(plan: Plan, item: Eval) -> list[Compute]:
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("compares", [True, False])
 @pytest.mark.parametrize(("prompt", "response", "samples"), [(512, 64, 8), (16, 40, 1), (4, 300, 6), (100, 3, 16)])
 def test_no_pass_is_larger_than_the_largest(
-    prompt: int, response: int, samples: int, shares: bool, packs: bool
+    prompt: int, response: int, samples: int, compares: bool, shares: bool, packs: bool
 ) -> None:
     chance = random.Random(prompt)
     for budget in (1, 700, 3000, 8192):
         layout, bound = (
-            TextLayout(budget, packs, shares),
-            largest_pass(prompt, response, samples, budget, None, packs, shares),
+            TextLayout(budget, packs, shares, compares),
+            largest_pass(prompt, response, samples, budget, None, packs, shares, compares),
         )
         for lengths in (lambda most: most, lambda most: chance.randint(1, most), lambda most: max(1, most // 3)):
             groups = [TextGroup(lengths(prompt), tuple(lengths(response) for _ in range(samples))) for _ in range(24)]
-            few = largest_pass(prompt, response, samples, budget, 2 * samples, packs, shares)
+            few = largest_pass(prompt, response, samples, budget, 2 * samples, packs, shares, compares)
             for part, size in ((groups, bound), (groups[:2], few)):
+                units = [unit for group in part for unit in layout.units(group)]
                 for each in layout.passes(part):
-                    answered = sum(sum(part[unit].responses) for unit in each.units)
+                    answered = sum(sum(group.responses) for unit in each.units for group in units[unit])
                     assert each.tokens <= size.tokens and each.width <= size.width and answered <= size.responses
+        assert compares or bound.tokens == max(budget, prompt + response)
 
 
 def test_the_largest_pass_is_full_where_texts_are_the_longest() -> None:
@@ -593,7 +596,7 @@ def test_the_largest_pass_is_full_where_texts_are_the_longest() -> None:
     layouts = [TextLayout(8192, True, shares) for shares in (False, True)]
     groups = [TextGroup(512, (64,) * 8)] * 16
     counts = [[(len(each.units), each.tokens) for each in layout.passes(groups)] for layout in layouts]
-    assert counts == [[(1, 4608)] * 16, [(8, 8192)] * 2]
+    assert counts == [[(14, 8064)] * 9 + [(2, 1152)], [(8, 8192)] * 2]
     assert (apart.tokens, shared.tokens, shared.width) == (8192, 8192, 3 * 1024)
     alone = largest_pass(512, 64, 8, 8192, 8, True, True)
     assert (alone.tokens, alone.width, alone.responses) == (1024, 1024, 512)

@@ -34,8 +34,10 @@ def batch_of(texts: list[tuple[int, int]], samples_per_prompt: int = 1, same_pro
     return Batch({"tokens": tokens, "attention_mask": mask}, rows, samples_per_prompt)
 
 
-def split(texts: list[tuple[int, int]], settings: PassSettings = APART, samples: int = 1) -> list[MicroBatch]:
-    return list(micro_batches(batch_of(texts, samples, same_prompts=True), settings))
+def split(
+    texts: list[tuple[int, int]], settings: PassSettings = APART, samples: int = 1, compares: bool = False
+) -> list[MicroBatch]:
+    return list(micro_batches(batch_of(texts, samples, same_prompts=True), settings, compares))
 
 
 def texts_of(piece: MicroBatch) -> list[list[int]]:
@@ -121,19 +123,22 @@ def test_other_prompts_are_not_shared() -> None:
     assert texts_of(piece) == [[1, 2, 3, 4], [2, 3, 104]]
 
 
+@pytest.mark.parametrize("compares", [True, False])
 @pytest.mark.parametrize("settings", [APART, PACKED, SHARED], ids=["apart", "packed", "shared"])
-def test_random_texts_see_themselves_alone(settings: PassSettings) -> None:
+def test_random_texts_see_themselves_alone(settings: PassSettings, compares: bool) -> None:
     rng = random.Random(0)
     for _ in range(60):
         samples = rng.randint(1, 3)
         prompts = [rng.randint(1, 4) for _ in range(rng.randint(1, 8))]
         texts = [(prompt, rng.randint(0, 6)) for prompt in prompts for _ in range(samples)]
         batch = batch_of(texts, samples, same_prompts=True)
-        pieces = list(micro_batches(batch, replace(settings, budget=rng.randint(1, 80))))
+        budget, longest = rng.randint(1, 80), max(map(sum, texts))
+        pieces = list(micro_batches(batch, replace(settings, budget=budget), compares))
         assert sorted(row for piece in pieces for row in piece.order.tolist()) == list(range(len(texts)))
         for piece in pieces:
             assert piece.batch.rows.tolist() == piece.order.tolist() == sorted(piece.order.tolist())
-            assert len(piece.batch) % samples == 0
+            assert len(piece.batch) % samples == 0 or not compares
+            assert piece.tokens.numel() <= max(budget, longest) or compares
             expected = [batch["tokens"][row][batch["attention_mask"][row].bool()].tolist() for row in piece.order]
             assert texts_of(piece) == expected
             assert contexts(piece) == [[text[: end + 1] for end in range(len(text))] for text in expected]
@@ -142,10 +147,20 @@ def test_random_texts_see_themselves_alone(settings: PassSettings) -> None:
             assert piece.state_mask.sum(1).tolist() == [count + 1 for count in counts]
 
 
-def test_samples_of_a_prompt_stay_together() -> None:
+def test_samples_that_a_loss_compares_stay_together() -> None:
     for budget, expected in ((1, [[0, 1, 2], [3, 4, 5]]), (29, [[0, 1, 2], [3, 4, 5]]), (30, [[0, 1, 2, 3, 4, 5]])):
-        pieces = split([(2, 3)] * 6, replace(APART, budget=budget), samples=3)
+        pieces = split([(2, 3)] * 6, replace(APART, budget=budget), samples=3, compares=True)
         assert [piece.order.tolist() for piece in pieces] == expected
+
+
+@pytest.mark.parametrize("settings", [APART, PACKED, SHARED], ids=["apart", "packed", "shared"])
+def test_samples_of_a_prompt_are_divided(settings: PassSettings) -> None:
+    """A pass has one text at least; with room for a shared prompt, more texts than without."""
+    for budget, expected in ((1, [[0], [1], [2]]), (10, [[0, 1], [2]]), (15, [[0, 1, 2]])):
+        pieces = split([(2, 3)] * 3, replace(settings, budget=budget), samples=3)
+        assert [piece.order.tolist() for piece in pieces] == expected
+    (piece,) = split([(2, 3)] * 3, replace(SHARED, budget=11), samples=3)
+    assert piece.tokens.shape == (1, 11)
 
 
 def test_an_empty_batch_has_no_micro_batch() -> None:
@@ -172,7 +187,11 @@ def test_the_same_text_is_computed_once() -> None:
     (piece,) = micro_batches(batch, PACKED)
     assert piece.tokens.numel() == 8 and texts_of(piece) == [[2, 3, 4], [2, 3, 104, 105], [2, 3, 4]]
     (piece,) = micro_batches(batch, APART)
-    assert len(piece.tokens) == 3
+    assert len(piece.tokens) == 2 and texts_of(piece) == [[2, 3, 4], [2, 3, 104, 105], [2, 3, 4]]
+    for settings in (APART, PACKED, SHARED):
+        long, short = micro_batches(batch, replace(settings, budget=1))
+        assert texts_of(long) == [[2, 3, 104, 105]] and texts_of(short) == [[2, 3, 4]] * 2
+        assert short.order.tolist() == [0, 2] and short.tokens.numel() == 3
 
 
 def test_models_that_compute_the_same_texts_decide_their_layout_once() -> None:

@@ -6,12 +6,18 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 from small_runs import TINY, plan_of
 
+from flexrlhf.config.algorithms import Algorithm, AnyAlgorithm
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.functions import COMBINES as COMBINE_FUNCTIONS
 from flexrlhf.objectives.functions import LOSSES as LOSS_FUNCTIONS
+from flexrlhf.operators.columns import TEXT
+from flexrlhf.operators.compared_texts import PAIR_LOSSES, compares_texts
+from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.own_graph import COMBINES, LOSSES
+from flexrlhf.operators.registry import GRAPHS
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "cautious_rewards.py"
 SECOND = f"models.reward_second.init={TINY}"
@@ -34,8 +40,31 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_names_of_functions_are_those_that_there_are() -> None:
-    assert set(LOSS_FUNCTIONS) == LOSSES
+    assert set(LOSS_FUNCTIONS) == LOSSES > PAIR_LOSSES
     assert set(COMBINE_FUNCTIONS) == COMBINES
+
+
+@pytest.mark.parametrize(
+    ("operator", "compares"),
+    [
+        (Operator("train_actor", "train", "actor", TEXT, function="policy_loss"), False),
+        (Operator("train_actor", "train", "actor", TEXT, function="preference_loss"), True),
+        (Operator("train_actor", "train", "actor", TEXT, function="file.py:loss"), True),
+        (Operator("train_actor", "train", "actor", TEXT, function="file.py:loss", compares=False), False),
+        (Operator("logprobs", "forward", "actor", TEXT, ("logprobs",)), False),
+    ],
+    ids=["package's", "package's of pairs", "own", "own of single texts", "forward"],
+)
+def test_texts_that_an_own_loss_may_compare_are_in_one_pass(operator: Operator, compares: bool) -> None:
+    assert compares_texts(operator) is compares
+
+
+def test_the_algorithms_that_compare_texts_in_training() -> None:
+    settings: TypeAdapter[AnyAlgorithm] = TypeAdapter(Algorithm)
+    for name, graph_of in GRAPHS.items():
+        graph = graph_of(settings.validate_python({"name": name}))
+        compares = {compares_texts(each) for each in graph.operators if each.kind == "train"}
+        assert compares == {name in ("dpo", "kto", "simpo", "orpo", "reward")}, name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from flexrlhf.engines.packing import PackedPass, TextGroup, may_pack, packed, shared
+from flexrlhf.engines.packing import PackedPass, TextGroup, may_pack, packed, shared, units_of
 
 BUDGET = 8192
 
@@ -92,6 +92,45 @@ def test_samples_that_would_make_a_row_too_long_get_copies(
     assert all(part.tokens <= max(budget, prompt + response) for part in parts)
     # attention over long rows costs more than the copies
     assert max(part.tokens for part in parts) < 2 * (prompt + 2 * response)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_group_above_the_budget_is_divided(shares: bool) -> None:
+    """Sixteen responses of 8k tokens are never in one pass; at least one text is."""
+    group = TextGroup(1024, (8192,) * 16)
+    for budget, texts in ((0, 1), (9216, 1), (18432, 2), (16 * 9216, 16)):
+        units = units_of(group, budget, shares, compares=False)
+        passes = packed(units, budget, together=True)
+        assert [len(each.units) for each in passes] == [texts] * (16 // texts)
+        assert all(each.tokens == texts * 9216 for each in passes)
+    (whole,) = units_of(group, 0, shares, compares=True)
+    (each,) = packed((whole,), 0)
+    assert each.tokens == 16 * 9216
+
+
+def test_a_group_that_fits_shares_its_prompt() -> None:
+    group = TextGroup(512, (64,) * 8)
+    assert units_of(group, BUDGET, True, False) == units_of(group, BUDGET, True, True) == ((group,),)
+    assert len(units_of(group, BUDGET, False, False)) == 8
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("compares", [True, False])
+def test_units_have_every_text_once_and_in_order(shares: bool, compares: bool) -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        group = TextGroup(rng.randint(1, 90), tuple(rng.randint(1, 60) for _ in range(rng.randint(1, 9))))
+        budget = rng.randint(0, 400)
+        units = units_of(group, budget, shares, compares)
+        parts = list(chain(*units))
+        assert tuple(chain(*(part.responses for part in parts))) == group.responses
+        assert {part.prompt for part in parts} == {group.prompt}
+        longest = group.prompt + max(group.responses)
+        assert max(part.tokens for part in parts) <= max(budget, longest)
+        assert len(units) == (1 if compares else len(parts))
+        passes = packed(units, budget)
+        if not compares:
+            assert max(each.tokens for each in passes) <= max(budget, longest)
 
 
 def test_the_same_texts_have_the_same_places() -> None:

@@ -19,6 +19,8 @@ LAYOUTS = {
     "shared": TextLayout(512, packs=True, shares=True),
     "packed": TextLayout(512, packs=True, shares=False),
     "apart": TextLayout(512, packs=False, shares=True),
+    "divided": TextLayout(150, packs=True, shares=True),
+    "compared": TextLayout(150, packs=True, shares=True, compares=True),
 }
 
 
@@ -38,7 +40,8 @@ def batch_of(groups: list[TextGroup]) -> Batch:
 def executed(groups: list[TextGroup], layout: TextLayout) -> list[tuple[int, int]]:
     """Rows and width of each pass of an engine."""
     settings = PassSettings(LONGEST, layout.budget, layout.packs, layout.shares)
-    return [(piece.tokens.shape[0], piece.width) for piece in micro_batches(batch_of(groups), settings)]
+    pieces = micro_batches(batch_of(groups), settings, layout.compares)
+    return [(piece.tokens.shape[0], piece.width) for piece in pieces]
 
 
 def lengths(most: int, number: int) -> tuple[float, ...]:

@@ -185,7 +185,7 @@ def _searches(advice: Advice) -> Iterator[str]:
     meshes = next((item.result.meshes for item in advice.searches if item.result.meshes), "")
     if meshes:
         yield f"  meshes: {meshes}"
-    yield f"  settings tried: passes of one prompt, or of at most {either(PASS_TOKENS[1:])} tokens;"
+    yield f"  settings tried: passes of one text, or of at most {either(PASS_TOKENS[1:])} tokens;"
     yield f"    {_parts(DECODE_SHARES)} of the rows decoded together;"
     yield f"    a rollout engine's cache with room for {_parts(CACHE_SHARES)} of its rows"
     yield "  plans: all of the space, also those that memory or rules forbid"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
@@ -16,12 +16,13 @@ from flexrlhf.engines.capabilities import ALL_KINDS as MODEL_CALLS
 from flexrlhf.engines.capabilities import CAPABILITIES, EngineCapabilities
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
-from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of
+from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of, source_section, texts_per_row
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.operators.compared_texts import compares_texts
+from flexrlhf.operators.graph import Operator, OperatorKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
@@ -40,7 +41,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
 PASS_TOKENS = (0, 8192, 32768)
-"""Padded tokens of a micro-batch that are tried; at least one prompt's."""
+"""Padded tokens of a micro-batch that are tried; at least one text's."""
 DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64)
 """All rows decoded together, half of them, a fourth ..."""
 CACHE_SHARES = (1, 2, 4, 8, 16, 32)
@@ -55,12 +56,20 @@ class PlacedCall:
     mini_batches:  the mini-batches whose rows it computes.
     score_source:  section of the YAML with the sources of a score.
     texts:         texts in a row.
+    compares:      whether all texts of a prompt are in one pass.
     """
 
     kind: PlacedCallKind
     mini_batches: range
     score_source: str = ""
     texts: int = 1
+    compares: bool = False
+
+    @classmethod
+    def of(cls, operator: Operator, mini_batches: range) -> Self:
+        """Return the call of ``operator``."""
+        texts, compares = texts_per_row(operator), compares_texts(operator)
+        return cls(operator.kind, mini_batches, source_section(operator), texts, compares)
 
 
 @dataclass(frozen=True)
@@ -269,7 +278,7 @@ class OptionEnumerator:
     def _passes(self, model: SearchModel, placed: PlacedModel) -> Iterator[dict[str, object]]:
         """Settings of passes: tokens of a micro-batch, and activation checkpointing."""
         texts, fixed = self.spec.data, self._fixed(model)
-        row = (texts.max_prompt_tokens + texts.max_response_tokens) * self.batch.samples_per_prompt
+        row = texts.max_prompt_tokens + texts.max_response_tokens
         most = max(self._row_counts(placed.layout, (1,)))
         rows = sorted({min(max(1, tokens // row), most) for tokens in PASS_TOKENS})
         tried = [row * number for number in rows] if "micro_batch_tokens" not in fixed else [0]
@@ -341,8 +350,8 @@ class OptionEnumerator:
             rows = self._most_rows(placed, kind, call.mini_batches)
             key = state_key, kind, _relevant_settings(kind, placed.settings)
             seconds = self.cached(("seconds", key, call), partial(self._seconds, placed, priced_mesh, kind, call))
-            work = partial(self._bytes, placed, state_key, kind, rows, call.texts)
-            size = self.cached(("bytes", key, rows, call.texts), work)
+            work = partial(self._bytes, placed, state_key, call, rows)
+            size = self.cached(("bytes", key, rows, call.texts, call.compares), work)
             yield kind, seconds, size
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
@@ -358,7 +367,7 @@ class OptionEnumerator:
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
         used = [each for each in rows if any(each)]
-        priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts)
+        priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts, call.compares)
         return self.costs.call(priced, mesh).seconds
 
     def _state(self, placed: PlacedModel, key: object) -> State:
@@ -378,14 +387,16 @@ class OptionEnumerator:
             return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
         return most
 
-    def _bytes(self, placed: PlacedModel, state_key: object, kind: OperatorKind, rows: int, texts: int) -> int:
+    def _bytes(self, placed: PlacedModel, state_key: object, call: PlacedCall, rows: int) -> int:
         """Most bytes that a call needs on a rank in addition to the resting ones of the stage that stores most."""
-        if kind == "combine" or kind == "score" or kind == "retokenize":
+        kind = call.kind
+        if kind not in ("generate", "forward", "train"):
             return 0
+        work = Compute(kind, placed.name, rows, texts=call.texts, compares=call.compares)
         most, sizes = self._state(placed, state_key).resting, []
         for rank in placed.layout.pp_set(0):
             state = self._stage_state(placed, state_key, rank)
-            for phase in self._sizing(placed).phases(Compute(kind, placed.name, rows, texts=texts), rank):
+            for phase in self._sizing(placed).phases(work, rank):
                 sizes.append(phase.part_bytes + (state.training if phase.trains else state.resting) - most)
         return max(sizes)
 

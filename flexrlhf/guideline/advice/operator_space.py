@@ -32,7 +32,7 @@ from flexrlhf.guideline.search.problem import (
     SearchTask,
 )
 from flexrlhf.guideline.search.result import SearchResult
-from flexrlhf.guideline.simulation.pricing import TextLengths, source_section, texts_per_row
+from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
@@ -78,7 +78,7 @@ class OperatorSpace(Space):
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
         for task, _ in self.steps:
             operator = task.operator
-            call = PlacedCall(operator.kind, self.mini_batches(task), source_section(operator), texts_per_row(operator))
+            call = PlacedCall.of(operator, self.mini_batches(task))
             calls[self.part_of(operator)].append(call)
         return {
             name: SearchModel(

@@ -33,9 +33,7 @@ from flexrlhf.guideline.simulation.pricing import (
     CallMaker,
     TextLengths,
     rows_bytes,
-    source_section,
     synced_weights,
-    texts_per_row,
 )
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
@@ -180,7 +178,7 @@ class Space:
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
         for task, _ in self.steps:
             operator = task.operator
-            call = PlacedCall(operator.kind, self.mini_batches(task), source_section(operator), texts_per_row(operator))
+            call = PlacedCall.of(operator, self.mini_batches(task))
             calls[self.model_of(operator).name].append(call)
         if self.offloaded_engine is not None:
             calls[self.offloaded_engine] += [PlacedCall("switch", self.batch.mini_batches)] * 2

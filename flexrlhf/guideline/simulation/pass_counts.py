@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import gcd
 
-from flexrlhf.engines.packing import PackedPass, TextGroup, packed, shared
+from flexrlhf.engines.packing import PackedPass, TextGroup, Unit, packed, units_of
 from flexrlhf.guideline.costs.cost_model import MeanPass
 
 MOST_TEXTS = 256
@@ -18,20 +19,28 @@ MOST_TEXTS = 256
 class TextLayout:
     """Settings by which an engine lays texts out (``engines/micro_batch.py``).
 
-    budget:  computed tokens of a pass
-    packs:   whether several texts are in a row
-    shares:  whether samples of a prompt share a copy of it
+    budget:    computed tokens of a pass
+    packs:     whether several texts are in a row
+    shares:    whether samples of a prompt share a copy of it
+    compares:  whether all texts of a prompt are in one pass, because a loss compares them
     """
 
     budget: int
     packs: bool
     shares: bool
+    compares: bool = False
 
     def passes(self, groups: Sequence[TextGroup]) -> tuple[PackedPass, ...]:
         """Return the passes over ``groups``, each of one prompt."""
-        shares = self.packs and self.shares
-        units = tuple(shared(group, self.budget) if shares else group.apart for group in groups)
-        return packed(units, self.budget, self.packs)
+        return self.passes_of(tuple(chain(*map(self.units, groups))))
+
+    def units(self, group: TextGroup) -> tuple[Unit, ...]:
+        """Return the texts of a prompt in units, each of which is in one pass."""
+        return units_of(group, self.budget, self.packs and self.shares, self.compares)
+
+    def passes_of(self, units: Sequence[Unit]) -> tuple[PackedPass, ...]:
+        """Return the passes over ``units``."""
+        return packed(tuple(units), self.budget, self.packs)
 
 
 def text_groups(prompts: Sequence[float], responses: Sequence[float], count: int, samples: int) -> list[TextGroup]:
@@ -67,25 +76,27 @@ def mean_pass(
 ) -> MeanPass:
     """Return the passes over ``count`` prompts with ``samples`` responses each, whose lengths are like the given ones.
 
-    Where all have one length, and of few texts, the number of passes is exact.
+    Where all have one length, in units of as many texts each, and of few texts, the number of passes is exact.
     """
     if len(set(prompts)) == len(set(responses)) == 1:
-        return _of_one_length(TextGroup(round(prompts[0]), (round(responses[0]),) * samples), count, layout)
+        units = layout.units(TextGroup(round(prompts[0]), (round(responses[0]),) * samples))
+        if len(set(units)) == 1:
+            return _of_equal_units(units[0], count * len(units), layout)
     most = max(1, min(count, MOST_TEXTS // samples))
     groups = text_groups(prompts, responses, most, samples)
     passes = layout.passes(groups)
     return _mean(passes, groups, count / most, layout.budget)
 
 
-def _of_one_length(group: TextGroup, count: int, layout: TextLayout) -> MeanPass:
-    """Return the passes over ``count`` equal prompts: full ones and the rest."""
-    few = min(count, 1 + layout.budget // group.tokens)
-    first = layout.passes([group] * few)[0]
+def _of_equal_units(unit: Unit, count: int, layout: TextLayout) -> MeanPass:
+    """Return the passes over ``unit``, ``count`` times: full ones and the rest."""
+    few = min(count, 1 + layout.budget // sum(group.tokens for group in unit))
+    first = layout.passes_of([unit] * few)[0]
     at_once = len(first.units)
     full, rest = divmod(count, at_once)
-    parts = [(full, _mean([first], [group] * at_once))]
+    parts = [(full, _mean([first], unit * at_once))]
     if rest:
-        parts.append((1, _mean(layout.passes([group] * rest), [group] * rest)))
+        parts.append((1, _mean(layout.passes_of([unit] * rest), unit * rest)))
     return all_passes(parts)
 
 

@@ -24,6 +24,7 @@ from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.compared_texts import compares_texts
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
@@ -121,10 +122,20 @@ class CallMaker:
     epochs: int
 
     def call(
-        self, kind: CallKind, model: PlacedModel, shape: ModelShape, rows: Sequence[Sequence[int]], texts: int = 1
+        self,
+        kind: CallKind,
+        model: PlacedModel,
+        shape: ModelShape,
+        rows: Sequence[Sequence[int]],
+        texts: int = 1,
+        compares: bool = False,
     ) -> Call:
-        """Return the call of the fullest of some replicas. ``rows``: rows of each replica, by mini-batch. ``texts``:
-        texts of a row, each in passes of its own."""
+        """Return the call of the fullest of some replicas.
+
+        rows:      rows of each replica, by mini-batch.
+        texts:     texts of a row, each in passes of its own.
+        compares:  whether all texts of a prompt are in one pass.
+        """
         settings, trains = model.settings, kind == "train"
         epochs = self.epochs if trains else 1
         # replicas wait for each other at every update, else at the end
@@ -144,17 +155,23 @@ class CallMaker:
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
-            passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts),
+            passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts, compares),
             prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
         )
 
     def _passes(
-        self, model: PlacedModel, shape: ModelShape, rows: Sequence[Sequence[int]], trains: bool, times: int
+        self,
+        model: PlacedModel,
+        shape: ModelShape,
+        rows: Sequence[Sequence[int]],
+        trains: bool,
+        times: int,
+        compares: bool,
     ) -> MeanPass:
         """Return the passes of the fullest replica, ``times`` over. Every mini-batch is trained on by itself."""
         settings, samples = model.settings, self.batch.samples_per_prompt
         packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
-        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings))
+        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares)
         most = map(max, zip(*rows, strict=True)) if trains else [max(map(sum, rows))]
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
         return all_passes(
@@ -245,9 +262,10 @@ class Pricer:
                 by_class.setdefault(min((self.device(rank) for rank in ranks), key=_speed), []).append(replica)
         for device, replicas in by_class.items():
             class_rows = [rows[replica] for replica in replicas]
-            kind, texts = run.operator.call, texts_per_row(run.operator)
+            kind, texts, compares = run.operator.call, texts_per_row(run.operator), compares_texts(run.operator)
             assert kind is not None, f"{run.operator.name} is no model call"
-            yield self._maker.call(kind, model, self.shape(model), class_rows, texts), self.mesh(model, device)
+            call = self._maker.call(kind, model, self.shape(model), class_rows, texts, compares)
+            yield call, self.mesh(model, device)
 
     def mesh(self, model: PlacedModel, device: DeviceClass) -> Mesh:
         """Return the mesh of ``model``, with all replicas on devices of one class.
