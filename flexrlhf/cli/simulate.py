@@ -69,7 +69,7 @@ def simulate(
     for plan in plans:
         source = costs_for(plan.spec, profile)
         simulation = simulate(plan, source.costs, read_lengths(response_tokens, plan, mean_response))
-        typer.echo(format_simulation(simulation, source.name) + "\n")
+        typer.echo(format_simulation(simulation, source) + "\n")
         if measured is not None:
             typer.echo(format_comparison(compare(simulation, measured), against) + "\n")
         if output is not None:

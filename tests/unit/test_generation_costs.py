@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.calibration import generation
-from benchmarks.systems.engines import COSTS, DECODERS
+from benchmarks.systems.engines import DECODERS, TABLES
 from flexrlhf.guideline.costs.batching import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.decoders import host_factor
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
+from flexrlhf.guideline.costs.overheads import NONE
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
@@ -26,6 +27,7 @@ SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
 QWEN_SEVEN = Transformer(28, 3584, 18944, 28, 4, 128, 152064)
 SEVENTY = Transformer(80, 8192, 28672, 64, 8, 128, 32000)
 ENGINES = sorted(DECODERS)
+COSTS = TABLES.costs(NONE)
 
 
 def mesh_of(name: str = "A100-80G", **sizes: int) -> Mesh:

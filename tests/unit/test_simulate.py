@@ -15,9 +15,11 @@ from small_runs import PPO, TINY, plan_of, whole_plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
+from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.simulation.compare import compare, read_run
+from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, is_rare, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
@@ -536,5 +538,6 @@ def test_a_timeline_belongs_to_one_run(invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_every_kind_of_plan_can_be_printed(plan: Plan) -> None:
-    text = format_simulation(simulate(plan, Fixed(moved=0.5, synced=1)), "fixed costs")
+    costs = Fixed(moved=0.5, synced=1)
+    text = format_simulation(simulate(plan, costs), CostSource(costs, "fixed costs", FIGURES))
     assert text.startswith("test: ppo, ")

@@ -136,13 +136,13 @@ def test_shorter_rows_are_never_slower(cost):
 
 @COSTS
 def test_twice_the_rows_take_up_to_twice_the_time(cost):
-    """And a little where their last micro-batch is a smaller part of a whole one."""
+    """And a little where their last micro-batch is a smaller part of a whole one, so that launches take longer."""
     chance = random.Random(7)
     for _ in range(300):
         call, mesh = _call(chance), _mesh(chance)
         once, twice = cost(call, mesh).seconds, cost(replace(call, rows=2 * call.rows), mesh).seconds
         assert once <= twice * ROUNDING
-        assert twice <= 2.02 * once
+        assert twice <= 2.03 * once
 
 
 @COSTS
@@ -246,3 +246,64 @@ def test_message_takes_its_start_and_its_bytes():
     assert little < 1e-4
     assert 0.1 < much < 0.3
     assert travel_seconds(Traffic(10**9, 0), links) < much
+
+
+NODES = [8 * 2**power for power in range(12)]
+
+
+@pytest.mark.parametrize("collective", [all_reduce_seconds, gather_seconds])
+def test_more_ranks_never_exchange_faster(collective):
+    chance = random.Random(17)
+    for _ in range(200):
+        size, links = chance.uniform(1, 1e11), Links(chance.uniform(16, 900), chance.uniform(1, 400))
+        within = [collective(size, ranks, 8, links) for ranks in (1, 2, 4, 8)]
+        across = [collective(size, ranks, 8, links) for ranks in NODES]
+        for times in (within, across):
+            assert times == sorted(times)
+
+
+def test_more_pieces_and_more_groups_never_gather_faster():
+    chance, links = random.Random(18), Links(300, 25)
+    for _ in range(200):
+        size, ranks = chance.uniform(1, 1e11), chance.choice([2, 8, *NODES])
+        for name in ("pieces", "groups"):
+            times = [gather_seconds(size, ranks, 8, links, **{name: number}) for number in (1, 2, 10, 96)]
+            assert times == sorted(times)
+
+
+def test_more_replicas_never_gather_weights_faster():
+    """ZeRO-3 of 175B on 384 and 1,536 GPUs took 1.4 and 4 times what one message of all weights does."""
+    chance = random.Random(19)
+    for _ in range(100):
+        call, mesh = _call(chance), replace(_mesh(chance), zero=3, pp=1, per_node=8)
+        costs = [
+            training.gather_weights_seconds(call, replace(mesh, dp=ranks // mesh.tp), PROFILES[call.engine])
+            for ranks in NODES
+        ]
+        assert costs == sorted(costs)
+
+
+def test_an_engine_that_reaches_less_of_its_links_is_never_faster():
+    chance = random.Random(20)
+    for _ in range(200):
+        call, mesh = _call(chance), replace(_mesh(chance), zero=3)
+        fast = PROFILES[call.engine]
+        for name in ("gather_gb_s", "gather_within_gb_s"):
+            slow = replace(fast, **{name: min(getattr(fast, name), 100.0) / 4})
+            assert training.train_cost(call, mesh, slow).seconds >= training.train_cost(call, mesh, fast).seconds
+
+
+def test_recomputation_that_stops_early_saves_time_but_costs_some():
+    chance = random.Random(21)
+    for _ in range(200):
+        call, mesh = _call(chance), replace(_mesh(chance), zero=1)
+        whole = replace(PROFILES[call.engine], stops_early=False, repeats=0.0)
+        early = replace(whole, stops_early=True)
+        full = replace(call, recompute="full")
+        times = [
+            training.train_cost(replace(call, recompute="none"), mesh, early).seconds,
+            training.train_cost(full, mesh, early).seconds,
+            training.train_cost(full, mesh, whole).seconds,
+        ]
+        assert times[0] <= times[1] * ROUNDING
+        assert times[1] <= times[2] * ROUNDING

@@ -1,5 +1,5 @@
-"""What a step of RLHF takes in addition to the kernels of its engines: shares of their speed that its calls reach, and
-seconds between them. One set of constants for all systems of the field (``overheads.csv``)."""
+"""Overheads of a step of RLHF, in addition to the kernels of its engines: shares of their speed that its calls reach,
+and seconds between them. One set of constants for all systems of the field (``overheads.csv``)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError, shown
+from flexrlhf.guideline.costs.accuracy import FIGURES, MEASUREMENTS, Accuracy
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.measured import load_costs
@@ -27,10 +28,11 @@ PROFILE = "profile.json"
 
 @dataclass(frozen=True)
 class CostSource:
-    """A cost model and its name in printed text."""
+    """A cost model, its name in printed text, and how far measured steps are from those that it predicts."""
 
     costs: CostModel
     name: str
+    accuracy: Accuracy
 
 
 def costs_for(spec: Spec, profile: Path | None) -> CostSource:
@@ -47,12 +49,12 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
                 raise
             profile = default
         else:
-            return CostSource(AnalyticCosts(), "figures of the device classes")
+            return CostSource(AnalyticCosts(), "figures of the device classes", FIGURES)
     if not profile.is_file():
         raise UserError(
             f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
         )
-    return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}")
+    return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}", MEASUREMENTS)
 
 
 def lengths_for(spec: Spec, mean_response: float | None) -> TextLengths:

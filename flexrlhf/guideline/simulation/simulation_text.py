@@ -6,8 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 
+from flexrlhf.guideline.costs.accuracy import Accuracy
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
+from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares, flows_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
@@ -17,8 +19,8 @@ LABEL_WIDTH, RANKS_WIDTH = 52, 24
 NUM_KEYS = 5
 
 
-def format_simulation(simulation: Simulation, source: str) -> str:
-    """Return the text of a simulation. ``source``: where the seconds are from."""
+def format_simulation(simulation: Simulation, source: CostSource) -> str:
+    """Return the text of a simulation. ``source``: what the seconds are from."""
     plan = simulation.plan
     sections = [
         _head(simulation, source),
@@ -36,14 +38,15 @@ def _titled(title: str, lines: Iterable[str]) -> list[str]:
     return [title, *(f"  {line}" for line in lines)]
 
 
-def _head(simulation: Simulation, source: str) -> list[str]:
+def _head(simulation: Simulation, source: CostSource) -> list[str]:
     plan, lengths = simulation.plan, simulation.lengths
     ranks = plan.placement.num_ranks
     return [
         f"{plan.spec.name}: {plan.spec.algorithm.name}, {plan.strategy} on {ranks} devices "
-        f"({', '.join(plan.cluster.classes)}), by {source}",
+        f"({', '.join(plan.cluster.classes)}), by {source.name}",
         f"  {seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
         f"{lengths.mean_prompt:g} prompt tokens and {lengths.mean_response:g} of the response{_passes(simulation)}",
+        f"  {range_text(source.accuracy, simulation.seconds)}",
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
     ]
@@ -203,6 +206,12 @@ def _only(title: str, keys: Counter[Key]) -> Iterator[str]:
         yield f"    rank {rank}, step {step}: {kind} {label}{'' if chunk is None else f', chunk {chunk}'}"
     if len(keys) > NUM_KEYS:
         yield "    ..."
+
+
+def range_text(accuracy: Accuracy, predicted: float) -> str:
+    """Return the range of measured seconds for predicted ones."""
+    low, high = accuracy.seconds(predicted)
+    return f"between {seconds_text(low)} and {seconds_text(high)} when measured, in 80% of cases"
 
 
 def seconds_text(seconds: float) -> str:

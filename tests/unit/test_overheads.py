@@ -1,0 +1,142 @@
+"""Overheads of a step: none makes anything faster, and each slows down what it is named after."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+from benchmarks.systems.engines import DECODERS, TABLES
+from benchmarks.systems.profiles import SYSTEMS
+from benchmarks.systems.steps import best_step, timed_as
+from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, Workload
+from flexrlhf.guideline.costs.accuracy import FIGURES, MEASUREMENTS, Accuracy
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.generation import step_cost
+from flexrlhf.guideline.costs.overheads import NONE, OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.placement.devices import DEVICE_CLASSES
+
+SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
+LINKS = Links(300, 200)
+ALONE, IN_STEP = AnalyticCosts(overheads=NONE), AnalyticCosts()
+
+
+def mesh_of(dp: int = 1, tp: int = 1, zero: int = 0) -> Mesh:
+    return Mesh(DEVICE_CLASSES["A100-80G"], LINKS, dp, tp, per_node=8, zero=zero)
+
+
+def call_of(kind: str, engine: str) -> Call:
+    return Call(kind, SEVEN, engine, 64, 256.0, (256.0,), 512.0, micro_rows=8, decode_rows=64)  # type: ignore[arg-type]
+
+
+CALLS = [
+    call_of(kind, engine)
+    for kind, engine in (
+        ("forward", "torch"),
+        ("train", "deepspeed"),
+        ("train", "megatron"),
+        ("generate", "vllm"),
+        ("generate", "deepspeed"),
+    )
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.kind} {call.engine}")
+@pytest.mark.parametrize("name", ["passes", "decode", "tensor"])
+def test_a_smaller_share_is_never_faster(call: Call, name: str) -> None:
+    for mesh in (mesh_of(), mesh_of(tp=8), mesh_of(dp=16, zero=3)):
+        times = [AnalyticCosts(overheads=RunOverheads(**{name: share})).call(call, mesh) for share in (1.0, 0.5, 0.1)]
+        seconds = [each.seconds for each in times]
+        assert seconds == sorted(seconds)
+
+
+def test_each_share_slows_down_what_it_is_named_after() -> None:
+    train, generate = call_of("train", "torch"), call_of("generate", "vllm")
+    mesh, half = mesh_of(tp=8), 0.5
+    for call, share, slowed in (
+        (train, "passes", {"compute", "attention", "elements", "head"}),
+        (train, "tensor", {"tensor parallel"}),
+        (generate, "decode", {"weights", "cache", "layers", "prefill"}),
+        (generate, "tensor", {"tensor parallel"}),
+    ):
+        usual = ALONE.call(call, mesh).parts
+        parts = AnalyticCosts(overheads=RunOverheads(**{share: half})).call(call, mesh).parts
+        for name, seconds in usual.items():
+            if name in slowed:
+                assert parts[name] == pytest.approx(2 * seconds), name
+    optimizer = "optimizer"
+    assert IN_STEP.call(train, mesh).parts[optimizer] == ALONE.call(train, mesh).parts[optimizer]
+
+
+def test_present_overheads_are_slower_than_none() -> None:
+    assert all(0 < share <= 1 for share in (OVERHEADS.passes, OVERHEADS.decode, OVERHEADS.tensor))
+    for call in CALLS:
+        assert IN_STEP.call(call, mesh_of()).seconds > ALONE.call(call, mesh_of()).seconds
+
+
+def test_syncs_take_longer_with_more_bytes_and_start_between_nodes_alone() -> None:
+    chance = random.Random(0)
+    for _ in range(100):
+        size = chance.randint(1, 10**12)
+        across = [
+            IN_STEP.sync(Traffic(0, each), Traffic(0, 0), 10, LINKS).seconds for each in (size, 2 * size, 10 * size)
+        ]
+        assert across == sorted(across)
+        slower = AnalyticCosts(overheads=replace(OVERHEADS, sync_gb_s=1.0))
+        assert slower.sync(Traffic(0, size), Traffic(0, 0), 10, LINKS).seconds >= across[0]
+        within = Traffic(size, 0)
+        assert IN_STEP.sync(within, within, 10, LINKS) == ALONE.sync(within, within, 10, LINKS)
+    start = IN_STEP.sync(Traffic(0, 1), Traffic(0, 0), 0, LINKS).seconds
+    assert start == pytest.approx(OVERHEADS.sync_seconds, rel=0.01)
+
+
+def test_layers_that_are_launched_one_by_one_take_longer_with_tensor_parallelism() -> None:
+    call = call_of("generate", "torch")
+    alone, shared = (step_cost(call, mesh_of(tp=tp), 1, 512, DECODERS["torch"]) for tp in (1, 8))
+    graphs = [step_cost(call, mesh_of(tp=tp), 1, 512, DECODERS["vllm"]) for tp in (1, 8)]
+    assert shared.seconds > alone.seconds
+    assert graphs[1].seconds < graphs[0].seconds
+
+
+WORKLOAD = Workload(
+    models={ACTOR: SEVEN, REF: SEVEN, CRITIC: SEVEN.as_scorer(), REWARD: SEVEN.as_scorer()},
+    devices=16,
+    device=DEVICE_CLASSES["A100-80G"],
+    links=LINKS,
+    rows=512,
+    prompt=256.0,
+    responses=(256.0,),
+)
+
+
+@pytest.mark.parametrize("name", ["openrlhf", "hybridflow", "verl", "real"])
+def test_a_controlling_process_is_never_faster_than_none(name: str) -> None:
+    system = SYSTEMS[name]
+    step = best_step(WORKLOAD, system, TABLES.costs(system.overheads))
+    assert step is not None
+    free = timed_as(step, replace(system, controller_seconds=0.0))
+    assert step.seconds > free.seconds
+    assert step.seconds <= free.seconds + len(step.calls) * system.controller_seconds + 1e-9
+
+
+def test_systems_without_overheads_of_their_own_have_those_of_plans() -> None:
+    own = {name for name, system in SYSTEMS.items() if system.overheads != OVERHEADS}
+    assert all(name.startswith(("deepspeed-chat", "flexrlhf", "real v1")) for name in own)
+    assert {item.name for item in fields(RunOverheads)} == {"passes", "decode", "tensor", "sync_seconds", "sync_gb_s"}
+
+
+@pytest.mark.parametrize("accuracy", [FIGURES, MEASUREMENTS], ids=lambda each: each.name)
+def test_a_range_has_what_is_predicted(accuracy: Accuracy) -> None:
+    low, high = accuracy.seconds(10.0)
+    assert low < 10 < high
+    assert accuracy.has(10.0, 10.0)
+    assert not accuracy.has(1.01 * high, 10.0)
+    assert 0 < accuracy.tie < accuracy.high
+
+
+def test_measurements_predict_closer_than_figures() -> None:
+    assert MEASUREMENTS.high / MEASUREMENTS.low < FIGURES.high / FIGURES.low
+    assert MEASUREMENTS.tie < FIGURES.tie
