@@ -6,17 +6,19 @@ its result predicts the rows that were left out without that approximation.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import exp, log
 from pathlib import Path
-from statistics import mean
 
 from benchmarks.calibration.descent import descend, mean_and_square
-from benchmarks.calibration.problems import Catalogue, LeftOut, source_of
-from benchmarks.calibration.rlhf import predict, rows_of
+from benchmarks.calibration.problems import Catalogue, LeftOut, source_of, system_of
+from benchmarks.calibration.rlhf import STEPS, predict, rows_of
 from benchmarks.calibration.rows import Prediction, Row, read_models
 from benchmarks.calibration.shared import ASSUMED, Constants, present, systems_with, tables_with
+from benchmarks.systems.profiles import SYSTEMS
 from flexrlhf.guideline.costs.transformer import Transformer
 
 STEP = 1.15
@@ -39,6 +41,10 @@ class CheckedRow:
     def ratio(self) -> float:
         """Measured over predicted."""
         return self.prediction.measured / max(self.prediction.predicted, LEAST_SECONDS)
+
+    @property
+    def fits(self) -> bool:
+        return self.prediction.predicted > 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def linear_rows(rows: Sequence[Row], models: Mapping[str, Transformer], start: C
         varied = _predicted(rows, models, {**start, constant: STEP * value})
         for each in varied:
             before = base.get(each.row["id"])
-            if before is not None:
+            if before is not None and before.fits and each.fits:
                 change = before.ratio / each.ratio
                 slopes[each.row["id"]][constant] = log(change) / log(STEP)
     return [
@@ -123,10 +129,30 @@ def _predicted(rows: Sequence[Row], models: Mapping[str, Transformer], values: C
             continue
 
 
-def mean_error(rows: Sequence[CheckedRow]) -> float:
-    return mean(each.prediction.error for each in rows)
+def ratio_at(rows: Sequence[CheckedRow], share: float) -> float:
+    """Return the ratio of measured to predicted seconds below which a ``share`` of the rows is; every system has the
+    same weight."""
+    numbers = Counter(system_left_out(each.row) for each in rows)
+    below, total = 0.0, len(numbers)
+    for each in sorted(rows, key=lambda each: each.ratio):
+        below += 1 / numbers[system_left_out(each.row)]
+        if below >= share * total:
+            return each.ratio
+    raise ValueError(f"{share}: no share of the rows")
 
 
-def bias(rows: Sequence[CheckedRow]) -> float:
-    """Return the mean of signed relative errors; above 0: predictions are too slow."""
-    return mean(1 / each.ratio - 1 for each in rows)
+def placement_gaps(rows: Sequence[CheckedRow]) -> list[float]:
+    """Return, for each two placements of one problem on the same engines, how far the ratio of their measured seconds
+    is from that of the predicted ones: 0.1 where it is a tenth larger or smaller."""
+    problems: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for each in rows:
+        if each.prediction.goal == STEPS and each.fits:
+            problems[_problem_key(each.row)].append(each.ratio)
+    pairs = (pair for ratios in problems.values() for pair in combinations(ratios, 2))
+    return [max(pair) / min(pair) - 1 for pair in pairs]
+
+
+def _problem_key(row: Row) -> tuple[str, ...]:
+    system = system_of(row, SYSTEMS)
+    sizes = ("group", "gpu", "model", "actor_b", "critic_b", "n_gpus", "gen_len", "global_batch")
+    return (system.trainer, system.generator, *(row[name] for name in sizes))

@@ -34,6 +34,9 @@ VLLM_TOKENS = 8192
 """Tokens of one prefill pass for which vLLM reserves memory when it starts."""
 HF_BYTES = 0.02
 """Share of the weights that Transformers takes in addition to keys and values."""
+MARGIN = 0.04
+"""Share of a device's memory that a setting must leave free to be said to fit, in addition to ``FRAGMENTATION``: the
+largest with which nothing that was published to run is said not to fit."""
 CHUNKED = 1024
 """Tokens of one chunk in trainers that compute the log-probs of a rollout in chunks."""
 
@@ -93,11 +96,31 @@ class MemoryReport:
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def read(directory: Path) -> MemoryReport:
-    models, found = read_models(directory), MemoryReport()
+@dataclass(frozen=True)
+class Known:
+    """What rows are compared with.
+
+    models:  model shapes by name
+    margin:  share of a device's memory that must stay free
+    """
+
+    models: Mapping[str, Transformer]
+    margin: float
+
+    def device(self, device: DeviceClass) -> DeviceClass:
+        """Return ``device`` with the memory that may be used."""
+        return replace(device, memory_gb=(1 - self.margin) * device.memory_gb)
+
+    def fits(self, problem: PublishedStep) -> bool:
+        workload = replace(problem.workload, device=self.device(problem.workload.device))
+        return best_step(workload, problem.system, problem.costs, problem.placement) is not None
+
+
+def read(directory: Path, margin: float = MARGIN) -> MemoryReport:
+    known, found = Known(read_models(directory), margin), MemoryReport()
     for row in (*read_rows(directory, "memory_calib"), *_measured(directory)):
         try:
-            for item in _items(row, models):
+            for item in _items(row, known):
                 (found.peaks if isinstance(item, Peak) else found.verdicts).append(item)
         except LeftOut as reason:
             found.left_out[str(reason)] += 1
@@ -111,28 +134,28 @@ def _measured(directory: Path) -> Iterator[Row]:
             yield row
 
 
-def _items(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | Peak]:
+def _items(row: Row, known: Known) -> Iterator[Verdict | Peak]:
     if "MoE" in row["model"] or re.search(r"Mixtral|A\d+B|DeepSeek|235B", row["model"]):
         raise LeftOut("mixture of experts")
     kind = row["kind"]
     if kind in ("formula", "min_total_mem"):
         raise LeftOut("a formula or a rule of thumb, no measurement")
     if "group" in row:
-        yield from _measurement(row, models)
+        yield from _measurement(row, known)
     elif kind == "peak":
-        yield _peak(row, models)
+        yield _peak(row, known.models)
     elif kind == "max_context":
-        yield from _context(row, models)
+        yield from _context(row, known)
     elif "prime-rl" in row["source"]:
-        yield Verdict(row["id"], "trains", row["value"] == "yes", _trains(row, models))
+        yield Verdict(row["id"], "trains", row["value"] == "yes", _trains(row, known))
     else:
-        yield from _systems(row, models)
+        yield from _systems(row, known)
 
 
-def _measurement(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict | Peak]:
-    problem = problem_of(row, Catalogue(models))
+def _measurement(row: Row, known: Known) -> Iterator[Verdict | Peak]:
+    problem = problem_of(row, Catalogue(known.models))
     if row["metric"] == "fits":
-        yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem))
+        yield Verdict(row["id"], "step", row["value"] == "yes", known.fits(problem))
         return
     step = best_step(problem.workload, problem.system, problem.costs, problem.placement)
     if step is None:
@@ -143,34 +166,32 @@ def _measurement(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdic
 # ---------------------------------------------------------------- steps of systems
 
 
-def _systems(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
+def _systems(row: Row, known: Known) -> Iterator[Verdict]:
     if row["source"] not in _GROUPS:
         raise LeftOut(f"source {row['source']}")
     if "shadow" in row["model"]:
-        yield Verdict(row["id"], "generates", row["value"] == "yes", _shadow(row, models))
+        yield Verdict(row["id"], "generates", row["value"] == "yes", _shadow(row, known))
         return
     whole = _as_measurement(row)
     value = number(row["value"])
     if row["kind"] == "fits":
-        yield Verdict(row["id"], "step", row["value"] == "yes", _fits(problem_of(whole, Catalogue(models))))
+        yield Verdict(row["id"], "step", row["value"] == "yes", known.fits(problem_of(whole, Catalogue(known.models))))
     elif value is None:
         raise LeftOut("no value")
     elif row["kind"] == "min_gpus":
         for devices, fits in ((value, True), (value / 2, False)):
             if devices >= 1:
-                problem = problem_of(whole | {"n_gpus": str(int(devices))}, Catalogue(models))
-                yield Verdict(row["id"], f"on {devices:g}", fits, _fits(problem))
+                problem = problem_of(whole | {"n_gpus": str(int(devices))}, Catalogue(known.models))
+                yield Verdict(row["id"], f"on {devices:g}", fits, known.fits(problem))
     elif row["kind"] == "max_batch":
         for each in (value, value / 2):
-            problem = problem_of(whole | {"global_batch": str(int(each * number(row["n_gpus"])))}, Catalogue(models))
-            yield Verdict(row["id"], f"{each:g} rows", True, _fits(problem))
+            problem = problem_of(
+                whole | {"global_batch": str(int(each * number(row["n_gpus"])))}, Catalogue(known.models)
+            )
+            yield Verdict(row["id"], f"{each:g} rows", True, known.fits(problem))
     elif row["kind"] == "max_model":
-        problem = problem_of(whole | {"model": f"OPT-{value:g}B"}, Catalogue(models))
-        yield Verdict(row["id"], f"{value:g} B", True, _fits(problem))
-
-
-def _fits(problem: PublishedStep) -> bool:
-    return best_step(problem.workload, problem.system, problem.costs, problem.placement) is not None
+        problem = problem_of(whole | {"model": f"OPT-{value:g}B"}, Catalogue(known.models))
+        yield Verdict(row["id"], f"{value:g} B", True, known.fits(problem))
 
 
 def _as_measurement(row: Row) -> Row:
@@ -224,9 +245,9 @@ def _device(row: Row) -> DeviceClass:
     return device
 
 
-def _shadow(row: Row, models: Mapping[str, Transformer]) -> bool:
+def _shadow(row: Row, known: Known) -> bool:
     """Whether one replica fits one device."""
-    device, model = _device(row), models[model_named(row["model"], models)]
+    device, model = known.device(_device(row)), known.models[model_named(row["model"], known.models)]
     call = Call("generate", model, "vllm", 1, 256.0, (256.0,), 512.0)
     mesh = mesh_of(_workload(row, model, device, 1), 1)
     return frozen_bytes(model, mesh) + decode_bytes(call, mesh, 1) <= capacity_bytes(device)
@@ -235,11 +256,11 @@ def _shadow(row: Row, models: Mapping[str, Transformer]) -> bool:
 # ---------------------------------------------------------------- inference
 
 
-def _context(row: Row, models: Mapping[str, Transformer]) -> Iterator[Verdict]:
+def _context(row: Row, known: Known) -> Iterator[Verdict]:
     """Yield verdicts on one sequence of so many thousand tokens in vLLM, on all devices of the row."""
-    device, value = _device(row), number(row["value"])
+    device, value = known.device(_device(row)), number(row["value"])
     assert value is not None
-    model = models[model_named(re.sub("-FP8$", "", row["model"]), models)]
+    model = known.models[model_named(re.sub("-FP8$", "", row["model"]), known.models)]
     item = 1 if row["dtype"] == "fp8" else 2
     tp = int(number(row["n_gpus"]) or 1)
     mesh = mesh_of(_workload(row, model, device, tp), tp, tp)
@@ -277,8 +298,8 @@ def _inference_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
     return 2 * model.parameters * (1 + HF_BYTES) + model.kv_bytes() * tokens + 20 * model.hidden * tokens
 
 
-def _trains(row: Row, models: Mapping[str, Transformer]) -> bool:
-    return _training_bytes(row, models) <= capacity_bytes(_device(row)) + CONTEXT_BYTES
+def _trains(row: Row, known: Known) -> bool:
+    return _training_bytes(row, known.models) <= capacity_bytes(known.device(_device(row))) + CONTEXT_BYTES
 
 
 def _training_bytes(row: Row, models: Mapping[str, Transformer]) -> float:

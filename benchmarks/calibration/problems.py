@@ -89,6 +89,10 @@ class LeftOut(ValueError):
     """Reason why a row is no test."""
 
 
+class NothingFits(LeftOut):
+    """What was run and published is predicted not to fit."""
+
+
 @dataclass(frozen=True)
 class PublishedStep:
     """A published row as a workload of a system.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
@@ -56,6 +59,20 @@ class Prediction:
     def error(self) -> float:
         """Relative error, without its sign."""
         return abs(self.predicted - self.measured) / self.measured
+
+    @property
+    def signed(self) -> float:
+        """Relative error; above 0: predicted too slow."""
+        return self.predicted / self.measured - 1
+
+
+def distinct(found: Sequence[Prediction]) -> list[Prediction]:
+    """Return ``found`` with each cell once, by the mean of what was measured for it. A cell is what all three
+    predictors predict the same for."""
+    cells: dict[tuple[str | float, ...], list[Prediction]] = defaultdict(list)
+    for each in found:
+        cells[each.goal, each.group, each.predicted, each.constant_mfu, each.roofline].append(each)
+    return [replace(same[0], measured=mean(each.measured for each in same)) for same in cells.values()]
 
 
 def read_rows(directory: Path, name: str) -> list[Row]:

@@ -1,0 +1,104 @@
+"""Errors of steps and calls of RLHF by the constants that predict them, and the ranges that follow for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, quantiles
+
+from benchmarks.calibration import rlhf
+from benchmarks.calibration.cross_validation import (
+    CheckedRow,
+    checked_rows,
+    placement_gaps,
+    ratio_at,
+    source_left_out,
+    system_left_out,
+)
+from benchmarks.calibration.rows import Prediction, distinct
+from benchmarks.calibration.shared import present, systems_with
+from flexrlhf.guideline.costs.accuracy import FIGURES
+
+GOALS = (rlhf.STEPS, rlhf.CALLS)
+DEFAULT_GOAL, HELD_OUT_GOAL, BIAS_GOAL = 0.30, 0.20, 0.10
+"""Highest mean errors of steps with the constants of all systems, and without a row's source; highest bias of the
+first."""
+
+
+@dataclass(frozen=True)
+class ErrorsByConstants:
+    """Errors of predictions by one set of constants.
+
+    name:   which constants
+    found:  the predictions
+    goals:  goal → highest mean error that meets it
+    bias:   highest bias of steps that meets the goal
+    """
+
+    name: str
+    found: Sequence[Prediction]
+    goals: dict[str, float]
+    bias: float | None = None
+
+    def text(self) -> str:
+        return f"  {self.name:46}" + "".join(self._cells(goal) for goal in GOALS)
+
+    def _cells(self, goal: str) -> str:
+        of_goal = [each for each in distinct(self.found) if each.goal == goal]
+        if not of_goal:
+            return f"{0:6d}{'':42}"
+        error, bias = mean(each.error for each in of_goal), mean(each.signed for each in of_goal)
+        verdicts = [_verdict(error, self.goals.get(goal))]
+        if goal == rlhf.STEPS and self.bias is not None:
+            verdicts.append(f"bias {_verdict(abs(bias), self.bias)}")
+        return f"{len(of_goal):6d}{100 * error:8.1f}{100 * bias:+8.1f}  {', '.join(verdicts):24}"
+
+
+def _verdict(value: float, goal: float | None) -> str:
+    return "" if goal is None else f"{'met' if value <= goal else 'NOT MET'} (<= {100 * goal:.0f})"
+
+
+def lines(directory: Path, fitted: Sequence[Prediction]) -> Iterator[str]:
+    """Yield the lines of the report. ``fitted``: predictions with the constants of each system."""
+    sources, systems = (checked_rows(directory, key) for key in (source_left_out, system_left_out))
+    default = rlhf.read(directory, systems_with(present())).predictions
+    yield "\nRLHF by constants: mean error and bias in % (below 0: predicted too fast); goals"
+    yield f"  {'constants':46}{'steps':>6}{'error':>8}{'bias':>8}{'':26}{'calls':>6}{'error':>8}{'bias':>8}"
+    for each in (
+        ErrorsByConstants("own ones of a few systems (fit)", fitted, {}),
+        ErrorsByConstants("those that all systems and plans share", default, {rlhf.STEPS: DEFAULT_GOAL}, BIAS_GOAL),
+        ErrorsByConstants(
+            "shared, fitted without the row's source", _predictions(sources), dict.fromkeys(GOALS, HELD_OUT_GOAL)
+        ),
+        ErrorsByConstants("shared, fitted without the row's system", _predictions(systems), {}),
+    ):
+        yield each.text()
+    yield from _by_source(sources)
+    yield from _ranges(sources, systems)
+
+
+def _predictions(rows: Sequence[CheckedRow]) -> list[Prediction]:
+    return [each.prediction for each in rows]
+
+
+def _by_source(sources: Sequence[CheckedRow]) -> Iterator[str]:
+    """Yield the errors of the steps of each source that the constants were fitted without."""
+    steps = [each for each in sources if each.prediction.goal == rlhf.STEPS]
+    for name in sorted({source_left_out(each.row) for each in steps}):
+        of_source = [each.prediction for each in steps if source_left_out(each.row) == name]
+        error, bias = mean(each.error for each in of_source), mean(each.signed for each in of_source)
+        yield f"    without {name:36} {len(of_source):5d}{100 * error:8.1f}{100 * bias:+8.1f}"
+
+
+def _ranges(sources: Sequence[CheckedRow], systems: Sequence[CheckedRow]) -> Iterator[str]:
+    """Yield the ranges of measured over predicted seconds, beside those that plans are printed with."""
+    steps = [each for each in systems if each.prediction.goal == rlhf.STEPS and each.fits]
+    gaps = placement_gaps(sources)
+    if not steps or len(gaps) < 2:
+        return
+    low, high = (ratio_at(steps, share) for share in (0.1, 0.9))
+    yield f"  measured over predicted seconds, 10 to 90 % of the steps of each system: {low:.2f} to {high:.2f}"
+    gap = quantiles(gaps, n=10)[7]
+    yield f"  two placements of one problem: in four of five pairs ({len(gaps)}) the ratio is within {gap:.2f}"
+    yield f"  plans are printed with (accuracy.csv): {FIGURES.low:.2f} to {FIGURES.high:.2f}; {FIGURES.tie:.2f}"
