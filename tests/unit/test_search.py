@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fast_walk import overlaps_of, play
-from flexrlhf.guideline.search.bounds import clock
+from flexrlhf.guideline.search.bounds import clock, cycle_bound
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import call_seconds, evaluate
 from flexrlhf.guideline.search.evaluate import link_seconds as seconds_of_link
@@ -294,6 +294,19 @@ def test_a_sync_that_overlaps_hides_behind_what_its_parts_do_meanwhile() -> None
     assert [seconds(False, taken) for taken in (1.0, 3.0)] == [4.0, 6.0]
     # generate, train, weights: scores of the next batch are computed meanwhile
     assert [seconds(True, taken) for taken in (0.5, 1.0, 3.0)] == [2.5, 3.0, 5.0]
+
+
+def test_the_bound_counts_weights_that_come_in_the_background() -> None:
+    """Else a step would seem as short as one whose training runs a batch behind."""
+    pool = DevicePool(("0", "1"), 1, {"0": 9.0, "1": 9.0})
+    parts = tuple(SearchPart(name, lambda shape: [Option((1.0,))]) for name in ("shadow", "actor"))
+    calls = (
+        SearchTask("generate", "shadow"),
+        SearchTask("train", "actor", ("generate",)),
+        SearchSync("train", "shadow", lambda source, to, relation: 4.0, overlaps=True),
+    )
+    graph = call_graph(SearchProblem(pool, parts, calls))
+    assert cycle_bound(graph, [1.0, 2.0, 4.0], [], {(0, 1): False}, 1, {}).tolist() == [7.0]
 
 
 def test_the_space_counts_every_mesh_and_option() -> None:

@@ -25,9 +25,17 @@ Wait = Floats | float | None
 
 
 def waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
-    """Wait of each call for each other call: 0 where they share a device."""
+    """Wait of each call for each other call: 0 where they share a device, or the weights that the other brings."""
     calls = range(graph.num_calls)
-    return [[_wait(graph.parts[i], graph.parts[j], overlaps) for j in calls] for i in calls]
+    return [
+        [0.0 if _awaits(graph, i, j) else _wait(graph.parts[i], graph.parts[j], overlaps) for j in calls] for i in calls
+    ]
+
+
+def _awaits(graph: CallGraph, call: int, other: int) -> bool:
+    """Whether ``call`` uses the weights that ``other`` brings in the background, or brings some over the same link."""
+    filled = graph.fills[other]
+    return filled >= 0 and (filled in graph.parts[call] or graph.fills[call] >= 0)
 
 
 def _wait(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -> Wait:
@@ -59,27 +67,18 @@ def clock(
     last: list[Floats | None] = [None] * graph.num_calls
     ends: list[Floats] = [np.zeros(rows) for _ in range(steps)]
     ready: dict[tuple[int, int], Floats] = {}
-    # by part: when its newest weights are there that come in the background, over the ``link`` of all of them
-    filled: dict[int, Floats] = {}
-    link: Floats | None = None
     for turn in range(steps + graph.lag):
         for call in range(graph.num_calls):
             step = turn - graph.lags[call]
             if not 0 <= step < steps or (step + 1) % graph.every[call]:
                 continue
             start = np.zeros(rows)
-            for part in graph.parts[call]:
-                _raise(start, filled.get(part), 0.0)
-            if graph.fills[call] >= 0:
-                _raise(start, link, 0.0)
             for other, end in enumerate(last):
                 _raise(start, end, waits[call][other])
             for edge in graph.edges_to(call):
                 _raise(start, ready.get((step, edge.writer)), delays[edge.rows] if edge.rows >= 0 else 0.0)
             end = start + seconds[call]
             last[call] = ready[step, call] = end
-            if graph.fills[call] >= 0:
-                link = filled[graph.fills[call]] = end
             ends[step] = np.maximum(ends[step], end)
     return np.asarray((ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured)
 
