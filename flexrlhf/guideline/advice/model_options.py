@@ -209,10 +209,13 @@ class OptionEnumerator:
     def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, can: bool) -> Iterator[int]:
         """Sizes of tensor-parallel groups that mesh and heads allow; the one in the YAML alone, if there is one.
 
+        Adapters are trained with one rank; a rollout engine, which receives them merged, has any number.
+
         ``can``: whether the engine has tensor parallelism.
         """
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
-        tried = TENSOR_PARALLEL if can and base.lora is None and sizes is not None else (1,)
+        is_adapted = base.lora is not None and not model.is_rollout
+        tried = TENSOR_PARALLEL if can and not is_adapted and sizes is not None else (1,)
         for tp in tried if in_yaml is None else (in_yaml,):
             if (sizes is None or self._divides(model, base, sizes, tp)) and mesh.size % tp == 0 and tp <= mesh.per_node:
                 yield tp
