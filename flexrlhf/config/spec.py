@@ -649,8 +649,10 @@ class DebugSpec(StrictModel):
     run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
 
 
+MAX_DEVICES = 16384
+"""Most devices of a plan: planning takes half a millisecond for each."""
 MAX_PLANNED = 4096
-"""Most devices times chunks of a plan: planning takes a millisecond for each."""
+"""Most devices times chunks of a plan with several chunks: planning takes a millisecond for each."""
 MAX_CHUNKS = 128
 """Most chunks: planning compares each with every other."""
 MAX_ROWS = 1_000_000
@@ -741,9 +743,9 @@ class Spec(StrictModel):
     def _can_be_planned(self) -> Self:
         """Refuse sizes whose planning would take minutes or the machine's memory."""
         devices, chunks = self.cluster.num_devices, self.schedule.num_chunks
-        if devices > MAX_PLANNED:
-            raise ValueError(f"cluster: {devices} devices are more than a plan takes: use at most {MAX_PLANNED}")
-        most = min(MAX_CHUNKS, MAX_PLANNED // devices)
+        if devices > MAX_DEVICES:
+            raise ValueError(f"cluster: {devices} devices are more than a plan takes: use at most {MAX_DEVICES}")
+        most = max(1, min(MAX_CHUNKS, MAX_PLANNED // devices))
         if chunks > most:
             raise ValueError(
                 f"schedule.num_chunks {chunks} on {devices} devices are more than a plan takes: use at most {most}"
