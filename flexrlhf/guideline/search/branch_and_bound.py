@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 
 from flexrlhf.guideline.search.assignments import fits, relations
-from flexrlhf.guideline.search.hill_climb import beginnings, climb, with_options
+from flexrlhf.guideline.search.hill_climb import beginnings, climb, spots_of, with_options
 from flexrlhf.guideline.search.option_search import mesh_assignment, search_options
 from flexrlhf.guideline.search.pareto import Floats
 from flexrlhf.guideline.search.partial_assignments import (
@@ -24,7 +25,7 @@ from flexrlhf.guideline.search.partial_assignments import (
     partial_bound,
     partial_over,
 )
-from flexrlhf.guideline.search.problem import SearchProblem
+from flexrlhf.guideline.search.problem import Assignment, SearchProblem
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.search.state import SearchState
 from flexrlhf.guideline.search.symmetry import DistinctMeshes, distinct_meshes
@@ -40,7 +41,13 @@ KEPT = 10
 """Assignments that are returned."""
 
 
-def search(problem: SearchProblem, seconds_limit: float = 60.0, gap: float = 0.0, keep: int = KEPT) -> SearchResult:
+def search(
+    problem: SearchProblem,
+    seconds_limit: float = 60.0,
+    gap: float = 0.0,
+    keep: int = KEPT,
+    seeds: Sequence[Assignment] = (),
+) -> SearchResult:
     """Find the fastest assignment of the stated space.
 
     After ``seconds_limit`` the best so far is returned, with the bound that is proven by then. But for that limit, the
@@ -49,6 +56,7 @@ def search(problem: SearchProblem, seconds_limit: float = 60.0, gap: float = 0.0
     seconds_limit:  seconds that the search may take.
     gap:            share of its time by which the result may miss the fastest; 0: it is the fastest.
     keep:           number of assignments to return.
+    seeds:          assignments to begin from; those that fit are no faster than the result.
     """
     began = perf_counter()
     tables = tables_of(problem)
@@ -56,6 +64,10 @@ def search(problem: SearchProblem, seconds_limit: float = 60.0, gap: float = 0.0
     if any(not len(part.options) for part in tables.parts):
         return state.result(np.inf, began, True)
     meshes = distinct_meshes(tables)
+    for seed in seeds:
+        planted = spots_of(tables, seed)
+        if planted is not None:
+            climb(state, meshes, planted)
     for spots in beginnings(tables, meshes):
         best = state.best
         climb(state, meshes, spots)

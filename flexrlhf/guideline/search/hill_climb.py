@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from flexrlhf.guideline.search.problem import Assignment, Option
 from flexrlhf.guideline.search.state import SearchState
 from flexrlhf.guideline.search.symmetry import DistinctMeshes
-from flexrlhf.guideline.search.tables import Ints, Tables
+from flexrlhf.guideline.search.tables import Ints, PartTable, Tables
 
 Spot = tuple[int, int]
 """A part's start and the position of its option."""
@@ -61,6 +62,32 @@ def with_options(tables: Tables, part: int, starts: Ints, shapes: Ints) -> tuple
     counts = first[shapes + 1] - first[shapes]
     offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(starts, counts), np.repeat(first[shapes], counts) + offsets
+
+
+def spots_of(tables: Tables, assignment: Assignment) -> list[Spot] | None:
+    """Return the spots of an assignment, with options that undercut its own where those are on no front.
+
+    None where a mesh is none of the problem's, or a part has no such option.
+    """
+    spots = []
+    for table, choice in zip(tables.parts, assignment, strict=True):
+        shape = tables.shape_at.get((choice.start, choice.size))
+        option = None if shape is None else _option_as(table, shape, choice.option)
+        if option is None:
+            return None
+        spots.append((choice.start, option))
+    return spots
+
+
+def _option_as(table: PartTable, shape: int, option: Option) -> int | None:
+    """Position of the fastest option of a shape that needs no more memory or time than ``option``; None: there is
+    none."""
+    options = table.options_of(shape)
+    undercut = (table.seconds[options] <= np.array(option.seconds)).all(axis=1)
+    undercut &= (table.resting[options] <= option.resting) & (table.active[options] <= option.active)
+    found = np.flatnonzero(undercut) + options.start
+    alike = [int(at) for at in found if table.options[at].layout == option.layout]
+    return min(alike or found.tolist(), key=lambda at: float(table.seconds[at].sum()), default=None)
 
 
 def beginnings(tables: Tables, meshes: DistinctMeshes) -> Iterator[list[Spot]]:
