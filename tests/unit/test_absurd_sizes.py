@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_runs import TINY, plan_of, spec_of
 
-from flexrlhf.config.spec import MAX_CHUNKS, MAX_PLANNED, MAX_ROWS, ModelSpec
+from flexrlhf.config.spec import MAX_CHUNKS, MAX_DEVICES, MAX_ROWS, ModelSpec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import read_rows
@@ -23,7 +23,7 @@ LAUGHS = "a: &a [1, 1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in
 DEEP = "[" * 100_000
 
 SIZES = [
-    (("cluster.devices=100000",), f"cluster: 100000 devices are more than a plan takes: use at most {MAX_PLANNED}"),
+    (("cluster.devices=100000",), f"cluster: 100000 devices are more than a plan takes: use at most {MAX_DEVICES}"),
     (("cluster={nodes: [{count: 1000000000, devices: 8}]}",), "cluster: 8000000000 devices"),
     (("algorithm.prompts_per_step=1e9",), f"1000000000 rows a step, more than a plan takes: use at most {MAX_ROWS}"),
     (("algorithm.prompts_per_step=1000", "algorithm.samples_per_prompt=1001"), "1001000 rows a step"),
@@ -51,8 +51,8 @@ def test_a_size_beyond_planning_is_refused_with_the_limit(overrides: tuple[str, 
 
 
 def test_the_largest_sizes_are_valid() -> None:
-    spec = spec_of(None, MAX_PLANNED, f"algorithm.prompts_per_step={MAX_ROWS}")
-    assert (spec.cluster.num_devices, spec.algorithm.prompts_per_step) == (MAX_PLANNED, MAX_ROWS)
+    spec = spec_of(None, MAX_DEVICES, f"algorithm.prompts_per_step={MAX_ROWS}")
+    assert (spec.cluster.num_devices, spec.algorithm.prompts_per_step) == (MAX_DEVICES, MAX_ROWS)
 
 
 def test_layers_beyond_any_model_are_refused() -> None:
