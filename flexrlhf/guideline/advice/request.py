@@ -86,18 +86,21 @@ class AdviceRequest:
         return parse_spec(raw, "advise")
 
     def _model(self, role: str, trained: bool) -> dict[str, Any]:
-        config = self._config(role)
+        source, config = self._source(role)
+        is_directory = Path(source).is_dir()
         has_bf16 = all(DEVICE_CLASSES[node["class"]].bf16 for node in self.nodes)
         dtype = "bfloat16" if has_bf16 else "float16"
-        model: dict[str, Any] = {"init": config, "engine": self.engine, "dtype": dtype}
+        weights = {"path": source} if is_directory else {"init": config}
+        model: dict[str, Any] = {**weights, "engine": self.engine, "dtype": dtype}
         if self.lora is not None and trained:
             model["lora"] = {"rank": self.lora, "alpha": 2 * self.lora}
         return model
 
-    def _config(self, role: str) -> Config:
-        """Config of the role, or of PPO's role that does the same: of the reward model for all that score."""
+    def _source(self, role: str) -> tuple[str, Config]:
+        """Return (name or path, config) of the role, or of PPO's role that does the same: of the reward model for all
+        that score."""
         source = role if role in self.models else "critic" if role.endswith("critic") else "reward"
-        return find_model(self.models[source], f"models.{source}")
+        return self.models[source], find_model(self.models[source], f"models.{source}")
 
 
 SETTINGS = {
