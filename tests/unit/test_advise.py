@@ -285,7 +285,7 @@ def test_both_methods_and_the_usual_placements_are_shown(advice: Advice) -> None
     assert methods.count("guideline") == 1
     assert methods.count("search") == 3
     names = {item.candidate.name for item in (*advice.feasible, *advice.rejected) if item.candidate.method == "usual"}
-    assert {"co-located ZeRO-3", "standalone", "split", "symmetric, tp 8"} == names
+    assert {"co-located", "co-located ZeRO-3", "standalone", "split", "symmetric, tp 8"} == names
     assert [item.seconds for item in advice.feasible] == sorted(item.seconds for item in advice.feasible)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from flexrlhf.config.spec import PlacementMap
 from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import either
-from flexrlhf.guideline.advice.advise import GAP, Advice, FeasibleCandidate, SpaceSearch
+from flexrlhf.guideline.advice.advise import Advice, SpaceSearch
+from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
+from flexrlhf.guideline.advice.simplicity import ratios_of, tied
 from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.strategies.instructions import Run
+from flexrlhf.strategies.instructions import Offload, Run
 from flexrlhf.text import bytes_text, ranks_text, table
 
 SHOWN = 3
@@ -25,11 +28,11 @@ def format_advice(advice: Advice, source: str) -> str:
     """Return the whole report. ``source``: where seconds come from."""
     sections = [
         _head(advice, source),
-        _titled("ranked (simulated seconds and memory; `>`: the one to use; `*`: by ranks, below)", _ranking(advice)),
+        _titled(_legend(advice), _ranking(advice)),
         *[_titled(f"settings of {_name(item)}", _settings(item)) for item in _detailed(advice)],
         _titled("why", _reasons(advice)),
         _titled("against the guideline", contradictions(advice)),
-        _titled("guideline: rules that fired", _rules(advice)),
+        _titled("guideline: rules that fired", [*_rules(advice), *weighed_rules(advice)]),
         _titled("search", _searches(advice)),
         _titled("rejected", _rejected(advice)),
     ]
@@ -74,11 +77,21 @@ def _detailed(advice: Advice) -> list[FeasibleCandidate]:
     return [best, *(a for a in advice.feasible if a.candidate.method == "guideline" and a is not best)]
 
 
+def _legend(advice: Advice) -> str:
+    tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
+    return f"ranked (simulated seconds and memory; `>`: the one to use{tie}; `*`: by ranks, below)"
+
+
+def _equal(advice: Advice) -> list[FeasibleCandidate]:
+    """Candidates that count as equally fast, the one to use among them."""
+    return tied(advice.comparable, advice.margin)
+
+
 def _ranking(advice: Advice) -> list[str]:
     rows = [("", "method", "placement", "strategy", "ratio vector", "s/step", "samples/s", "memory", "")]
-    best = advice.best
+    best, equal = advice.best, _equal(advice)
     for item in advice.feasible:
-        mark = ">" if item is best else ""
+        mark = ">" if item is best else "=" if item in equal else ""
         seconds, samples = f"{item.seconds:.2f}", f"{item.samples_per_second:.2f}"
         memory, share = bytes_text(int(item.peak)), f"{item.share:.0%}" if item.share else ""
         method, name, strategy = item.candidate.method, item.candidate.name, item.candidate.strategy
@@ -88,12 +101,8 @@ def _ranking(advice: Advice) -> list[str]:
 
 def vector_text(item: FeasibleCandidate) -> str:
     """Ratio vector as on the command line; with a star where no vector gives the same ranks (see the settings)."""
-    placement, total = item.candidate.spec.placement, item.candidate.space.pool.num_devices
-    if isinstance(placement, PlacementMap):
-        ratios = [Fraction(len(entry.ranks or ()), total) for entry in placement.models.values()]
-        return f"{_vector(ratios)}*"
-    assert isinstance(placement, tuple), "proposals have a vector or ranks"
-    return _vector(placement)
+    star = "*" if isinstance(item.candidate.spec.placement, PlacementMap) else ""
+    return f"{_vector(ratios_of(item.candidate))}{star}"
 
 
 def _vector(ratios: Sequence[Fraction]) -> str:
@@ -107,7 +116,18 @@ def _settings(item: FeasibleCandidate) -> list[str]:
     head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
     rows = [head, *(_settings_of(model, item, has_stages) for model in models)]
     schedule = item.plan.spec.schedule
-    return [*table(rows, f"<<{'>' * len(degrees)}>><"), f"chunks {schedule.num_chunks}, lag {schedule.lag}"]
+    last = f"chunks {schedule.num_chunks}, lag {schedule.lag}"
+    return [*table(rows, f"<<{'>' * len(degrees)}>><"), last, *_in_host_memory(item)]
+
+
+def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
+    """Line on the models that are in host memory while others compute, and the bytes that a node needs for that."""
+    moved = [each.model for each in item.plan.schedule.instructions if isinstance(each, Offload) and not each.rare]
+    names = [name for name in dict.fromkeys(moved) if not name.is_rollout]
+    if names:
+        devices = Counter(device.node for device in item.plan.cluster.devices)
+        host = max(memory.host_bytes for memory in item.plan.memories) * max(devices.values())
+        yield f"in host memory while others compute: {', '.join(names)}; a node's host needs {bytes_text(host)}"
 
 
 def _settings_of(model: PlacedModel, item: FeasibleCandidate, has_stages: bool) -> tuple[str, ...]:
@@ -128,7 +148,12 @@ def _generates(model: PlacedModel, item: FeasibleCandidate) -> bool:
 
 def _reasons(advice: Advice) -> Iterator[str]:
     """Lines on where the time of the best is spent, and how much it saves compared with the others."""
-    best = advice.best
+    best, equal = advice.best, _equal(advice)
+    if best is not equal[0]:
+        yield (
+            f"{len(equal)} placements take as long as the fastest ({_name(equal[0])}) within {advice.margin:.0%}; this "
+            f"is the simplest of them that is no slower than a usual one"
+        )
     runs = [item for item in best.simulation.priced if isinstance(item.instruction, Run) and not item.is_rare]
     for item in sorted(runs, key=lambda item: -item.cost.seconds)[:SHOWN]:
         seconds, share = item.cost.seconds, item.cost.seconds / best.seconds
@@ -148,7 +173,7 @@ def contradictions(advice: Advice) -> Iterator[str]:
     makes the difference in the simulated steps."""
     best, rule = advice.best, next(iter(advice.rules), None)
     ruled = next((item for item in advice.feasible if item.candidate.method == "guideline"), None)
-    if rule is None or ruled is None or ruled.seconds <= (1 + GAP) * best.seconds:
+    if rule is None or ruled is None or ruled.seconds <= (1 + advice.margin) * best.seconds:
         return
     if ruled.candidate.strategy == best.candidate.strategy:
         return
@@ -172,6 +197,21 @@ def _seconds_by_operator(item: FeasibleCandidate) -> dict[str, tuple[float, int]
             devices = len(item.plan.placement[priced.instruction.model].ranks)
             found[name] = (found.get(name, (0.0, 0))[0] + priced.cost.seconds, devices)
     return found
+
+
+def weighed_rules(advice: Advice) -> Iterator[str]:
+    """Yield a sentence where rules that fired lead to different strategies, with the seconds of the best of each."""
+    rules = {rule.strategy: rule for rule in reversed(advice.rules) if rule.strategy}
+    fastest = {name: _fastest_of(advice, name) for name in rules}
+    timed = sorted(((item.seconds, name) for name, item in fastest.items() if item is not None))
+    if len(timed) > 1:
+        names = " and ".join(f"{rule.name} ({rule.source.partition(',')[0]})" for rule in rules.values())
+        figures = ", ".join(f"{seconds:.2f} s {name}" for seconds, name in timed)
+        yield f"{names} contradict each other: as simulated a step takes at best {figures}"
+
+
+def _fastest_of(advice: Advice, strategy: str) -> FeasibleCandidate | None:
+    return next((item for item in advice.comparable if item.candidate.strategy == strategy), None)
 
 
 def _rules(advice: Advice) -> Iterator[str]:

@@ -42,9 +42,9 @@ STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
 PASS_TOKENS = (0, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one text's."""
-DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64)
+DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """All rows decoded together, half of them, a fourth ..."""
-CACHE_SHARES = (1, 2, 4, 8, 16, 32)
+CACHE_SHARES = DECODE_SHARES
 """All rows, half of them, ... for which a rollout engine's cache has room; it is allocated all the time."""
 
 
@@ -81,6 +81,7 @@ class SearchModel:
     calls:    in schedule order.
     head:     what it computes on top of the hidden states.
     is_apart: whether its weights travel to or from another copy while both compute.
+    switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
     """
 
     name: ModelName
@@ -88,6 +89,7 @@ class SearchModel:
     calls: tuple[PlacedCall, ...]
     head: Head = "causal"
     is_apart: bool = False
+    switches: tuple[int, ...] = ()
 
     @property
     def role(self) -> str:
@@ -183,10 +185,11 @@ class OptionEnumerator:
     def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int]]:
         """(ZeRO stage, tp, pp) of the ways to shard the model."""
         serves = self._capabilities(model, base)
+        least = min(self._stages(model, base, serves.zero), default=0)
         for tp in self._tensor_parallel(model, mesh, base, serves.tp):
             for pp in self._pipelines(model, mesh.size // tp, base, serves.pp):
                 for zero in self._stages(model, base, serves.zero):
-                    if zero == 0 or tp * pp < mesh.size:
+                    if zero == least or tp * pp < mesh.size:
                         yield zero, tp, pp
 
     def _capabilities(self, model: SearchModel, base: ModelSpec) -> EngineCapabilities:
@@ -320,6 +323,10 @@ class OptionEnumerator:
         side = self.cached(("side", self._state_key(placed, mesh)), lambda: side_of(placed, mesh.per_node))
         if model.is_offloaded:
             return Option(seconds, 0, state.resting + most, side, placed.settings)
+        if model.switches:
+            moved = self.costs.switch(state.offloaded, mesh.device).seconds
+            seconds = tuple(each + number * moved for each, number in zip(seconds, model.switches, strict=True))
+            return Option(seconds, resting - state.freed, state.freed + most, side, placed.settings)
         return Option(seconds, resting, most, side, placed.settings)
 
     def _bytes_under_way(self, placed: PlacedModel) -> int:

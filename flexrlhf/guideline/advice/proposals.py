@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from flexrlhf.config.spec import ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
+from flexrlhf.config.spec import ClusterSpec, ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
 from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem
+from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.ratios import place
 
@@ -39,10 +40,27 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
             models[name.role] = settings
     for role, shadow in shadows.items():
         models[role] = models[role].model_copy(update={"shadow": shadow})
-    spec = space.spec.model_copy(
-        update={"models": space.spec.models.model_copy(update=models), "rollout": rollout, "placement": None}
-    )
+    changes: dict[str, object] = {
+        "models": space.spec.models.model_copy(update=models),
+        "rollout": rollout,
+        "placement": None,
+    }
+    if space.offloaded and space.usable < 1:
+        changes["cluster"] = usable_cluster(space.spec.cluster, space.usable)
+    spec = space.spec.model_copy(update=changes)
     return spec.model_copy(update={"placement": _placement(space, spec, assignment)})
+
+
+def usable_cluster(cluster: ClusterSpec, share: float) -> ClusterSpec:
+    """Return ``cluster`` with a share of each device's memory: a plan offloads models only where a device is full."""
+    if not cluster.nodes:
+        return cluster.model_copy(update={"memory_gb": cluster.memory_gb and share * cluster.memory_gb})
+    nodes = []
+    for node in cluster.nodes:
+        figures = DEVICE_CLASSES.get(node.device_class)
+        memory = node.memory_gb or cluster.memory_gb or (figures.memory_gb if figures else None)
+        nodes.append(node.model_copy(update={"memory_gb": memory and round(share * memory, 3)}))
+    return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
 def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
@@ -135,6 +153,13 @@ def _options_at(problem: SearchProblem, choice: Choice) -> Sequence[Option]:
     return part.options(problem.shape_of(choice.start, choice.size))
 
 
+def fastest_options(problem: SearchProblem, choice: Choice) -> Choice | None:
+    """Return a part's fastest settings on its mesh, whatever memory they need; None where it has none there."""
+    options = _options_at(problem, choice)
+    fastest = min(options, key=lambda option: sum(option.seconds), default=None)
+    return None if fastest is None else replace(choice, option=fastest)
+
+
 def seconds_of(space: Space, assignment: Assignment) -> float:
     """Return the seconds of a settled step of ``assignment``."""
     return evaluate(space.problem(), assignment)
@@ -150,19 +175,23 @@ def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[f
         chunked = with_schedule(space, number, space.spec.schedule.lag)
         problem = chunked.problem()
         for assignment in assignments:
-            moved = [_in_problem(problem, choice) for choice in assignment]
-            whole = tuple(choice for choice in moved if choice is not None)
-            if len(whole) == len(assignment):
+            whole = in_problem(problem, assignment)
+            if whole is not None:
                 timed.append((evaluate(problem, whole), len(timed), chunked, whole))
     seconds, _, chunked, assignment = min(timed, key=lambda item: item[:2])
     return seconds, chunked, assignment
 
 
-def _in_problem(problem: SearchProblem, choice: Choice) -> Choice | None:
-    """The same choice in a problem with other calls; None where it has no such option."""
-    options = _options_at(problem, choice)
-    same = next((option for option in options if option.settings == choice.option.settings), None)
-    return None if same is None else replace(choice, option=same)
+def in_problem(problem: SearchProblem, assignment: Assignment) -> Assignment | None:
+    """Return the same meshes and settings in a problem with other calls; None where it has no such option."""
+    moved = []
+    for choice in assignment:
+        options = _options_at(problem, choice)
+        same = next((option for option in options if option.settings == choice.option.settings), None)
+        if same is None:
+            return None
+        moved.append(replace(choice, option=same))
+    return tuple(moved)
 
 
 def _ranks_of(model: SearchModel, ranks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 
-from flexrlhf.config.spec import Head, ModelSpec, Spec
+from flexrlhf.config.spec import MAX_PLANNED, Head, ModelSpec, Spec
 from flexrlhf.engines.capabilities import CAPABILITIES, FULL_ENGINES, check_engine
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
@@ -60,6 +60,8 @@ UNLIMITED = 1e15
 """Bytes of a device whose memory is not given."""
 USABLE = 0.95
 """Share of a device's memory that a plan may take: FlexRLHF's guideline; the rest is for fragments and the driver."""
+SWITCHES = ("offload", "reload")
+"""Tasks that move a sleeping rollout engine to host memory and back."""
 
 
 def is_allowed(seconds: float) -> bool:
@@ -81,6 +83,8 @@ class Space:
     enumerator:      makes the options of its models.
     has_shadows:     whether inference has copies of its own.
     fixed_schedule:  settings of the schedule that the YAML sets.
+    offloaded:       models that are in host memory while others compute.
+    usable:          share of a device's memory that a plan may take.
     """
 
     spec: Spec
@@ -93,6 +97,8 @@ class Space:
     enumerator: OptionEnumerator
     has_shadows: bool = False
     fixed_schedule: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    usable: float = USABLE
 
     @cached_property
     def batch(self) -> BatchShape:
@@ -183,9 +189,36 @@ class Space:
         if self.offloaded_engine is not None:
             calls[self.offloaded_engine] += [PlacedCall("switch", self.batch.mini_batches)] * 2
         return tuple(
-            SearchModel(name, name in self.roles.trained, tuple(calls[name]), self._head(name), self._is_apart(name))
+            SearchModel(
+                name,
+                name in self.roles.trained,
+                tuple(calls[name]),
+                self._head(name),
+                self._is_apart(name),
+                self.switches(name) if name in self.offloaded else (),
+            )
             for name in self.names
         )
+
+    def switches(self, name: str) -> tuple[int, ...]:
+        """Transfers to or from host memory next to each call of a model that is offloaded while others compute.
+
+        Those at a weight sync are counted next to the last call before it.
+        """
+        parts = {task.name: task.part for task in self._tasks if isinstance(task, SearchTask)}
+        used = [{each.part} if isinstance(each, SearchTask) else {parts[each.task], each.to} for each in self._tasks]
+        counts: list[int] = []
+        for index, call in enumerate(self._tasks):
+            if isinstance(call, SearchTask) and call.part == name:
+                counts.append(0)
+            if name in used[index] and counts:
+                counts[-1] += (name not in used[index - 1]) + (name not in used[(index + 1) % len(used)])
+        return tuple(counts)
+
+    @cached_property
+    def _tasks(self) -> tuple[SearchTask | SearchSync, ...]:
+        """Calls of models and syncs, without the transfers of a rollout engine that sleeps."""
+        return tuple(call for call in self._calls() if isinstance(call, SearchSync) or call.name not in SWITCHES)
 
     def _is_apart(self, name: ModelName) -> bool:
         """Whether weights of a model travel while it computes: of a shadow, and of the copy that it follows."""
@@ -218,7 +251,8 @@ class Space:
         memory: dict[str, float] = {}
         for device in self.cluster.devices:
             size = self.cluster.memory_bytes(device.rank)
-            memory[device.device_class] = USABLE * (UNLIMITED if size is None else size)
+            usable = self.usable * (UNLIMITED if size is None else size)
+            memory[device.device_class] = min(usable, memory.get(device.device_class, usable))
         ranks = [self.cluster.ranks_on_node(node) for node in range(self.cluster.num_nodes)]
         unit = gcd(*map(len, ranks))
         kinds = [self.cluster.devices[mine[at]].device_class for mine in ranks for at in range(0, len(mine), unit)]
@@ -245,9 +279,14 @@ class Space:
         if len(shape.kinds) > 1:
             return ()
         kind = shape.kinds[0]
-        return self.enumerator.options(
-            model, UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
-        )
+        mesh = UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+        options = self.enumerator.options(model, mesh)
+        if not model.is_rollout or self.has_shadows or model.role not in self.offloaded:
+            return options
+        # both are on the devices when weights are sent from one to the other
+        source = replace(next(each for each in self.models if each.name == model.role), switches=())
+        least = min((each.resting for each in self.enumerator.options(source, mesh)), default=0.0)
+        return tuple(replace(each, active=each.active + least) for each in options)
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
         """Tasks and syncs in the order of the trainer's list."""
@@ -263,14 +302,14 @@ class Space:
             reads = tuple(name_of(writer) for writer in (*self._writers(task), *self._separate(task)))
             yield SearchTask(name_of(task), model, reads, lag)
             if task is last_rollout:
-                yield SearchTask("offload", model)
+                yield SearchTask(SWITCHES[0], model)
             if last.get(model) is task:
                 syncs = [self._sync(task, follower) for follower in self.sketch.followers if follower.role == model]
                 at_end = [sync for sync in syncs if (lagging and not sync.overlaps) or not self.has_shadows]
                 end += at_end
                 yield from (sync for sync in syncs if sync not in at_end)
         if self.offloaded_engine is not None:
-            yield SearchTask("reload", self.offloaded_engine)
+            yield SearchTask(SWITCHES[1], self.offloaded_engine)
         order = [follower.name for follower in self.sketch.followers]
         yield from sorted(end, key=lambda sync: order.index(ModelName(sync.to)))
 
@@ -387,8 +426,9 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
     """Numbers of chunks that are tried: several pay only where inference and training are on different devices."""
     if "num_chunks" in space.fixed_schedule:
         return (space.spec.schedule.num_chunks,)
-    mini_batches = space.spec.algorithm.num_mini_batches
-    return tuple(number for number in CHUNKS if mini_batches % number == 0) if space.has_shadows else (1,)
+    mini_batches, most = space.spec.algorithm.num_mini_batches, MAX_PLANNED // space.pool.num_devices
+    tried = CHUNKS if space.has_shadows else CHUNKS[:1]
+    return tuple(number for number in tried if mini_batches % number == 0 and number <= max(1, most))
 
 
 def name_of(task: schedule.OperatorTask) -> str:

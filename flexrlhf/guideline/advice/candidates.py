@@ -1,0 +1,182 @@
+"""Placements to compare, each a Spec that is planned and simulated like any other; what does not fit has its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.proposals import device_bytes, seconds_of, spec_of
+from flexrlhf.guideline.advice.space import Space
+from flexrlhf.guideline.search.problem import Assignment
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies import colocated, disaggregated, interleaving
+from flexrlhf.text import bytes_text
+
+Method = Literal["guideline", "search", "usual"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement to compare.
+
+    method:      where it comes from.
+    name:        unique among those of its method.
+    space:       the space that it is a placement of.
+    assignment:  its meshes and settings; None where nothing is possible.
+    reason:      why nothing is possible.
+    """
+
+    method: Method
+    name: str
+    space: Space
+    assignment: Assignment | None
+    reason: str = ""
+
+    @cached_property
+    def spec(self) -> Spec:
+        assert self.assignment is not None, "a candidate without settings is rejected"
+        return spec_of(self.space, self.assignment)
+
+    @property
+    def strategy(self) -> str:
+        if self.space.has_shadows:
+            return disaggregated.NAME
+        sizes = {choice.size for choice in self.assignment or ()}
+        return colocated.NAME if sizes == {self.space.pool.num_devices} else interleaving.NAME
+
+
+@dataclass(frozen=True)
+class PlannedCandidate:
+    """Plan and simulation of a candidate, as ``run`` and ``simulate`` make them."""
+
+    plan: Plan
+    simulation: Simulation
+
+
+@dataclass(frozen=True)
+class FeasibleCandidate:
+    """A candidate that fits.
+
+    candidate:  the candidate.
+    seconds:    of a step.
+    peak:       bytes on the fullest device.
+    share:      share of that device's memory.
+    checked:    its plan and simulation, where they have been made.
+    """
+
+    candidate: Candidate
+    seconds: float
+    peak: float
+    share: float
+    checked: PlannedCandidate | None = None
+
+    @cached_property
+    def planned(self) -> PlannedCandidate:
+        """Plan and simulation, made on first use where they are not ``checked``."""
+        return self.checked or make_planned(self.candidate)
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def simulation(self) -> Simulation:
+        return self.planned.simulation
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.candidate.space.batch.num_rows / self.seconds
+
+    @property
+    def lag(self) -> int:
+        return self.candidate.space.spec.schedule.lag
+
+
+@dataclass(frozen=True)
+class RejectedCandidate:
+    """A candidate that is impossible, or does not fit."""
+
+    candidate: Candidate
+    reason: str
+
+
+def assess(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
+    """Return the seconds and bytes of a candidate, or why it is impossible.
+
+    Those of the search are the plan's. Where models are offloaded it is planned: when they move follows from the plan.
+    """
+    return check(candidate) if candidate.space.offloaded else estimate(candidate)
+
+
+def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
+    """Plan and simulate a candidate, as ``run`` and ``simulate`` would."""
+    if candidate.assignment is None:
+        return RejectedCandidate(candidate, candidate.reason)
+    try:
+        planned = make_planned(candidate)
+    except UserError as error:
+        return RejectedCandidate(candidate, str(error))
+    plan = planned.plan
+    limits = [plan.cluster.memory_bytes(memory.rank) or 0 for memory in plan.memories]
+    if any(limit and memory.peak_bytes > limit for memory, limit in zip(plan.memories, limits, strict=True)):
+        peak, share = _fullest(plan, limits)
+        return RejectedCandidate(candidate, f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory")
+    cluster = candidate.space.cluster
+    peak, share = _fullest(plan, [cluster.memory_bytes(memory.rank) or 0 for memory in plan.memories])
+    return FeasibleCandidate(candidate, planned.simulation.seconds, peak, share, planned)
+
+
+def make_planned(candidate: Candidate) -> PlannedCandidate:
+    """Plan and simulate a candidate. Raises UserError where it cannot be planned."""
+    plan = make_plan(candidate.spec)
+    return PlannedCandidate(plan, simulate(plan, candidate.space.costs, candidate.space.lengths))
+
+
+def estimate(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
+    """Do as ``check``, by the search's own seconds and bytes."""
+    if candidate.assignment is None:
+        return RejectedCandidate(candidate, candidate.reason)
+    pool, assignment = candidate.space.pool, candidate.assignment
+    used = {at: device_bytes(assignment, at) for at in {choice.start for choice in assignment}}
+    memory = {at: pool.memory[pool.kinds_of(at, 1)[0]] / candidate.space.usable for at in used}
+    fullest = max(used, key=lambda at: used[at] / memory[at])
+    seconds = seconds_of(candidate.space, assignment)
+    return FeasibleCandidate(candidate, seconds, used[fullest], used[fullest] / memory[fullest])
+
+
+def _fullest(plan: Plan, sizes: Iterable[int]) -> tuple[float, float]:
+    """Bytes on the device whose memory is filled most, and the share of its memory. ``sizes``: bytes of each rank."""
+    shares = [
+        (memory.peak_bytes / size if size else 0.0, memory.peak_bytes)
+        for memory, size in zip(plan.memories, sizes, strict=True)
+    ]
+    share, peak = max(shares)
+    return float(peak), share
+
+
+def ranked(
+    candidates: Iterable[Candidate],
+) -> tuple[tuple[FeasibleCandidate, ...], tuple[RejectedCandidate, ...]]:
+    """Candidates that fit, fastest first, and the others. A plan with offloaded models that another candidate is, too,
+    is left out."""
+    results = [check(item) if item.method == "guideline" else assess(item) for item in candidates]
+    feasible = sorted((item for item in results if isinstance(item, FeasibleCandidate)), key=lambda item: item.seconds)
+    rejected = tuple(item for item in results if isinstance(item, RejectedCandidate))
+    return tuple(item for item in feasible if not _is_repeated(item, feasible)), rejected
+
+
+def _is_repeated(item: FeasibleCandidate, feasible: Sequence[FeasibleCandidate]) -> bool:
+    """Whether a candidate with fewer offloaded models has the same placement and settings."""
+    own = item.candidate
+    fewer = (other.candidate for other in feasible if len(other.candidate.space.offloaded) < len(own.space.offloaded))
+    return any(_settings(other.spec) == _settings(own.spec) for other in fewer)
+
+
+def _settings(spec: Spec) -> tuple[object, ...]:
+    return spec.placement, spec.models, spec.rollout, spec.schedule
