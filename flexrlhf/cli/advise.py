@@ -41,6 +41,14 @@ Engine = Annotated[Text, typer.Option(help="training engine: torch, deepspeed or
 Rollout = Annotated[Text, typer.Option(help="generation engine: transformers, torch or vllm; default: vllm")]
 Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="time limit of the searches")]
+Tie = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="relative difference in seconds within which the simplest placement is taken, 0: always the fastest; "
+        "default: the accuracy of the predictions",
+    ),
+]
 PerOperator = Annotated[
     bool, typer.Option("--per-operator", help="a placement for each operator instead of each model")
 ]
@@ -69,6 +77,7 @@ def advise(
     set_: Overrides = None,
     profile: Profile = None,
     seconds: Seconds = 60.0,
+    tie: Tie = None,
     per_operator: PerOperator = False,
     output: Output = None,
 ) -> None:
@@ -108,13 +117,14 @@ def advise(
     if per_operator:
         with working("searching for a placement of each operator"):
             operators = advise_operators(spec, source.costs, lengths_for(spec, mean_response), seconds)
-        typer.echo(format_operator_advice(operators, source.name))
+        typer.echo(format_operator_advice(operators, source))
         if output is not None:
             write_operator_advice(operators, output)
     else:
         with working("searching for a placement"):
-            advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds)
-        typer.echo(format_advice(advice, source.name))
+            margin = source.accuracy.tie if tie is None else tie
+            advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds, margin)
+        typer.echo(format_advice(advice, source))
         if output is not None:
             write_advised(advice.best, output)
     if output is not None:

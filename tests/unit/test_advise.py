@@ -35,10 +35,11 @@ from flexrlhf.guideline.advice.request import (
     read_nodes,
 )
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
+from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
-from flexrlhf.guideline.simulation.inputs import lengths_for, read_lengths
+from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for, read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.pipeline import make_plan
@@ -46,6 +47,7 @@ from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload
 from flexrlhf.text import table
 
+SOURCE = CostSource(AnalyticCosts(), "figures", FIGURES)
 ROLES = ("actor", "critic", "ref", "reward")
 SCHEDULES = ((False, 1, 0), (True, 1, 0), (True, 2, 0), (True, 4, 0), (True, 1, 1))
 """Shadows, chunks, lag."""
@@ -410,7 +412,7 @@ def test_every_algorithm_is_advised_on_from_its_name(name: str, roles: str) -> N
     whole = make_plan(found.best.candidate.spec)
     assert simulate(whole, AnalyticCosts()).seconds == pytest.approx(found.best.seconds, rel=1e-12)
     assert whole.batch.samples_per_prompt == {"grpo": 8, "gspo": 8, "dpo": 2, "kto": 2, "orpo": 2}.get(name, 1)
-    assert "\nsearch\n" in format_advice(found, "figures")
+    assert "\nsearch\n" in format_advice(found, SOURCE)
     assert "split" not in {item.candidate.name for item in (*found.feasible, *found.rejected)}
 
 
@@ -461,7 +463,7 @@ def test_columns_are_as_wide_as_what_is_in_them() -> None:
 
 
 def test_tables_of_the_report_are_aligned(advice: Advice) -> None:
-    lines = format_advice(advice, "figures").splitlines()
+    lines = format_advice(advice, SOURCE).splitlines()
     for title, column, rows in (("ranked", "samples/s", 5), ("settings of", "zero", 4), ("search", "bound", 3)):
         at = next(index for index, line in enumerate(lines) if line.startswith(title))
         end = lines[at + 1].index(column) + len(column)
@@ -470,7 +472,7 @@ def test_tables_of_the_report_are_aligned(advice: Advice) -> None:
 
 
 def test_the_report_states_what_was_searched(advice: Advice) -> None:
-    text = format_advice(advice, "figures")
+    text = format_advice(advice, SOURCE)
     assert "settings tried: passes of " in text
     assert "    all, 1/2, 1/4" in text
     assert "plans: all of the space, also those that memory or rules forbid" in text
@@ -479,7 +481,7 @@ def test_the_report_states_what_was_searched(advice: Advice) -> None:
 def test_a_space_that_forbids_all_its_plans_has_none(advice: Advice) -> None:
     found = advice.searches[0].result
     forbidden = replace(found, best=(replace(found.best[0], seconds=FORBIDDEN + 3),))
-    text = format_advice(replace(advice, searches=(SpaceSearch("forbidden", forbidden),)), "figures")
+    text = format_advice(replace(advice, searches=(SpaceSearch("forbidden", forbidden),)), SOURCE)
     (line,) = (line for line in text.splitlines() if line.startswith("  forbidden"))
     assert line.split()[-2:] == ["none", "-"]
 
@@ -581,7 +583,7 @@ def test_a_placement_against_the_guideline_says_so_and_why() -> None:
     assert "contradicts FlexRLHF's guideline" in line and "disaggregate beyond two nodes: 4 nodes" in line
     assert f"{ruled.seconds / found.best.seconds - 1:+.0%}" in line
     assert "generate" in line and "on 16 devices" in line and "on 32" in line
-    assert line in format_advice(found, "figures")
+    assert line in format_advice(found, SOURCE)
 
 
 def test_a_placement_that_agrees_with_the_guideline_contradicts_nothing(advice: Advice) -> None:

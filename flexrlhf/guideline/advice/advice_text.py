@@ -14,6 +14,8 @@ from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.simplicity import ratios_of, tied
 from flexrlhf.guideline.advice.space import is_allowed
+from flexrlhf.guideline.simulation.inputs import CostSource
+from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.strategies.instructions import Offload, Run
 from flexrlhf.text import bytes_text, ranks_text, table
@@ -24,8 +26,8 @@ FULL_SHARE = 0.6
 """Share of memory under which more devices no longer pay (ReaL, section 8)."""
 
 
-def format_advice(advice: Advice, source: str) -> str:
-    """Return the whole report. ``source``: where seconds come from."""
+def format_advice(advice: Advice, source: CostSource) -> str:
+    """Return the whole report. ``source``: what the seconds are from."""
     sections = [
         _head(advice, source),
         _titled(_legend(advice), _ranking(advice)),
@@ -39,7 +41,7 @@ def format_advice(advice: Advice, source: str) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
-def _head(advice: Advice, source: str) -> str:
+def _head(advice: Advice, source: CostSource) -> str:
     plan = advice.best.plan
     classes = ", ".join(f"{len(plan.cluster.ranks_on(name))} {name}" for name in plan.cluster.classes)
     nodes = f"{plan.cluster.num_nodes} node{'s' if plan.cluster.num_nodes > 1 else ''}"
@@ -47,7 +49,8 @@ def _head(advice: Advice, source: str) -> str:
     return (
         f"{plan.spec.algorithm.name} on {classes} in {nodes}: {rows.num_prompts} prompts x "
         f"{rows.samples_per_prompt} a step, at most {lengths.prompt} + {lengths.response} tokens"
-        f"{_mean(advice)}; seconds from {source}; took {advice.seconds:.1f} s"
+        f"{_mean(advice)}; seconds from {source.name}; took {advice.seconds:.1f} s\n"
+        f"a step of the one to use is {range_text(source.accuracy, advice.best.seconds)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Comparison of placements: by the published rules, an exact search, and the usual ones of published systems.
+"""PlacementComparison of placements: by the published rules, an exact search, and the usual ones of published systems.
 
 Every candidate is a Spec that is planned and simulated like any other; what does not fit is listed with its reason.
 """
@@ -24,9 +24,10 @@ from flexrlhf.guideline.advice.guideline_rules import GuidelineResult, Guideline
 from flexrlhf.guideline.advice.host_offload import is_short_of_memory, offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
 from flexrlhf.guideline.advice.refusal import last_resorts, refusal_text
-from flexrlhf.guideline.advice.simplicity import TIE, simplest
+from flexrlhf.guideline.advice.simplicity import simplest
 from flexrlhf.guideline.advice.space import Space, is_allowed, make_space, with_schedule
 from flexrlhf.guideline.advice.usual import usual
+from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import Assignment
@@ -69,7 +70,7 @@ class Advice:
     rules: tuple[GuidelineRule, ...]
     searches: tuple[SpaceSearch, ...]
     seconds: float
-    margin: float = TIE
+    margin: float
     refusal: str = ""
 
     @property
@@ -87,7 +88,7 @@ class Advice:
 
 
 @dataclass
-class Comparison:
+class PlacementComparison:
     """Candidates and searches of one request so far.
 
     base:        the space without shadows, as the YAML has its schedule.
@@ -116,7 +117,7 @@ def advise(
     costs: CostModel | None = None,
     lengths: TextLengths | None = None,
     seconds_limit: float = 60.0,
-    margin: float = TIE,
+    margin: float = FIGURES.tie,
 ) -> Advice:
     """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.
 
@@ -126,13 +127,13 @@ def advise(
     lengths:        tokens of prompts and responses; None: the longest.
     seconds_limit:  seconds that all searches together may take.
     margin:         share of the fastest placement's seconds by which another one may be slower and count as equally
-                    fast.
+                    fast: what predictions of two placements must differ by to be told apart.
 
     Raises UserError where nothing fits, or the costs of a device are not known.
     """
     began, costs = perf_counter(), costs or costs_for(spec, None).costs
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
-    compared = Comparison(base, began + seconds_limit)
+    compared = PlacementComparison(base, began + seconds_limit)
     by_rules = _compare(compared, margin)
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
     if not feasible:
@@ -146,7 +147,7 @@ def advise(
     return _with_checked_choice(advice)
 
 
-def _compare(compared: Comparison, margin: float) -> GuidelineResult:
+def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:
     """Collect the candidates of all methods. Returns the guideline's result."""
     base = compared.base
     plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base))
@@ -164,7 +165,7 @@ def _compare(compared: Comparison, margin: float) -> GuidelineResult:
     return by_rules
 
 
-def _compare_offloaded(compared: Comparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:
+def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:
     """Search placements with idle models in host memory, where memory makes a step longer or nothing fits."""
     first = compared.searches[0].result
     best = first if _is_found(first) else None

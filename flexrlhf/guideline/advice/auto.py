@@ -16,6 +16,6 @@ def with_placement(spec: Spec) -> tuple[Spec, str]:
     Raises UserError where no figures of the devices exist, or nothing fits.
     """
     source = costs_for(spec, None)
-    best = advise(spec, source.costs, lengths_for(spec, None), SEARCH_SECONDS).best
+    best = advise(spec, source.costs, lengths_for(spec, None), SEARCH_SECONDS, source.accuracy.tie).best
     line = f"{spec.name}: placement auto is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
     return best.candidate.spec, f"{line} by {source.name}"

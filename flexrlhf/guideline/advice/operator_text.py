@@ -9,22 +9,26 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import SIMULATED
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
+from flexrlhf.guideline.simulation.inputs import CostSource
+from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import bytes_text, span_of, table
 
 
-def format_operator_advice(advice: OperatorAdvice, source: str) -> str:
-    """Return the whole report. ``source``: where seconds come from."""
+def format_operator_advice(advice: OperatorAdvice, source: CostSource) -> str:
+    """Return the whole report. ``source``: what the seconds are from."""
     plan, seconds = advice.plan, advice.simulation.seconds
     found = advice.result
     how = "no placement of the space is faster" if found.is_optimal else f"none is over {found.gap:.0%} faster"
     sections = [
-        f"{plan.spec.algorithm.name} on {plan.placement.num_ranks} devices, operators placed; seconds from {source}",
+        f"{plan.spec.algorithm.name} on {plan.placement.num_ranks} devices, operators placed; seconds from "
+        f"{source.name}",
         "\n".join(f"  {line}" for line in _operators(advice)),
         f"{seconds:.2f} s {SIMULATED}, {plan.batch.num_rows / seconds:.4g} samples/s, at most "
-        f"{bytes_text(_peak(advice))} on a device\nsearch: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
+        f"{bytes_text(_peak(advice))} on a device\n{range_text(source.accuracy, seconds)}\n"
+        f"search: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
         f"{how}",
     ]
     return "\n\n".join(sections)

@@ -22,6 +22,8 @@ SECONDS = 2.0
 """Seconds that the search of one space may take, where any plan that fits will do."""
 GAP = 0.5
 """Share of its time by which such a plan may miss the fastest."""
+CHECKED = 3
+"""Results of a search that are planned."""
 LEAST_RESPONSE = 128
 """Tokens of the shortest responses that are suggested."""
 MOST_TIMES = 64
@@ -46,7 +48,7 @@ def last_resorts(base: Space) -> list[Candidate]:
     """Return the first placement that fits with all memory and idle models in host memory; none: there is none."""
     for label, space in _spaces(base):
         result = search(space.problem(), SECONDS, GAP)
-        for item in result.best if is_allowed(result.seconds) else ():
+        for item in result.best[:CHECKED]:
             candidate = Candidate("search", label, space, item.assignment)
             if is_allowed(item.seconds) and isinstance(check(candidate), FeasibleCandidate):
                 return [candidate]
@@ -201,8 +203,8 @@ def _more_memory(base: Space) -> Iterator[Change]:
     """Yield the request on devices with the memory of each larger class; their speed stays."""
     sizes = [base.cluster.memory_bytes(rank) for rank in base.cluster.ranks]
     largest = max((size or 0) for size in sizes) / 1e9
-    classes = {each.memory_gb: each.name for each in sorted(DEVICE_CLASSES.values(), key=lambda each: each.memory_gb)}
-    for memory, name in classes.items():
+    classes = {each.memory_gb: each.name for each in reversed(DEVICE_CLASSES.values())}
+    for memory, name in sorted(classes.items()):
         if memory > largest > 0:
             nodes = tuple(node.model_copy(update={"memory_gb": memory}) for node in base.spec.cluster.nodes)
             cluster = base.spec.cluster.model_copy(update={"nodes": nodes, "memory_gb": memory})

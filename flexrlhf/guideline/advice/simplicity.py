@@ -1,15 +1,14 @@
 """Choice among placements that are predicted to take about as long: the simplest of them.
 
-A difference that is smaller than the predictions are good for buys no placement that is harder to reason about. Simple
-is, in this order:
+A difference that is smaller than the accuracy of the predictions (``costs/accuracy.csv``) is a tie: it buys no
+placement that is harder to reason about. Simple is, in this order:
 
 1. a ratio vector, before ranks that are listed one by one;
 2. few distinct ratios: ``[1,1,1,1]`` before ``[1,0.8,1,0.8]``;
 3. few copies of weights: no shadows before shadows;
-4. models that stay on their devices, before models that are offloaded;
-5. a usual placement, then the guideline's, then one that a search found.
+4. models that stay on their devices, before models that are offloaded.
 
-None is chosen that is slower than the fastest usual placement.
+Of equally simple ones the faster is chosen, and none that is slower than the fastest usual placement.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from flexrlhf.config.spec import PlacementMap
-from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, Method
-
-TIE = 0.01
-"""Share of the fastest placement's seconds by which another one may be slower and count as equally fast."""
-ORDER: tuple[Method, ...] = ("usual", "guideline", "search")
+from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate
 
 
 def complexity(candidate: Candidate) -> tuple[int, ...]:
@@ -33,7 +28,6 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
         len(set(ratios_of(candidate))),
         space.has_shadows,
         len(space.offloaded),
-        ORDER.index(candidate.method),
     )
 
 
@@ -48,8 +42,11 @@ def ratios_of(candidate: Candidate) -> list[Fraction]:
 
 
 def tied(feasible: Sequence[FeasibleCandidate], margin: float) -> list[FeasibleCandidate]:
-    """Return the placements that count as equally fast as the fastest, which comes first. ``feasible``: fastest
-    first."""
+    """Return the placements that count as equally fast as the fastest, which comes first.
+
+    feasible:  fastest first.
+    margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
+    """
     return [item for item in feasible if item.seconds <= (1 + margin) * feasible[0].seconds]
 
 

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 
-from flexrlhf.guideline.search.assignments import fits, relations
+from flexrlhf.guideline.search.assignments import ROUNDING, fits, relations
 from flexrlhf.guideline.search.hill_climb import beginnings, climb, spots_of, with_options
 from flexrlhf.guideline.search.option_search import mesh_assignment, search_options
 from flexrlhf.guideline.search.pareto import Floats
@@ -64,6 +64,10 @@ def search(
     if any(not len(part.options) for part in tables.parts):
         return state.result(np.inf, began, True)
     meshes = distinct_meshes(tables)
+    if any(not _fits_alone(part, max(problem.pool.memory.values())) for part in tables.parts):
+        for spots in beginnings(tables, meshes):
+            state.offer(np.array([[start for start, _ in spots]]), np.array([[option for _, option in spots]]))
+        return state.result(np.inf, began, True)
     for seed in seeds:
         planted = spots_of(tables, seed)
         if planted is not None:
@@ -75,6 +79,11 @@ def search(
             break  # from here on branches find what is left sooner
     left = _MeshSearch(state, meshes).run()
     return state.result(left, began, not np.isfinite(left))
+
+
+def _fits_alone(part: PartTable, memory: float) -> bool:
+    """Whether the leanest option of a part fits a device of ``memory`` bytes without any other part."""
+    return bool((part.resting + part.active).min() <= memory * (1 + ROUNDING))
 
 
 @dataclass(frozen=True, order=True)
