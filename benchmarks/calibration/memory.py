@@ -11,7 +11,6 @@ from pathlib import Path
 from benchmarks.calibration.problems import Catalogue, LeftOut, PublishedStep, model_named, number, problem_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
 from benchmarks.systems.footprint import (
-    CONTEXT_BYTES,
     LOGIT_BYTES,
     MIXED,
     capacity_bytes,
@@ -26,7 +25,7 @@ from benchmarks.systems.workload import ACTOR, Workload
 from flexrlhf.guideline.costs.cost_model import Call, Links
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.memory.states import PerParameter
-from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.devices import CONTEXT_BYTES, DeviceClass
 
 FLOAT_SHARDS = PerParameter(weights=4, gradients=4, optimizer=8)
 """FSDP2: the float32 shards are their own master weights."""

@@ -10,7 +10,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Mesh
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.states import PerParameter, zero_split
-from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.devices import ALLOCATABLE, CONTEXT_BYTES, DeviceClass
 from flexrlhf.weights.shapes import Sizes
 
 MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
@@ -18,12 +18,8 @@ MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
 FLOAT_GRADIENTS = PerParameter(weights=2, gradients=4, optimizer=12)
 """Megatron's distributed optimizer: gradients in float32 (HybridFlow, sec. 8.1)."""
 
-CONTEXT_BYTES = 1.5e9
-"""Driver, libraries and communication buffers of one device."""
 FRAGMENTATION = 0.06
 """Share of the allocator's memory that is unused: 5 to 10 %."""
-USABLE = 0.988
-"""Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
 LOGIT_BYTES, READ_LOGIT_BYTES = 16, 6
 """Bytes of each logit in a training pass (16 bits, float32, its logarithm, and gradients of all) and a forward pass."""
 SELECTIVE = 0.5
@@ -36,7 +32,7 @@ LIVE_ELEMENTS = 1_000_000_000
 
 def capacity_bytes(device: DeviceClass) -> float:
     """Return the bytes of a device that models and calls can take."""
-    return (USABLE * 2**30 * device.memory_gb - CONTEXT_BYTES) * (1 - FRAGMENTATION)
+    return (ALLOCATABLE * 2**30 * device.memory_gb - CONTEXT_BYTES) * (1 - FRAGMENTATION)
 
 
 def blocks_of(model: Transformer, item: int, tp: int) -> Blocks:

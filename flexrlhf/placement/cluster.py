@@ -80,11 +80,13 @@ class Cluster:
         return matches[0]
 
     def memory_bytes(self, rank: int) -> int | None:
-        """Return the bytes of a device's memory: of the YAML, else of its class; None where neither gives a size."""
+        """Return the bytes of a device that models and calls can fill: as the YAML says, else what its class leaves;
+        None where neither gives a size."""
         device = self.devices[rank]
+        if device.memory_gb is not None:
+            return int(device.memory_gb * 1e9)
         figures = DEVICE_CLASSES.get(device.device_class)
-        gigabytes = device.memory_gb or (figures.memory_gb if figures else None)
-        return None if gigabytes is None else int(gigabytes * 1e9)
+        return None if figures is None else figures.usable_bytes
 
     def figures(self, rank: int) -> DeviceClass | None:
         """Return the figures of a device's class with the YAML's links; None for a class without figures."""

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+ALLOCATABLE = 0.988
+"""Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
+CONTEXT_BYTES = 1.5e9
+"""Driver, libraries and communication buffers of one device."""
+UNFILLED = 0.1
+"""Share of the rest that fragmentation and workspaces of kernels take: the largest with which no published setting that
+runs is said not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
+
 
 @dataclass(frozen=True)
 class DeviceClass:
     """Figures of one device class.
 
     tflops:       dense 16-bit tensor-core peak, TFLOP/s.
-    memory_gb:    as sold, in 1e9 bytes.
+    memory_gb:    as sold, in GiB.
     memory_gb_s:  bandwidth of its memory.
     link_gb_s:    between two devices of a node.
     host_gb_s:    to host memory.
@@ -39,6 +47,11 @@ class DeviceClass:
     sustained: float = 1.0
     attention: float = 0.5
     relative_speed: float = 1.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that models and calls can fill."""
+        return int((ALLOCATABLE * 2**30 * self.memory_gb - CONTEXT_BYTES) * (1 - UNFILLED))
 
 
 _A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)

@@ -17,7 +17,7 @@ from flexrlhf.text import bytes_text, ranks_text
 
 NUM_MEASURED = 4
 NUM_SUGGESTIONS = 6
-SMALLEST_DEVICE_BYTES = min(int(1e9 * device.memory_gb) for device in DEVICE_CLASSES.values())
+SMALLEST_DEVICE_BYTES = min(device.usable_bytes for device in DEVICE_CLASSES.values())
 
 
 def planned_memory(plan: Plan) -> list[str]:

@@ -481,7 +481,7 @@ def test_the_report_names_seconds_shares_memory_and_bytes(invoke: Invoke) -> Non
         "#.  run     ref_logprobs on ref",
         "all_gather",
         "rank 0 ",
-        " of 80 GB",
+        " of 75 GB",
         "node 0: ",
         "not in every step",
         "after the last step",

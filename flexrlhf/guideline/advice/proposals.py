@@ -58,7 +58,7 @@ def usable_cluster(cluster: ClusterSpec, share: float) -> ClusterSpec:
     nodes = []
     for node in cluster.nodes:
         figures = DEVICE_CLASSES.get(node.device_class)
-        memory = node.memory_gb or cluster.memory_gb or (figures.memory_gb if figures else None)
+        memory = node.memory_gb or cluster.memory_gb or (figures.usable_bytes / 1e9 if figures else None)
         nodes.append(node.model_copy(update={"memory_gb": memory and round(share * memory, 3)}))
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 

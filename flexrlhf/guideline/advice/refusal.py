@@ -203,12 +203,12 @@ def _more_memory(base: Space) -> Iterator[Change]:
     """Yield the request on devices with the memory of each larger class; their speed stays."""
     sizes = [base.cluster.memory_bytes(rank) for rank in base.cluster.ranks]
     largest = max((size or 0) for size in sizes) / 1e9
-    classes = {each.memory_gb: each.name for each in reversed(DEVICE_CLASSES.values())}
-    for memory, name in sorted(classes.items()):
+    classes = {each.usable_bytes / 1e9: each for each in reversed(DEVICE_CLASSES.values())}
+    for memory, device in sorted(classes.items()):
         if memory > largest > 0:
             nodes = tuple(node.model_copy(update={"memory_gb": memory}) for node in base.spec.cluster.nodes)
             cluster = base.spec.cluster.model_copy(update={"nodes": nodes, "memory_gb": memory})
-            text = f"with {memory:g} GB on each device ({name})"
+            text = f"with {device.memory_gb:g} GB on each device ({device.name})"
             yield Change(text, base.spec.model_copy(update={"cluster": cluster}))
 
 

@@ -58,8 +58,8 @@ CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
 UNLIMITED = 1e15
 """Bytes of a device whose memory is not given."""
-USABLE = 0.95
-"""Share of a device's memory that a plan may take: FlexRLHF's guideline; the rest is for fragments and the driver."""
+USABLE = 0.98
+"""Share of a device's usable memory that the result of a search may take, whose bytes a plan counts more exactly."""
 SWITCHES = ("offload", "reload")
 """Tasks that move a sleeping rollout engine to host memory and back."""
 
