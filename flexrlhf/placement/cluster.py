@@ -108,9 +108,12 @@ class Cluster:
 
     def speed(self, rank: int) -> Fraction:
         """Return the relative speed for default row shares: the YAML's, else that of the class, 1 without figures."""
-        device = self.devices[rank]
-        figures = DEVICE_CLASSES.get(device.device_class)
-        return device.own_speed or Fraction(int(figures.tflops) if figures else 1)
+        return self._speeds[rank]
+
+    @cached_property
+    def _speeds(self) -> tuple[Fraction, ...]:
+        known = {name: Fraction(int(figures.tflops)) for name, figures in DEVICE_CLASSES.items()}
+        return tuple(each.own_speed or known.get(each.device_class, Fraction(1)) for each in self.devices)
 
 
 def make_cluster(spec: ClusterSpec) -> Cluster:

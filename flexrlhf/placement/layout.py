@@ -43,7 +43,7 @@ class Layout:
         """Position of each rank in ``ranks``."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
-    @property
+    @cached_property
     def dp(self) -> int:
         """Number of replicas."""
         return len(self.ranks) // (self.tp * self.pp)

@@ -332,12 +332,13 @@ def _check_degrees(name: str, section: str, ranks: tuple[int, ...], tp: int, pp:
     if size % pp:
         stages = either(n for n in range(1, size + 1) if size % n == 0)
         raise UserError(f"{section}.pp: {pp} does not divide the {size} devices of {name}; use {stages}")
+    if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster):
+        return
     works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster)]
     if size % (tp * pp):
         stages = f" in {pp} pipeline stages" if pp > 1 else ""
         raise UserError(f"{section}.tp: {tp} does not divide the {size} devices of {name}{stages}; use {either(works)}")
-    if not _stays_on_node(ranks, tp, cluster):
-        raise UserError(f"{section}.tp: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
+    raise UserError(f"{section}.tp: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
 
 
 def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from flexrlhf.placement.placed import PlacedModel, Split
@@ -37,7 +37,7 @@ class Part:
     box: tuple[range, ...]
     flat: range | None = None
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return math.prod(len(side) for side in self.box) if self.flat is None else len(self.flat)
 
@@ -133,7 +133,17 @@ def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str,
 
 @lru_cache(maxsize=1024)
 def _parts(position: _Position, parameters: Parameters) -> Mapping[str, Part]:
-    return MappingProxyType({name: position.part(name, size) for name, size in parameters})
+    # layers have the same parts, which are worth sharing: searches of large models make many of them
+    keys = {name: _part_key(name, size) for name, size in parameters}
+    alike = {keys[name]: (name, size) for name, size in parameters}
+    made = {key: position.part(*parameter) for key, parameter in alike.items()}
+    return MappingProxyType({name: made[key] for name, key in keys.items()})
+
+
+def _part_key(name: str, size: tuple[int, ...]) -> tuple[object, ...]:
+    """Return all that a position's part depends on: the last two words of a name, and whether it has no others."""
+    words = name.rsplit(".", 2)
+    return (*words[-2:], len(words) > 2, size)
 
 
 def _share(size: int, count: int, index: int) -> range:

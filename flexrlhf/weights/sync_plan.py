@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations
 
 from flexrlhf.config.spec import Dtype, LoraSpec
@@ -194,13 +195,18 @@ def most_packed(source: PlacedModel, destination: PlacedModel, shape: ModelShape
     )
     if is_in_place(source, destination):
         return 0, received
-    replica = [trained_parts(destination, shape, each) for each in destination.layout.replica_sets[0]]
-    packed = 0
-    for name, part in own.items():
-        stored = {parts[name] for parts in replica if name in parts}
-        packed += part.num_elements * (len(replica) if len(stored) == 1 else 1)
+    width, alike = len(destination.layout.replica_sets[0]), _stored_whole(destination, shape)
+    packed = sum(part.num_elements * (width if name in alike else 1) for name, part in own.items())
     common = set(source.ranks) & set(destination.ranks)
     return packed * (2 if common and common != set(destination.ranks) else 1), received
+
+
+@lru_cache(maxsize=64)
+def _stored_whole(model: PlacedModel, shape: ModelShape) -> frozenset[str]:
+    """Return the trained parameters of which all ranks of a replica that store some store the same part."""
+    replica = [trained_parts(model, shape, rank) for rank in model.layout.replica_sets[0]]
+    names = {name for parts in replica for name in parts}
+    return frozenset(name for name in names if len({parts[name] for parts in replica if name in parts}) == 1)
 
 
 def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:
