@@ -14,6 +14,7 @@ from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.host_offload import offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.space import UNLIMITED, Space, is_allowed, make_space, with_schedule
+from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.text import bytes_text
@@ -46,7 +47,7 @@ class Change:
 
 def last_resorts(base: Space) -> list[Candidate]:
     """Return the first placement that fits with all memory and idle models in host memory; none: there is none."""
-    for label, space in _spaces(base):
+    for label, space in _spaces(base, if_each_fits=True):
         result = search(space.problem(), SECONDS, GAP)
         for item in result.best[:CHECKED]:
             candidate = Candidate("search", label, space, item.assignment)
@@ -55,14 +56,21 @@ def last_resorts(base: Space) -> list[Candidate]:
     return []
 
 
-def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
-    """Yield (label, space) of all that could fit: with and without shadows, and with models in host memory."""
+def _spaces(base: Space, if_each_fits: bool = False) -> Iterator[tuple[str, Space]]:
+    """Yield (label, space) of all that could fit: with and without shadows, and with models in host memory.
+
+    ``if_each_fits``: only those in which every model fits while it computes, which host memory for others does not
+    change.
+    """
     lag = base.spec.schedule.lag
     tried = [] if lag else [("without shadows", with_schedule(base, base.spec.schedule.num_chunks, 0))]
     if base.graph.can_shadow and base.pool.num_devices > 1 and base.spec.rollout.engine != "torch":
         tried.append(("with shadows", replace(_in_turn(base), has_shadows=True)))
     for label, plain in tried:
         space = replace(plain, usable=1.0)
+        most = max(space.pool.memory.values()) * (1 + ROUNDING)
+        if if_each_fits and any(size > most for _, size in _least_needed(space)):
+            continue
         for name, variant in reversed([*offloaded_spaces(space, offload_sets(space))]):
             yield f"{label}, {name}", variant
         yield f"{label}, memory full", space
