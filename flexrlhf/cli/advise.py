@@ -76,7 +76,7 @@ def advise(
     lora: Lora = None,
     set_: Overrides = None,
     profile: Profile = None,
-    seconds: Seconds = 60.0,
+    seconds: Seconds = 15.0,
     tie: Tie = None,
     per_operator: PerOperator = False,
     output: Output = None,

@@ -34,6 +34,7 @@ from flexrlhf.guideline.advice.request import (
     find_class,
     read_nodes,
 )
+from flexrlhf.guideline.advice.simplicity import complexity
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
 from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -694,3 +695,17 @@ def test_classes_are_found_by_their_start() -> None:
     assert find_class("h20-", "--gpu-type") == "H20-96G"
     with pytest.raises(UserError, match="no such device class"):
         find_class("TPU", "--gpu-type")
+
+
+def test_the_simplest_of_equals_is_taken_and_none_slower_than_a_usual_one(advice: Advice) -> None:
+    usual = min(item.seconds for item in advice.comparable if item.candidate.method == "usual")
+    chosen = [replace(advice, margin=margin).best for margin in (0.0, 0.01, 0.1, FIGURES.tie, 10.0)]
+    assert chosen[0].seconds == advice.comparable[0].seconds
+    ranks = [complexity(item.candidate) for item in chosen]
+    assert ranks == sorted(ranks, reverse=True)
+    assert all(item.seconds <= usual for item in chosen)
+
+
+def test_all_devices_are_simpler_than_halves_and_those_than_shadows(advice: Advice) -> None:
+    found = {item.candidate.name: complexity(item.candidate) for item in advice.feasible}
+    assert found["co-located"] < found["split"] < found["with shadows"]

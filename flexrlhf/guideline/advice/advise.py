@@ -116,7 +116,7 @@ def advise(
     spec: Spec,
     costs: CostModel | None = None,
     lengths: TextLengths | None = None,
-    seconds_limit: float = 60.0,
+    seconds_limit: float = 15.0,
     margin: float = FIGURES.tie,
 ) -> Advice:
     """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.

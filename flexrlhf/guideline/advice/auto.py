@@ -7,7 +7,7 @@ from flexrlhf.guideline.advice.advice_text import vector_text
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
-SEARCH_SECONDS = 60.0
+SEARCH_SECONDS = 15.0
 
 
 def with_placement(spec: Spec) -> tuple[Spec, str]:

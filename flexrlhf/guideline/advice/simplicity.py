@@ -4,7 +4,7 @@ A difference that is smaller than the accuracy of the predictions (``costs/accur
 placement that is harder to reason about. Simple is, in this order:
 
 1. a ratio vector, before ranks that are listed one by one;
-2. few distinct ratios: ``[1,1,1,1]`` before ``[1,0.8,1,0.8]``;
+2. few distinct ratios, and of them whole ones: ``[1,1,1,1]`` before ``[0.5,0.5,0.5,0.5]`` before ``[1,0.8,1,0.8]``;
 3. few copies of weights: no shadows before shadows;
 4. models that stay on their devices, before models that are offloaded.
 
@@ -22,10 +22,11 @@ from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate
 
 def complexity(candidate: Candidate) -> tuple[int, ...]:
     """Return the key by which placements are ordered, the simplest first."""
-    space, placement = candidate.space, candidate.spec.placement
+    space, ratios = candidate.space, set(ratios_of(candidate))
     return (
-        isinstance(placement, PlacementMap),
-        len(set(ratios_of(candidate))),
+        isinstance(candidate.spec.placement, PlacementMap),
+        len(ratios),
+        min(ratios) < 1,
         space.has_shadows,
         len(space.offloaded),
     )
