@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -316,6 +317,7 @@ class _Planner:
                 contents[source, ranks] += common
 
 
+@lru_cache(maxsize=4096)
 def overlap(first: Part, second: Part) -> int:
     """Return the number of elements that two parts of a tensor have in common."""
     return sum(map(box_elements, _within(first, boxes_of(second))))

@@ -16,6 +16,7 @@ from flexrlhf.guideline.advice.host_offload import offload_sets, offloaded_space
 from flexrlhf.guideline.advice.space import UNLIMITED, Space, is_allowed, make_space, with_schedule
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
+from flexrlhf.guideline.search.problem import MeshShape, SearchProblem
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.text import bytes_text
 
@@ -68,8 +69,7 @@ def _spaces(base: Space, if_each_fits: bool = False) -> Iterator[tuple[str, Spac
         tried.append(("with shadows", replace(_in_turn(base), has_shadows=True)))
     for label, plain in tried:
         space = replace(plain, usable=1.0)
-        most = max(space.pool.memory.values()) * (1 + ROUNDING)
-        if if_each_fits and any(size > most for _, size in _least_needed(space)):
+        if if_each_fits and not _each_fits(space):
             continue
         for name, variant in reversed([*offloaded_spaces(space, offload_sets(space))]):
             yield f"{label}, {name}", variant
@@ -126,13 +126,26 @@ def _memory_of(space: Space) -> list[float]:
     return [each / space.usable for each in space.pool.memory.values()]
 
 
+def _each_fits(space: Space) -> bool:
+    """Whether every model fits some of the devices while it computes."""
+    problem = space.problem()
+    most = max(problem.pool.memory.values()) * (1 + ROUNDING)
+    shapes = sorted(_shapes(problem), key=lambda shape: -shape.size)
+    return all(
+        any(each.resting + each.active <= most for shape in shapes for each in part.options(shape))
+        for part in problem.parts
+    )
+
+
+def _shapes(problem: SearchProblem) -> set[MeshShape]:
+    return {problem.shape_of(*mesh) for mesh in problem.all_meshes}
+
+
 def _least_needed(space: Space) -> Iterator[tuple[str, float]]:
     """Yield (model, least bytes on a device while it computes) over all meshes and settings."""
     problem = space.problem()
     for part in problem.parts:
-        options = [
-            each for shape in {problem.shape_of(*mesh) for mesh in problem.all_meshes} for each in part.options(shape)
-        ]
+        options = [each for shape in _shapes(problem) for each in part.options(shape)]
         if options:
             yield part.name, min(each.resting + each.active for each in options)
 
