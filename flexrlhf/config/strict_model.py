@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import (
@@ -49,8 +50,9 @@ class StrictModel(BaseModel):
         return schema
 
     @classmethod
-    def _keys(cls) -> set[str]:
-        return {field.alias or name for name, field in cls.model_fields.items()}
+    @cache
+    def _keys(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @classmethod
     def _is_known(cls, key: str) -> bool:
