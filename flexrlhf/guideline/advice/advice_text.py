@@ -12,7 +12,7 @@ from flexrlhf.errors import either
 from flexrlhf.guideline.advice.advise import Advice, SpaceSearch
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
-from flexrlhf.guideline.advice.simplicity import ratios_of, tied
+from flexrlhf.guideline.advice.simplicity import optimizers_on_host, ratios_of, tied
 from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
@@ -124,9 +124,12 @@ def _settings(item: FeasibleCandidate) -> list[str]:
 
 
 def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
-    """Line on the models that are in host memory while others compute, and the bytes that a node needs for that."""
+    """Yield lines on what is in host memory: optimizers, and models while others compute, with a node's bytes."""
     moved = [each.model for each in item.plan.schedule.instructions if isinstance(each, Offload) and not each.rare]
     names = [name for name in dict.fromkeys(moved) if not name.is_rollout]
+    on_host = optimizers_on_host(item.plan.spec)
+    if on_host:
+        yield f"optimizer in host memory: {', '.join(on_host)}"
     if names:
         devices = Counter(device.node for device in item.plan.cluster.devices)
         host = max(memory.host_bytes for memory in item.plan.memories) * max(devices.values())

@@ -268,7 +268,7 @@ def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
     if candidate.space.offloaded:
         share = f"{candidate.space.usable:.0%}"
         head.append(
-            f"# memory_gb of the nodes is {share} of what they have: models are offloaded before a device is full"
+            f"# memory_gb of the nodes is {share} of what models can fill: they are offloaded before that is full"
         )
     models = candidate.spec.models
     roles = candidate.space.roles.all

@@ -180,7 +180,8 @@ class OptionEnumerator:
                 own = base.of_shadow if model.is_shadow else base
                 settings = own.model_copy(update={"zero": zero, "tp": tp, "pp": pp})
                 placed = PlacedModel(model.name, layout, model.trained, settings, head=model.head)
-                yield from self._with_batch_sizes(model, mesh, placed)
+                for change in self._offloads(model, base, zero):
+                    yield from self._with_batch_sizes(model, mesh, _with(placed, change))
 
     def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int]]:
         """(ZeRO stage, tp, pp) of the ways to shard the model."""
@@ -191,6 +192,13 @@ class OptionEnumerator:
                 for zero in self._stages(model, base, serves.zero):
                     if zero == least or tp * pp < mesh.size:
                         yield zero, tp, pp
+
+    def _offloads(self, model: SearchModel, base: ModelSpec, zero: int) -> Iterator[dict[str, object]]:
+        """Settings of where the optimizer's state is: as in the YAML, and in host memory where the engine can."""
+        yield {}
+        is_open = model.trained and "offload_optimizer" not in self._fixed(model)
+        if is_open and zero and self._capabilities(model, base).offload:
+            yield {"offload_optimizer": True}
 
     def _capabilities(self, model: SearchModel, base: ModelSpec) -> EngineCapabilities:
         engine = self.spec.rollout.engine if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine
@@ -342,7 +350,8 @@ class OptionEnumerator:
         """Key of all that the bytes of the model's state depend on."""
         where = mesh.size, mesh.per_node, mesh.device.name
         layout = placed.layout
-        return placed.role, placed.trained, where, layout.tp, layout.pp, placed.settings.zero, _cache_tokens(placed)
+        settings = placed.settings.zero, placed.settings.offload_optimizer, _cache_tokens(placed)
+        return placed.role, placed.trained, where, layout.tp, layout.pp, settings
 
     def _calls(
         self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel

@@ -44,7 +44,7 @@ from flexrlhf.plan.plan import Plan
 
 GENERATOR = "torch"
 """Engine of an operator that the engine of its role does not serve."""
-BATCH_SETTINGS = ("micro_batch_tokens", "generate_tokens", "activation_checkpointing")
+SHARED_SETTINGS = ("micro_batch_tokens", "generate_tokens", "activation_checkpointing", "offload_optimizer")
 """Settings of a role that its operators share."""
 GAP = 0.01
 """Share of its time by which the result of a search may miss the fastest plan."""
@@ -212,7 +212,7 @@ def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | Non
     schedule = spec.schedule.model_copy(update={"num_chunks": 1, "lag": 0})
     plain = spec.model_copy(update={"placement": None, "schedule": schedule})
     base = make_space(plain, costs, lengths, may_generate_elsewhere=True)
-    models = {role: _with_batch_settings(base.spec.models.of(role)) for role in base.roles.all}
+    models = {role: _with_shared_settings(base.spec.models.of(role)) for role in base.roles.all}
     whole = base.spec.model_copy(update={"models": base.spec.models.model_copy(update=models)})
     enumerator = replace(base.enumerator, spec=whole, _options={}, _cache={})
     kept = {each.name: getattr(base, each.name) for each in fields(base)}
@@ -225,7 +225,7 @@ def _on_engine(model: ModelSpec | None, engine: str, changes: dict[str, int]) ->
     return other.model_copy(update=changes)
 
 
-def _with_batch_settings(model: ModelSpec | None) -> ModelSpec:
+def _with_shared_settings(model: ModelSpec | None) -> ModelSpec:
     """Return ``model`` with the settings that operators share marked as given, so that a search keeps them."""
     assert model is not None, "models are resolved"
-    return model.model_copy(update={name: getattr(model, name) for name in BATCH_SETTINGS})
+    return model.model_copy(update={name: getattr(model, name) for name in SHARED_SETTINGS})

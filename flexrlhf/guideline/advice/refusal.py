@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flexrlhf.config.spec import MAX_DEVICES, ClusterSpec, LoraSpec, ModelSpec, Spec
+from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.host_offload import offload_sets, offloaded_spaces
@@ -30,7 +31,15 @@ LEAST_RESPONSE = 128
 """Tokens of the shortest responses that are suggested."""
 MOST_TIMES = 64
 """Most devices that are suggested, as a multiple of those there are."""
-FREED = ("zero", "tp", "pp", "micro_batch_tokens", "generate_tokens", "activation_checkpointing")
+FREED = (
+    "zero",
+    "tp",
+    "pp",
+    "micro_batch_tokens",
+    "generate_tokens",
+    "activation_checkpointing",
+    "offload_optimizer",
+)
 """Settings of models that a search chooses where the YAML leaves them open."""
 
 
@@ -153,6 +162,7 @@ def _least_needed(space: Space) -> Iterator[tuple[str, float]]:
 def _changes(base: Space) -> Iterator[Iterator[Change]]:
     """Yield the series of changes, one of each kind."""
     yield _freed(base)
+    yield _with_parameters_on_host(base)
     yield _with_adapters(base, base.spec)
     yield _shorter(base.spec)
     yield _more_devices(base.spec)
@@ -186,6 +196,16 @@ def _with_adapters(base: Space, spec: Spec) -> Iterator[Change]:
     if whole:
         models = {role: settings.model_copy(update={"lora": LoraSpec()}) for role, settings in whole.items()}
         yield Change(f"with adapters (--lora {LoraSpec().rank}, models.ROLE.lora)", _with_models(spec, models))
+
+
+def _with_parameters_on_host(base: Space) -> Iterator[Change]:
+    """Yield the request with ZeRO-3 shards in host memory between passes, which has no price and so is not searched."""
+    settings = {role: _model(base.spec, role) for role in base.roles.all}
+    able = {role: each for role, each in settings.items() if CAPABILITIES[each.engine].offload}
+    on_host = {"zero": 3, "offload_parameters": True}
+    if any(not each.offload_parameters for each in able.values()):
+        models = {role: each.model_copy(update=on_host) for role, each in able.items()}
+        yield Change("with models.ROLE.zero 3 and offload_parameters", _with_models(base.spec, models))
 
 
 def _shorter(spec: Spec) -> Iterator[Change]:

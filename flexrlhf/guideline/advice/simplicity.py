@@ -6,7 +6,7 @@ placement that is harder to reason about. Simple is, in this order:
 1. a ratio vector, before ranks that are listed one by one;
 2. few distinct ratios, and of them whole ones: ``[1,1,1,1]`` before ``[0.5,0.5,0.5,0.5]`` before ``[1,0.8,1,0.8]``;
 3. few copies of weights: no shadows before shadows;
-4. models that stay on their devices, before models that are offloaded.
+4. models and optimizers that stay on their devices, before those that are in host memory.
 
 Of equally simple ones the faster is chosen, and none that is slower than the fastest usual placement.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from flexrlhf.config.spec import PlacementMap
+from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate
 
 
@@ -28,8 +28,13 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
         len(ratios),
         min(ratios) < 1,
         space.has_shadows,
-        len(space.offloaded),
+        len(space.offloaded) + len(optimizers_on_host(candidate.spec)),
     )
+
+
+def optimizers_on_host(spec: Spec) -> list[str]:
+    """Return the roles whose optimizer's state is in host memory."""
+    return [role for role, model in spec.models if isinstance(model, ModelSpec) and model.offload_optimizer]
 
 
 def ratios_of(candidate: Candidate) -> list[Fraction]:
