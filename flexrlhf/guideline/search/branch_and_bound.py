@@ -35,8 +35,8 @@ MISSED = 0.002
 """Share of the best time that a bound may lose by taking a part's tasks one by one."""
 NEAR = 0.005
 """Relative difference of bounds that are near each other."""
-ROWS = 1024
-"""Partial assignments that are expanded at once."""
+ROWS = 64
+"""Partial assignments that are expanded at once, each to thousands: more take gigabytes and overrun the time limit."""
 KEPT = 10
 """Assignments that are returned."""
 
