@@ -91,22 +91,23 @@ class Advice:
 class PlacementComparison:
     """Candidates and searches of one request so far.
 
-    base:        the space without shadows, as the YAML has its schedule.
-    deadline:    time (``perf_counter``) at which searches should end.
-    candidates:  all placements to compare.
-    searches:    the spaces that were searched.
+    base:          the space without shadows, as the YAML has its schedule.
+    seconds_left:  seconds that further searches may take.
+    candidates:    all placements to compare.
+    searches:      the spaces that were searched.
     """
 
     base: Space
-    deadline: float
+    seconds_left: float
     candidates: list[Candidate] = field(default_factory=list)
     searches: list[SpaceSearch] = field(default_factory=list)
 
     def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> SearchResult:
         """Search a space and add its best placement to the candidates."""
         # most searches end long before; the first ones may need most of the time
-        limit = max(1.0, (self.deadline - perf_counter()) / 2)
-        result = search(space.problem(), limit, GAP, seeds=seeds)
+        began = perf_counter()
+        result = search(space.problem(), max(1.0, self.seconds_left / 2), GAP, seeds=seeds)
+        self.seconds_left -= perf_counter() - began
         self.searches.append(SpaceSearch(label, result))
         self.candidates.append(_by_search(space, label, result))
         return result
@@ -133,7 +134,7 @@ def advise(
     """
     began, costs = perf_counter(), costs or costs_for(spec, None).costs
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
-    compared = PlacementComparison(base, began + seconds_limit)
+    compared = PlacementComparison(base, seconds_limit)
     by_rules = _compare(compared, margin)
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
     if not feasible:
