@@ -2,9 +2,11 @@
 
     flexrlhf run                                # once: trains what PPO starts from
     python benchmarks/predicted_steps.py        # in the same directory; about five minutes
+    python benchmarks/predicted_steps.py --model 20M --steps 4 --runs 3
 
 Measures the machine (``flexrlhf profile``), simulates all placements, and only then runs each of them several times, in
-turns, so that a machine that slows down does so for all. Compare on a machine with nothing else to do.
+turns, so that a machine that slows down does so for all; then counts the runs whose steps are inside the printed range.
+Compare on a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -19,6 +22,7 @@ from statistics import median
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart import config_paths
+from flexrlhf.guideline.costs.accuracy import MEASUREMENTS
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
 from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
@@ -29,35 +33,48 @@ PLACEMENTS = {
     "interleaving": "[1,1,0.5,0.5]",
     "six models": "[0.5,0.5,0.5,0.5,0.5,0.5]",
 }
+SIZES = (
+    "{model_type: llama, vocab_size: 512, hidden_size: 384, intermediate_size: 1024, num_hidden_layers: 11, "
+    "num_attention_heads: 6}"
+)
+"""About 20 M parameters."""
+MODELS = {
+    "quick start": (),
+    "20M": tuple(f"models.{role}.{key}" for role in ("actor", "reward") for key in ("path=null", f"init={SIZES}")),
+}
+"""Settings of the models, in addition to those of the quick start."""
 CLEARLY = 0.1
 """Difference of two plans above which their order must be right."""
 
 
-def spec_of(name: str, vector: str, steps: int) -> Spec:
-    """Return the quick start's PPO on a placement, without evaluation, which is no part of a step."""
-    changes = (f"name={name}", f"placement={vector}", f"steps={steps}", "eval=null")
-    return load_spec(config_paths()[-1], changes)
+def changes_of(name: str, vector: str, steps: int, model: str) -> tuple[str, ...]:
+    """Return the changes of the quick start's PPO; without evaluation, which is no part of a step."""
+    return (f"name={name}", f"placement={vector}", f"steps={steps}", "eval=null", *MODELS[model])
+
+
+def spec_of(name: str, vector: str, steps: int, model: str) -> Spec:
+    return load_spec(config_paths()[-1], changes_of(name, vector, steps, model))
 
 
 def command(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "flexrlhf.cli", *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(name: str, vector: str, steps: int) -> Path:
+def settings(changes: Iterable[str]) -> tuple[str, ...]:
+    """Return ``changes`` as words of a command."""
+    return tuple(word for change in changes for word in ("--set", change))
+
+
+def measure(name: str, vector: str, steps: int, model: str) -> Path:
     """Run once; return the path of its timeline."""
-    command(
-        "run",
-        str(config_paths()[-1]),
-        *("--placement-ratio", vector),
-        *(word for change in (f"name={name}", f"steps={steps}", "eval=null") for word in ("--set", change)),
-    )
+    command("run", str(config_paths()[-1]), *settings(changes_of(name, vector, steps, model)))
     return Path("runs") / name / "timeline.json"
 
 
-def predict(steps: int, profile: Path) -> dict[str, Simulation]:
+def predict(steps: int, model: str, profile: Path) -> dict[str, Simulation]:
     simulations = {}
     for name, vector in PLACEMENTS.items():
-        plan = make_plan(spec_of("predicted", vector, steps))
+        plan = make_plan(spec_of("predicted", vector, steps, model))
         simulations[name] = simulate(plan, costs_for(plan.spec, profile).costs, read_lengths(None, plan))
     return simulations
 
@@ -73,6 +90,10 @@ def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]
             f"{name:<14} {1e3 * simulations[name].seconds:>7.0f} ms {1e3 * steps[name]:>7.0f} ms {error:>+8.1%}   "
             f"{shown:<25} {same}"
         )
+    seconds = [(simulations[name].seconds, run.step.measured) for name, each in runs.items() for run in each]
+    inside = sum(MEASUREMENTS.has(measured, predicted) for predicted, measured in seconds)
+    ratios = ", ".join(f"{measured / predicted:.2f}" for predicted, measured in seconds)
+    print(f"{inside} of {len(seconds)} runs inside the range of {MEASUREMENTS.low} to {MEASUREMENTS.high}: {ratios}")
     for first, second in combinations(runs, 2):
         if abs(steps[first] / steps[second] - 1) > CLEARLY:
             right = (steps[first] < steps[second]) == (simulations[first].seconds < simulations[second].seconds)
@@ -90,16 +111,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--model", choices=MODELS, default="quick start")
     parser.add_argument("--keep-profile", action="store_true", help="do not measure the machine again")
     options = parser.parse_args()
-    profile = Path("runs/profile.json")
+    profile = Path(f"runs/profile-{options.model.replace(' ', '-')}.json")
     if not options.keep_profile or not profile.is_file():
-        command("profile", "-o", str(profile))
-    simulations = predict(options.steps, profile)
+        command("profile", str(config_paths()[-1]), *settings(MODELS[options.model]), "-o", str(profile))
+    simulations = predict(options.steps, options.model, profile)
     runs: dict[str, list[Comparison]] = {name: [] for name in PLACEMENTS}
     for turn in range(options.runs):
         for name, vector in PLACEMENTS.items():
-            timeline = measure(f"{name.replace(' ', '-')}-{turn}", vector, options.steps)
+            timeline = measure(f"{name.replace(' ', '-')}-{turn}", vector, options.steps, options.model)
             runs[name].append(compare(simulations[name], read_run(timeline)))
     report(simulations, runs)
 
