@@ -38,6 +38,7 @@ from flexrlhf.guideline.advice.simplicity import complexity
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
 from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.overheads import NONE, OVERHEADS, RunOverheads
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
 from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for, read_lengths
@@ -360,20 +361,22 @@ def test_a_mixed_cluster_keeps_models_on_one_class() -> None:
         assert len({best.cluster.devices[rank].device_class for rank in model.ranks}) == 1
 
 
-def with_older_devices(number: int) -> Advice:
+def with_older_devices(number: int, costs: AnalyticCosts) -> Advice:
     """Advice for 33B models on four nodes of A100s and ``number`` nodes of V100s. Syncs overlap nothing, as there."""
     newer = {"count": 4, "devices": 8, "class": "A100-80G"}
     older = {"count": number, "devices": 8, "class": "V100-32G", "network_gb_s": 12.5}
     nodes = (newer, older) if number else (newer,)
     request = AdviceRequest(dict.fromkeys(ROLES, "llama-33b"), nodes, 256, 256, 512, rollout="transformers")
-    return advise(request.spec(("sync.overlap=false",)), AnalyticCosts())
+    return advise(request.spec(("sync.overlap=false",)), costs)
 
 
-def test_older_devices_help_newer_ones_little() -> None:
-    """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays."""
-    found = [with_older_devices(number) for number in (0, 1)]
+@pytest.mark.parametrize("overheads, least", [(NONE, 1.02), (OVERHEADS, 1 / 1.01)], ids=["engines alone", "in a step"])
+def test_older_devices_help_newer_ones_a_little(overheads: RunOverheads, least: float) -> None:
+    """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays. Where syncs between nodes
+    take their usual time they end a step, and older devices gain nothing: within the gap of a search."""
+    found = [with_older_devices(number, AnalyticCosts(overheads=overheads)) for number in (0, 1)]
     shadowed = [next(a.seconds for a in each.feasible if a.candidate.name == "with shadows") for each in found]
-    assert 0.99 < shadowed[0] / shadowed[1] < 1.5
+    assert least < shadowed[0] / shadowed[1] < 1.5
     assert found[1].best.seconds <= found[0].best.seconds * 1.01
 
 
