@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import mean, median
 from types import ModuleType
 
-from benchmarks.calibration import generation, held_out, kernels, links, memory, order, rlhf, system_fit, training
-from benchmarks.calibration.rows import Prediction, distinct
+from benchmarks.calibration import generation, kernels, links, memory, order, rlhf, rlhf_errors, system_fit, training
+from benchmarks.calibration.rows import Prediction, distinct, verdict
 
 GOALS = {
     "training": 0.10,
@@ -53,12 +53,7 @@ class GroupErrors:
         naive = [mean(abs(value(each) - each.measured) / each.measured for each in self.found) for value in _NAIVE]
         numbers = [mean(errors), median(errors), max(errors), *naive]
         cells = "".join(f"{100 * number:9.1f}" for number in numbers)
-        return f"{self.goal:12} {self.group:34} {len(errors):5d}{cells}   {self._verdict()}"
-
-    def _verdict(self) -> str:
-        if self.goal_error is None:
-            return ""
-        return f"{'met' if self.mean <= self.goal_error else 'NOT MET'} (<= {100 * self.goal_error:.0f})"
+        return f"{self.goal:12} {self.group:34} {len(errors):5d}{cells}   {verdict(self.mean, self.goal_error)}"
 
 
 _NAIVE = (lambda each: each.constant_mfu, lambda each: each.roofline)
@@ -76,7 +71,7 @@ def main() -> None:
         print(line.text())
     print()
     for text in (
-        *held_out.lines(directory, steps.predictions),
+        *rlhf_errors.lines(directory, steps.predictions),
         *_planner(steps),
         *_memory(directory),
         *_order(directory),

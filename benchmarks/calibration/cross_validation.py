@@ -14,7 +14,7 @@ from math import exp, log
 from pathlib import Path
 
 from benchmarks.calibration.descent import descend, mean_and_square
-from benchmarks.calibration.problems import Catalogue, LeftOut, source_of, system_of
+from benchmarks.calibration.problems import Catalogue, LeftOut, system_of
 from benchmarks.calibration.rlhf import STEPS, predict, rows_of
 from benchmarks.calibration.rows import Prediction, Row, read_models
 from benchmarks.calibration.shared import ASSUMED, Constants, present, systems_with, tables_with
@@ -67,12 +67,7 @@ class LinearRow:
         return min(MOST_ERROR, abs(self.predicted * exp(change) / self.measured - 1))
 
 
-def source_left_out(row: Row) -> str:
-    """Return the source of a row: one publication or repository."""
-    return source_of(row)
-
-
-def system_left_out(row: Row) -> str:
+def family_of(row: Row) -> str:
     """Return the system of a row in any of its versions."""
     return next((name for name in _FAMILIES if row["system"].startswith(name)), row["system"])
 
@@ -132,10 +127,10 @@ def _predicted(rows: Sequence[Row], models: Mapping[str, Transformer], values: C
 def ratio_at(rows: Sequence[CheckedRow], share: float) -> float:
     """Return the ratio of measured to predicted seconds below which a ``share`` of the rows is; every system has the
     same weight."""
-    numbers = Counter(system_left_out(each.row) for each in rows)
+    numbers = Counter(family_of(each.row) for each in rows)
     below, total = 0.0, len(numbers)
     for each in sorted(rows, key=lambda each: each.ratio):
-        below += 1 / numbers[system_left_out(each.row)]
+        below += 1 / numbers[family_of(each.row)]
         if below >= share * total:
             return each.ratio
     raise ValueError(f"{share}: no share of the rows")

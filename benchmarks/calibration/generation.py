@@ -66,7 +66,7 @@ FITTED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 """Engines that share constants, and the constants."""
 MOST_CACHE = 0.92
 """Highest share of the stated memory bandwidth that a kernel reaches."""
-OTHERS = ("FP8_GAIN", "host factor of PCIe 4", "launch_seconds of deepspeed")
+OTHERS = ("FP8_GAIN", "host factor of PCIe 4")
 """Other constants that are fitted."""
 
 

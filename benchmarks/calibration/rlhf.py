@@ -70,10 +70,6 @@ class ReadRows:
     systems: dict[str, str]
 
 
-def predictions(directory: Path) -> list[Prediction]:
-    return read(directory).predictions
-
-
 def read(directory: Path, systems: Mapping[str, System] = SYSTEMS, tables: EngineTables = TABLES) -> ReadRows:
     known = Catalogue(read_models(directory), systems, tables)
     found = ReadRows([], Counter(), {})

@@ -75,6 +75,11 @@ def distinct(found: Sequence[Prediction]) -> list[Prediction]:
     return [replace(same[0], measured=mean(each.measured for each in same)) for same in cells.values()]
 
 
+def verdict(error: float, goal: float | None) -> str:
+    """Return whether an error meets a goal, if there is one."""
+    return "" if goal is None else f"{'met' if error <= goal else 'NOT MET'} (<= {100 * goal:.0f})"
+
+
 def read_rows(directory: Path, name: str) -> list[Row]:
     """Return the rows of ``directory``'s file ``name`` (without its ending) that are not marked as context."""
     with (directory / f"{name}.csv").open(newline="") as stream:

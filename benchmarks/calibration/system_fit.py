@@ -30,14 +30,12 @@ LEAST_ROWS = 3
 PULL = 0.01
 """Loss for a constant that differs from the shared one by a factor of e."""
 
-_REAL, _REAL_V1 = ("real, heuristic", "real", "real, no graphs"), ("real v1, heuristic", "real v1")
 _FIELDS: dict[Family, tuple[str, ...]] = {
     ("deepspeed-chat", "flexrlhf, interleaving 1", "flexrlhf, interleaving 2"): ("passes",),
     ("deepspeed-chat 0.9, hybrid engine",): ("passes",),
     ("deepspeed-chat, hybrid engine",): ("passes",),
     ("deepspeed-chat, no hybrid engine",): ("passes",),
-    _REAL: ("passes", "tensor"),
-    _REAL_V1: ("passes",),
+    ("real v1, heuristic", "real v1"): ("passes",),
 }
 """Families whose own overheads differ from the shared ones by more than their rows scatter, and which."""
 

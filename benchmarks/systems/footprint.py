@@ -10,7 +10,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Mesh
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.states import PerParameter, zero_split
-from flexrlhf.placement.devices import ALLOCATABLE, CONTEXT_BYTES, DeviceClass
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.shapes import Sizes
 
 MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
@@ -32,7 +32,7 @@ LIVE_ELEMENTS = 1_000_000_000
 
 def capacity_bytes(device: DeviceClass) -> float:
     """Return the bytes of a device that models and calls can take."""
-    return (ALLOCATABLE * 2**30 * device.memory_gb - CONTEXT_BYTES) * (1 - FRAGMENTATION)
+    return device.allocator_bytes * (1 - FRAGMENTATION)
 
 
 def blocks_of(model: Transformer, item: int, tp: int) -> Blocks:

@@ -51,7 +51,12 @@ class DeviceClass:
     @property
     def usable_bytes(self) -> int:
         """Bytes that models and calls can fill."""
-        return int((ALLOCATABLE * 2**30 * self.memory_gb - CONTEXT_BYTES) * (1 - UNFILLED))
+        return int(self.allocator_bytes * (1 - UNFILLED))
+
+    @property
+    def allocator_bytes(self) -> float:
+        """Bytes that torch's allocator can take."""
+        return ALLOCATABLE * 2**30 * self.memory_gb - CONTEXT_BYTES
 
 
 _A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)

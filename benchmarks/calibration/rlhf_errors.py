@@ -11,17 +11,17 @@ from benchmarks.calibration import rlhf
 from benchmarks.calibration.cross_validation import (
     CheckedRow,
     checked_rows,
+    family_of,
     placement_gaps,
     ratio_at,
-    source_left_out,
-    system_left_out,
 )
-from benchmarks.calibration.rows import Prediction, distinct
+from benchmarks.calibration.problems import source_of
+from benchmarks.calibration.rows import Prediction, distinct, verdict
 from benchmarks.calibration.shared import present, systems_with
 from flexrlhf.guideline.costs.accuracy import FIGURES
 
 GOALS = (rlhf.STEPS, rlhf.CALLS)
-DEFAULT_GOAL, HELD_OUT_GOAL, BIAS_GOAL = 0.30, 0.20, 0.10
+DEFAULT_GOAL, LEFT_OUT_GOAL, BIAS_GOAL = 0.30, 0.20, 0.10
 """Highest mean errors of steps with the constants of all systems, and without a row's source; highest bias of the
 first."""
 
@@ -49,19 +49,15 @@ class ErrorsByConstants:
         if not of_goal:
             return f"{0:6d}{'':42}"
         error, bias = mean(each.error for each in of_goal), mean(each.signed for each in of_goal)
-        verdicts = [_verdict(error, self.goals.get(goal))]
+        verdicts = [verdict(error, self.goals.get(goal))]
         if goal == rlhf.STEPS and self.bias is not None:
-            verdicts.append(f"bias {_verdict(abs(bias), self.bias)}")
+            verdicts.append(f"bias {verdict(abs(bias), self.bias)}")
         return f"{len(of_goal):6d}{100 * error:8.1f}{100 * bias:+8.1f}  {', '.join(verdicts):24}"
-
-
-def _verdict(value: float, goal: float | None) -> str:
-    return "" if goal is None else f"{'met' if value <= goal else 'NOT MET'} (<= {100 * goal:.0f})"
 
 
 def lines(directory: Path, fitted: Sequence[Prediction]) -> Iterator[str]:
     """Yield the lines of the report. ``fitted``: predictions with the constants of each system."""
-    sources, systems = (checked_rows(directory, key) for key in (source_left_out, system_left_out))
+    sources, systems = (checked_rows(directory, key) for key in (source_of, family_of))
     default = rlhf.read(directory, systems_with(present())).predictions
     yield "\nRLHF by constants: mean error and bias in % (below 0: predicted too fast); goals"
     yield f"  {'constants':46}{'steps':>6}{'error':>8}{'bias':>8}{'':26}{'calls':>6}{'error':>8}{'bias':>8}"
@@ -69,7 +65,7 @@ def lines(directory: Path, fitted: Sequence[Prediction]) -> Iterator[str]:
         ErrorsByConstants("own ones of a few systems (fit)", fitted, {}),
         ErrorsByConstants("those that all systems and plans share", default, {rlhf.STEPS: DEFAULT_GOAL}, BIAS_GOAL),
         ErrorsByConstants(
-            "shared, fitted without the row's source", _predictions(sources), dict.fromkeys(GOALS, HELD_OUT_GOAL)
+            "shared, fitted without the row's source", _predictions(sources), dict.fromkeys(GOALS, LEFT_OUT_GOAL)
         ),
         ErrorsByConstants("shared, fitted without the row's system", _predictions(systems), {}),
     ):
@@ -85,14 +81,14 @@ def _predictions(rows: Sequence[CheckedRow]) -> list[Prediction]:
 def _by_source(sources: Sequence[CheckedRow]) -> Iterator[str]:
     """Yield the errors of the steps of each source that the constants were fitted without."""
     steps = [each for each in sources if each.prediction.goal == rlhf.STEPS]
-    for name in sorted({source_left_out(each.row) for each in steps}):
-        of_source = [each.prediction for each in steps if source_left_out(each.row) == name]
+    for name in sorted({source_of(each.row) for each in steps}):
+        of_source = [each.prediction for each in steps if source_of(each.row) == name]
         error, bias = mean(each.error for each in of_source), mean(each.signed for each in of_source)
         yield f"    without {name:36} {len(of_source):5d}{100 * error:8.1f}{100 * bias:+8.1f}"
 
 
 def _ranges(sources: Sequence[CheckedRow], systems: Sequence[CheckedRow]) -> Iterator[str]:
-    """Yield the ranges of measured over predicted seconds, beside those that plans are printed with."""
+    """Yield the ranges of measured over predicted seconds, next to those that plans are printed with."""
     steps = [each for each in systems if each.prediction.goal == rlhf.STEPS and each.fits]
     gaps = placement_gaps(sources)
     if not steps or len(gaps) < 2:
