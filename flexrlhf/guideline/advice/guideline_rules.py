@@ -235,7 +235,7 @@ def _phases(space: Space, assignment: Assignment) -> str:
 
 
 def _batch_rule() -> GuidelineRule:
-    return GuidelineRule("fill memory to 95 %", PUBLISHED, "micro-batches as large as pay within it")
+    return GuidelineRule("fill memory", PUBLISHED, "micro-batches as large as pay within it (95 % there)")
 
 
 def _one_node_replicas(model: SearchModel, settings: ModelSpec) -> bool:

@@ -13,8 +13,9 @@ class Accuracy:
     """Range of measured over predicted seconds of a step.
 
     name:  what the predictions rest on: figures of the device classes, or measurements of the devices
-    low:   value below which 10 % of the rows are
-    high:  value below which 90 % of them are
+    low:   least value of the range
+    high:  most value of the range
+    share: share of the rows that are in it
     tie:   relative difference that the predictions of two placements need, so that measurements give the same order in
            four of five cases
     """
@@ -22,10 +23,11 @@ class Accuracy:
     name: str
     low: float
     high: float
+    share: float
     tie: float
 
     def seconds(self, predicted: float) -> tuple[float, float]:
-        """Return the seconds between which 80 % of the measurements are, for a prediction."""
+        """Return the seconds between which a ``share`` of the measurements are, for a prediction."""
         return self.low * predicted, self.high * predicted
 
     def has(self, measured: float, predicted: float) -> bool:

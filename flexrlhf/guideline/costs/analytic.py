@@ -29,7 +29,7 @@ class AnalyticCosts:
     def call(self, call: Call, mesh: Mesh) -> Cost:
         match call.kind:
             case "generate":
-                return self.overheads.of_generation(generate_cost(call, mesh, self.decoders[call.engine]))
+                return generate_cost(call, mesh, self._decoders_in_step[call.engine])
             case "forward":
                 return forward_cost(call, mesh, self._in_step[call.engine])
             case "train":
@@ -39,6 +39,11 @@ class AnalyticCosts:
     def _in_step(self) -> Mapping[str, EngineProfile]:
         """Engine name → its profile at the speed that it reaches in a step."""
         return {name: self.overheads.of_engine(profile) for name, profile in self.engines.items()}
+
+    @cached_property
+    def _decoders_in_step(self) -> Mapping[str, DecodeProfile]:
+        """Engine name → its profile of generation at the speed that it reaches in a step."""
+        return {name: self.overheads.of_decoder(profile) for name, profile in self.decoders.items()}
 
     def combine(self, rows: int, width: float) -> Cost:
         return Cost({"launch": 1e-3 + 1e-9 * rows * width})

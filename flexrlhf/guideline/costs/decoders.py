@@ -37,6 +37,8 @@ class DecodeProfile:
     entry_seconds:     a row that enters, on the host
     one_shot_seconds:  latency of the engine's own all-reduce kernel for small messages; 0: it has none
     passes:            profile of its forward passes over prompts
+    reached:           share of all these speeds that generation reaches, but for collectives
+    tensor_reached:    share of the speed of tensor-parallel collectives that it reaches
     """
 
     name: str
@@ -52,6 +54,8 @@ class DecodeProfile:
     entry_seconds: float
     one_shot_seconds: float
     passes: EngineProfile
+    reached: float = 1.0
+    tensor_reached: float = 1.0
 
 
 def read_decoders(path: Path, engines: Mapping[str, EngineProfile]) -> dict[str, DecodeProfile]:

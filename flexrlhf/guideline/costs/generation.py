@@ -40,10 +40,10 @@ def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     )
     parts = dict(forward_cost(forward, _unthrottled(mesh), profile.passes).parts)
     if mesh.tp > 1:
-        parts["tensor parallel"] = _prefill_reduce_seconds(call, mesh, micro_rows)
+        parts["tensor parallel"] = _prefill_reduce_seconds(call, mesh, micro_rows) / profile.tensor_reached
     passes, host = -(-call.prompts // micro_rows), host_factor(mesh.device)
     parts["layers"] = passes * _layers_seconds(call, mesh, profile)
-    parts["scheduler"] = host * (passes * profile.step_seconds + call.rows * profile.entry_seconds)
+    parts["scheduler"] = host * (passes * profile.step_seconds + call.rows * profile.entry_seconds) / profile.reached
     return Cost(parts)
 
 
@@ -55,7 +55,7 @@ def _layer_launch_seconds(mesh: Mesh, profile: DecodeProfile) -> float:
 def _layers_seconds(call: Call, mesh: Mesh, profile: DecodeProfile) -> float:
     """Return the seconds of one step's layers that are neither matrix, attention nor collective."""
     pace = host_factor(mesh.device) if profile.host_paced else 1.0
-    return pace * call.model.layers * profile.layer_seconds
+    return pace * call.model.layers * profile.layer_seconds / profile.reached
 
 
 @lru_cache(maxsize=4096)
@@ -86,6 +86,7 @@ class _Step:
     reduces:   all-reduces over tensor-parallel ranks
     message:   bytes of one row in one of them
     one_shot:  latency of the engine's own all-reduce kernel; 0: it has none
+    tensor_reached: share of the speed of these collectives
     mesh:      where the step runs
     """
 
@@ -100,27 +101,30 @@ class _Step:
     reduces: int
     message: float
     one_shot: float
+    tensor_reached: float
     mesh: Mesh
 
     @classmethod
     def of(cls, call: Call, mesh: Mesh, profile: DecodeProfile) -> _Step:
         model, device, host = call.model, mesh.device, host_factor(mesh.device)
+        slower = 1 / profile.reached
         bandwidth = mesh.tp * device.memory_gb_s * 1e9
         read = model.layers * model.layer_parameters + model.head_parameters
         heads = 1 + profile.reread * (model.heads / model.kv_heads - 1)
         shared = min(mesh.tp, model.kv_heads)
         return cls(
-            weights=call.item * read / (FIGURES.weights * bandwidth),
-            row=2 * read / (mesh.tp * device.matmul * device.tflops * 1e12),
-            token=heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp),
+            weights=slower * call.item * read / (FIGURES.weights * bandwidth),
+            row=slower * 2 * read / (mesh.tp * device.matmul * device.tflops * 1e12),
+            token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp),
             layers=_layers_seconds(call, mesh, profile),
-            launch=host * model.layers * _layer_launch_seconds(mesh, profile),
-            host=host * profile.step_seconds,
-            host_row=host * profile.row_seconds,
+            launch=slower * host * model.layers * _layer_launch_seconds(mesh, profile),
+            host=slower * host * profile.step_seconds,
+            host_row=slower * host * profile.row_seconds,
             gather=mesh.pp * gather_weights_seconds(call, mesh, profile.passes) if mesh.zero == 3 else 0.0,
             reduces=2 * model.layers if mesh.tp > 1 else 0,
             message=ACTIVATION_BYTES * model.hidden,
             one_shot=profile.one_shot_seconds,
+            tensor_reached=profile.tensor_reached,
             mesh=mesh,
         )
 
@@ -159,7 +163,8 @@ class _Step:
         """Return the seconds of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each
         rank reads all other ranks' messages at once."""
         mesh = self.mesh
-        ring = all_reduce_seconds(size, mesh.tp, mesh.per_node, mesh.links)
-        if not self.one_shot or mesh.tp > mesh.per_node:
-            return ring
-        return min(ring, self.one_shot + (mesh.tp - 1) * size / (ONE_SHOT_SHARE * mesh.links.device_gb_s * 1e9))
+        seconds = all_reduce_seconds(size, mesh.tp, mesh.per_node, mesh.links)
+        if self.one_shot and mesh.tp <= mesh.per_node:
+            own = self.one_shot + (mesh.tp - 1) * size / (ONE_SHOT_SHARE * mesh.links.device_gb_s * 1e9)
+            seconds = min(seconds, own)
+        return seconds / self.tensor_reached

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from flexrlhf.guideline.costs.constants import read_rows
 from flexrlhf.guideline.costs.cost_model import Cost, Traffic
+from flexrlhf.guideline.costs.decoders import DecodeProfile
 from flexrlhf.guideline.costs.engines import EngineProfile
-
-GATHER, TENSOR_PARALLEL = "gather", "tensor parallel"
-"""Parts of a generation that collectives take."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,10 @@ class RunOverheads:
         """Return ``profile`` at the speed that it reaches in a step."""
         return replace(profile, reached=self.passes, tensor_reached=self.tensor)
 
-    def of_generation(self, cost: Cost) -> Cost:
-        """Return the seconds of a generation in a step. ``cost``: by the profile of the engine alone."""
-        shares = {GATHER: 1.0, TENSOR_PARALLEL: self.tensor}
-        parts = {name: seconds / shares.get(name, self.decode) for name, seconds in cost.parts.items()}
-        return Cost(parts)
+    def of_decoder(self, profile: DecodeProfile) -> DecodeProfile:
+        """Return ``profile`` at the speed that it reaches in a step."""
+        passes = replace(profile.passes, reached=self.decode, tensor_reached=self.tensor)
+        return replace(profile, passes=passes, reached=self.decode, tensor_reached=self.tensor)
 
     def of_sync(self, cost: Cost, traffic: Traffic) -> Cost:
         """Return the seconds of a weight sync that takes ``cost`` at the speed of the links."""

@@ -274,7 +274,7 @@ def _stage_of(
 def _recomputed(
     forward: LayerSeconds, model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
-    """Return the seconds of what full recomputation computes again of a layer."""
+    """Return the seconds of what full recomputation computes again of a layer; selective repeats a share of it."""
     if not profile.stops_early:
         return forward
     k, n = product_shapes(model, tp)[-1]
