@@ -271,7 +271,7 @@ def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
 
 
 def _devices() -> str:
-    head = ("class", "TFLOP/s, 16 bits", "GB", "GB/s of memory", "of a link", "to the host", "of a node")
+    head = ("class", "TFLOP/s, 16 bits", "GiB", "GB/s of memory", "of a link", "to the host", "of a node")
     rows = [
         (item.name, item.tflops, item.memory_gb, item.memory_gb_s, item.link_gb_s, item.host_gb_s, item.node_gb_s)
         for item in DEVICE_CLASSES.values()

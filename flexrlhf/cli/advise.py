@@ -12,6 +12,7 @@ from flexrlhf.cli.options import ConfigOption, Overrides, Profile
 from flexrlhf.cli.specs import chosen_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.output_path import check_output
+from flexrlhf.errors import UserError
 
 Text = str | None
 Count = int | None
@@ -92,6 +93,8 @@ def advise(
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 
+    if per_operator and tie is not None:
+        raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
     config = chosen_config(config, config_option)
     options = AdviceOptions(
         model=model,

@@ -274,7 +274,9 @@ class NodeSpec(StrictModel):
     count: int = Field(1, ge=1, description="machines")
     devices: int = Field(ge=1, description="devices in each machine")
     device_class: str = Field("any", alias="class", description="such as A100-80G: device memory and compute figures")
-    memory_gb: float | None = Field(None, gt=0, description="GB of one device; null: that of its class")
+    memory_gb: float | None = Field(
+        None, gt=0, description="GB of one device that models and calls may fill; null: what its class leaves"
+    )
     link_gb_s: float | None = Field(
         None, gt=0, description="GB/s between two devices of a machine, in one direction; null: that of the class"
     )
@@ -296,7 +298,9 @@ class ClusterSpec(StrictModel):
         None, ge=1, description="number of devices, a rank each; null: those of the nodes, or 1"
     )
     nodes: tuple[NodeSpec, ...] = Field((), description="machines in the order of their ranks; []: one machine")
-    memory_gb: float | None = Field(None, gt=0, description="GB of one device, where its node has no memory_gb")
+    memory_gb: float | None = Field(
+        None, gt=0, description="GB of one device that models and calls may fill, where its node has no memory_gb"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where each rank has a GPU, else cpu")
 
     @property

@@ -80,7 +80,7 @@ class Cluster:
         return matches[0]
 
     def memory_bytes(self, rank: int) -> int | None:
-        """Return the bytes of a device that models and calls can fill: as the YAML says, else what its class leaves;
+        """Return the bytes of a device that models and calls can fill: as the YAML sets it, else what its class leaves;
         None where neither gives a size."""
         device = self.devices[rank]
         if device.memory_gb is not None:

@@ -21,6 +21,7 @@ from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
 from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch, advise
+from flexrlhf.guideline.advice.changes import _times
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
@@ -668,8 +669,58 @@ def test_a_mean_above_the_longest_is_refused() -> None:
     assert lengths_for(spec_for(1, response_tokens=256), 256).responses == (256,)
 
 
-def test_models_that_fit_nowhere_are_refused() -> None:
-    assert "no placement of these models fits" in refusal("--model", "llama-65b", "--gpus", 1)
+REFUSED = [
+    ("qwen2.5-0.5b", 1, ("schedule.lag=1",), "with schedule.lag: 1; it would fit without schedule.lag"),
+    (
+        "qwen2.5-0.5b",
+        1,
+        ("schedule.strategy=interleaving",),
+        "with schedule.strategy: interleaving; it would fit without schedule.strategy",
+    ),
+    ("qwen2.5-0.5b", 8, ("models.actor.tp=4",), "with models.actor.tp: 4; it would fit without models.actor.tp"),
+    ("qwen2.5-1.5b", 4, ("rollout.tp=3",), "with rollout.tp: 3; it would fit without rollout.tp"),
+    (
+        "qwen2.5-0.5b",
+        8,
+        ("models.actor.tp=4", "models.critic.tp=4"),
+        "with models.actor.tp: 4 and models.critic.tp: 4; it would fit without models.actor.tp and models.critic.tp",
+    ),
+    (
+        "qwen2.5-0.5b",
+        1,
+        ("cluster={nodes: [{devices: 2, class: V100-32G}]}",),
+        "fits 2 V100-32G: actor has no settings there",
+    ),
+    ("llama-13b", 3, (), "on 6 devices"),
+    (
+        "llama-33b",
+        1,
+        ("cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: A100-40G}]}",),
+        "fits 2 A100-80G and 2 A100-40G (",
+    ),
+    pytest.param(
+        "llama-65b",
+        8,
+        ("models.actor.zero=0", "models.critic.zero=1"),
+        "it would fit without models.actor.zero and models.critic.zero with adapters",
+        marks=pytest.mark.full,
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "gpus", "overrides", "words"), REFUSED)
+def test_a_refusal_names_what_leaves_nothing(model: str, gpus: int, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match="no placement of these models fits") as error:
+        _ = advise(spec_for(gpus, model, overrides, rollout="vllm"), AnalyticCosts(), seconds_limit=2.0).best
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "times", "nodes"), [(3, 2, (6, 1)), (3, 4, (8, 2)), (8, 4, (8, 4)), (5, 2, (8, 2))]
+)
+def test_more_devices_are_whole_nodes(devices: int, times: int, nodes: tuple[int, int]) -> None:
+    (node,) = _times(spec_for(devices, "qwen2.5-0.5b").cluster, times).nodes
+    assert (node.devices, node.count) == nodes
 
 
 @pytest.mark.parametrize(
@@ -692,6 +743,17 @@ def test_a_cluster_file_may_give_the_speed_of_its_links(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("cluster: {nodes: [{count: 2, devices: 4, class: v100-32g, network_gb_s: 12.5}]}")
     assert read_nodes(path) == ({"count": 2, "devices": 4, "class": "V100-32G", "network_gb_s": 12.5},)
+
+
+def test_a_known_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama-7b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    actor = spec_for(8).models.actor
+    assert actor is not None and actor.path is None and actor.init is not None
+
+
+def test_a_tie_of_single_operators_is_refused() -> None:
+    assert "--tie 0.5: --per-operator takes the fastest placement" in refusal("--per-operator", "--tie", 0.5)
 
 
 def test_classes_are_found_by_their_start() -> None:

@@ -1,6 +1,6 @@
-"""PlacementComparison of placements: by the published rules, an exact search, and the usual ones of published systems.
+"""Comparison of placements: by the published rules, an exact search, and the usual ones of published systems.
 
-Every candidate is a Spec that is planned and simulated like any other; what does not fit is listed with its reason.
+What does not fit is listed with its reason. The one to use is planned and simulated like any other run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from flexrlhf.guideline.advice.candidates import (
 )
 from flexrlhf.guideline.advice.guideline_rules import GuidelineResult, GuidelineRule, guideline
 from flexrlhf.guideline.advice.host_offload import is_short_of_memory, offload_sets, offloaded_spaces
+from flexrlhf.guideline.advice.last_resort import last_resort
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
-from flexrlhf.guideline.advice.refusal import last_resorts, refusal_text
+from flexrlhf.guideline.advice.refusal import refusal_text
 from flexrlhf.guideline.advice.simplicity import simplest
-from flexrlhf.guideline.advice.space import Space, is_allowed, make_space, with_schedule
+from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.usual import usual
 from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -40,8 +41,12 @@ from flexrlhf.text import bytes_text
 
 CHUNKED = 3
 """Results of a search that are also tried in chunks."""
-GAP = 0.01
-"""Share of its time by which the result of a search may miss the fastest plan."""
+SECONDS = 15.0
+"""Seconds that all searches together may take, where nothing else is set."""
+LEAST_SHARE = 1 / 15
+"""Share of them that a search may take after others have taken all."""
+USUAL_SECONDS = 4.0
+"""Most seconds of the search for the settings of a usual placement."""
 
 
 @dataclass(frozen=True)
@@ -92,33 +97,46 @@ class PlacementComparison:
     """Candidates and searches of one request so far.
 
     base:          the space without shadows, as the YAML has its schedule.
-    seconds_left:  seconds that further searches may take.
+    seconds_limit: seconds that all searches together may take.
+    seconds_left:  seconds of them that are left.
     candidates:    all placements to compare.
     searches:      the spaces that were searched.
     """
 
     base: Space
+    seconds_limit: float
     seconds_left: float
     candidates: list[Candidate] = field(default_factory=list)
     searches: list[SpaceSearch] = field(default_factory=list)
 
     def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> SearchResult:
         """Search a space and add its best placement to the candidates."""
-        # most searches end long before; the first ones may need most of the time
         began = perf_counter()
-        result = search(space.problem(), max(1.0, self.seconds_left / 2), GAP, seeds=seeds)
+        result = search(space.problem(), self._next_seconds, GAP, seeds=seeds)
         self.seconds_left -= perf_counter() - began
         self.searches.append(SpaceSearch(label, result))
         self.candidates.append(_by_search(space, label, result))
         return result
+
+    @property
+    def _next_seconds(self) -> float:
+        """Seconds of the next search; most end long before, and the first ones may need most of the time."""
+        return max(LEAST_SHARE * self.seconds_limit, self.seconds_left / 2)
+
+    def usual(self, plain: Space) -> list[Candidate]:
+        """Return the usual placements of ``plain``."""
+        began = perf_counter()
+        found = list(usual(plain, min(USUAL_SECONDS, self._next_seconds), GAP))
+        self.seconds_left -= perf_counter() - began
+        return found
 
 
 def advise(
     spec: Spec,
     costs: CostModel | None = None,
     lengths: TextLengths | None = None,
-    seconds_limit: float = 15.0,
-    margin: float = FIGURES.tie,
+    seconds_limit: float = SECONDS,
+    margin: float | None = None,
 ) -> Advice:
     """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.
 
@@ -126,21 +144,23 @@ def advise(
     costs:          cost model of calls and transfers; None: figures of the device classes, else this machine's
                     profile.
     lengths:        tokens of prompts and responses; None: the longest.
-    seconds_limit:  seconds that all searches together may take.
+    seconds_limit:  seconds that all searches together may take; a refusal may take ``refusal.SECONDS`` more.
     margin:         share of the fastest placement's seconds by which another one may be slower and count as equally
-                    fast: what predictions of two placements must differ by to be told apart.
+                    fast; None: what predictions of two placements must differ by to be distinguished.
 
     Raises UserError where nothing fits, or the costs of a device are not known.
     """
-    began, costs = perf_counter(), costs or costs_for(spec, None).costs
+    began = perf_counter()
+    if costs is None:
+        source = costs_for(spec, None)
+        costs, margin = source.costs, source.accuracy.tie if margin is None else margin
+    margin = FIGURES.tie if margin is None else margin
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
-    compared = PlacementComparison(base, seconds_limit)
+    compared = PlacementComparison(base, seconds_limit, seconds_limit)
     by_rules = _compare(compared, margin)
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
-    if not feasible:
-        compared.candidates = last_resorts(base)
-        feasible, further = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
-        rejected += further
+    if not feasible and (last := last_resort(base)) is not None:
+        feasible, _ = ranked([last])
     refusal = "" if feasible else refusal_text(base, rejected)
     advice = Advice(
         feasible, rejected, by_rules.rules, tuple(compared.searches), perf_counter() - began, margin, refusal
@@ -155,11 +175,11 @@ def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:
     shadowed = [space for _, space in spaces if space.has_shadows]
     by_rules = guideline(plain, shadowed[0] if shadowed else None)
     # a lag that the YAML sets leaves nothing without shadows
-    others = [] if base.spec.schedule.lag else [_by_guideline(by_rules), *usual(plain, GAP)]
+    others = [] if base.spec.schedule.lag else [_by_guideline(by_rules), *compared.usual(plain)]
     for label, space in spaces:
         result = compared.search(label, space, _seeds(others, space))
         if space.has_shadows and not _is_found(result) and _syncs_may_wait(space):
-            compared.search(f"{label}, syncs in turn", _with_syncs_in_turn(space))
+            compared.search(f"{label}, syncs in turn", with_syncs_in_turn(space))
     if not base.spec.schedule.lag:
         _compare_offloaded(compared, plain, others, margin)
     compared.candidates += others
@@ -189,12 +209,6 @@ def _syncs_may_wait(space: Space) -> bool:
     return space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
 
 
-def _with_syncs_in_turn(space: Space) -> Space:
-    sync = space.spec.sync.model_copy(update={"overlap": False})
-    spec = space.spec.model_copy(update={"sync": sync})
-    return replace(space, spec=spec, enumerator=replace(space.enumerator, spec=spec))
-
-
 def _with_checked_choice(advice: Advice) -> Advice:
     """Return ``advice`` with the candidate to use planned and simulated; one that turns out not to fit is rejected."""
     while advice.feasible and advice.best.checked is None:
@@ -213,8 +227,7 @@ def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
     schedule, is_set = base.spec.schedule, "lag" in base.fixed_schedule
     if not (is_set and schedule.lag):
         yield "without shadows", with_schedule(base, schedule.num_chunks, 0)
-    is_hybrid = base.spec.rollout.engine == "torch"
-    if base.graph.can_shadow and base.pool.num_devices > 1 and not is_hybrid:
+    if base.may_have_shadows:
         shadowed = replace(base, has_shadows=True)
         for lag, label in ((0, "with shadows"), (1, "with shadows, lag 1")):
             if not is_set or lag == schedule.lag:
@@ -266,7 +279,7 @@ def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
     head = [
         f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {SIMULATED}, {bytes_text(int(chosen.peak))}",
     ]
-    if candidate.space.offloaded:
+    if candidate.space.has_less_memory:
         share = f"{candidate.space.usable:.0%}"
         head.append(
             f"# memory_gb of the nodes is {share} of what models can fill: they are offloaded before that is full"

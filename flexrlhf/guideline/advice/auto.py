@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.advice.advice_text import vector_text
-from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.advise import SECONDS, advise
 from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
-
-SEARCH_SECONDS = 15.0
 
 
 def with_placement(spec: Spec) -> tuple[Spec, str]:
@@ -16,6 +14,6 @@ def with_placement(spec: Spec) -> tuple[Spec, str]:
     Raises UserError where no figures of the devices exist, or nothing fits.
     """
     source = costs_for(spec, None)
-    best = advise(spec, source.costs, lengths_for(spec, None), SEARCH_SECONDS, source.accuracy.tie).best
+    best = advise(spec, source.costs, lengths_for(spec, None), SECONDS, source.accuracy.tie).best
     line = f"{spec.name}: placement auto is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
     return best.candidate.spec, f"{line} by {source.name}"

@@ -1,4 +1,4 @@
-"""Placements to compare, each a Spec that is planned and simulated like any other; what does not fit has its reason."""
+"""Placements to compare, timed by the search or planned and simulated; what does not fit has its reason."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RejectedCandidate:
 def assess(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     """Return the seconds and bytes of a candidate, or why it is impossible.
 
-    Those of the search are the plan's. Where models are offloaded it is planned: when they move follows from the plan.
+    Those of the search equal the plan's but where models are offloaded: when they move follows from the plan.
     """
     return check(candidate) if candidate.space.offloaded else estimate(candidate)
 
@@ -163,8 +163,10 @@ def _fullest(plan: Plan, sizes: Iterable[int]) -> tuple[float, float]:
 def ranked(
     candidates: Iterable[Candidate],
 ) -> tuple[tuple[FeasibleCandidate, ...], tuple[RejectedCandidate, ...]]:
-    """Candidates that fit, fastest first, and the others. A plan with offloaded models that another candidate is, too,
-    is left out."""
+    """Candidates that fit, fastest first, and the others.
+
+    A candidate with offloaded models is left out if one with fewer has the same placement and settings.
+    """
     results = [check(item) if item.method == "guideline" else assess(item) for item in candidates]
     feasible = sorted((item for item in results if isinstance(item, FeasibleCandidate)), key=lambda item: item.seconds)
     rejected = tuple(item for item in results if isinstance(item, RejectedCandidate))

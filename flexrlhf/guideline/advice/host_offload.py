@@ -16,7 +16,7 @@ from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice
 
 OffloadSet = tuple[str, frozenset[str]]
-"""Name for a person, and the models that are in host memory while others compute."""
+"""Name in tables, and the models that are in host memory while others compute."""
 
 
 def offload_sets(space: Space) -> tuple[OffloadSet, ...]:
@@ -52,13 +52,16 @@ def offloaded_spaces(space: Space, sets: tuple[OffloadSet, ...]) -> Iterator[tup
 
 
 def is_short_of_memory(space: Space, best: Assignment, seconds: float, margin: float) -> bool:
-    """Whether more memory would make a step shorter than ``seconds`` by a share of more than ``margin``: on the meshes
-    of ``best``, or with all models on all devices."""
+    """Whether a step with more memory, on the meshes of ``best`` or with all models on all devices, is shorter than
+    ``seconds``, and no tie with them.
+
+    ``margin``: share of the shorter step by which the other may be longer in a tie.
+    """
     problem = space.problem()
     total = space.pool.num_devices
     for meshes in (best, tuple(replace(choice, start=0, size=total) for choice in best)):
         fastest = [fastest_options(problem, choice) for choice in meshes]
         whole: tuple[Choice, ...] = tuple(choice for choice in fastest if choice is not None)
-        if len(whole) == len(best) and evaluate(problem, whole) < (1 - margin) * seconds:
+        if len(whole) == len(best) and (1 + margin) * evaluate(problem, whole) < seconds:
             return True
     return False

@@ -69,12 +69,17 @@ MODELS: dict[str, Config] = {
 }
 
 
+def is_model_directory(text: str) -> bool:
+    """Whether ``find_model`` reads the config of a directory."""
+    return _known(text) is None and Path(text).is_dir()
+
+
 def find_model(text: str, option: str = "--model") -> Config:
     """Config of a known name, of a Hugging Face model directory, or in a ``config.json``.
 
     ``option``: what the text was given as, for errors. Raises UserError with the nearest known names.
     """
-    known = MODELS.get(text.lower().removesuffix("-hf"))
+    known = _known(text)
     if known is not None:
         return known
     path = Path(text)
@@ -86,6 +91,10 @@ def find_model(text: str, option: str = "--model") -> Config:
             f"known: {', '.join(MODELS)}"
         )
     return _read_config(path, option)
+
+
+def _known(name: str) -> Config | None:
+    return MODELS.get(name.lower().removesuffix("-hf"))
 
 
 def _nearest_model(name: str) -> str:

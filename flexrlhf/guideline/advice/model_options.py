@@ -162,6 +162,15 @@ class OptionEnumerator:
             self._options[model, mesh] = tuple(option for option in options if option is not None)
         return self._options[model, mesh]
 
+    def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option | None:
+        """Option of a model with ``settings``, which are those of an option with other calls; None where a replica
+        would have no row."""
+        layout = _layout(mesh.size, settings.tp, settings.pp)
+        if layout.dp > self.batch.num_prompts:
+            return None
+        rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
+        return self._option(model, mesh, PlacedModel(model.name, layout, model.trained, settings, rollout, model.head))
+
     def _placed(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
         """Place the model on the first devices, once with each of its settings."""
         base = self.spec.models.of(model.role)

@@ -16,7 +16,7 @@ from flexrlhf.config.spec import ModelSpec, OperatorPlacement, PlacementMap, Spe
 from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
-from flexrlhf.guideline.advice.space import Space, make_space, name_of
+from flexrlhf.guideline.advice.space import GAP, Space, make_space, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import (
@@ -46,8 +46,6 @@ GENERATOR = "torch"
 """Engine of an operator that the engine of its role does not serve."""
 SHARED_SETTINGS = ("micro_batch_tokens", "generate_tokens", "activation_checkpointing", "offload_optimizer")
 """Settings of a role that its operators share."""
-GAP = 0.01
-"""Share of its time by which the result of a search may miss the fastest plan."""
 
 
 @dataclass(frozen=True)

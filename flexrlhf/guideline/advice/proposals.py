@@ -45,14 +45,14 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
         "rollout": rollout,
         "placement": None,
     }
-    if space.offloaded and space.usable < 1:
+    if space.has_less_memory:
         changes["cluster"] = usable_cluster(space.spec.cluster, space.usable)
     spec = space.spec.model_copy(update=changes)
     return spec.model_copy(update={"placement": _placement(space, spec, assignment)})
 
 
 def usable_cluster(cluster: ClusterSpec, share: float) -> ClusterSpec:
-    """Return ``cluster`` with a share of each device's memory: a plan offloads models only where a device is full."""
+    """Return ``cluster`` with a share of each device's memory."""
     if not cluster.nodes:
         return cluster.model_copy(update={"memory_gb": cluster.memory_gb and share * cluster.memory_gb})
     nodes = []
@@ -175,11 +175,23 @@ def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[f
         chunked = with_schedule(space, number, space.spec.schedule.lag)
         problem = chunked.problem()
         for assignment in assignments:
-            whole = in_problem(problem, assignment)
+            whole = _in_space(chunked, problem, assignment)
             if whole is not None:
                 timed.append((evaluate(problem, whole), len(timed), chunked, whole))
     seconds, _, chunked, assignment = min(timed, key=lambda item: item[:2])
     return seconds, chunked, assignment
+
+
+def _in_space(space: Space, problem: SearchProblem, assignment: Assignment) -> Assignment | None:
+    """Return the same meshes and settings with the calls of ``space``; None where a model has no such option."""
+    moved = []
+    for choice, model in zip(assignment, space.models, strict=True):
+        assert isinstance(choice.option.settings, ModelSpec), "options of a Space have settings"
+        same = space.option(model, problem.shape_of(choice.start, choice.size), choice.option.settings)
+        if same is None:
+            return None
+        moved.append(replace(choice, option=same))
+    return tuple(moved)
 
 
 def in_problem(problem: SearchProblem, assignment: Assignment) -> Assignment | None:

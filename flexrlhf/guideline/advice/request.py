@@ -14,7 +14,7 @@ from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
 from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.guideline.advice.model_names import Config, find_model
+from flexrlhf.guideline.advice.model_names import Config, find_model, is_model_directory
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
@@ -87,10 +87,9 @@ class AdviceRequest:
 
     def _model(self, role: str, trained: bool) -> dict[str, Any]:
         source, config = self._source(role)
-        is_directory = Path(source).is_dir()
         has_bf16 = all(DEVICE_CLASSES[node["class"]].bf16 for node in self.nodes)
         dtype = "bfloat16" if has_bf16 else "float16"
-        weights = {"path": source} if is_directory else {"init": config}
+        weights = {"path": source} if is_model_directory(source) else {"init": config}
         model: dict[str, Any] = {**weights, "engine": self.engine, "dtype": dtype}
         if self.lora is not None and trained:
             model["lora"] = {"rank": self.lora, "alpha": 2 * self.lora}

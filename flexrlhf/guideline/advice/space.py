@@ -60,6 +60,8 @@ UNLIMITED = 1e15
 """Bytes of a device whose memory is not given."""
 USABLE = 0.98
 """Share of a device's usable memory that the result of a search may take, whose bytes a plan counts more exactly."""
+GAP = 0.01
+"""Share of its time by which the result of a search may miss the fastest plan."""
 SWITCHES = ("offload", "reload")
 """Tasks that move a sleeping rollout engine to host memory and back."""
 
@@ -103,6 +105,16 @@ class Space:
     @cached_property
     def batch(self) -> BatchShape:
         return BatchShape.of(self.spec)
+
+    @property
+    def may_have_shadows(self) -> bool:
+        """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy."""
+        return self.graph.can_shadow and self.pool.num_devices > 1 and self.spec.rollout.engine != "torch"
+
+    @property
+    def has_less_memory(self) -> bool:
+        """Whether a YAML of it has a smaller ``memory_gb``: a plan offloads models where a device is full."""
+        return bool(self.offloaded) and self.usable < 1
 
     @cached_property
     def names(self) -> tuple[ModelName, ...]:
@@ -278,15 +290,28 @@ class Space:
         """Options of a model on a mesh; none on devices of several classes."""
         if len(shape.kinds) > 1:
             return ()
-        kind = shape.kinds[0]
-        mesh = UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+        mesh = self._mesh(shape)
+        more = self._bytes_of_source(model, mesh)
         options = self.enumerator.options(model, mesh)
+        return tuple(replace(each, active=each.active + more) for each in options) if more else options
+
+    def option(self, model: SearchModel, shape: MeshShape, settings: ModelSpec) -> Option | None:
+        """Option of a model with ``settings`` on a mesh of one class; None where a replica would have no row."""
+        mesh = self._mesh(shape)
+        found = self.enumerator.option(model, mesh, settings)
+        return found and replace(found, active=found.active + self._bytes_of_source(model, mesh))
+
+    def _mesh(self, shape: MeshShape) -> UniformMesh:
+        (kind,) = shape.kinds
+        return UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+
+    def _bytes_of_source(self, model: SearchModel, mesh: UniformMesh) -> float:
+        """Bytes of the trained copy while it sends its weights to a rollout engine on the same devices, if it is in
+        host memory otherwise."""
         if not model.is_rollout or self.has_shadows or model.role not in self.offloaded:
-            return options
-        # both are on the devices when weights are sent from one to the other
+            return 0.0
         source = replace(next(each for each in self.models if each.name == model.role), switches=())
-        least = min((each.resting for each in self.enumerator.options(source, mesh)), default=0.0)
-        return tuple(replace(each, active=each.active + least) for each in options)
+        return min((each.resting for each in self.enumerator.options(source, mesh)), default=0.0)
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
         """Tasks and syncs in the order of the trainer's list."""
@@ -420,6 +445,17 @@ def with_schedule(space: Space, num_chunks: int, lag: int) -> Space:
     """The same space with another schedule."""
     schedule = space.spec.schedule.model_copy(update={"num_chunks": num_chunks, "lag": lag})
     return replace(space, spec=space.spec.model_copy(update={"schedule": schedule}))
+
+
+def with_syncs_in_turn(space: Space) -> Space:
+    """The same space with syncs that overlap nothing."""
+    spec = space.spec.model_copy(update={"sync": space.spec.sync.model_copy(update={"overlap": False})})
+    return replace(space, spec=spec, enumerator=replace(space.enumerator, spec=spec))
+
+
+def on_all_devices(space: Space) -> SearchProblem:
+    """The problem of ``space`` with every model on all devices."""
+    return replace(space.problem(), meshes=Meshes((), ((0, space.pool.num_devices),), "all devices"))
 
 
 def chunk_counts(space: Space) -> tuple[int, ...]:
