@@ -50,7 +50,7 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        return len({device.node for device in self.devices})
+        return len(self._nodes)
 
     def ranks_on(self, device_class: str) -> tuple[int, ...]:
         return tuple(device.rank for device in self.devices if device.device_class == device_class)

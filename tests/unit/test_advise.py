@@ -677,6 +677,7 @@ REFUSED = [
         ("schedule.strategy=interleaving",),
         "with schedule.strategy: interleaving; it would fit without schedule.strategy",
     ),
+    ("qwen2.5-0.5b", 1, ("sync.every=2",), "with sync.every: 2; it would fit without sync.every"),
     ("qwen2.5-0.5b", 8, ("models.actor.tp=4",), "with models.actor.tp: 4; it would fit without models.actor.tp"),
     ("qwen2.5-1.5b", 4, ("rollout.tp=3",), "with rollout.tp: 3; it would fit without rollout.tp"),
     (
@@ -713,6 +714,13 @@ def test_a_refusal_names_what_leaves_nothing(model: str, gpus: int, overrides: t
     with pytest.raises(UserError, match="no placement of these models fits") as error:
         _ = advise(spec_for(gpus, model, overrides, rollout="vllm"), AnalyticCosts(), seconds_limit=2.0).best
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["sync.every=2", "schedule.lag=1", "schedule.strategy=disaggregated"])
+def test_settings_of_shadows_leave_placements_with_shadows_alone(override: str) -> None:
+    found = advise(spec_for(16, "qwen2.5-0.5b", (override,)), AnalyticCosts(), seconds_limit=2.0)
+    assert {item.candidate.strategy for item in found.feasible} == {"disaggregated"}
+    assert found.best.plan.strategy == "disaggregated"
 
 
 @pytest.mark.parametrize(

@@ -174,13 +174,13 @@ def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:
     plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base))
     shadowed = [space for _, space in spaces if space.has_shadows]
     by_rules = guideline(plain, shadowed[0] if shadowed else None)
-    # a lag that the YAML sets leaves nothing without shadows
-    others = [] if base.spec.schedule.lag else [_by_guideline(by_rules), *compared.usual(plain)]
+    others = [_by_guideline(by_rules)] if by_rules.space.has_shadows or not base.must_have_shadows else []
+    others += [] if base.must_have_shadows else compared.usual(plain)
     for label, space in spaces:
         result = compared.search(label, space, _seeds(others, space))
         if space.has_shadows and not _is_found(result) and _syncs_may_wait(space):
             compared.search(f"{label}, syncs in turn", with_syncs_in_turn(space))
-    if not base.spec.schedule.lag:
+    if not base.must_have_shadows:
         _compare_offloaded(compared, plain, others, margin)
     compared.candidates += others
     return by_rules
@@ -225,7 +225,7 @@ def _with_checked_choice(advice: Advice) -> Advice:
 def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
     """(label, space) of what is searched: with the lag that the YAML sets, else without and with one."""
     schedule, is_set = base.spec.schedule, "lag" in base.fixed_schedule
-    if not (is_set and schedule.lag):
+    if not base.must_have_shadows:
         yield "without shadows", with_schedule(base, schedule.num_chunks, 0)
     if base.may_have_shadows:
         shadowed = replace(base, has_shadows=True)

@@ -22,8 +22,8 @@ OF_MODELS = (
 )
 OF_ROLLOUT = ("tp", "pp", "kv_tokens")
 OF_SCHEDULE = ("strategy", "lag", "num_chunks")
-"""Settings of models, of the rollout engine and of the schedule that ``advise`` chooses where the YAML leaves them
-open."""
+OF_SYNC = ("every",)
+"""Settings of models, the rollout engine, the schedule and syncs that allow fewer placements than their defaults."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,17 @@ class Change:
 
 
 def fixed_settings(base: Space) -> dict[str, object]:
-    """Return the settings that the YAML fixes although ``advise`` would choose them, with their values."""
+    """Return the settings of the YAML that leave fewer placements to choose from, with their values."""
     sections: dict[str, tuple[StrictModel | None, Sequence[str]]] = {}
     for role in base.roles.all:
         settings = _model(base.spec, role)
         sections[f"models.{role}"] = settings, OF_MODELS
         sections[f"models.{role}.shadow"] = settings.shadow, OF_MODELS
-    sections |= {"rollout": (base.spec.rollout, OF_ROLLOUT), "schedule": (base.spec.schedule, OF_SCHEDULE)}
+    sections |= {
+        "rollout": (base.spec.rollout, OF_ROLLOUT),
+        "schedule": (base.spec.schedule, OF_SCHEDULE),
+        "sync": (base.spec.sync, OF_SYNC),
+    }
     return {
         f"{path}.{name}": getattr(section, name)
         for path, (section, names) in sections.items()

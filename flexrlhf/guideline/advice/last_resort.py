@@ -48,7 +48,7 @@ def last_resort(base: Space, until: float = inf) -> Candidate | None:
 def last_spaces(base: Space) -> Iterator[tuple[str, Space]]:
     """Yield (label, space) of what lag and strategy allow, in which plans may fill all memory."""
     schedule = base.spec.schedule
-    if not schedule.lag and schedule.strategy != disaggregated.NAME:
+    if not base.must_have_shadows:
         plain = with_schedule(base, schedule.num_chunks, 0)
         yield "without shadows", replace(plain, usable=1.0)
     if base.may_have_shadows and schedule.strategy in (None, disaggregated.NAME):

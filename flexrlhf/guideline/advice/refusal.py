@@ -78,9 +78,7 @@ def _cause(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     if found:
         return f"the models need more than a device {has}"
     reasons = "; ".join(dict.fromkeys(item.reason for item in rejected if item.reason))
-    schedule = base.spec.schedule
-    setting = f"schedule.lag: {schedule.lag}" if schedule.lag else f"schedule.strategy: {schedule.strategy}"
-    return reasons or f"{setting} needs shadow models, which there are none of here"
+    return reasons or "lag, rare syncs or the strategy need shadow models, which there are none of here"
 
 
 def _memory_of(space: Space) -> list[float]:

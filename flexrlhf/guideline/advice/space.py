@@ -48,7 +48,7 @@ from flexrlhf.placement.relation import Relation
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.run_graph import run_graph
-from flexrlhf.strategies import schedule
+from flexrlhf.strategies import disaggregated, schedule
 from flexrlhf.strategies.schedule import make_tasks, syncs_overlap
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
 
@@ -110,6 +110,12 @@ class Space:
     def may_have_shadows(self) -> bool:
         """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy."""
         return self.graph.can_shadow and self.pool.num_devices > 1 and self.spec.rollout.engine != "torch"
+
+    @property
+    def must_have_shadows(self) -> bool:
+        """Whether no other placement has a plan: of a lag, rare syncs, or the strategy that the YAML sets."""
+        schedule = self.spec.schedule
+        return bool(schedule.lag) or self.spec.sync.every > 1 or schedule.strategy == disaggregated.NAME
 
     @property
     def has_less_memory(self) -> bool:
