@@ -22,7 +22,6 @@ _SYSTEMS = {
     ("flexrlhf", "DeepSpeed-Chat"): "deepspeed-chat",
     ("openrlhf-bench", "DeepSpeed-Chat"): "deepspeed-chat, no hybrid engine",
     ("dschat", "DeepSpeed-Chat"): "deepspeed-chat 0.9, hybrid engine",
-    ("openrlhf", "DeepSpeed-Chat"): "deepspeed-chat",
     ("real-v1", "OpenRLHF"): "openrlhf, untuned",
     ("real-v1", "ReaL-Heuristic"): "real v1, heuristic",
     ("real-v1", "ReaL"): "real v1",
