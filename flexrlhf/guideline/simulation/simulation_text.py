@@ -211,8 +211,7 @@ def _only(title: str, keys: Counter[Key]) -> Iterator[str]:
 def range_text(accuracy: Accuracy, predicted: float) -> str:
     """Return the range of measured seconds for predicted ones."""
     low, high = accuracy.seconds(predicted)
-    cases = "all cases so far" if accuracy.share == 1 else f"{accuracy.share:.0%} of cases"
-    return f"between {seconds_text(low)} and {seconds_text(high)} when measured, in {cases}"
+    return f"between {seconds_text(low)} and {seconds_text(high)} when measured, in {accuracy.share:.0%} of cases"
 
 
 def seconds_text(seconds: float) -> str:
