@@ -109,7 +109,7 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
                 )
         if model.engine not in MODEL_ENGINES and model.rollout is None:
             raise UserError(f"{model.key('engine')}: {model.engine} is for rollout.engine alone; {_elsewhere(model)}")
-        _check_settings(model)
+        check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
 
@@ -141,7 +141,8 @@ def check_engine(key: str, name: str) -> None:
         )
 
 
-def _check_settings(model: PlacedModel) -> None:
+def check_settings(model: PlacedModel) -> None:
+    """Raise UserError for a setting that the engine of a model, its role or its dtype rules out."""
     _check_sharding(model)
     _check_offload(model)
     _check_role(model)

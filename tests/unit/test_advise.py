@@ -753,6 +753,41 @@ def test_a_cluster_file_may_give_the_speed_of_its_links(tmp_path: Path) -> None:
     assert read_nodes(path) == ({"count": 2, "devices": 4, "class": "V100-32G", "network_gb_s": 12.5},)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "changes", "words"),
+    [
+        ((), {"engine": "megatron", "lora": 8}, "models.actor.lora: engine megatron trains no adapters"),
+        (("models.actor.tp=2",), {"lora": 8}, "models.actor.tp: adapters (lora) go with tp 1 alone"),
+        (("models.actor.zero=3",), {"engine": "megatron"}, "models.actor.zero: engine megatron has no stage 3"),
+        (
+            ("models.critic.dtype=float16",),
+            {"engine": "megatron"},
+            "models.critic.dtype: megatron computes in bfloat16",
+        ),
+        (
+            ("models.actor.shadow={tp: 2}", "sync.every=2"),
+            {},
+            "has a plan (models.actor.shadow: the rollout engine replaces this copy",
+        ),
+    ],
+)
+def test_settings_that_no_plan_has_are_refused_as_by_a_plan(
+    overrides: tuple[str, ...], changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        _ = advise(spec_for(4, "qwen2.5-0.5b", overrides, **changes), AnalyticCosts(), seconds_limit=2.0).best
+    assert words in str(error.value)
+
+
+def test_more_devices_than_prompts_are_advised_on() -> None:
+    spec = spec_for(
+        16, "qwen2.5-0.5b", ("schedule.strategy=co-located",), lora=8, rollout="transformers", prompts=8, mini_batches=1
+    )
+    found = advise(spec, AnalyticCosts(), seconds_limit=2.0)
+    assert found.best.plan.placement["actor"].layout.dp == 16
+    check_fits(found.best.plan)
+
+
 def test_a_known_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llama-7b").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -218,7 +218,8 @@ def _with_checked_choice(advice: Advice) -> Advice:
             kept = tuple(checked if item is chosen else item for item in advice.feasible)
             return replace(advice, feasible=kept)
         kept = tuple(item for item in advice.feasible if item is not chosen)
-        advice = replace(advice, feasible=kept, rejected=(*advice.rejected, checked))
+        refusal = "" if kept else f"no placement of these models has a plan ({checked.reason})"
+        advice = replace(advice, feasible=kept, rejected=(*advice.rejected, checked), refusal=refusal)
     return advice
 
 

@@ -149,25 +149,21 @@ class OptionEnumerator:
     _cache: dict[object, Any] = field(default_factory=dict)
 
     def options(self, model: SearchModel, mesh: UniformMesh) -> tuple[Option, ...]:
-        """Options of a model on a mesh; none where a replica would have no row, the devices lack the type, or the
-        engine a kind of call.
-        """
+        """Options of a model on a mesh; none where the devices lack the type, or the engine a kind of call."""
         base = self.spec.models.of(model.role)
         if base is not None and (base.dtype, base.fallback_dtype) == ("bfloat16", None) and not mesh.device.bf16:
             return ()
         if base is not None and not MODEL_CALLS & set(model.kinds) <= self._capabilities(model, base).kinds:
             return ()
         if (model, mesh) not in self._options:
-            options = (self._option(model, mesh, placed) for placed in self._placed(model, mesh))
-            self._options[model, mesh] = tuple(option for option in options if option is not None)
+            self._options[model, mesh] = tuple(
+                self._option(model, mesh, placed) for placed in self._placed(model, mesh)
+            )
         return self._options[model, mesh]
 
-    def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option | None:
-        """Option of a model with ``settings``, which are those of an option with other calls; None where a replica
-        would have no row."""
+    def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
+        """Option of a model with ``settings``, which are those of an option with other calls."""
         layout = _layout(mesh.size, settings.tp, settings.pp)
-        if layout.dp > self.batch.num_prompts:
-            return None
         rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
         return self._option(model, mesh, PlacedModel(model.name, layout, model.trained, settings, rollout, model.head))
 
@@ -177,9 +173,12 @@ class OptionEnumerator:
         assert base is not None, f"{model.role} is resolved"
         if not mesh.device.bf16 and base.dtype == "bfloat16":
             base = base.model_copy(update={"dtype": base.fallback_dtype})
-        for zero, tp, pp in self._splits(model, mesh, base):
-            layout = _layout(mesh.size, tp, pp)
-            if layout.dp > self.batch.num_prompts:
+        layouts = [(zero, _layout(mesh.size, tp, pp)) for zero, tp, pp in self._splits(model, mesh, base)]
+        # replicas without a row only where there is no other way
+        most = max(self.batch.num_prompts, min((layout.dp for _, layout in layouts), default=0))
+        for zero, layout in layouts:
+            tp, pp = layout.tp, layout.pp
+            if layout.dp > most:
                 continue
             if model.is_rollout:
                 rollout = self.spec.rollout.model_copy(update={"tp": tp})
@@ -330,7 +329,7 @@ class OptionEnumerator:
         figures = [(seconds, size) for kind, seconds, size in self._calls(model, mesh, placed) if kind in kinds]
         return sum(seconds for seconds, _ in figures), max((size for _, size in figures), default=0)
 
-    def _option(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> Option | None:
+    def _option(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> Option:
         key = self._state_key(placed, mesh)
         state, calls = self._state(placed, key), list(self._calls(model, mesh, placed))
         resting = state.resting

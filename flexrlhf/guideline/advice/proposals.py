@@ -176,21 +176,18 @@ def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[f
         problem = chunked.problem()
         for assignment in assignments:
             whole = _in_space(chunked, problem, assignment)
-            if whole is not None:
-                timed.append((evaluate(problem, whole), len(timed), chunked, whole))
+            timed.append((evaluate(problem, whole), len(timed), chunked, whole))
     seconds, _, chunked, assignment = min(timed, key=lambda item: item[:2])
     return seconds, chunked, assignment
 
 
-def _in_space(space: Space, problem: SearchProblem, assignment: Assignment) -> Assignment | None:
-    """Return the same meshes and settings with the calls of ``space``; None where a model has no such option."""
+def _in_space(space: Space, problem: SearchProblem, assignment: Assignment) -> Assignment:
+    """Return the same meshes and settings with the calls of ``space``."""
     moved = []
     for choice, model in zip(assignment, space.models, strict=True):
         assert isinstance(choice.option.settings, ModelSpec), "options of a Space have settings"
-        same = space.option(model, problem.shape_of(choice.start, choice.size), choice.option.settings)
-        if same is None:
-            return None
-        moved.append(replace(choice, option=same))
+        shape = problem.shape_of(choice.start, choice.size)
+        moved.append(replace(choice, option=space.option(model, shape, choice.option.settings)))
     return tuple(moved)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from math import gcd
 
 from flexrlhf.config.spec import MAX_PLANNED, Head, ModelSpec, Spec
-from flexrlhf.engines.capabilities import CAPABILITIES, FULL_ENGINES, check_engine
+from flexrlhf.engines.capabilities import CAPABILITIES, FULL_ENGINES, check_engine, check_settings
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
@@ -301,11 +301,11 @@ class Space:
         options = self.enumerator.options(model, mesh)
         return tuple(replace(each, active=each.active + more) for each in options) if more else options
 
-    def option(self, model: SearchModel, shape: MeshShape, settings: ModelSpec) -> Option | None:
-        """Option of a model with ``settings`` on a mesh of one class; None where a replica would have no row."""
+    def option(self, model: SearchModel, shape: MeshShape, settings: ModelSpec) -> Option:
+        """Option of a model on a mesh of one class. ``settings``: those of an option there with other calls."""
         mesh = self._mesh(shape)
         found = self.enumerator.option(model, mesh, settings)
-        return found and replace(found, active=found.active + self._bytes_of_source(model, mesh))
+        return replace(found, active=found.active + self._bytes_of_source(model, mesh))
 
     def _mesh(self, shape: MeshShape) -> UniformMesh:
         (kind,) = shape.kinds
@@ -498,9 +498,29 @@ def make_space(
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, {})
     _check_models(spec, shapes, graph.roles, None if may_generate_elsewhere else graph.generated)
+    for role in resolved.roles.all:
+        _check_settings(spec, role, resolved.roles)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
     fixed = frozenset(spec.schedule.model_fields_set)
     return Space(spec, graph, resolved.roles, shapes, resolved.cluster, costs, texts, enumerator, fixed_schedule=fixed)
+
+
+def _check_settings(spec: Spec, role: str, roles: Roles) -> None:
+    """Raise UserError for settings of a role that no placement could have, whatever ZeRO stage is chosen for it."""
+    settings = spec.models.of(role)
+    assert settings is not None, f"{role} is resolved"
+    is_fixed = "zero" in settings.model_fields_set
+    errors = []
+    for zero in (settings.zero,) if is_fixed else CAPABILITIES[settings.engine].zero:
+        chosen = settings.model_copy(update={"zero": zero})
+        try:
+            check_settings(
+                PlacedModel(ModelName(role), Layout((0,)), role in roles.trained, chosen, head=roles.heads[role])
+            )
+            return
+        except UserError as error:
+            errors.append(error)
+    raise errors[-1]
 
 
 def _kinds(engine: str) -> frozenset[str]:
