@@ -201,7 +201,8 @@ def test_the_fast_evaluator_is_the_simulator_of_every_algorithm(name: str) -> No
 def test_the_fast_evaluator_is_the_simulator_on_many_plans_of_every_algorithm(name: str) -> None:
     rollouts = ("transformers",) if name in NO_ROLLOUT else ("transformers", "vllm")
     both = [(gpus, rollout) for gpus in (2, 8, 16) for rollout in rollouts]
-    pairs = [pair for gpus, rollout in both for pair in random_plans(gpus, 8, 50 + gpus, rollout, name)]
+    number = 20 if name == IN_STAGES else 8
+    pairs = [pair for gpus, rollout in both for pair in random_plans(gpus, number, 50 + gpus, rollout, name)]
     assert len(pairs) > (15 if name in NO_ROLLOUT else 120)
     assert [fast for fast, _ in pairs] == pytest.approx([whole for _, whole in pairs], rel=1e-12)
 
@@ -699,12 +700,11 @@ REFUSED = [
         ("cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: A100-40G}]}",),
         "fits 2 A100-80G and 2 A100-40G (",
     ),
-    pytest.param(
-        "llama-65b",
-        8,
-        ("models.actor.zero=0", "models.critic.zero=1"),
-        "it would fit without models.actor.zero and models.critic.zero with adapters",
-        marks=pytest.mark.full,
+    (
+        "llama-2-70b",
+        1,
+        ("algorithm.name=sft", "cluster={nodes: [{devices: 1, class: RTX4090-24G}]}"),
+        "it would fit with adapters (--lora 8, models.ROLE.lora) on 16 devices",
     ),
 ]
 
