@@ -114,8 +114,8 @@ def _memory(directory: Path) -> Iterator[str]:
     yield f"\nmemory: {right} of {len(found.verdicts)} verdicts right ({_met(share, MEMORY_GOAL)})"
     wrong = [each for each in found.verdicts if not each.is_right]
     for each in wrong:
-        said, published = ("fits", "does not") if each.predicted else ("does not fit", "fits")
-        yield f"  {each.row} ({each.what}): said that it {said}; published: {published}"
+        predicted, published = ("fits", "does not") if each.predicted else ("does not fit", "fits")
+        yield f"  {each.row} ({each.what}): predicted that it {predicted}; published: {published}"
     by_source: dict[str, list[float]] = defaultdict(list)
     for peak in found.peaks:
         by_source[peak.source].append(peak.error)
@@ -123,12 +123,13 @@ def _memory(directory: Path) -> Iterator[str]:
         worst = f"worst {100 * max(errors):.0f} %"
         yield f"  peaks of {source}: {len(errors)} rows, mean {100 * mean(errors):.0f} %, {worst}"
     refused = [each for each in found.verdicts if each.is_cell and not each.measured]
-    yield f"  published out-of-memory cells said to fit: {sum(each.predicted for each in refused)} of {len(refused)}"
+    fit = sum(each.predicted for each in refused)
+    yield f"  published out-of-memory cells predicted to fit: {fit} of {len(refused)}"
     for margin in MARGINS:
         wrong = [each for each in memory.read(directory, margin).verdicts if not each.is_right]
         unfit = sum(each.predicted for each in wrong)
-        careful = f"{len(wrong) - unfit} said not to fit that do"
-        yield f"  with {100 * margin:.0f} % of each device left free: {unfit} said to fit that do not, {careful}"
+        careful = f"{len(wrong) - unfit} predicted not to fit that do"
+        yield f"  with {100 * margin:.0f} % of each device left free: {unfit} predicted to fit that do not, {careful}"
     yield f"  left out: {_reasons(found.left_out)}"
 
 

@@ -34,8 +34,8 @@ VLLM_TOKENS = 8192
 HF_BYTES = 0.02
 """Share of the weights that Transformers takes in addition to keys and values."""
 MARGIN = 0.04
-"""Share of a device's memory that a setting must leave free to be said to fit, in addition to ``FRAGMENTATION``: the
-largest with which nothing that was published to run is said not to fit."""
+"""Share of a device's memory that a setting must leave free to count as fitting, in addition to ``FRAGMENTATION``: the
+largest with which nothing that was published to run is predicted not to fit."""
 CHUNKED = 1024
 """Tokens of one chunk in trainers that compute the log-probs of a rollout in chunks."""
 

@@ -118,6 +118,7 @@ class PublishedStep:
 
 
 def source_of(row: Row) -> str:
+    """Return the source of a row: one publication or repository."""
     return row["group"].split("/")[0]
 
 

@@ -13,7 +13,7 @@ CONTEXT_BYTES = 1.5e9
 """Driver, libraries and communication buffers of one device."""
 UNFILLED = 0.1
 """Share of the rest that fragmentation and workspaces of kernels take: the largest with which no published setting that
-runs is said not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
+runs is predicted not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,12 @@ from benchmarks.systems.engines import DECODERS, TABLES
 from benchmarks.systems.profiles import SYSTEMS
 from benchmarks.systems.steps import best_step, timed_as
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, Workload
+from flexrlhf.guideline.costs import overheads
 from flexrlhf.guideline.costs.accuracy import FIGURES, MEASUREMENTS, Accuracy
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.generation import step_cost
-from flexrlhf.guideline.costs.overheads import NONE, OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.overheads import NONE, OVERHEADS, RunOverheads, read_overheads
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
@@ -70,6 +72,8 @@ def test_each_share_slows_down_what_it_is_named_after() -> None:
                 assert parts[name] == pytest.approx(2 * seconds), name
         if call is generate:  # a part of the passes over prompts is collectives
             assert usual["prefill"] < parts["prefill"] < 2 * usual["prefill"]
+    both = AnalyticCosts(overheads=RunOverheads(decode=half, tensor=half)).call(generate, mesh).parts
+    assert both["prefill"] == pytest.approx(2 * ALONE.call(generate, mesh).parts["prefill"])
     optimizer = "optimizer"
     assert IN_STEP.call(train, mesh).parts[optimizer] == ALONE.call(train, mesh).parts[optimizer]
 
@@ -137,7 +141,9 @@ def test_a_controlling_process_is_never_faster_than_none(name: str) -> None:
 def test_systems_without_overheads_of_their_own_have_those_of_plans() -> None:
     own = {name for name, system in SYSTEMS.items() if system.overheads != OVERHEADS}
     assert all(name.startswith(("deepspeed-chat", "flexrlhf", "real v1")) for name in own)
-    assert {item.name for item in fields(RunOverheads)} <= set(ASSUMED)
+    names = {item.name for item in fields(RunOverheads)}
+    assert names == set(read_overheads(Path(overheads.__file__).with_suffix(".csv")))
+    assert names <= set(ASSUMED)
 
 
 @pytest.mark.parametrize("accuracy", [FIGURES, MEASUREMENTS], ids=lambda each: each.name)

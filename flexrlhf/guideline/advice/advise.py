@@ -105,9 +105,12 @@ class PlacementComparison:
 
     base: Space
     seconds_limit: float
-    seconds_left: float
+    seconds_left: float = field(init=False)
     candidates: list[Candidate] = field(default_factory=list)
     searches: list[SpaceSearch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seconds_left = self.seconds_limit
 
     def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> SearchResult:
         """Search a space and add its best placement to the candidates."""
@@ -156,7 +159,7 @@ def advise(
         costs, margin = source.costs, source.accuracy.tie if margin is None else margin
     margin = FIGURES.tie if margin is None else margin
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
-    compared = PlacementComparison(base, seconds_limit, seconds_limit)
+    compared = PlacementComparison(base, seconds_limit)
     by_rules = _compare(compared, margin)
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
     if not feasible and (last := last_resort(base)) is not None:
