@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.picture import Picture, escaped, make_figure
+from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.step_times import StepTime
 from flexrlhf.strategies.instructions import Move, Sync
 from flexrlhf.text import bytes_text, shortened, span_of
@@ -109,7 +109,7 @@ def bytes_picture(edges: Sequence[EdgeBytes], key: str) -> Picture:
     if is_wide:
         decades = math.log10(max(sizes) / min(sizes))
         figure.update_xaxes(dtick=math.ceil(decades / 3))
-    figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
+    figure.update_yaxes(autorange="reversed", automargin=AUTOMARGIN, fixedrange=True, showgrid=False)
     return Picture(key, "Bytes of a step by edge", CAPTION + LOGARITHMIC * is_wide, figure, height)
 
 

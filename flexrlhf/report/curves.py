@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.report.colours import run_colour
-from flexrlhf.report.picture import Picture, escaped, make_figure
+from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.run_contents import RunContents
 
 HEIGHT = 215
@@ -114,7 +114,7 @@ def _picture(
     has_legend = len(traces) > 1
     figure = make_figure(traces, HEIGHT, showlegend=has_legend, hovermode="x unified", margin=MARGIN)
     figure.update_xaxes(rangemode="normal", tickformat="d", hoverformat="d", unifiedhovertitle={"text": "step %{x}"})
-    figure.update_yaxes(automargin=True)
+    figure.update_yaxes(automargin=AUTOMARGIN)
     caption = definition(name) + (f"; {other}: {definition(other)}" if other else "")
     title = name if other is None else f"{name}, {other}"
     return Picture(f"curve-{name}", title, caption + _thinning(runs), figure, HEIGHT)

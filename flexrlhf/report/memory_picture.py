@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from flexrlhf.memory.budget import RankMemory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import PARTS_OF_MEMORY
-from flexrlhf.report.picture import Picture, escaped, make_figure
+from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.placement_picture import RankColumn, columns_of
 from flexrlhf.text import bytes_text, ranks_text, span_of
 
@@ -90,7 +90,7 @@ def _peaks(
         traces, height, barmode="stack", bargap=0.35, margin={"l": 52, "r": 12, "t": 12, "b": 28}, hovermode="closest"
     )
     figure.update_xaxes(type="category", showgrid=False)
-    figure.update_yaxes(tickformat="~s", ticksuffix="B", automargin=True, rangemode="tozero")
+    figure.update_yaxes(tickformat="~s", ticksuffix="B", automargin=AUTOMARGIN, rangemode="tozero")
     is_cpu = facts.get("device") == "cpu"
     caption = CAPTION.format(models=MODELS)
     if measured:
@@ -160,7 +160,7 @@ def _phases(columns: Sequence[RankColumn], memories: Sequence[RankMemory], key: 
     height = ROW * len(labels) + 48
     figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 8, "b": 30}, showlegend=False)
     figure.update_xaxes(type="category", showgrid=False)
-    figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
+    figure.update_yaxes(autorange="reversed", automargin=AUTOMARGIN, fixedrange=True, showgrid=False)
     return Picture(key, "Memory by phase", PHASES, figure, height)
 
 

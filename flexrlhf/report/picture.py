@@ -14,6 +14,13 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 LANE, BOTTOM = 30, 30
 """Pixels of a lane, and under all lanes."""
 
+AUTOMARGIN = "left"
+"""Margin of a figure that grows with the labels of its vertical axes.
+
+The top one must not: plotly chooses the labels by the height, and redraws without end where the upper one needs a
+margin that leaves no room for it.
+"""
+
 
 @dataclass(frozen=True)
 class View:

@@ -11,7 +11,7 @@ from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import role_colours
-from flexrlhf.report.picture import Picture, escaped, make_figure
+from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.text import bytes_text, ranks_text, span_of
 
 ROW, LINE = 34, 15
@@ -89,7 +89,7 @@ def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     most_lines = max(_part(model, column).count("<br>") for model in models for column in columns)
     height = (ROW + LINE * max(0, most_lines - 1)) * len(models) + 72
     figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 34, "b": 30}, showlegend=False)
-    figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False, fixedrange=True, zeroline=False)
+    figure.update_yaxes(autorange="reversed", automargin=AUTOMARGIN, showgrid=False, fixedrange=True, zeroline=False)
     step = max(1, len(columns) // 16)
     figure.update_xaxes(
         tickvals=[*range(0, len(columns), step)],

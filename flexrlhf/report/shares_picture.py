@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from flexrlhf.report.colours import SHARES as COLOURS
-from flexrlhf.report.picture import BOTTOM, Picture, add_part_title, base_layout, lane_layout
+from flexrlhf.report.picture import AUTOMARGIN, BOTTOM, Picture, add_part_title, base_layout, lane_layout
 from flexrlhf.report.step_times import SHARES, WAITING
 from flexrlhf.report.timeline_picture import Lane
 
@@ -45,7 +45,7 @@ def shares_picture(parts: Sequence[RankShares], lanes: Sequence[Lane], key: str)
     figure.update_layout(**{**base_layout(height), "margin": {"l": 8, "r": 12, "t": 22, "b": BOTTOM}})
     figure.update_layout(barmode="stack", bargap=0.25)
     figure.update_xaxes(range=[0, 100], ticksuffix=" %", zeroline=False, fixedrange=True)
-    figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True, showgrid=False)
+    figure.update_yaxes(autorange="reversed", automargin=AUTOMARGIN, fixedrange=True, showgrid=False)
     return Picture(key, "Time of each rank", CAPTION, figure, height)
 
 

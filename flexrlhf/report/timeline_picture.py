@@ -15,7 +15,7 @@ from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import SHARES
 from flexrlhf.report.instruction_style import InstructionStyles
-from flexrlhf.report.picture import BOTTOM, Picture, View, add_part_title, base_layout, escaped, lane_layout
+from flexrlhf.report.picture import AUTOMARGIN, BOTTOM, Picture, View, add_part_title, base_layout, escaped, lane_layout
 from flexrlhf.report.step_times import StepTime
 from flexrlhf.text import bytes_text, counted, ranks_text
 from flexrlhf.timeline import Span
@@ -93,7 +93,7 @@ def timeline_picture(
         categoryorder="array",
         categoryarray=[lane.label for lane in lanes],
         range=[len(lanes) - 0.5, -0.5],
-        automargin=True,
+        automargin=AUTOMARGIN,
         fixedrange=True,
         showgrid=False,
     )

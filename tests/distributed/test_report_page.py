@@ -241,6 +241,18 @@ def _figure_colours(opened: Visit) -> list[Any]:
     return [opened.layout("curve-kl", path) for path in ("font.color", "xaxis.gridcolor")]
 
 
+def test_a_label_at_the_top_of_a_curve_redraws_no_figure_without_end(browser: Any, runs: list[Path]) -> None:
+    """Plotly labels these curves by twos, up to their top, where they are 175 pixels high, and by fives below that."""
+    directory = shutil.copytree(runs[0], runs[0].parents[1] / "labels" / "runs" / "label")
+    rows = read_lines(directory / "metrics.jsonl")
+    for row in rows:
+        row["seconds"] = 2.12 if row["step"] % 2 else 11.48
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened = visit(browser, write_report([directory], directory / "report.html", None).path)
+    assert opened.layout("curve-seconds", "yaxis.dtick") == 2
+    assert opened.messages == []
+
+
 def test_figures_are_json_without_tags(report: Path) -> None:
     text = report.read_text()
     start = text.index('id="figures">') + len('id="figures">')
