@@ -271,17 +271,18 @@ def test_workers_live_from_step_to_step() -> None:
 def test_batches_that_the_step_has_no_time_for_have_no_score(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Other ranks wait: whatever the limit of a call and the number of batches. The next step calls it again."""
     sources = [function("by_response", batch_size=1, timeout_seconds=1000), RuleSource(rule="gsm8k")]
-    section = Scorer(sources, "reward", 2)
+    # in which the worker of the first call also starts
+    section = Scorer(sources, "reward", 4)
     assert section.score([sample("a", answer="1")]).totals == [1]
     for _ in range(2):
         start = time.monotonic()
         found = section.score([sample("a", answer="1"), sample(word, answer="1"), *[sample("b", answer="1")] * 30])
-        assert 2 <= time.monotonic() - start < 6
+        assert 4 <= time.monotonic() - start < 8
         assert found.failed == 31 and found.totals[0] == 1
     section.close()
     (line,) = capsys.readouterr().err.splitlines()
     name = f"flexrlhf: reward.function {FILE}:by_response"
-    assert line.startswith(f"{name}: not all scores within 2 s, half of the run's timeout_seconds")
+    assert line.startswith(f"{name}: not all scores within 4 s, half of the run's timeout_seconds")
 
 
 def test_a_function_that_hangs_again_and_again_is_left_alone_for_the_step(capsys: pytest.CaptureFixture[str]) -> None:
