@@ -35,7 +35,7 @@ READY = "() => document.documentElement.dataset.ready === 'true'"
 
 @dataclass
 class Visit:
-    """A page in the browser, with what it said and requested."""
+    """A page in the browser, with its messages and requests."""
 
     page: Any
     messages: list[str] = field(default_factory=list)

@@ -104,7 +104,7 @@ def test_placements_have_the_same_numbers(sides: Sides, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "step", "quantity", "said"),
+    ("name", "kind", "step", "quantity", "words"),
     [
         ("whitening-per-rank", "column", 0, "advantages", ("advantages on actor (ranks 0-1", "row 0, position 0")),
         ("denominator-per-rank", "metric", 0, "actor_grad_norm", ("train_actor on actor", "all columns of this step")),
@@ -113,13 +113,13 @@ def test_placements_have_the_same_numbers(sides: Sides, name: str) -> None:
     ],
 )
 def test_a_planted_bug_is_named(
-    sides: Sides, name: str, kind: str, step: int, quantity: str, said: tuple[str, ...]
+    sides: Sides, name: str, kind: str, step: int, quantity: str, words: tuple[str, ...]
 ) -> None:
     first = first_beyond(sides.compared(name))
     assert first is not None
     assert (first.kind, first.step, first.name) == (kind, step, quantity)
     verdict = sides.verdict(name)
-    assert [part for part in said if part not in verdict] == [], verdict
+    assert [part for part in words if part not in verdict] == [], verdict
     assert first_tie((sides.first, sides.others[name]), FLOAT32) is None
 
 

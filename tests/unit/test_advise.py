@@ -53,7 +53,7 @@ from flexrlhf.text import table
 SOURCE = CostSource(AnalyticCosts(), "figures", FIGURES)
 ROLES = ("actor", "critic", "ref", "reward")
 PATIENT = 120.0
-"""Seconds for searches whose result a test compares: they end long before on a machine of any speed."""
+"""Seconds for searches whose result a test compares: they end long before, also on a slow machine."""
 SCHEDULES = ((False, 1, 0), (True, 1, 0), (True, 2, 0), (True, 4, 0), (True, 1, 1))
 """Shadows, chunks, lag."""
 

@@ -1,4 +1,4 @@
-"""Device classes and clusters that would turn a check off in silence are refused or said."""
+"""Device classes and clusters that would turn a check off in silence are refused or reported."""
 
 from __future__ import annotations
 

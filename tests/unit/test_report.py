@@ -1,4 +1,4 @@
-"""The figures of a report have the points, shares and bytes of the run; what a run lacks is said, not fatal."""
+"""The figures of a report have the points, shares and bytes of the run; what a run lacks is named, not fatal."""
 
 from __future__ import annotations
 

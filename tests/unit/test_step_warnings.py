@@ -93,9 +93,9 @@ def scored(*scores: float, steps: int = 1, **further: float) -> Rows:
 def test_equal_scores_are_reported_with_their_steps_in_a_row(score: float, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*scored(score, 1.5), *scored(*[score] * 7, steps=30), *scored(score, 1.5), *scored(score, score)]
     first, second = lines_of(rows, capsys)
-    said = f"all responses have the same score {score:.4g}, so that none is better than another"
-    assert first == f"flexrlhf: run: step 1: {said}; samples.jsonl shows some of them"
-    assert second == f"flexrlhf: run: step 21: {said}, for 21 steps in a row; samples.jsonl shows some of them"
+    words = f"all responses have the same score {score:.4g}, so that none is better than another"
+    assert first == f"flexrlhf: run: step 1: {words}; samples.jsonl shows some of them"
+    assert second == f"flexrlhf: run: step 21: {words}, for 21 steps in a row; samples.jsonl shows some of them"
     assert lines_of(rows, capsys, equal_scores=None) == [] == lines_of(rows, capsys, equal_scores=31)
     third = lines_of(rows, capsys, equal_scores=3)[0]
     assert third.startswith("flexrlhf: run: step 3: ") and "for 3 steps in a row" in third
@@ -113,12 +113,12 @@ def test_groups_without_a_difference_have_no_gradient(capsys: pytest.CaptureFixt
     assert lines_of(scored(0.0, 0.0, 1.0, 1.0, group_alike=0.99), capsys) == []
 
 
-@pytest.mark.parametrize(("share", "said"), [(1.0, "all responses are"), (0.51, "51% of the responses are")])
-def test_truncated_responses_are_reported(share: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("share", "words"), [(1.0, "all responses are"), (0.51, "51% of the responses are")])
+def test_truncated_responses_are_reported(share: float, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows: Rows = [{"truncated": 0.5}, {"truncated": share}]
     (line,) = lines_of(rows, capsys)
     assert line == (
-        f"flexrlhf: run: step 1: {said} truncated at data.max_response_tokens (guards.max_truncated 0.5); "
+        f"flexrlhf: run: step 1: {words} truncated at data.max_response_tokens (guards.max_truncated 0.5); "
         "samples.jsonl shows some of them"
     )
     assert lines_of(rows, capsys, max_truncated=None) == []

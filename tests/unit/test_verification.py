@@ -195,7 +195,7 @@ def test_a_short_run_keeps_what_numbers_depend_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         ((), ("nothing to compare with", "--against", "--determinism")),
         (("--against", "halves"), ("--against halves", "neither a vector", "YAML")),
@@ -208,7 +208,7 @@ def test_a_short_run_keeps_what_numbers_depend_on(tmp_path: Path) -> None:
     ],
 )
 def test_errors_are_one_sentence(
-    arguments: tuple[str, ...], said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     raw = {**PPO, "cluster": {"devices": 2}}
@@ -217,7 +217,7 @@ def test_errors_are_one_sentence(
     result = CliRunner().invoke(app, ["verify", "a.yaml", *arguments])
     assert result.exit_code == 2, result.output
     assert result.stdout == "" and result.stderr.count("\n") == 1
-    assert [part for part in said if part not in result.stderr] == [], result.stderr
+    assert [part for part in words if part not in result.stderr] == [], result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yaml", "b.yaml"]
 
 
