@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from flexrlhf.cli.app import app
+from flexrlhf.execution.lifetime import ending
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """Run the command that the process was started with."""
-    app()
+    """Run the command that the process was started with, and end the process."""
+    with ending():
+        app()

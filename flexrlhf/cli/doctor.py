@@ -23,6 +23,7 @@ from flexrlhf.cli.planning import plan_runs
 from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import RunStopped
+from flexrlhf.execution.rank_factory import RankFactory
 from flexrlhf.placement.hosts import Hosts, check_single_planner
 from flexrlhf.plan.plan import Plan
 
@@ -61,7 +62,12 @@ def doctor(
 
 
 def run_preflight(
-    plans: Sequence[Plan], hosts: Hosts, resume: str | None, join_seconds: float, rank_seconds: float
+    plans: Sequence[Plan],
+    hosts: Hosts,
+    resume: str | None,
+    join_seconds: float,
+    rank_seconds: float,
+    factory: RankFactory | None = None,
 ) -> None:
     """Check everything before ``plans`` run, and print a table on node 0; raises RunStopped where a check fails."""
     from flexrlhf.execution.lifetime import quiet_torch
@@ -74,7 +80,7 @@ def run_preflight(
     runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
     if not runs:
         return
-    checks = preflight(runs, hosts, Waits(join_seconds, rank_seconds))
+    checks = preflight(runs, hosts, Waits(join_seconds, rank_seconds), factory)
     shown = checks if hosts.is_first_node else [check for check in checks if check.result == "FAILS"]
     if shown:
         typer.echo(format_checks(shown))

@@ -30,6 +30,7 @@ from flexrlhf.cli.working import working
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import UserError
+from flexrlhf.execution.rank_factory import RankFactory, starting_factory
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
 from flexrlhf.placement.slurm import hosts_of
 from flexrlhf.plan.memory_text import measured_memory, memory_note
@@ -101,9 +102,18 @@ def run(
     if dry_run:
         _check(plans, resume, is_quickstart=not paths)
         return
-    if preflight:
-        _preflight(plans, hosts, is_quickstart=not paths, resume=resume)
-    _run(plans, hosts, max_restarts, is_quickstart=not paths, resume=resume, under_ray=under_ray, fresh=fresh)
+    with starting_factory(not under_ray, is_copied=True) as factory:
+        from flexrlhf.execution.job import prepare_job
+
+        if preflight:
+            _preflight(plans, hosts, is_quickstart=not paths, resume=resume, factory=factory)
+        with working("checking models and data"):
+            job = prepare_job(plans, hosts, not paths, resume, under_ray, keeps=not (paths or fresh))
+        if hosts.is_first:
+            _print_plans(plans, job.plans, is_resumed=resume is not None)
+        job.start(max_restarts, factory)
+    if hosts.is_first:
+        _print_summaries(job.plans)
 
 
 def _check_fresh(fresh: bool, configs: Sequence[Path] | None, resume: str | None) -> None:
@@ -126,7 +136,9 @@ def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> No
     print_data_lines(files)
 
 
-def _preflight(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume: str | None) -> None:
+def _preflight(
+    plans: Sequence[Plan], hosts: Hosts, *, is_quickstart: bool, resume: str | None, factory: RankFactory | None
+) -> None:
     """Check everything before a rank trains. Raises RunStopped where a check fails."""
     from flexrlhf.cli.doctor import run_preflight
     from flexrlhf.data.quickstart import prepare_corpus
@@ -134,34 +146,23 @@ def _preflight(plans: Sequence[Plan], hosts: Hosts, is_quickstart: bool, resume:
 
     if is_quickstart:
         prepare_corpus()
-    run_preflight(plans, hosts, resume, JOIN_SECONDS, PREFLIGHT_SECONDS)
+    run_preflight(plans, hosts, resume, JOIN_SECONDS, PREFLIGHT_SECONDS, factory)
     if hosts.is_first_node:
         typer.echo("")
 
 
-def _run(
-    plans: Sequence[Plan],
-    hosts: Hosts,
-    max_restarts: int,
-    *,
-    is_quickstart: bool,
-    resume: str | None,
-    under_ray: bool,
-    fresh: bool,
-) -> None:
-    from flexrlhf.execution.job import prepare_job
+def _print_plans(plans: Sequence[Plan], due: Sequence[Plan], *, is_resumed: bool) -> None:
+    """Print the plans of runs that are due, and why others are not."""
+    why = "skipped" if is_resumed else "kept; its config is unchanged (--fresh trains it again)"
+    for plan in plans:
+        typer.echo((format_plan(plan) if plan in due else f"{plan.spec.name}: finished, {why}") + "\n")
 
-    with working("checking models and data"):
-        job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps=is_quickstart and not fresh)
-    why = "skipped" if resume is not None else "kept; its config is unchanged (--fresh trains it again)"
-    if hosts.is_first:
-        for plan in plans:
-            typer.echo((format_plan(plan) if plan in job.plans else f"{plan.spec.name}: finished, {why}") + "\n")
-    job.start(max_restarts)
-    if hosts.is_first:
-        devices = {_print_summary(plan) for plan in job.plans}
-        for device in sorted(devices):
-            typer.echo("\n" + "\n".join(memory_note(device, width_of_output())))
+
+def _print_summaries(plans: Sequence[Plan]) -> None:
+    """Print what runs have come to."""
+    devices = {_print_summary(plan) for plan in plans}
+    for device in sorted(devices):
+        typer.echo("\n" + "\n".join(memory_note(device, width_of_output())))
 
 
 def _print_summary(plan: Plan) -> str:

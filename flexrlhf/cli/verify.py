@@ -20,6 +20,7 @@ from flexrlhf.config.run_arguments import read_vector
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
 from flexrlhf.errors import UserError
+from flexrlhf.execution.rank_factory import starting_factory
 from flexrlhf.plan.plan import Plan
 
 Config = Annotated[
@@ -151,13 +152,15 @@ def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, forc
 
 def _verify(plans: Sequence[Plan], sides: Sequence[Side]) -> bool:
     """Run and compare all sides; return whether all have the numbers of the first."""
-    from flexrlhf.verification.command import run_side, verify_side
-    from flexrlhf.verification.sides import side_text
+    with starting_factory(is_copied=True) as factory:
+        from flexrlhf.verification.command import run_side, verify_side
+        from flexrlhf.verification.sides import side_text
 
-    for plan in plans:
-        typer.echo(side_text(plan, plans[0]))
-    first = run_side(plans[0])
-    verdicts = [
-        verify_side(first, plan, side.is_repeated, typer.echo) for side, plan in zip(sides, plans[1:], strict=True)
-    ]
+        for plan in plans:
+            typer.echo(side_text(plan, plans[0]))
+        first = run_side(plans[0], factory)
+        verdicts = [
+            verify_side(first, plan, side.is_repeated, typer.echo, factory)
+            for side, plan in zip(sides, plans[1:], strict=True)
+        ]
     return all(verdict.is_same for verdict in verdicts)

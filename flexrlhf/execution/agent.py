@@ -9,22 +9,55 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from flexrlhf.execution.failures import Failure, root_cause
 from flexrlhf.execution.node_watch import NodeWatch
+from flexrlhf.execution.rank_environment import Meeting, RankPlace, rank_variables
+from flexrlhf.execution.rank_factory import RankFactory
 
 EXIT_BARRIER_SECONDS = 60.0
 SHUTDOWN_SECONDS = 10
 """Time that ranks have to end after SIGTERM."""
+
+
+class _ForkedRank(SubprocessHandler):
+    """Rank as torch's agent handles processes, forked by a factory."""
+
+    def __init__(self, factory: RankFactory, command: Sequence[str], variables: dict[str, str], rank: int) -> None:
+        self._factory = factory
+        super().__init__(command[0], tuple(command[1:]), variables, None, None, rank, None)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        return self._factory.fork(args, env, f"rank {env['RANK']}")
+
+
+class _ForkedRanks(SubprocessContext):
+    """Ranks of this machine, forked by a factory."""
+
+    def __init__(
+        self,
+        factory: RankFactory,
+        command: Sequence[str],
+        variables: Mapping[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+    ) -> None:
+        super().__init__("rank", command[0], dict.fromkeys(variables, ()), dict(variables), logs_specs)
+        self._factory, self._command = factory, command
+
+    def _start(self) -> None:
+        for rank, variables in self.envs.items():
+            self.subprocess_handlers[rank] = _ForkedRank(self._factory, self._command, variables, rank)
+
 
 Report = Callable[[Mapping[int, ProcessFailure]], list[Failure]]
 """Records the failed ranks of this machine and returns their failures."""
@@ -37,16 +70,23 @@ class RankAgent(LocalElasticAgent):
     """
 
     def __init__(
-        self, spec: WorkerSpec, directory: str, make_watch: Callable[[dist.Store], NodeWatch], report: Report
+        self,
+        spec: WorkerSpec,
+        factory: RankFactory,
+        directory: str,
+        make_watch: Callable[[dist.Store], NodeWatch],
+        report: Report,
     ) -> None:
         """Start nothing yet.
 
+        spec:        of the ranks; its entry point is a module
+        factory:     forks them
         directory:   for the errors of ranks
         make_watch:  makes the watch over the nodes of an attempt, with its store
         """
         super().__init__(spec, DefaultLogsSpecs(directory), "spawn", EXIT_BARRIER_SECONDS, None, SHUTDOWN_SECONDS)
         self.cause: Failure | None = None
-        self._make_watch, self._report = make_watch, report
+        self._factory, self._make_watch, self._report = factory, make_watch, report
         self._watch: NodeWatch | None = None
 
     def close(self, failure: Failure | None = None) -> None:
@@ -61,7 +101,18 @@ class RankAgent(LocalElasticAgent):
         store = worker_group.store
         assert store is not None, "ranks start after the rendezvous"
         self._watch = self._make_watch(store)
-        return super()._start_workers(worker_group)
+        spec = worker_group.spec
+        variables = {worker.local_rank: self._variables(worker_group, worker) for worker in worker_group.workers}
+        self._pcontext = _ForkedRanks(self._factory, (spec.entrypoint, *spec.args), variables, self._logs_specs)
+        self._pcontext.start()
+        return self._pcontext.pids()
+
+    def _variables(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        """Return the variables of a rank, which are torchrun's."""
+        assert group.master_addr is not None and group.master_port is not None, "ranks start after the rendezvous"
+        place = RankPlace(worker.global_rank, worker.world_size, worker.local_rank, group.spec.local_world_size)
+        meeting = Meeting(group.master_addr, group.master_port, self._attempt, group.spec.max_restarts)
+        return {**rank_variables(place, meeting, ()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if any(map(_has_failed, self._pids)):

@@ -11,6 +11,7 @@ from flexrlhf.config.run_arguments import argument_settings
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.execution.job import prepare_job
+from flexrlhf.execution.rank_factory import starting_factory
 from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.placement.hosts import Hosts, check_single_planner
 from flexrlhf.plan.pipeline import make_plan
@@ -73,7 +74,8 @@ class ExecutionEngine:
 
     def __call__(self) -> RunResult:
         """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
-        prepare_job([self.plan], Hosts(), resume=self._resume).start()
+        with starting_factory() as factory:
+            prepare_job([self.plan], Hosts(), resume=self._resume).start(factory=factory)
         directory = self.plan.spec.directory
         models = {role: directory / role for role in self.plan.graph.trained}
         return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)

@@ -14,6 +14,7 @@ from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import Preempted, UserError
 from flexrlhf.execution.free_space import check_free_space
 from flexrlhf.execution.kept_runs import keep_runs
+from flexrlhf.execution.rank_factory import RankFactory
 from flexrlhf.execution.resumption import Resumption, is_finished, resume_runs, resumed
 from flexrlhf.execution.run_directory import moved_run, prepare_directory, read_status
 from flexrlhf.execution.run_order import RunOrder
@@ -44,10 +45,12 @@ class Job:
         """Plans of the runs."""
         return tuple(run.plan for run in self.runs)
 
-    def start(self, max_restarts: int = 0) -> None:
+    def start(self, max_restarts: int = 0, factory: RankFactory | None = None) -> None:
         """Start the ranks of this node, or be one of them; returns when all runs have ended.
 
         ``max_restarts``: how often the ranks are started again after one has failed; under torchrun it restarts them.
+        ``factory``: of the ranks, started while the runs were checked.
+
         Raises UserError where machines differ or a directory cannot be written, RankFailure when a rank fails,
         Interrupted on a signal and Preempted on a request to save and end; no process is left.
         """
@@ -63,6 +66,7 @@ class Job:
             hosts=self.hosts,
             max_restarts=max_restarts,
             make_terms=partial(terms_of, self.plans, self.device, self.hosts.nnodes, max_restarts),
+            factory=factory,
             directories=self._directories,
         )
         if launcher(self.launcher)(job):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import gethostname
 from tempfile import TemporaryDirectory
@@ -24,8 +25,9 @@ from flexrlhf.display.live_display import live_display
 from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
 from flexrlhf.execution.agent import RankAgent
 from flexrlhf.execution.failures import Failure, FailureReporter
-from flexrlhf.execution.lifetime import rank_environment
+from flexrlhf.execution.lifetime import LAUNCHER, changed_environment
 from flexrlhf.execution.node_watch import NodeWatch
+from flexrlhf.execution.rank_factory import RankFactory
 from flexrlhf.execution.rank_watch import silence_limit
 from flexrlhf.execution.rendezvous import NodeRendezvous
 from flexrlhf.execution.run_order import OWN, SHARED, RunOrder, dump_orders
@@ -65,11 +67,12 @@ def launch(
     max_restarts: int = 0,
     rendezvous: NodeRendezvous | None = None,
     shares: bool = True,
+    factory: RankFactory | None = None,
 ) -> bool:
     """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
 
-    ``max_restarts``, ``rendezvous``: as of ``start_ranks``. ``shares``: as of ``work``. Returns whether a signal has
-    made the ranks save and end.
+    ``max_restarts``, ``rendezvous``, ``factory``: as of ``start_ranks``. ``shares``: as of ``work``. Returns whether a
+    signal has made the ranks save and end.
     """
     directories = [order.spec.directory for order in orders]
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
@@ -80,7 +83,8 @@ def launch(
             ranks = ["flexrlhf.execution.rank", str(file), str(stop), SHARED if shares else OWN]
             with _displayed(events, plan, hosts) as further:
                 ranks += further
-                start_ranks(ranks, plan, hosts, directories, max_restarts, SAVING if saves else (), rendezvous)
+                others = SAVING if saves else ()
+                start_ranks(ranks, plan, hosts, directories, max_restarts, others, rendezvous, factory)
         return stop.exists()
 
 
@@ -127,6 +131,7 @@ def start_ranks(
     max_restarts: int = 0,
     others_signals: Sequence[signal.Signals] = (),
     rendezvous: NodeRendezvous | None = None,
+    factory: RankFactory | None = None,
 ) -> None:
     """Run ``module``, with its arguments, on every rank of this node and wait. Raises as ``launch`` does.
 
@@ -134,18 +139,20 @@ def start_ranks(
     max_restarts:    how often all ranks are started again after one has failed.
     others_signals:  those that the caller handles; all others end the ranks.
     rendezvous:      of the launchers; None: one that waits as long as a run does.
+    factory:         of the caller, that may have been started before; None: one of this call.
     """
     _silence_agent()
     reporter = FailureReporter(plan, directories, hosts.local_ranks(plan.cluster))
-    with TemporaryDirectory(prefix="flexrlhf-") as log_directory:
+    with TemporaryDirectory(prefix="flexrlhf-") as log_directory, ExitStack() as stack:
         agent = RankAgent(
             _worker_spec(module, plan, hosts, max_restarts, rendezvous or NodeRendezvous(hosts)),
+            factory or stack.enter_context(RankFactory()),
             log_directory,
             lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), _silence(plan)),
             reporter.report,
         )
         ending = [number.name for number in HANDLED if number not in others_signals]
-        with rank_environment({SIGNALS_VARIABLE: ",".join(ending)}):
+        with changed_environment({LAUNCHER: str(os.getpid()), SIGNALS_VARIABLE: ",".join(ending)}):
             _run_agent(agent, hosts, reporter)
 
 
@@ -181,8 +188,8 @@ def _worker_spec(
     return WorkerSpec(
         role="rank",
         local_world_size=hosts.num_local_ranks(plan.cluster),
-        entrypoint=sys.executable,
-        args=("-m", *module),
+        entrypoint=module[0],
+        args=tuple(module[1:]),
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
         monitor_interval=0.2,

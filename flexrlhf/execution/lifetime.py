@@ -1,8 +1,11 @@
-"""Lifetime of a rank: no longer than its launcher's, however that ends. Loads no torch, so that it runs first."""
+"""Lifetime of a process: that of a rank is no longer than its launcher's, however that ends. Loads no torch."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -37,11 +40,34 @@ def quiet_torch() -> None:
 
 
 @contextmanager
-def rank_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the ranks started inside, then restore them."""
-    added = {LAUNCHER: str(os.getpid()), **variables}
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
+def ending() -> Iterator[None]:
+    """End this process when the body has ended, with the interpreter's exit code and after its exit functions.
+
+    As multiprocessing ends a process: modules are not cleared one by one, which takes a second once torch is loaded.
+    """
+    code: object = 0
+    try:
+        yield
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, then restore them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

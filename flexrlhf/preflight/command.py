@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from flexrlhf.errors import RankFailure, RunStopped, UserError
 from flexrlhf.execution import launch
+from flexrlhf.execution.rank_factory import RankFactory
 from flexrlhf.execution.rendezvous import NodeRendezvous
 from flexrlhf.execution.resumption import Resumption
 from flexrlhf.execution.shared_directories import probed_directories
@@ -36,14 +37,16 @@ class Waits:
     rank: float
 
 
-def preflight(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> list[Check]:
+def preflight(
+    runs: Sequence[Resumption], hosts: Hosts, waits: Waits, factory: RankFactory | None = None
+) -> list[Check]:
     """Measure this machine, with its ranks all machines, and return the checks; no process and no file is left.
 
-    Raises UserError under torchrun, and Interrupted on a signal.
+    ``factory``: as of ``start_ranks``. Raises UserError under torchrun, and Interrupted on a signal.
     """
     if under_torchrun():
         raise UserError("preflight: starts ranks by itself; under torchrun run `flexrlhf doctor` before, without it")
-    job, failure = survey(runs, hosts, waits)
+    job, failure = survey(runs, hosts, waits, factory)
     return judge([run.plan for run in runs], job, failure)
 
 
@@ -58,7 +61,9 @@ def measure_network(plan: Plan, hosts: Hosts, waits: Waits) -> float:
     return min(link.gb_s for link in job.links if link.ends[0] != link.ends[1])
 
 
-def survey(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> tuple[JobFacts, str]:
+def survey(
+    runs: Sequence[Resumption], hosts: Hosts, waits: Waits, factory: RankFactory | None = None
+) -> tuple[JobFacts, str]:
     """Return what the ranks of all machines have collected, and the sentence with which they ended early, if they did.
 
     No process and no file is left.
@@ -69,18 +74,18 @@ def survey(runs: Sequence[Resumption], hosts: Hosts, waits: Waits) -> tuple[JobF
         host = replace(host, directories=tuple(directories))
         request, result = Path(place) / "request.json", Path(place) / "facts.json"
         write_request(request, SurveyRequest(host, hosts.nnodes, waits.rank))
-        failure = _survey(plans[0], hosts, waits, request, result)
+        failure = _survey(plans[0], hosts, waits, (request, result), factory)
         job = load_job(result.read_bytes()) if result.exists() else JobFacts((host,))
     return job, failure
 
 
-def _survey(plan: Plan, hosts: Hosts, waits: Waits, request: Path, result: Path) -> str:
+def _survey(plan: Plan, hosts: Hosts, waits: Waits, files: tuple[Path, Path], factory: RankFactory | None) -> str:
     """Run the ranks of this machine; return the sentence with which they ended early, if they did."""
     limited = replace(plan, spec=plan.spec.model_copy(update={"timeout_seconds": waits.rank}))
     rendezvous = NodeRendezvous(hosts, waits.join)
     try:
-        module = ["flexrlhf.preflight.rank", str(request), str(result)]
-        launch.start_ranks(module, limited, hosts, rendezvous=rendezvous)
+        module = ["flexrlhf.preflight.rank", *map(str, files)]
+        launch.start_ranks(module, limited, hosts, rendezvous=rendezvous, factory=factory)
     except RankFailure as error:
         return str(error)
     finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexrlhf.errors import RankFailure, UserError
 from flexrlhf.execution.job import prepare_job
+from flexrlhf.execution.rank_factory import RankFactory
 from flexrlhf.execution.run_directory import read_facts
 from flexrlhf.placement.hosts import Hosts, under_torchrun
 from flexrlhf.plan.pipeline import make_plan
@@ -41,30 +42,32 @@ class Verdict:
         return not any(each.is_beyond for each in self.deviations)
 
 
-def run_side(plan: Plan) -> RecordedRun:
-    """Run one side on this machine. Raises UserError, RankFailure or Interrupted."""
+def run_side(plan: Plan, factory: RankFactory | None) -> RecordedRun:
+    """Run one side on this machine, on ranks of ``factory``. Raises UserError, RankFailure or Interrupted."""
     if under_torchrun():
         raise UserError("verify starts the ranks of both sides itself; call it without torchrun")
     try:
-        prepare_job([plan], Hosts()).start()
+        prepare_job([plan], Hosts()).start(factory=factory)
     except RankFailure as error:
         raise RankFailure(f"{plan.spec.name}: {error}") from None
     return RecordedRun(plan)
 
 
-def verify_side(first: RecordedRun, plan: Plan, is_repeated: bool, write: Print) -> Verdict:
-    """Run ``plan``, compare it with ``first`` and print the table and the verdict.
+def verify_side(
+    first: RecordedRun, plan: Plan, is_repeated: bool, write: Print, factory: RankFactory | None
+) -> Verdict:
+    """Run ``plan`` on ranks of ``factory``, compare it with ``first`` and print the table and the verdict.
 
     ``is_repeated``: the plan is that of ``first``: on CPUs its numbers are the same to the last bit.
     """
-    runs = first, run_side(plan)
+    runs = first, run_side(plan, factory)
     models = (*first.plan.placement.models, *plan.placement.models)
     sent = first.plan.spec.sync.dtype, plan.spec.sync.dtype
     limits = BITWISE if is_repeated and _is_on_cpu(first) else limits_for(models, sent)
     tie = first_tie(runs, limits)
     if tie is not None:
         write("\n" + format_tie(tie, runs) + "\n")
-        runs = first, run_side(_replaying(plan, first.directory))
+        runs = first, run_side(_replaying(plan, first.directory), factory)
     verdict = Verdict(tuple(compare_runs(runs, limits)), tie, limits)
     write("\n" + "\n".join(_report(verdict, runs)) + "\n")
     return verdict

@@ -25,8 +25,13 @@ def start(arguments: list[str], directory: Path, program: Sequence[str] = PROGRA
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the ranks."""
-    return children_of(process.pid)
+    """Process ids of the ranks, in their order."""
+    return ranks_of(process.pid)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks of a launcher, which has another child that forks them."""
+    return [pid for pid in children_of(launcher) if Path(f"/proc/{pid}/comm").read_text().startswith("rank ")]
 
 
 def children_of(pid: int) -> list[int]:

@@ -57,7 +57,7 @@ LAYERS = (
     ),
     Layer(
         "cli",
-        f"cli display plan {PURE_ENGINES} strategies memory {PLANNING}",
+        f"cli display execution.lifetime execution.rank_factory plan {PURE_ENGINES} strategies memory {PLANNING}",
         lazily="execution guideline preflight profiling report side_by_side verification",
     ),
     # loaded by the ranks
@@ -113,6 +113,7 @@ RULES = (
     # run again by the processes that a rank starts, so without torch
     Layer("execution.rank", lazily="execution.worker execution.lifetime"),
     Layer("execution.lifetime", "rewards.processes"),
+    Layer("execution.rank_factory", "execution.lifetime placement.hosts rewards.processes errors"),
     Layer("execution.flight_log", "timeline"),
     Layer("checkpoints.manifest", "errors"),
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
@@ -134,7 +135,7 @@ RULES = (
     Layer(
         "execution.job execution.execution_engine",
         "execution.job execution.run_directory execution.run_order execution.resumption execution.kept_runs "
-        "execution.free_space "
+        "execution.free_space execution.rank_factory "
         f"checkpoints.manifest loggers.packages {PURE_ENGINES} plan {PLANNING}",
         lazily="execution guideline.advice",
     ),

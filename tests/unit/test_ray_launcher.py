@@ -13,9 +13,9 @@ from small_runs import plan_of
 from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.execution.failures import FailureReporter
+from flexrlhf.execution.rank_environment import Meeting, RankPlace, passed_on, rank_variables
 from flexrlhf.execution.ray_job.actor import RankActor
 from flexrlhf.execution.ray_job.cluster import check_address, ray_device, require_ray
-from flexrlhf.execution.ray_job.environment import Meeting, RankPlace, passed_on, rank_variables
 from flexrlhf.execution.ray_job.ranks import reason
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.hosts import Hosts

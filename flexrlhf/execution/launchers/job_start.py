@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from flexrlhf.execution.rank_factory import RankFactory
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.execution.terms import Terms
 from flexrlhf.placement.hosts import Hosts
@@ -21,6 +22,7 @@ class JobStart:
     hosts:         nodes of the job.
     max_restarts:  how often all ranks are started again after one has failed.
     make_terms:    returns what must be the same on all machines, as this one has it.
+    factory:       of the ranks of this machine, for launchers that fork them.
     directories:   makes and locks the directories of the runs for as long as it is open, where its argument is true: by
                    one process of each machine that does not mount those of the first one.
     """
@@ -30,6 +32,7 @@ class JobStart:
     hosts: Hosts
     max_restarts: int
     make_terms: Callable[[], Terms]
+    factory: RankFactory | None
     directories: Callable[[bool], AbstractContextManager[None]]
 
 

@@ -16,4 +16,4 @@ def start(job: JobStart) -> bool:
         offer = JobOffer(tuple(job.orders), job.hosts.nnodes, job.max_restarts)
         shares = rendezvous.agree(offer, job.plans, job.make_terms)
     with job.directories(job.hosts.is_first_node or not shares):
-        return launch(job.orders, job.plans[0], job.hosts, job.max_restarts, rendezvous, shares)
+        return launch(job.orders, job.plans[0], job.hosts, job.max_restarts, rendezvous, shares, job.factory)

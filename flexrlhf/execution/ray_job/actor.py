@@ -23,7 +23,7 @@ from tempfile import mkdtemp
 from typing import IO
 
 from flexrlhf.errors import UserError
-from flexrlhf.execution.ray_job.environment import child_environment
+from flexrlhf.execution.rank_environment import child_environment
 from flexrlhf.execution.run_order import SHARED, load_orders
 from flexrlhf.execution.shared_directories import DirectoryFacts, look_for_probes
 from flexrlhf.execution.terms import Sides, difference, load_terms, terms_of

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexrlhf.errors import RankFailure, UserError
+from flexrlhf.execution.rank_environment import Meeting, RankPlace, passed_on, rank_variables
 from flexrlhf.execution.ray_job.actor import END_SECONDS, ActorPlace, RankActor, RankReport
 from flexrlhf.execution.ray_job.cluster import is_alive
-from flexrlhf.execution.ray_job.environment import Meeting, RankPlace, passed_on, rank_variables
 from flexrlhf.placement.ray_bundles import NodeBundles
 
 START_SECONDS = 120.0

@@ -1,4 +1,4 @@
-"""Environment of a rank that Ray starts: torchrun's variables, and those of the driver that concern a run."""
+"""Environment of a rank: torchrun's variables, and those of the driver of Ray's ranks that concern a run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,213 @@
+"""Ranks that a factory forks are as those that a launcher starts, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import children_of, is_alive
+
+from flexrlhf.errors import RunStopped
+from flexrlhf.execution.rank_factory import LOADED, RankFactory
+
+PROBE = """
+import json, os, signal, sys, threading
+from pathlib import Path
+
+def report():
+    facts = {
+        "argv": sys.argv[1:], "name": __name__, "parent": os.getppid(), "session": os.getsid(0) == os.getpid(),
+        "variables": {key: os.environ.get(key) for key in ("RANK", "OPENBLAS_NUM_THREADS", "OF_THE_CALLER")},
+        "loaded": "flexrlhf.execution.worker" in sys.modules, "directory": os.getcwd(),
+        "comm": Path("/proc/self/comm").read_text().strip(),
+        "sockets": [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and is_open(name)],
+        "handlers": [signal.getsignal(each) is signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGUSR1)],
+    }
+    Path(sys.argv[1]).write_text(json.dumps(facts))
+
+def is_open(name):
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:"))
+    except FileNotFoundError:
+        return False
+
+report()
+import atexit
+atexit.register(print, "at the end", flush=True)
+match sys.argv[2]:
+    case "exit": sys.exit(int(sys.argv[3]))
+    case "sentence": sys.exit("a sentence")
+    case "raise": raise ValueError("an error")
+    case "wait": threading.Event().wait(60)
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankFactory]:
+    """Started in a directory with the module ``probe``."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_CALLER", "here")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+    with RankFactory() as factory:
+        yield factory
+
+
+def facts(path: Path, pid: int) -> dict[str, object]:
+    limit = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < limit and is_alive(pid), "the process has reported nothing"
+        time.sleep(0.02)
+    return json.loads(path.read_text())
+
+
+def test_a_rank_is_as_if_its_launcher_had_started_it(
+    factory: RankFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its modules are loaded, and its parent, variables, session, signals and exit code are those of a new process."""
+    command, variables = ["probe", str(tmp_path / "facts"), "exit", "7"], {**os.environ, "RANK": "3"}
+    process = factory.fork(command, variables, "rank 3")
+    assert process.wait(60) == 7 and process.poll() == 7
+    found = facts(tmp_path / "facts", process.pid)
+    assert found == {
+        **{"argv": command[1:], "name": "__main__", "parent": os.getpid(), "session": True, "loaded": True},
+        "variables": {"RANK": "3", "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS")}
+        | {"OF_THE_CALLER": "here"},
+        **{"directory": str(tmp_path), "comm": "rank 3", "sockets": [], "handlers": [True, True]},
+    }
+    assert capfd.readouterr().out == "at the end\n"
+
+
+@pytest.mark.parametrize(("end", "code", "printed"), [("sentence", 1, "a sentence"), ("raise", 1, "ValueError: an error")])
+def test_ends_of_the_interpreter(
+    end: str, code: int, printed: str, factory: RankFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = factory.fork(["probe", str(tmp_path / "facts"), end], os.environ, "rank 0")
+    assert process.wait(60) == code
+    assert printed in capfd.readouterr().err
+
+
+def test_a_signal_is_an_exit_code_and_the_factory_outlives_what_schedulers_send(
+    factory: RankFactory, tmp_path: Path
+) -> None:
+    processes = [factory.fork(["probe", str(tmp_path / str(n)), "wait"], os.environ, f"rank {n}") for n in (0, 1)]
+    for number, process in enumerate(processes):
+        facts(tmp_path / str(number), process.pid)
+    for child in children_of(os.getpid()):
+        os.kill(child, signal.SIGTERM)
+    assert [process.wait(60) for process in processes] == [-signal.SIGTERM] * 2
+    assert factory.fork(["probe", str(tmp_path / "facts"), "exit", "0"], os.environ, "rank 0").wait(60) == 0
+
+
+def test_ranks_go_on_without_their_factory_and_the_next_one_has_a_new_one(factory: RankFactory, tmp_path: Path) -> None:
+    first = factory.fork(["probe", str(tmp_path / "first"), "wait"], os.environ, "rank 0")
+    facts(tmp_path / "first", first.pid)
+    others = [pid for pid in children_of(os.getpid()) if pid != first.pid and is_factory(pid)]
+    assert len(others) == 1
+    os.kill(others[0], signal.SIGKILL)
+    second = factory.fork(["probe", str(tmp_path / "second"), "exit", "0"], os.environ, "rank 1")
+    assert second.wait(60) == 0 and is_alive(first.pid)
+    factory.close()
+    assert not any(map(is_factory, children_of(os.getpid()))) and is_alive(first.pid)
+    first.kill()
+    assert first.wait(60) == -signal.SIGKILL
+
+
+def is_factory(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text().strip() == "rank factory"
+
+
+def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(
+    factory: RankFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read it while they are loaded, so other modules are loaded for the next rank."""
+    (tmp_path / "threads.py").write_text("import sys, torch; sys.exit(torch.get_num_threads())")
+    for number in ("1", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+        assert factory.fork(["threads"], os.environ, "rank 0").wait(60) == int(number)
+
+
+LAUNCHER = """
+import os, sys, time
+from flexrlhf.execution.rank_factory import RankFactory
+factory = RankFactory(is_copied=sys.argv[1] == "copied")
+factory.start()
+print(os.getpid(), flush=True)
+rank = factory.fork(["probe", "facts", "wait"], {**os.environ, "FLEXRLHF_LAUNCHER": str(os.getpid())}, "rank 0")
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("way", ["copied", "started"])
+def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
+    """Also of one that is killed before its factory has loaded its modules."""
+    (tmp_path / "probe.py").write_text(
+        f"from flexrlhf.execution.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}"
+    )
+    command = [sys.executable, "-c", LAUNCHER, way]
+    for lines in (1, 2):
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(lines):
+                process.stdout.readline()
+            started = children_of(process.pid)
+            assert len(started) == lines
+            process.kill()
+        limit = time.monotonic() + 10
+        while any(map(is_alive, started)):
+            assert time.monotonic() < limit, "processes are left behind"
+            time.sleep(0.02)
+
+
+FORKABLE = """
+import os, sys
+import torch
+looked = []
+for name in ("is_available", "device_count", "_lazy_init", "init", "current_device"):
+    setattr(torch.cuda, name, lambda *_, name=name, true=getattr(torch.cuda, name): looked.append(name) or true())
+from flexrlhf.execution.rank_factory import LOADED, problem_after
+print([problem_after(LOADED), looked, torch.distributed.is_initialized(), len(os.listdir("/proc/self/task"))])
+"""
+
+
+def test_loaded_modules_start_no_thread_and_look_for_no_gpu() -> None:
+    """A fork has no threads, and CUDA cannot be used in the fork of a process that has."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", FORKABLE], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "['', [], False, 1]", done.stderr
+
+
+def test_libraries_that_cannot_be_forked_are_loaded_by_each_rank(
+    factory: RankFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "with_thread.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    factory.load(["with_thread"])
+    process = factory.fork(["probe", str(tmp_path / "facts"), "exit", "3"], os.environ, "rank 0")
+    assert process.wait(60) == 3
+    assert not facts(tmp_path / "facts", process.pid)["loaded"]
+    assert "rank 0 loads its libraries by itself: 1 thread runs" in capfd.readouterr().err
+
+
+def test_a_factory_that_cannot_load_its_modules_ends_in_one_sentence(factory: RankFactory) -> None:
+    factory.load(["no_such_module"])
+    with pytest.raises(RunStopped, match=r"^the process that loads the libraries of .* has ended \(exit code 1\)$"):
+        factory.fork(["probe"], os.environ, "rank 0")
+
+
+def test_what_every_rank_needs_is_little() -> None:
+    """Engines and loggers are loaded by the plans that name them."""
+    code = f"import importlib, sys\nfor name in {LOADED}: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    found = {name.partition(".")[0] for name in done.stdout.split()}
+    others = {"deepspeed", "megatron", "vllm", "peft", "ray", "wandb", "mlflow", "tensorboard", "plotly", "datasets"}
+    assert not found & others
