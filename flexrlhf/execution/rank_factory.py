@@ -35,6 +35,7 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.execution.lifetime import changed_environment, ending, quiet_torch
 from flexrlhf.placement.hosts import under_torchrun
 from flexrlhf.rewards.processes import is_killed_with_parent
+from flexrlhf.text import counted
 
 LOADED = ("flexrlhf.execution.worker",)
 """Modules that every rank needs."""
@@ -299,11 +300,11 @@ def problem_after(modules: Sequence[str]) -> str:
 
     threads = len(os.listdir("/proc/self/task")) - 1
     if threads:
-        return f"{threads} threads run once they are loaded"
+        return f"they start {counted(threads, 'thread')}"
     # torch knows in a child alone whether its parent has looked for a GPU
     if (pid := os.fork()) == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
-    return "they have initialised CUDA" if os.waitpid(pid, 0)[1] else ""
+    return "they initialise CUDA" if os.waitpid(pid, 0)[1] else ""
 
 
 def _fork(channel: socket.socket, request: Mapping[str, Any], streams: Sequence[int]) -> tuple[int, int]:

@@ -113,7 +113,7 @@ RULES = (
     # run again by the processes that a rank starts, so without torch
     Layer("execution.rank", lazily="execution.worker execution.lifetime"),
     Layer("execution.lifetime", "rewards.processes"),
-    Layer("execution.rank_factory", "execution.lifetime placement.hosts rewards.processes errors"),
+    Layer("execution.rank_factory", "execution.lifetime placement.hosts rewards.processes errors text"),
     Layer("execution.flight_log", "timeline"),
     Layer("checkpoints.manifest", "errors"),
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
