@@ -112,7 +112,9 @@ class RankAgent(LocalElasticAgent):
         assert group.master_addr is not None and group.master_port is not None, "ranks start after the rendezvous"
         place = RankPlace(worker.global_rank, worker.world_size, worker.local_rank, group.spec.local_world_size)
         meeting = Meeting(group.master_addr, group.master_port, self._attempt, group.spec.max_restarts)
-        return {**rank_variables(place, meeting, ()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        further = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_NCCL_ASYNC_ERROR_HANDLING": handling}
+        return rank_variables(place, meeting, ()) | further
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if any(map(_has_failed, self._pids)):

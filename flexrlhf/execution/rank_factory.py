@@ -25,9 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
@@ -47,7 +48,11 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal
 """Signals that schedulers send to every process; the factory ends with its launcher."""
 _LOADING = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables while modules are loaded: numpy would start threads."""
-_OF_RANKS = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "FLEXRLHF_")
+_OF_RANKS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "FLEXRLHF_"),
+    # set by torch and pytest themselves
+    *("TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"),
+)
 """Beginnings of variables that no library reads while it is loaded."""
 
 
@@ -103,12 +108,16 @@ class RankFactory:
     It can on Linux, while the libraries that are loaded have started no thread and not looked for a GPU.
     """
 
-    def __init__(self, is_copied: bool = False) -> None:
-        """Start nothing yet. ``is_copied``: load the modules in this process, and copy it, if that can be forked."""
-        self._is_copied = is_copied
+    def __init__(self, is_copied: bool = False, modules: Sequence[str] = LOADED) -> None:
+        """Start nothing yet.
+
+        is_copied:  load the modules in this process, and copy it, if that can be forked.
+        modules:    that it loads.
+        """
+        self._is_copied, self._modules = is_copied, tuple(modules)
         self._process: Process | None = None
         self._channel: socket.socket | None = None
-        self._surroundings: tuple[str, dict[str, str]] | None = None
+        self._variables: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -119,51 +128,61 @@ class RankFactory:
     ) -> None:
         self.close()
 
-    def start(self) -> None:
+    def start(self, environment: Mapping[str, str] = os.environ) -> None:
         """Start the process, which loads its modules in the background, unless it runs already.
 
-        Libraries read the environment while they are loaded, so after a change of it the process starts anew.
+        Libraries read the environment while they are loaded, so for another one the process starts anew.
         """
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-        surroundings = os.getcwd(), variables
-        if self._process is not None and self._process.poll() is None and self._surroundings == surroundings:
+        variables = {name: value for name, value in environment.items() if not name.startswith(_OF_RANKS)}
+        if self._process is not None and self._process.poll() is None and self._variables == variables:
             return
         self.close()
         if sys.platform != "linux":
             return
         self._channel, other = socket.socketpair()
         with other:
-            is_copy = self._is_copied and not problem_after(LOADED)
-            self._process = _copy(other, self._channel) if is_copy else _spawn(other)
-        self._surroundings = surroundings
+            is_copy = self._is_copied and not problem_after(self._modules)
+            self._process = _copy(other, self._channel) if is_copy else _spawn(other, variables, self._modules)
+        self._variables, self._is_copied = variables, False
 
-    def load(self, modules: Sequence[str]) -> None:
-        """Have further modules loaded before the next fork, in the background."""
-        self.start()
-        if self._channel is not None:
-            # one that has ended is noticed by the next fork
-            with suppress(ConnectionError):
-                _send(self._channel, {"load": list(modules)})
-
-    def fork(self, command: Sequence[str], environment: Mapping[str, str], name: str) -> Process:
-        """Start ``python -m COMMAND`` in a session of its own, with this process's streams, in a fork of the factory.
+    def fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        name: str,
+        directory: Path = Path(),
+        streams: Sequence[int] = (0, 1, 2),
+    ) -> Process:
+        """Start ``python -m COMMAND`` in a session of its own, in a fork of the factory.
 
         environment:  its variables, all of them.
         name:         in lists of processes, at most 15 characters.
+        directory:    that it works in.
+        streams:      descriptors of its standard streams.
 
         Raises RunStopped when the factory ends or does not respond, OSError when it cannot fork.
         """
-        self.start()
+        self.start(environment)
         if self._channel is not None:
             request = {"fork": list(command), "environment": dict(environment), "name": name}
+            request["directory"] = str(directory.absolute())
             with _adopting_orphans():
-                pid, problem, error = self._response(request)
+                pid, problem, error = self._response(request, streams)
             if error:
                 raise OSError(error, os.strerror(error))
             if not problem:
                 return ForkedProcess(pid)
             print(f"flexrlhf: {name} loads its libraries by itself: {problem}", file=sys.stderr)
-        return subprocess.Popen([sys.executable, "-m", *command], env=dict(environment), start_new_session=True)
+        stdin, stdout, stderr = streams
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=environment,
+            cwd=directory,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
 
     def close(self) -> None:
         """End the process; what it has forked goes on."""
@@ -175,12 +194,12 @@ class RankFactory:
         self._process.wait(RESPONSE_SECONDS)
         self._process = self._channel = None
 
-    def _response(self, request: Mapping[str, Any]) -> tuple[int, str, int]:
+    def _response(self, request: Mapping[str, Any], streams: Sequence[int]) -> tuple[int, str, int]:
         """Return pid, problem and error number of a fork."""
         assert self._channel is not None and self._process is not None, "a factory that has started"
         self._channel.settimeout(RESPONSE_SECONDS)
         try:
-            _send(self._channel, request, streams=(0, 1, 2))
+            _send(self._channel, request, streams)
             message, _ = _receive(self._channel)
             return message["pid"], message["problem"], message["error"]
         except TimeoutError:
@@ -202,10 +221,11 @@ def starting_factory(is_needed: bool = True, is_copied: bool = False) -> Iterato
         yield factory
 
 
-def _spawn(channel: socket.socket) -> Process:
+def _spawn(channel: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Process:
     """Start a factory that loads its modules, and serves ``channel``."""
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(channel.fileno()), str(os.getpid())],
+        [sys.executable, "-m", __name__, str(channel.fileno()), str(os.getpid()), *modules],
+        env=environment,
         pass_fds=[channel.fileno()],
         start_new_session=True,
     )
@@ -222,7 +242,7 @@ def _copy(channel: socket.socket, other: socket.socket) -> Process:
             atexit._clear()
             other.close()
             os.setsid()
-            serve(channel, launcher)
+            serve(channel, launcher, ())
     return ForkedProcess(pid)
 
 
@@ -238,7 +258,7 @@ def _adopting_orphans() -> Iterator[None]:
         prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
 
 
-def _send(channel: socket.socket, message: Mapping[str, Any], streams: Sequence[int] = ()) -> None:
+def _send(channel: socket.socket, message: Mapping[str, Any], streams: Sequence[int]) -> None:
     """Send a message, and descriptors with it."""
     data = json.dumps(message).encode()
     socket.send_fds(channel, [len(data).to_bytes(8, "big")], streams)
@@ -258,16 +278,16 @@ def _raise_eof() -> NoReturn:
     raise EOFError
 
 
-def serve(channel: socket.socket, launcher: int) -> None:
-    """Load modules and fork as requested, until the launcher, a process, closes the channel. Its forks end in here."""
+def serve(channel: socket.socket, launcher: int, modules: Sequence[str]) -> None:
+    """Load modules and fork on request, until the launcher, a process, closes the channel. Its forks end in here."""
     is_killed_with_parent()
     # it may have died before
     if os.getppid() != launcher:
         return
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, b"rank factory")
-    problem = problem_after(LOADED)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"rank-factory")
+    problem = problem_after(modules)
     # no collection writes to the pages of what is there, which so remain shared
     gc.freeze()
     while True:
@@ -275,16 +295,12 @@ def serve(channel: socket.socket, launcher: int) -> None:
             request, streams = _receive(channel)
         except (EOFError, ConnectionError):
             return
-        if "load" in request:
-            problem = problem_after(request["load"])
-            gc.freeze()
-        else:
-            pid = error = 0
-            if not problem:
-                pid, error = _fork(channel, request, streams)
-            for stream in streams:
-                os.close(stream)
-            _send(channel, {"pid": pid, "problem": problem, "error": error})
+        pid = error = 0
+        if not problem:
+            pid, error = _fork(channel, request, streams)
+        for stream in streams:
+            os.close(stream)
+        _send(channel, {"pid": pid, "problem": problem, "error": error}, ())
 
 
 def problem_after(modules: Sequence[str]) -> str:
@@ -294,10 +310,9 @@ def problem_after(modules: Sequence[str]) -> str:
     with changed_environment(_LOADING):
         for module in modules:
             import_module(module)
+        import torch
     if was_enabled:
         gc.enable()
-    import torch
-
     threads = len(os.listdir("/proc/self/task")) - 1
     if threads:
         return f"they start {counted(threads, 'thread')}"
@@ -354,6 +369,9 @@ def _run(request: Mapping[str, Any], streams: Sequence[int]) -> None:
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    if not sys.flags.safe_path:
+        sys.path[0] = request["directory"]
     sys.argv = list(request["fork"])
     with ending():
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -361,4 +379,4 @@ def _run(request: Mapping[str, Any], streams: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     with ending(), socket.socket(fileno=int(sys.argv[1])) as launchers:
-        serve(launchers, int(sys.argv[2]))
+        serve(launchers, int(sys.argv[2]), sys.argv[3:])

@@ -8,15 +8,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forked import RANK_ENVIRONMENT, Forked
+
 PROGRAM = ("-m", "flexrlhf.cli")
 
 
-def start(arguments: list[str], directory: Path, program: Sequence[str] = PROGRAM) -> subprocess.Popen[str]:
-    """``flexrlhf`` with one thread per rank; a session of its own, so that a signal reaches it as from a terminal."""
+def start(
+    arguments: list[str], directory: Path, program: Sequence[str] = PROGRAM, is_forked: bool = True
+) -> subprocess.Popen[str]:
+    """``flexrlhf`` with one thread per rank; a session of its own, so that a signal reaches it as from a terminal.
+
+    ``is_forked``: with libraries that are loaded already, unlike a user's.
+    """
+    environment = {**os.environ, **RANK_ENVIRONMENT}
+    if is_forked and program == PROGRAM:
+        return Forked([*program[1:], *arguments], directory, environment)
     return subprocess.Popen(
         [sys.executable, *program, *arguments],
         cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

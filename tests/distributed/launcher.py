@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cases import Assets, Case
+from forked import RANK_ENVIRONMENT, warm_factory
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,13 +30,6 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-
-ON_CPU = str(Path(__file__).parents[1] / "megatron_on_cpu")
-RANK_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(filter(None, [ON_CPU, os.environ.get("PYTHONPATH")])),
-}
-"""One thread a rank, and what stands for CUDA where Megatron-Core runs on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ def run_orders(orders: list[RunOrder]) -> None:
         prepare_directory(plan, format_plan(plan), continues=bool(order.candidates)).close()
     logging.getLogger("torchelastic-events-null").disabled = True
     with patch.dict(os.environ, RANK_ENVIRONMENT):
-        launch(orders, plans[0], Hosts())
+        launch(orders, plans[0], Hosts(), factory=warm_factory())
 
 
 RUNS_PER_LAUNCH = 60
@@ -151,7 +145,7 @@ class Launches:
     def _run(self, plans: list[Plan]) -> None:
         with patch.dict(os.environ, RANK_ENVIRONMENT):
             try:
-                launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts())
+                launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts(), factory=warm_factory())
             except RankFailure as error:
                 self._failures.update({plan.spec.name: str(error) for plan in plans})
 

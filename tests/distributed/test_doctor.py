@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import Case, make_assets
-from commands import children, is_alive, name_of, start
+from commands import children, is_alive, start
 from test_nodes import free_port
 from typer.testing import CliRunner
 
@@ -142,7 +142,7 @@ def _ranks(process: subprocess.Popen[str]) -> list[int]:
     """Process ids of both ranks, as soon as they run."""
     limit = time.monotonic() + SECONDS
     while time.monotonic() < limit:
-        found = [pid for pid in children(process) if "flexrlhf.preflight.rank" in name_of(pid)]
+        found = children(process)
         if len(found) == CASE.ranks:
             return found
         time.sleep(0.05)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cases import Assets, make_assets
+from forked import RANK_ENVIRONMENT, warm_factory
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -109,8 +110,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     plans = [make_plan(spec) for spec in specs.values()]
     for plan in plans:
         prepare_directory(plan, "", continues=False).close()
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
-        launch([RunOrder(spec) for spec in specs.values()], plans[0], Hosts())
+    with patch.dict(os.environ, RANK_ENVIRONMENT):
+        launch([RunOrder(spec) for spec in specs.values()], plans[0], Hosts(), factory=warm_factory())
     return {name: Run(spec) for name, spec in specs.items()}
 
 

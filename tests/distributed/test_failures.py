@@ -37,7 +37,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("way", ["killed", "stuck", pytest.param("interrupted", marks=pytest.mark.full)])
 def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_path: Path) -> None:
-    process = start(["run", str(endless)], tmp_path)
+    process = start(["run", str(endless)], tmp_path, is_forked=False)
     read_until(process, "step 2/")
     ranks = children(process)
     assert len(ranks) == 2
@@ -86,7 +86,9 @@ def assert_recorded(directory: Path, way: str) -> None:
 
 def test_ranks_are_restarted_and_end_with_their_launcher(endless: Path, tmp_path: Path) -> None:
     """Killed once: all ranks go on from the checkpoint. Then the launcher is killed, which can end nothing any more."""
-    process = start(["run", str(endless), "--max-restarts", "1", "--set", "checkpoint={every: 1}"], tmp_path)
+    process = start(
+        ["run", str(endless), "--max-restarts", "1", "--set", "checkpoint={every: 1}"], tmp_path, is_forked=False
+    )
     read_until(process, "step 4/")
     first = children(process)
     os.kill(first[0], signal.SIGKILL)
@@ -121,7 +123,7 @@ def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, tmp_path: Path) -> None:
     """Killed in the midst of a step, alone or with the rank that it serves."""
     shared = set(Path("/dev/shm").iterdir())
-    process = start(["run", str(child_config)], tmp_path)
+    process = start(["run", str(child_config)], tmp_path, is_forked=False)
     read_until(process, "step 2/")
     first, last = children(process)
     (decoder,) = [pid for pid in children_of(last) if "EngineCore" in name_of(pid)]

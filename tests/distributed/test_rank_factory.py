@@ -15,7 +15,7 @@ import pytest
 from commands import children_of, is_alive
 
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.rank_factory import LOADED, RankFactory
+from flexrlhf.execution.rank_factory import RankFactory
 
 PROBE = """
 import json, os, signal, sys, threading
@@ -24,7 +24,7 @@ from pathlib import Path
 def report():
     facts = {
         "argv": sys.argv[1:], "name": __name__, "parent": os.getppid(), "session": os.getsid(0) == os.getpid(),
-        "variables": {key: os.environ.get(key) for key in ("RANK", "OPENBLAS_NUM_THREADS", "OF_THE_CALLER")},
+        "variables": {key: os.environ.get(key) for key in ("RANK", "OPENBLAS_NUM_THREADS")},
         "loaded": "flexrlhf.execution.worker" in sys.modules, "directory": os.getcwd(),
         "comm": Path("/proc/self/comm").read_text().strip(),
         "sockets": [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and is_open(name)],
@@ -49,15 +49,19 @@ match sys.argv[2]:
 """
 
 
-@pytest.fixture
-def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankFactory]:
-    """Started in a directory with the module ``probe``."""
-    (tmp_path / "probe.py").write_text(PROBE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OF_THE_CALLER", "here")
+@pytest.fixture(scope="module")
+def factory() -> Iterator[RankFactory]:
     factory = RankFactory()
     yield factory
     factory.close()
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the module ``probe``."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def facts(path: Path, pid: int) -> dict[str, object]:
@@ -78,8 +82,7 @@ def test_a_rank_is_as_if_its_launcher_had_started_it(
     found = facts(tmp_path / "facts", process.pid)
     assert found == {
         **{"argv": command[1:], "name": "__main__", "parent": os.getpid(), "session": True, "loaded": True},
-        "variables": {"RANK": "3", "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS")}
-        | {"OF_THE_CALLER": "here"},
+        "variables": {"RANK": "3", "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS")},
         **{"directory": str(tmp_path), "comm": "rank 3", "sockets": [], "handlers": [True, True]},
     }
     assert capfd.readouterr().out == "at the end\n"
@@ -125,17 +128,14 @@ def test_ranks_go_on_without_their_factory_and_the_next_one_has_a_new_one(factor
 
 
 def is_factory(pid: int) -> bool:
-    return Path(f"/proc/{pid}/comm").read_text().strip() == "rank factory"
+    return Path(f"/proc/{pid}/comm").read_text().strip() == "rank-factory"
 
 
-def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(
-    factory: RankFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(factory: RankFactory, tmp_path: Path) -> None:
     """They read it while they are loaded, so other modules are loaded for the next rank."""
     (tmp_path / "threads.py").write_text("import sys, torch; sys.exit(torch.get_num_threads())")
-    for number in ("1", "2"):
-        monkeypatch.setenv("OMP_NUM_THREADS", number)
-        assert factory.fork(["threads"], os.environ, "rank 0").wait(60) == int(number)
+    for number in ("3", "2"):
+        assert factory.fork(["threads"], {**os.environ, "OMP_NUM_THREADS": number}, "rank 0").wait(60) == int(number)
 
 
 LAUNCHER = """
@@ -156,9 +156,8 @@ def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
     (tmp_path / "probe.py").write_text(
         f"from flexrlhf.execution.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}"
     )
-    command = [sys.executable, "-c", LAUNCHER, way]
     for lines in (1, 2):
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen([sys.executable, "-c", LAUNCHER, way], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for _ in range(lines):
                 process.stdout.readline()
@@ -175,6 +174,7 @@ FORKABLE = """
 import os, sys
 from flexrlhf.execution.rank_factory import LOADED, problem_after
 print([problem_after(LOADED), len(os.listdir("/proc/self/task")), sys.modules["torch"].distributed.is_initialized()])
+print(*sys.modules)
 """
 CUDA = """
 import torch
@@ -189,38 +189,34 @@ print([problem_after(LOADED), looked])
 def test_loaded_modules_start_no_thread_and_look_for_no_gpu() -> None:
     """A fork has no threads, and CUDA cannot be used in the fork of a process that has."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    assert output_of(FORKABLE, environment) == "['', 1, False]"
-    assert output_of(CUDA, {**environment, "OMP_NUM_THREADS": "1"}) == "['', []]"
+    found, modules = output_of(FORKABLE, environment)
+    assert found == "['', 1, False]"
+    # engines and loggers are loaded by the plans that name them
+    others = {"deepspeed", "megatron", "vllm", "peft", "ray", "wandb", "mlflow", "tensorboard", "plotly", "datasets"}
+    assert not {name.partition(".")[0] for name in modules.split()} & others
+    assert output_of(CUDA, {**environment, "OMP_NUM_THREADS": "1"}) == ["['', []]"]
 
 
-def output_of(code: str, environment: dict[str, str]) -> str:
+def output_of(code: str, environment: dict[str, str]) -> list[str]:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 def test_libraries_that_cannot_be_forked_are_loaded_by_each_rank(
-    factory: RankFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "with_thread.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
-    factory.load(["with_thread"])
-    process = factory.fork(["probe", str(tmp_path / "facts"), "exit", "3"], os.environ, "rank 0")
-    assert process.wait(60) == 3
+    with RankFactory(modules=["with_thread"]) as factory:
+        process = factory.fork(["probe", str(tmp_path / "facts"), "exit", "3"], os.environ, "rank 0")
+        assert process.wait(60) == 3
     assert not facts(tmp_path / "facts", process.pid)["loaded"]
     assert "rank 0 loads its libraries by itself: they start 1 thread" in capfd.readouterr().err
 
 
-def test_a_factory_that_cannot_load_its_modules_ends_in_one_sentence(factory: RankFactory) -> None:
-    factory.load(["no_such_module"])
+def test_a_factory_that_cannot_load_its_modules_ends_in_one_sentence() -> None:
+    factory = RankFactory(modules=["no_such_module"])
     with pytest.raises(RunStopped, match=r"^the process that loads the libraries of .* has ended \(exit code 1\)$"):
         factory.fork(["probe"], os.environ, "rank 0")
-
-
-def test_what_every_rank_needs_is_little() -> None:
-    """Engines and loggers are loaded by the plans that name them."""
-    code = f"import importlib, sys\nfor name in {LOADED}: importlib.import_module(name)\nprint(*sys.modules)"
-    found = {name.partition(".")[0] for name in output_of(code, dict(os.environ)).split()}
-    others = {"deepspeed", "megatron", "vllm", "peft", "ray", "wandb", "mlflow", "tensorboard", "plotly", "datasets"}
-    assert not found & others

@@ -43,7 +43,7 @@ def installed_loggers() -> tuple[LoggerSpec, ...]:
 
 
 def launch(directory: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
-    return start(["run", "ppo.yaml", "--set", f"name={name}", *arguments], directory)
+    return start(["run", "ppo.yaml", "--set", f"name={name}", *arguments], directory, is_forked=False)
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:

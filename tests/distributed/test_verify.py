@@ -13,6 +13,7 @@ import pytest
 import yaml
 from cases import Case, make_assets
 from commands import start
+from forked import RANK_ENVIRONMENT, warm_factory
 
 from flexrlhf.config.spec import DebugSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
@@ -85,9 +86,8 @@ def run(plans: Sequence[Plan], directory: Path) -> None:
     file = directory / "orders.json"
     file.write_text(dump_orders([RunOrder(plan.spec) for plan in plans]))
     logging.getLogger("torchelastic-events-null").disabled = True
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
-        start_ranks(["planted", str(file), str(directory / "stop"), SHARED], plans[0], Hosts())
+    with patch.dict(os.environ, RANK_ENVIRONMENT):
+        start_ranks(["planted", str(file), str(directory / "stop"), SHARED], plans[0], Hosts(), factory=warm_factory())
 
 
 @pytest.mark.parametrize("name", ["halves", "six"])

@@ -1,0 +1,46 @@
+"""Processes of tests, forked by one factory of each test process: none loads torch and transformers by itself."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.execution.rank_factory import LOADED, RankFactory
+
+PATH = [str(Path(__file__).parent / folder) for folder in ("megatron_on_cpu", "distributed")]
+RANK_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
+}
+"""One thread a rank, what stands for CUDA where Megatron-Core runs on CPUs, and ranks of tests."""
+
+
+@cache
+def warm_factory() -> RankFactory:
+    """Return the factory of this test process, which has loaded what launchers need, too."""
+    factory = RankFactory(modules=[*LOADED, "flexrlhf.cli.app", "peft", "torch.testing"])
+    atexit.register(factory.close)
+    return factory
+
+
+class Forked(subprocess.Popen[str]):
+    """``python -m`` in a fork of the factory, with its stdout and stderr in one pipe."""
+
+    def __init__(self, command: Sequence[str], directory: Path, environment: Mapping[str, str], **further: Any) -> None:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | further
+        super().__init__(list(command), cwd=directory, env=dict(environment), **streams)
+
+    def _execute_child(self, args: Any, *values: Any) -> None:
+        """Fork where Popen would execute a program; ``values`` are those of its private method."""
+        directory, environment = values[4], values[5]
+        pipes = values[9:15]
+        _, _, _, stdout, _, stderr = pipes
+        streams = (0, stdout if stdout != -1 else 1, stderr if stderr != -1 else 2)
+        self.pid = warm_factory().fork(args, environment, Path(args[0]).stem, Path(directory), streams).pid
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
