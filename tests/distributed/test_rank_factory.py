@@ -134,7 +134,7 @@ def is_factory(pid: int) -> bool:
 def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(factory: RankFactory, tmp_path: Path) -> None:
     """They read it while they are loaded, so other modules are loaded for the next rank."""
     (tmp_path / "threads.py").write_text("import sys, torch; sys.exit(torch.get_num_threads())")
-    for number in ("3", "2"):
+    for number in ("2", "1"):
         assert factory.fork(["threads"], {**os.environ, "OMP_NUM_THREADS": number}, "rank 0").wait(60) == int(number)
 
 
