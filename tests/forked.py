@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 
 from flexrlhf.execution.rank_factory import LOADED, RankFactory
 
-PATH = [str(Path(__file__).parent / folder) for folder in ("megatron_on_cpu", "distributed")]
+PATH = [str(Path(__file__).parent / folder) for folder in ("megatron_on_cpu", "distributed", "engines")]
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
@@ -44,3 +45,21 @@ class Forked(subprocess.Popen[str]):
         self.pid = warm_factory().fork(args, environment, Path(args[0]).stem, Path(directory), streams).pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def run_ranks(module: str, *arguments: object, number: int) -> None:
+    """Run ``number`` processes of a module of tests, as ranks of a job whose store rank 0 serves, to a good end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [module, *map(str, arguments)]
+    ranks = []
+    for rank in range(number):
+        environment = {**os.environ, **RANK_ENVIRONMENT, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(warm_factory().fork(command, environment, f"rank {rank}"))
+    try:
+        assert [rank.wait(200) for rank in ranks] == [0] * number
+    finally:
+        for rank in ranks:
+            rank.kill()

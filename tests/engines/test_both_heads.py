@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from both_heads import CASES, COLUMNS_OF_BOTH, INIT, UPDATES, USUAL, parts_of, prompts, sampling, shared
+from forked import run_ranks
 from small_models import (
     LENGTHS,
     SEED,
@@ -380,20 +377,7 @@ def of_two_ranks(
         test.callspec.params["case"] for test in tests if test.originalname == "test_two_ranks_compute_what_one_does"
     ]
     directory = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("both_heads_ranks.py")
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    environments = [{**os.environ, **address, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))} for rank in range(2)]
-    ranks = [
-        subprocess.Popen([sys.executable, script, directory, *cases], env=environment) for environment in environments
-    ]
-    try:
-        assert [rank.wait(200) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("both_heads_ranks", directory, *cases, number=2)
     return tuple(torch.load(directory / f"rank-{rank}.pt") for rank in range(2))
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_ranks
 from loading_models import CASES, MODELS, write_models
 from safetensors.torch import save_file
 from small_models import TINY, engine_for, placed
@@ -134,18 +131,7 @@ def test_a_tied_head_that_is_stored_too_is_as_transformers_decides(tmp_path: Pat
 
 
 def start_ranks(directory: Path, number: int) -> list[Found]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("loading_ranks.py")
-    address = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    own = [{**os.environ, **address, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))} for rank in range(number)]
-    ranks = [subprocess.Popen([sys.executable, script, directory], env=each) for each in own]
-    try:
-        assert [rank.wait(200) for rank in ranks] == [0] * number
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("loading_ranks", directory, number=number)
     return [json.loads((directory / f"{number}-{rank}.json").read_text()) for rank in range(number)]
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 from megatron_models import CASES, LLAMA, UPDATES, Case, parts_of, rows_of
 from small_models import engine_for, mini_batch
 from torch import Tensor
@@ -22,7 +19,6 @@ from flexrlhf.weights.shards import parts_on
 
 pytest.importorskip("megatron.core")
 
-ON_CPU = Path(__file__).parents[1] / "megatron_on_cpu"
 Found = tuple[dict[str, dict[str, Tensor]], ...]
 
 
@@ -39,22 +35,7 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_four_ranks(tmp_path_factory: pytest.TempPathFactory, model_files: Path) -> Found:
     """What each of four ranks found, by case."""
     directory = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("megatron_ranks.py")
-    address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    paths = os.pathsep.join([str(ON_CPU), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    environments = [
-        {**os.environ, **address, "PYTHONPATH": paths, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
-        for rank in range(4)
-    ]
-    ranks = [subprocess.Popen([sys.executable, script, directory, model_files], env=each) for each in environments]
-    try:
-        assert [rank.wait(200) for rank in ranks] == [0] * 4
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("megatron_ranks", directory, model_files, number=4)
     return tuple(torch.load(directory / f"rank-{rank}.pt") for rank in range(4))
 
 

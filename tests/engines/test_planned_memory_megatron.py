@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_ranks
 from planned_memory_ranks import ALONE, LENGTHS, ROWS, TOGETHER, Case
 
 from flexrlhf.config.spec import SyncSpec
@@ -22,28 +19,12 @@ from flexrlhf.weights.shapes import model_shape
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.full
 
-ON_CPU = Path(__file__).parents[1] / "megatron_on_cpu"
 Found = dict[int, dict[str, dict[str, int]]]
 
 
 def launched(directory: Path, which: str, number: int) -> Found:
     """Return what each of ``number`` ranks measured, by case."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("planned_memory_ranks.py")
-    address = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    paths = os.pathsep.join([str(ON_CPU), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    environments = [
-        {**os.environ, **address, "PYTHONPATH": paths, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
-        for rank in range(number)
-    ]
-    ranks = [subprocess.Popen([sys.executable, script, directory, which], env=each) for each in environments]
-    try:
-        assert [rank.wait(200) for rank in ranks] == [0] * number
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("planned_memory_ranks", directory, which, number=number)
     return {rank: json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(number)}
 
 

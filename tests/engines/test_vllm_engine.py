@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from forked import run_ranks
 from torch import Tensor
 
 pytest.importorskip("vllm")
@@ -420,18 +420,7 @@ def test_a_child_ends_with_its_rank() -> None:
 @pytest.mark.full
 def test_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
     """Ranks 0 and 1 have a stage each, 2 and 3 a part of every layer; then all four have both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("vllm_ranks.py")
-    address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    environments = [{**os.environ, **address, "RANK": str(rank)} for rank in range(4)]
-    ranks = [subprocess.Popen([sys.executable, script, tmp_path], env=environment) for environment in environments]
-    try:
-        assert [rank.wait(200) for rank in ranks] == [0] * 4
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("vllm_ranks", tmp_path, number=4)
     found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(4)]
     model, batch = load_model(placed(CUT), SEED), prompts(8)
     expected = [reference(model, batch, sampling(step=step)) for step in range(2)]
