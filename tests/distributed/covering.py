@@ -1,0 +1,86 @@
+"""Pairs of what a case of the equality suite combines: those of the whole product that the default cases cover.
+
+A bug of one choice alone, or of two together, is seen by a default case; of three by `make test-all`.
+``python tests/distributed/covering.py`` prints the pairs with the number of default cases of each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import combinations
+
+from cases import COMPUTE, DEFAULT, PREFERENCES, SETTINGS, SHAPES, SUPERVISED, Case, algorithm_of, every_case
+
+FAMILY = {"ppo": "critic", "ac-share": "one trunk", "safe-rlhf": "costs", "remax": "baseline"}
+"""Algorithms that sample responses, by what they compute; of the others groups are compared."""
+Pair = tuple[str, str]
+
+
+def choices(case: Case) -> dict[str, str]:
+    """What a case combines, by factor."""
+    shape, setting = SHAPES[case.shape], SETTINGS[case.setting]
+    schedule, algorithm = shape.get("schedule", {}), algorithm_of(case.setting)
+    models = [value for value in setting.get("models", {}).values() if isinstance(value, dict)]
+    rows = setting["algorithm"].get("prompts_per_step", 8)
+    return {
+        "algorithm": "supervised"
+        if case.setting in SUPERVISED
+        else "preference"
+        if case.setting in PREFERENCES
+        else FAMILY.get(algorithm, "groups"),
+        "placement": _placement(case),
+        "engine": _engine(case),
+        "rollout": case.rollout.partition("-")[0],
+        "chunks": "chunks" if schedule.get("num_chunks", 1) > 1 else "whole steps",
+        "lag": f"lag {schedule.get('lag', 0)}",
+        "sync": "rare syncs" if shape.get("sync", {}).get("every", 1) > 1 else "every sync",
+        "weights": "adapters" if any("lora" in model for model in models) else "all weights",
+        "rows": "even rows" if rows % 4 == 0 else "uneven rows",
+        "memory": "turns" if "tight" in case.shape else "together",
+    }
+
+
+def _placement(case: Case) -> str:
+    placement = SHAPES[case.shape]["placement"]
+    if isinstance(placement, dict):
+        names = set(placement)
+        return "operators" if "operators" in names else "disaggregated" if "actor.shadow" in names else "interleaved"
+    if len(placement) == 6:
+        return "disaggregated"
+    return "co-located" if case.ranks == 1 or set(placement) == {1} else "interleaved"
+
+
+def _engine(case: Case) -> str:
+    """That of the actor, or of the one model."""
+    settings = COMPUTE.get(case.compute, {}).get("actor", {})
+    if settings.get("engine") in ("deepspeed", "megatron"):
+        return str(settings["engine"])
+    if settings.get("tp", 1) > 1:
+        return "tensor parallel"
+    # one rank has no shards
+    is_alone = case.ranks == 2 and case.shape in ("pairs", "half", *(name for name in SHAPES if "six" in name))
+    return "FSDP2" if settings.get("zero", 0) and not is_alone else "replicas"
+
+
+def pairs(cases: Iterable[Case]) -> Counter[tuple[Pair, Pair]]:
+    """Pairs of choices, with the number of cases of each."""
+    return Counter(pair for case in cases for pair in combinations(choices(case).items(), 2) if _may_interact(*pair))
+
+
+def _may_interact(one: Pair, other: Pair) -> bool:
+    """Whether a pair is one of the array. vLLM, which takes seconds to start, reads weights and writes rows: it is
+    combined with where it is and when it gets weights."""
+    if ("rollout", "vllm") not in (one, other):
+        return True
+    return not {one[0], other[0]}.isdisjoint({"placement", "lag", "weights"})
+
+
+def main() -> None:
+    covered = pairs(DEFAULT)
+    for (one, other), count in sorted(pairs(every_case()).items()):
+        print(f"{covered[one, other]:4d} of {count:4d}  {one[1]} with {other[1]}")
+
+
+if __name__ == "__main__":
+    main()

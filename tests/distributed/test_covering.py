@@ -1,0 +1,47 @@
+"""The default cases of the equality suite stand for the whole product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cases import COMPUTE, DEFAULT, NOT_COMPARED, ROLES, ROLLOUTS, SHAPES, Case, algorithm_of, every_case, make_assets
+from covering import choices, pairs
+
+from flexrlhf.plan.pipeline import make_plan
+
+IN_FULL_ALONE = {
+    # rounded weights have other tolerances (test_precision.py); further layouts of operators
+    *("six-rounded", "six-apart", "operators-lanes", "operators-stages", "real-7b-heuristic", "real-70b-heuristic"),
+    *("uncrossed", "vllm-pp", "vllm-tp-pp", "vllm-narrow", "vllm-awake", "torch-awake", "vllm-engine"),
+}
+"""Shapes, engines and rollouts of `make test-all`."""
+
+
+def test_every_pair_of_choices_is_a_default_case() -> None:
+    assert sorted(pairs(every_case()).keys() - pairs(DEFAULT).keys()) == []
+
+
+def test_every_choice_is_a_default_case() -> None:
+    found = {name for case in DEFAULT for name in (case.shape, case.compute, case.rollout)}
+    assert sorted({*SHAPES, *COMPUTE, *ROLLOUTS} - found - IN_FULL_ALONE) == []
+    assert {algorithm_of(case.setting) for case in DEFAULT} == set(ROLES)
+    assert not IN_FULL_ALONE & found and not {case.setting for case in DEFAULT} & set(NOT_COMPARED)
+
+
+def test_four_ranks_are_an_exception() -> None:
+    assert sum(case.ranks == 4 for case in DEFAULT) <= 25 and sum(case.has_vllm for case in DEFAULT) <= 4
+
+
+def test_a_missing_pair_is_noticed() -> None:
+    without = [case for case in DEFAULT if choices(case)["lag"] == "lag 0"]
+    assert (("lag", "lag 1"), ("weights", "adapters")) in pairs(every_case()).keys() - pairs(without).keys()
+    assert pairs([Case("adapters", "lag", 2)])[("lag", "lag 1"), ("weights", "adapters")] == 1
+
+
+@pytest.mark.full
+def test_every_case_has_a_plan(tmp_path: Path) -> None:
+    """One that has none would end the launch of all others."""
+    assets = make_assets(tmp_path)
+    for case in every_case():
+        make_plan(assets.spec(case))
