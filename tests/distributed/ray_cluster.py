@@ -65,7 +65,7 @@ def descendants(pid: int) -> list[int]:
 def ray_cluster(dashboard: bool = False) -> Iterator[RayCluster]:
     """Two nodes with a CPU each. Their files are in a directory with a short name, as their sockets require."""
     directory = mkdtemp(prefix="ray-", dir="/tmp")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "RAY_TMPDIR": directory, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, __file__, *["dashboard"] * dashboard],

@@ -21,12 +21,15 @@ KL_BOUND = 8.0
 """Nats per response. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
 
 
+STEPS = {"sft": 120, "reward": 30, "ppo": 20}
+"""Fewer than a newcomer runs, who has them all in `make run`."""
+FEWER = tuple(f"quickstart-{name}:steps={steps}" for name, steps in STEPS.items())
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("empty")
-    process = start(["run", "--placement-ratio", "[1,1,0.5,0.5]"], directory)
-    out, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, out[-2000:]
+    trained(directory, *FEWER, placement="[1,1,0.5,0.5]")
     return directory / "runs"
 
 
@@ -40,6 +43,14 @@ def mean(values: list[float]) -> float:
 
 def test_the_reward_model_ranks_evaluation_pairs(runs: Path) -> None:
     assert metrics(runs, "quickstart-reward")[-1]["eval_accuracy"] >= 0.8
+
+
+@pytest.mark.full
+def test_all_steps_are_as_good(tmp_path: Path) -> None:
+    trained(tmp_path)
+    test_the_reward_model_ranks_evaluation_pairs(tmp_path / "runs")
+    test_the_policy_learns_within_the_kl_bound(tmp_path / "runs")
+    test_the_policy_does_not_repeat_one_good_word(tmp_path / "runs")
 
 
 def test_the_policy_learns_within_the_kl_bound(runs: Path) -> None:
@@ -65,15 +76,15 @@ def test_ppo_was_interleaved_and_left_its_files(runs: Path) -> None:
 def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
     """SFT and the reward model are kept while their configs are unchanged."""
     shutil.copytree(runs, tmp_path / "runs")
-    out = trained(tmp_path, "quickstart-ppo:steps=1")
+    out = trained(tmp_path, *FEWER[:2], "quickstart-ppo:steps=1")
     for name in ("sft", "reward"):
         assert f"quickstart-{name}: finished, kept; its config is unchanged" in out
         assert not (tmp_path / f"runs/quickstart-{name}.1").exists()
     assert "quickstart-ppo  step 1/1" in out and "quickstart-sft  step" not in out
-    assert len(metrics(tmp_path / "runs", "quickstart-ppo.1")) == 50
+    assert len(metrics(tmp_path / "runs", "quickstart-ppo.1")) == STEPS["ppo"]
     # the first one was interleaved
     found = CliRunner().invoke(app, ["compare", *(str(tmp_path / f"runs/quickstart-ppo{end}") for end in (".1", ""))])
-    assert "interleaving on 2 devices, 50 steps" in found.output and "co-located on 2 devices, 1 step" in found.output
+    assert "interleaving on 2 devices, 20 steps" in found.output and "co-located on 2 devices, 1 step" in found.output
     assert "numbers of A and B over 1 step: the same" in found.output and "differs" not in found.output
     assert "generation" in found.output and "bytes of columns moved" in found.output
 
@@ -84,12 +95,13 @@ def test_a_changed_run_trains_again_and_so_does_what_starts_from_it(runs: Path, 
     shutil.copytree(runs, tmp_path / "runs")
     out = trained(tmp_path, "quickstart-sft:steps=2", "quickstart-reward:eval=null", "quickstart-ppo:steps=1")
     assert "finished, kept" not in out and "quickstart-sft  step 2/2" in out and "quickstart-reward  step 80/80" in out
-    assert len(metrics(tmp_path / "runs", "quickstart-sft.1")) == 250
+    assert len(metrics(tmp_path / "runs", "quickstart-sft.1")) == STEPS["sft"]
 
 
-def trained(directory: Path, *settings: str) -> str:
+def trained(directory: Path, *settings: str, placement: str = "[1,1,1,1]") -> str:
     """What a run of the quick start in ``directory`` prints."""
-    process = start(["run", *(word for setting in settings for word in ("--set", setting))], directory)
+    words = [word for setting in settings for word in ("--set", setting)]
+    process = start(["run", "--placement-ratio", placement, *words], directory)
     out, _ = process.communicate(timeout=280)
     assert process.returncode == 0, out[-2000:]
     return out
