@@ -7,6 +7,7 @@ tests that do it. A ``console`` block shows a command with lines of its output, 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -411,6 +412,26 @@ def names_in(cell: str) -> set[str]:
 def folders(modules: str) -> set[str]:
     """``engines`` for ``engines.base``."""
     return {module.partition(".")[0] for module in modules.split()}
+
+
+def test_each_guarantee_has_a_default_test() -> None:
+    """Unless its row says where else it is tested."""
+    rows = [line for line in (ROOT / "docs" / "guarantees.md").read_text().splitlines() if "`tests/" in line]
+    assert len(rows) > 50
+    for row in rows:
+        named = [ROOT / path for path in re.findall(r"`(tests/[^`]*)`", row)]
+        files = [file for path in named for file in ([path] if path.suffix else sorted(path.glob("test_*.py")))]
+        assert files and all(file.exists() for file in files), row
+        assert "make test-all" in row or any(map(has_default_test, files)), row
+
+
+def has_default_test(file: Path) -> bool:
+    """Whether a file has a test that is not of the long matrix alone."""
+    if re.search(r"^pytestmark = .*mark\.full", file.read_text(), re.MULTILINE):
+        return False
+    functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    tests = [node for node in functions if node.name.startswith("test_")]
+    return any("pytest.mark.full" not in map(ast.unparse, node.decorator_list) for node in tests)
 
 
 def test_the_table_of_rooms_is_that_of_the_layers() -> None:
