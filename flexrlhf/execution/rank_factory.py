@@ -357,23 +357,23 @@ def _fork_again(write_end: int) -> None:
 
 def _run(request: Mapping[str, Any], streams: Sequence[int]) -> None:
     """Be the requested process, ``python -m COMMAND``, and end with its exit code."""
-    os.setsid()
-    # those that are registered are of other processes; multiprocessing does the same
-    atexit._clear()
-    atexit.register(_exit_function)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, request["name"].encode())
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["directory"])
-    if not sys.flags.safe_path:
-        sys.path[0] = request["directory"]
-    sys.argv = list(request["fork"])
     with ending():
+        os.setsid()
+        # those that are registered are of other processes; multiprocessing does the same
+        atexit._clear()
+        atexit.register(_exit_function)
+        ctypes.CDLL(None).prctl(PR_SET_NAME, request["name"].encode())
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["directory"])
+        if not sys.flags.safe_path:
+            sys.path[0] = request["directory"]
+        sys.argv = list(request["fork"])
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
