@@ -20,7 +20,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
-SAMPLE, ALL = 150, 4000
+SAMPLE, ALL = 400, 4000
 SEED = 17
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
