@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
-import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -26,28 +23,21 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, Protocol, Self
 
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.lifetime import changed_environment, ending, quiet_torch
+from flexrlhf.execution import fork_server
+from flexrlhf.execution.lifetime import ending, quiet_torch
 from flexrlhf.placement.hosts import under_torchrun
-from flexrlhf.rewards.processes import is_killed_with_parent
-from flexrlhf.text import counted
 
 LOADED = ("flexrlhf.execution.worker",)
 """Modules that every rank needs."""
 RESPONSE_SECONDS = 300.0
 """Longest wait for the factory to have loaded its modules and forked a rank."""
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 15, 36, 37
-"""Constants of <sys/prctl.h>: the name of a process in lists; whether it adopts orphans among its descendants."""
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that schedulers send to every process; the factory ends with its launcher."""
-_LOADING = {"OPENBLAS_NUM_THREADS": "1"}
-"""Variables while modules are loaded: numpy would start threads."""
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+"""Constants of <sys/prctl.h>: whether a process adopts orphans among its descendants."""
 _OF_RANKS = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "FLEXRLHF_"),
     # set by torch and pytest themselves
@@ -141,7 +131,7 @@ class RankFactory:
             return
         self._channel, other = socket.socketpair()
         with other:
-            is_copy = self._is_copied and not problem_after(self._modules)
+            is_copy = self._is_copied and not fork_server.problem_after(self._modules)
             self._process = _copy(other, self._channel) if is_copy else _spawn(other, variables, self._modules)
         self._variables, self._is_copied = variables, False
 
@@ -199,8 +189,8 @@ class RankFactory:
         assert self._channel is not None and self._process is not None, "a factory that has started"
         self._channel.settimeout(RESPONSE_SECONDS)
         try:
-            _send(self._channel, request, streams)
-            message, _ = _receive(self._channel)
+            fork_server.send(self._channel, request, streams)
+            message, _ = fork_server.receive(self._channel)
             return message["pid"], message["problem"], message["error"]
         except TimeoutError:
             reason = f"has not responded for {RESPONSE_SECONDS:g} s"
@@ -224,7 +214,7 @@ def starting_factory(is_needed: bool = True, is_copied: bool = False) -> Iterato
 def _spawn(channel: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Process:
     """Start a factory that loads its modules, and serves ``channel``."""
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(channel.fileno()), str(os.getpid()), *modules],
+        [sys.executable, "-m", fork_server.__name__, str(channel.fileno()), str(os.getpid()), *modules],
         env=environment,
         pass_fds=[channel.fileno()],
         start_new_session=True,
@@ -242,7 +232,7 @@ def _copy(channel: socket.socket, other: socket.socket) -> Process:
             atexit._clear()
             other.close()
             os.setsid()
-            serve(channel, launcher, ())
+            fork_server.serve(channel, launcher, ())
     return ForkedProcess(pid)
 
 
@@ -256,127 +246,3 @@ def _adopting_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
-
-
-def _send(channel: socket.socket, message: Mapping[str, Any], streams: Sequence[int]) -> None:
-    """Send a message, and descriptors with it."""
-    data = json.dumps(message).encode()
-    socket.send_fds(channel, [len(data).to_bytes(8, "big")], streams)
-    channel.sendall(data)
-
-
-def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return a message and its descriptors. Raises EOFError when the other side has closed."""
-    head, streams, _, _ = socket.recv_fds(channel, 8, 3)
-    size, data = int.from_bytes(head, "big"), b""
-    while len(data) < size:
-        data += channel.recv(size - len(data)) or _raise_eof()
-    return json.loads(data) if head else _raise_eof(), streams
-
-
-def _raise_eof() -> NoReturn:
-    raise EOFError
-
-
-def serve(channel: socket.socket, launcher: int, modules: Sequence[str]) -> None:
-    """Load modules and fork on request, until the launcher, a process, closes the channel. Its forks end in here."""
-    is_killed_with_parent()
-    # it may have died before
-    if os.getppid() != launcher:
-        return
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, b"rank-factory")
-    problem = problem_after(modules)
-    # no collection writes to the pages of what is there, which so remain shared
-    gc.freeze()
-    while True:
-        try:
-            request, streams = _receive(channel)
-        except (EOFError, ConnectionError):
-            return
-        pid = error = 0
-        if not problem:
-            pid, error = _fork(channel, request, streams)
-        for stream in streams:
-            os.close(stream)
-        _send(channel, {"pid": pid, "problem": problem, "error": error}, ())
-
-
-def problem_after(modules: Sequence[str]) -> str:
-    """Load modules; return why a fork of this process could not work then, empty where it can."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    with changed_environment(_LOADING):
-        for module in modules:
-            import_module(module)
-        import torch
-    if was_enabled:
-        gc.enable()
-    threads = len(os.listdir("/proc/self/task")) - 1
-    if threads:
-        return f"they start {counted(threads, 'thread')}"
-    # torch knows in a child alone whether its parent has looked for a GPU
-    if (pid := os.fork()) == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
-    return "they initialise CUDA" if os.waitpid(pid, 0)[1] else ""
-
-
-def _fork(channel: socket.socket, request: Mapping[str, Any], streams: Sequence[int]) -> tuple[int, int]:
-    """Return the pid of a grandchild that runs the request, or the number of an error."""
-    read_end, write_end = os.pipe()
-    try:
-        if (middle := os.fork()) == 0:
-            _fork_again(write_end)
-            for descriptor in (read_end, write_end, channel.detach()):
-                os.close(descriptor)
-            _run(request, streams)
-        os.waitpid(middle, 0)
-        pid = int(os.read(read_end, 32))
-        return max(pid, 0), max(-pid, 0)
-    except OSError as error:
-        return 0, error.errno or 1
-    finally:
-        os.close(read_end)
-        os.close(write_end)
-
-
-def _fork_again(write_end: int) -> None:
-    """Return in a child of this process, which ends once it has written the child's pid or the number of an error."""
-    middle = os.getpid()
-    try:
-        pid = os.fork()
-    except OSError as error:
-        pid = -(error.errno or 1)
-    if pid:
-        os.write(write_end, str(pid).encode())
-        os._exit(0)
-    while os.getppid() == middle:
-        time.sleep(0.001)
-
-
-def _run(request: Mapping[str, Any], streams: Sequence[int]) -> None:
-    """Be the requested process, ``python -m COMMAND``, and end with its exit code."""
-    with ending():
-        os.setsid()
-        # those that are registered are of other processes; multiprocessing does the same
-        atexit._clear()
-        atexit.register(_exit_function)
-        ctypes.CDLL(None).prctl(PR_SET_NAME, request["name"].encode())
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        for number in _IGNORED:
-            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        os.chdir(request["directory"])
-        if not sys.flags.safe_path:
-            sys.path[0] = request["directory"]
-        sys.argv = list(request["fork"])
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    with ending(), socket.socket(fileno=int(sys.argv[1])) as launchers:
-        serve(launchers, int(sys.argv[2]), sys.argv[3:])

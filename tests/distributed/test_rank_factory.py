@@ -166,7 +166,7 @@ def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
             for _ in range(lines):
                 process.stdout.readline()
             started = children_of(process.pid)
-            assert len(started) == lines
+            assert len(started) >= lines
             process.kill()
         limit = time.monotonic() + 10
         while any(map(is_alive, started)):
@@ -176,7 +176,8 @@ def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
 
 FORKABLE = """
 import os, sys
-from flexrlhf.execution.rank_factory import LOADED, problem_after
+from flexrlhf.execution.fork_server import problem_after
+from flexrlhf.execution.rank_factory import LOADED
 print([problem_after(LOADED), len(os.listdir("/proc/self/task")), sys.modules["torch"].distributed.is_initialized()])
 print(*sys.modules)
 """
@@ -185,7 +186,8 @@ import torch
 looked = []
 for name in ("is_available", "device_count", "_lazy_init", "init", "current_device"):
     setattr(torch.cuda, name, lambda *_, name=name, true=getattr(torch.cuda, name): looked.append(name) or true())
-from flexrlhf.execution.rank_factory import LOADED, problem_after
+from flexrlhf.execution.fork_server import problem_after
+from flexrlhf.execution.rank_factory import LOADED
 print([problem_after(LOADED), looked])
 """
 

@@ -113,7 +113,8 @@ RULES = (
     # run again by the processes that a rank starts, so without torch
     Layer("execution.rank", lazily="execution.worker execution.lifetime"),
     Layer("execution.lifetime", "rewards.processes"),
-    Layer("execution.rank_factory", "execution.lifetime placement.hosts rewards.processes errors text"),
+    Layer("execution.fork_server", "execution.lifetime rewards.processes text"),
+    Layer("execution.rank_factory", "execution.fork_server execution.lifetime placement.hosts errors"),
     Layer("execution.flight_log", "timeline"),
     Layer("checkpoints.manifest", "errors"),
     Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
