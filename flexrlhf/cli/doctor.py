@@ -23,7 +23,7 @@ from flexrlhf.cli.planning import plan_runs
 from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.rank_factory import RankFactory
+from flexrlhf.execution.rank_factory import RankFactory, starting_factory
 from flexrlhf.placement.hosts import Hosts, check_single_planner
 from flexrlhf.plan.plan import Plan
 
@@ -58,7 +58,8 @@ def doctor(
     hosts.check_cluster(plans[0].cluster)
     if not paths:
         prepare_corpus()
-    run_preflight(plans, hosts, None, timeout, timeout)
+    with starting_factory(is_copied=True) as factory:
+        run_preflight(plans, hosts, None, timeout, timeout, factory)
 
 
 def run_preflight(
