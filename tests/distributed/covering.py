@@ -59,7 +59,8 @@ def _engine(case: Case) -> str:
     if settings.get("tp", 1) > 1:
         return "tensor parallel"
     # one rank has no shards
-    is_alone = case.ranks == 2 and case.shape in ("pairs", "half", *(name for name in SHAPES if "six" in name))
+    placement = SHAPES[case.shape]["placement"]
+    is_alone = case.ranks == 2 and isinstance(placement, list) and set(placement) == {0.5}
     return "FSDP2" if settings.get("zero", 0) and not is_alone else "replicas"
 
 

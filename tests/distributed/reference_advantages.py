@@ -155,6 +155,8 @@ def compared(spec: GroupSpec, totals: list[float]) -> list[float]:
         over = [total - mean for total in totals]
     else:
         over = [total - (sum(totals) - total) / (len(totals) - 1) for total in totals]
+    # a score that is the mean of its group is so up to rounding, whose sign would decide which tokens are clipped
+    over = [x if abs(x) > 1e-9 else 0.0 for x in over]
     return [x / (deviation + 1e-6) for x in over] if spec.scale == "group" else over
 
 
