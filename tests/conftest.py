@@ -11,6 +11,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 LAUNCHES = "launches: Launches"
 """Parameter of tests that read the outcomes of common launches."""
+FOLDERS = ("distributed", "engines", "emulate", "properties", "unit")
+"""From the one whose files take longest, so that no process is left alone with one of them at the end."""
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -24,6 +26,11 @@ class FileScheduling(LoadScopeScheduling):
 @cache
 def reads_launches(file: Path) -> bool:
     return LAUNCHES in file.read_text()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests in the order in which files are distributed: the common launches first."""
+    items.sort(key=lambda item: (not reads_launches(item.path), FOLDERS.index(item.path.parent.name)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:

@@ -48,10 +48,20 @@ POLICIES = [
     # float32 models whose copies have weights that were sent in 16 bits
     Case("one", "six-rounded", 4),
 ]
+SHARDS = ("bf16-torch-3", "bf16-deepspeed-2", "bf16-deepspeed-3")
+IN_FULL_ALONE = [
+    *(Case("reward", "all", 2, compute) for compute in ("bf16-deepspeed-2", "bf16-tp")),
+    *(Case("sft-adapters", "all", 2, compute) for compute in SHARDS[1:]),
+    *(Case("reward-adapters", "all", 2, compute) for compute in ("bf16", "bf16-torch-3", "bf16-deepspeed-3")),
+    Case("sft", "all", 2, "fp16-tp"),
+    *(Case("one", "co-located", 2, compute) for compute in SHARDS[:2]),
+    *(Case("one", "six", 4, compute) for compute in ("bf16", *SHARDS[1:])),
+]
+"""What others show of another setting or number of ranks."""
 
 
 def params(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name) for case in cases]
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case in IN_FULL_ALONE)) for case in cases]
 
 
 def role_of(outcome: Outcome) -> str:

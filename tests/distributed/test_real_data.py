@@ -103,7 +103,9 @@ def numbers(step: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in step.items() if name not in TIMES and not isinstance(value, str)}
 
 
-@pytest.mark.parametrize("data", [FIXTURES, REAL], ids=["fixtures", "real"])
+@pytest.mark.parametrize(
+    "data", [pytest.param(FIXTURES, id="fixtures"), pytest.param(REAL, id="real", marks=pytest.mark.full)]
+)
 def test_sft_and_ppo_run_under_every_strategy(data: Path, tmp_path: Path) -> None:
     if not data.is_dir():
         pytest.skip("the data folder is not next to the repository")

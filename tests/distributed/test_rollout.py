@@ -32,10 +32,11 @@ ENGINES = [case for case in DEFAULT if case.has_rollout_engine]
 UNCUT = [case for case in ENGINES if case.setting != "ends"]
 """Those that sample from the whole distribution, of which the trainer's log-probs are."""
 OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
+"""In the whole product; by default one engine is tried (tests/engines/test_vllm_engine.py)."""
 
 
 def params(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name) for case in cases]
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case == OWN_NOISE)) for case in cases]
 
 
 def told_by_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.Tensor]:

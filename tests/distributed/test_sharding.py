@@ -24,12 +24,13 @@ SPLIT = {
 # stages 1 and 2 of DeepSpeed cut the numbers of all tensors in a row, and of a gradient that a cut goes through both
 # ranks keep the whole: little in a model of 32 layers, much in one of two
 DEEP = [Case("deep", "all", ranks, compute) for ranks in (2, 4) for compute in ("replicas", *STAGES)]
+IN_FULL_ALONE = [case for case in DEEP if case.ranks == 4 and case.compute not in ("torch-3", "deepspeed-1")]
 ADAPTED = [case for case in DEFAULT if "adapters" in case.setting and case.compute == "replicas"]
 PLACED = [case for case in DEFAULT if case.ranks == 4 and case.compute in ("torch-2", "torch-3", "deepspeed-3")]
 
 
 def params(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name) for case in cases]
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case in IN_FULL_ALONE)) for case in cases]
 
 
 def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:

@@ -27,7 +27,8 @@ from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evalua
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
-NUM_SPECS = 300
+NUM_SPECS, BY_DEFAULT = 300, 150
+"""Random specs, and those of them that `make test` tries."""
 SEED = 24
 MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")
 WITHIN, PER_BATCH = 1000, 100
@@ -144,7 +145,9 @@ def _check_weights(plan: Plan, traces: dict[int, Trace], expected: Reference) ->
             assert found == right, f"rank {rank} ends with weights of {model.name} other than those after {batches}"
 
 
-@pytest.mark.parametrize("index", range(NUM_SPECS))
+@pytest.mark.parametrize(
+    "index", [pytest.param(n, marks=[pytest.mark.full] * (n >= BY_DEFAULT)) for n in range(NUM_SPECS)]
+)
 def test_random_spec_reaches_the_right_result(index: int) -> None:
     try:
         check_plan(random_specs().plans[index])

@@ -169,7 +169,7 @@ def first_pass(dtype: str, samples: int) -> MicroBatch:
     return next(piece for piece in pieces if piece.attention_mask is not None)
 
 
-@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [WIDE_MLP, WIDE_HEADS], ids=["wide MLP", "wide heads"])
 def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int) -> None:

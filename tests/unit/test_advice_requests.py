@@ -149,7 +149,10 @@ SECONDS = 2.0
 SLOW = {
     *("four devices of 24 GB, adapters", "a node, 65B", "a node, 70B", "one device, 65B", "a node, 33B"),
     *("a node with little memory", "five nodes", "four devices, older", "a node, 70B, adapters", "four devices"),
-    *("six devices", "three devices, 7B", "a node, deepspeed, 65B", "a node, 13B"),
+    *("six devices", "three devices, 7B", "a node, deepspeed, 65B", "a node, 13B", "a node, small critic"),
+    *("a node, settings of the YAML that need much", "a node, settings of the YAML that are too large"),
+    *("two nodes", "a node, megatron", "a node, 32B, adapters", "uneven nodes", "a node, short responses"),
+    *("a node, deepspeed", "one device, 65B, adapters", "a node, a strategy", "one device, deepspeed, 65B"),
 }
 """Requests that are searched for seconds, of kinds that the others have, too."""
 CASES = [

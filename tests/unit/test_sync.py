@@ -239,7 +239,7 @@ def engine_case(colocated: bool, tp: int = 1, source: str = "{}", dtype: str = "
 # --- what arrives
 
 
-@pytest.mark.parametrize("num_sources", [2, 4])
+@pytest.mark.parametrize("num_sources", [pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("shadow", LAYOUTS + CUT + STAGED, ids=str)
 @pytest.mark.parametrize("source", LAYOUTS + CUT + STAGED, ids=str)
 def test_every_rank_of_the_shadow_gets_its_part(
