@@ -15,11 +15,9 @@ import yaml
 from cases import Case, make_assets
 from commands import children, is_alive, start
 from test_nodes import free_port
-from typer.testing import CliRunner
 
 import flexrlhf
 from benchmarks.two_hosts import can_link, linked_hosts
-from flexrlhf.cli import app
 from flexrlhf.config.spec_file import dump_spec
 
 CASE = Case("two", "halves", 2)
@@ -37,10 +35,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def doctor(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and output of a launcher in this process, which has loaded torch already."""
-    result = CliRunner().invoke(app, ["doctor", *arguments])
-    return result.exit_code, result.output
+def outcome(arguments: list[str], directory: Path) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    process = start(arguments, directory)
+    output, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, output
 
 
 def table(output: str) -> Table:
@@ -58,10 +57,9 @@ def two_nodes(config: Path, port: int) -> list[str]:
     return [str(config), "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", "--timeout", "60", "--node-rank"]
 
 
-def test_machines_in_order(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_in_order(config: Path, tmp_path: Path) -> None:
     """Two ranks exchange messages in the groups of the plan; every figure is measured, and no file is left."""
-    monkeypatch.chdir(tmp_path)
-    code, output = doctor([str(config)])
+    code, output = outcome(["doctor", str(config)], tmp_path)
     found = table(output)
     assert code == 0, output
     assert len(found) == 16 and {result for result, _ in found.values()} <= {"ok", "warning"}, output
@@ -74,7 +72,7 @@ def test_machines_in_order(config: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path) -> None:
     """The second node has another source file, another seed, and a directory of its own; ranks meet all the same."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -87,8 +85,7 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path, monkeypat
     other = subprocess.Popen(
         command, cwd=second, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    monkeypatch.chdir(first)
-    code, output = doctor([*two_nodes(config, port), "0"])
+    code, output = outcome(["doctor", *two_nodes(config, port), "0"], first)
     others_output, _ = other.communicate(timeout=SECONDS)
     assert (code, other.returncode) == (1, 1), output + others_output
     found = table(output)
@@ -106,15 +103,12 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path, monkeypat
     assert list(first.iterdir()) == [] and not (second / "runs").exists()
 
 
-def test_a_node_that_never_comes_and_a_file_in_place_of_the_directory(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_never_comes_and_a_file_in_place_of_the_directory(config: Path, tmp_path: Path) -> None:
     """What this machine has measured alone is shown next to who is missing, and a run does not begin."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file where a directory should be")
     arguments = [str(config), "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
     began = time.monotonic()
-    code, output = doctor([*arguments, "--timeout", "2"])
+    code, output = outcome(["doctor", *arguments, "--timeout", "2"], tmp_path)
     # the deadline, and the time to read the inputs
     assert time.monotonic() - began < SECONDS
     found = table(output)
@@ -172,11 +166,11 @@ def test_a_run_on_a_disk_that_is_too_small_is_refused(config: Path, tmp_path: Pa
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
-        result = CliRunner().invoke(app, ["run", str(config), "--set", f"runs={tmp_path}/runs"])
-        assert result.exit_code == 2 and not (tmp_path / "runs").exists()
+        code, output = outcome(["run", str(config), "--set", f"runs={tmp_path}/runs"], tmp_path)
+        assert code == 2 and not (tmp_path / "runs").exists()
         need = f"{CASE.name} needs 1.49 MB (3 checkpoints of 447 kB, models of 149 kB)"
-        assert f"flexrlhf: runs: {need}; {tmp_path} has " in result.output
-        assert result.output.strip().count("\n") == 0, result.output
+        assert f"flexrlhf: runs: {need}; {tmp_path} has " in output
+        assert output.strip().count("\n") == 0, output
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
