@@ -42,8 +42,8 @@ def installed_loggers() -> tuple[LoggerSpec, ...]:
     return tuple(logger for logger in each if find_spec(logger.name) is not None)
 
 
-def launch(directory: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
-    return start(["run", "ppo.yaml", "--set", f"name={name}", *arguments], directory, is_forked=False)
+def launch(directory: Path, name: str, *arguments: str, is_forked: bool = True) -> subprocess.Popen[str]:
+    return start(["run", "ppo.yaml", "--set", f"name={name}", *arguments], directory, is_forked=is_forked)
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -91,7 +91,7 @@ def assert_goes_on(directory: Path, name: str, *arguments: str) -> None:
 def test_sigterm_to_every_process_saves_and_ends(directory: Path) -> None:
     """As schedulers send it. A second command of the same name is refused meanwhile."""
     slow = ("--set", "debug.run_delay_seconds=0.3")
-    process = launch(directory, "terminated", *slow)
+    process = launch(directory, "terminated", *slow, is_forked=False)
     read_until(process, "terminated  step 2/")
     ranks = children(process)
     # a slow machine may need longer for the second command than the run has steps
@@ -109,7 +109,7 @@ def test_sigterm_to_every_process_saves_and_ends(directory: Path) -> None:
 
 @pytest.mark.full
 def test_sigusr1_to_the_launcher_saves_and_ends(directory: Path) -> None:
-    process = launch(directory, "warned", "--set", "debug.run_delay_seconds=0.1")
+    process = launch(directory, "warned", "--set", "debug.run_delay_seconds=0.1", is_forked=False)
     read_until(process, "warned  step 1/")
     process.send_signal(signal.SIGUSR1)
     assert finished(process)[0] == 143
@@ -119,7 +119,7 @@ def test_sigusr1_to_the_launcher_saves_and_ends(directory: Path) -> None:
 @pytest.mark.full
 def test_a_killed_run_goes_on_from_its_newest_undamaged_checkpoint(directory: Path) -> None:
     every = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep_last=3")
-    process = launch(directory, "killed", *every, "--set", "debug.run_delay_seconds=0.1")
+    process = launch(directory, "killed", *every, "--set", "debug.run_delay_seconds=0.1", is_forked=False)
     read_until(process, "killed  step 4/")
     os.kill(children(process)[1], signal.SIGKILL)
     code, out = finished(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
@@ -12,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import run_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
@@ -460,9 +461,10 @@ def fsdp_model(mesh: DeviceMesh, tied: bool) -> dict[str, Any]:
     return {"scores": scores.detach(), "gradients": grads}
 
 
-def rank_main(rank: int, directory: Path) -> None:
+def rank_main(directory: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     mesh = DeviceMesh("cpu", [0, 1])
     result = {
         "split": {name: vars(scores) for name, scores in split_scores(rank, mesh.get_group()).items()},
@@ -479,7 +481,7 @@ def rank_main(rank: int, directory: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks found, in one launch."""
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (directory,), nprocs=2)
+    run_ranks("test_head", directory, number=2)
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
 
 
@@ -536,3 +538,7 @@ def test_on_a_gpu_as_on_the_cpu(dtype: torch.dtype) -> None:
     found = there.scores(chunked(7 * VOCABULARY), "gradient")
     on_cpu = Scores(**{name: tensor.cpu() for name, tensor in vars(found).items()})
     assert_close(on_cpu, case.scores(plain, "gradient"), 1e-5 if dtype == torch.float32 else 2**-7)
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]))
