@@ -41,7 +41,12 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 
 def ranks_of(launcher: int) -> list[int]:
     """Process ids of the ranks of a launcher, which has another child that forks them."""
-    return [pid for pid in children_of(launcher) if Path(f"/proc/{pid}/comm").read_text().startswith("rank ")]
+    return [pid for pid in children_of(launcher) if comm_of(pid).startswith("rank ")]
+
+
+def comm_of(pid: int) -> str:
+    """Name of a process in lists."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def children_of(pid: int) -> list[int]:

@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -261,7 +262,9 @@ class Drill:
 def _left(job: Job, folder: Path, directory: Path) -> str:
     """What is left of a job that has ended, in words."""
     processes = job.left()
-    files = [path.name for path in (folder / "tmp").glob("flexrlhf-*")]
+    # nobody removes those of a launcher that is killed
+    is_killed = -signal.SIGKILL in job.codes
+    files = [path.name for path in (folder / "tmp").glob("flexrlhf-*") if not is_killed]
     found = [f"processes {processes}"] * bool(processes) + [f"temporary files {files}"] * bool(files)
     return ", ".join(found + ["a lock"] * is_locked(directory))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from commands import children_of, comm_of
 from drill_jobs import Job, Service
 from drilled import PLANTED
 
@@ -55,7 +56,8 @@ class Kind:
 
     name:     in the table.
     shapes:   names of the shapes that it is injected into.
-    ends:     how the run does: it ``fails``, ``finishes``, or one of them: nothing may need a socket any more.
+    ends:     how the run does: it ``fails``, ``finishes``, or one of them: nothing may need a socket any more; or the
+              launcher of the host ``dies`` without a word, and the others fail.
     inject:   acts from outside.
     pattern:  regular expression of the closing sentence; ``RANK`` and ``HOST`` are those of the fault.
     printed:  what a line before it contains.
@@ -67,7 +69,7 @@ class Kind:
 
     name: str
     shapes: tuple[str, ...]
-    ends: Literal["fails", "finishes", "either"]
+    ends: Literal["fails", "finishes", "either", "dies"]
     inject: Inject
     pattern: str = ""
     printed: str = ""
@@ -84,6 +86,8 @@ class Kind:
 
     def misnamed(self, job: Job, target: Target) -> str:
         """What is wrong with the ends of the launchers; empty for nothing."""
+        if self.ends == "dies":
+            return self._wrong_survivors(job, target)
         expected = {"fails": (1,), "finishes": (0,), "either": (0, 1)}[self.ends]
         if len(set(job.codes)) > 1 or job.codes[0] not in expected:
             return f"exit codes {job.codes}"
@@ -92,6 +96,15 @@ class Kind:
         if self.printed not in job.outputs[0]:
             return f"no line has {self.printed!r}"
         return self._wrong_sentence(job, target) if job.codes[0] else ""
+
+    def _wrong_survivors(self, job: Job, target: Target) -> str:
+        ends = zip(job.codes, job.sentences(), strict=True)
+        wrong = [
+            f"exit code {code}: {sentence}"
+            for host, (code, sentence) in enumerate(ends)
+            if (code != -signal.SIGKILL if host == target.host else code != 1 or not self._names(sentence, job, target))
+        ]
+        return " | ".join(wrong)
 
     def _wrong_sentence(self, job: Job, target: Target) -> str:
         sentences = job.sentences()
@@ -111,6 +124,15 @@ class Kind:
 
 def _kill(_: Job, target: Target, __: Service) -> None:
     os.kill(target.pid, signal.SIGKILL)
+
+
+def _kill_launcher(job: Job, target: Target, _: Service) -> None:
+    os.kill(job.launchers[target.host].pid, signal.SIGKILL)
+
+
+def _kill_factory(job: Job, target: Target, _: Service) -> None:
+    (factory,) = (pid for pid in children_of(job.launchers[target.host].pid) if comm_of(pid) == "rank-factory")
+    os.kill(factory, signal.SIGKILL)
 
 
 def _stop(_: Job, target: Target, __: Service) -> None:
@@ -180,6 +202,7 @@ RAISED = rf"^flexrlhf: rank RANK \(.*host HOST\) ended the run at step \d+, .*, 
 UNWRITABLE = r"^flexrlhf: rank \d+ \(.*ended the run at step \d+, .*runs.*cannot be written \({}\)"
 CLOSED = r"^flexrlhf: (?=.*rank RANK \().*(connection .*|store has )closed"
 LOST = r"^flexrlhf: .*node [01] \(host "
+SILENT = r"^flexrlhf: .*host HOST"
 UNSCORED = r"^flexrlhf: rank \d+ \(.*have a score that is not a finite number "
 REFUSED = "/score: ConnectError All connection attempts failed"
 
@@ -187,6 +210,8 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("SIGKILL", ANY, "fails", _kill, KILLED),
+        Kind("launcher killed", ANY, "dies", _kill_launcher, SILENT, waited=True),
+        Kind("factory killed", ANY, "finishes", _kill_factory),
         Kind("SIGSTOP", ANY, "fails", _stop, STUCK, waited=True),
         Kind("SIGSTOP, then SIGCONT", ANY, "finishes", _pause),
         Kind("exception", ANY, "fails", _nothing, RAISED, action="exception"),

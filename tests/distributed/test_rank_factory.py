@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import children_of, is_alive
+from commands import children_of, comm_of, is_alive
 
 from flexrlhf.errors import RunStopped
 from flexrlhf.execution.rank_factory import RankFactory
@@ -132,7 +132,7 @@ def test_ranks_go_on_without_their_factory_and_the_next_one_has_a_new_one(tmp_pa
 
 
 def is_factory(pid: int) -> bool:
-    return Path(f"/proc/{pid}/comm").read_text().strip() == "rank-factory"
+    return comm_of(pid) == "rank-factory"
 
 
 def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(factory: RankFactory, tmp_path: Path) -> None:
