@@ -55,7 +55,7 @@ IN_FULL_ALONE = [
     *(Case("reward-adapters", "all", 2, compute) for compute in ("bf16", "bf16-torch-3", "bf16-deepspeed-3")),
     Case("sft", "all", 2, "fp16-tp"),
     *(Case("one", "co-located", 2, compute) for compute in SHARDS[:2]),
-    *(Case("one", "six", 4, compute) for compute in ("bf16", *SHARDS[1:])),
+    *(Case("one", "six", 4, compute) for compute in ("bf16", *SHARDS)),
 ]
 """What others show of another setting or number of ranks."""
 

@@ -113,7 +113,7 @@ def test_a_signal_is_an_exit_code_and_the_factory_outlives_what_schedulers_send(
 
 
 def test_ranks_go_on_without_their_factory_and_the_next_one_has_a_new_one(tmp_path: Path) -> None:
-    factory = RankFactory()
+    factory = RankFactory(modules=[])
     first = factory.fork(["probe", str(tmp_path / "first"), "wait"], os.environ, "rank 0")
     facts(tmp_path / "first", first.pid)
     # other tests of this process have one, too
@@ -135,17 +135,19 @@ def is_factory(pid: int) -> bool:
     return comm_of(pid) == "rank-factory"
 
 
-def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(factory: RankFactory, tmp_path: Path) -> None:
+def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(tmp_path: Path) -> None:
     """They read it while they are loaded, so other modules are loaded for the next rank."""
     (tmp_path / "threads.py").write_text("import sys, torch; sys.exit(torch.get_num_threads())")
-    for number in ("2", "1"):
-        assert factory.fork(["threads"], {**os.environ, "OMP_NUM_THREADS": number}, "rank 0").wait(60) == int(number)
+    with RankFactory(modules=["torch"]) as factory:
+        for number in ("2", "1"):
+            rank = factory.fork(["threads"], {**os.environ, "OMP_NUM_THREADS": number}, "rank 0")
+            assert rank.wait(60) == int(number)
 
 
 LAUNCHER = """
 import os, sys, time
 from flexrlhf.execution.rank_factory import RankFactory
-factory = RankFactory(is_copied=sys.argv[1] == "copied")
+factory = RankFactory(is_copied=sys.argv[1] == "copied", modules=["torch"])
 factory.start()
 print(os.getpid(), flush=True)
 rank = factory.fork(["probe", "facts", "wait"], {**os.environ, "FLEXRLHF_LAUNCHER": str(os.getpid())}, "rank 0")

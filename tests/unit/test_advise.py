@@ -184,7 +184,7 @@ def random_plans(gpus: int, number: int, seed: int, rollout: str, name: str = ""
 
 
 @pytest.mark.parametrize("rollout", ["transformers", "vllm"])
-@pytest.mark.parametrize("gpus", [2, 8, 16])
+@pytest.mark.parametrize("gpus", [2, 8, pytest.param(16, marks=pytest.mark.full)])
 def test_the_fast_evaluator_is_the_simulator(gpus: int, rollout: str) -> None:
     pairs = list(random_plans(gpus, 8, gpus, rollout))
     assert len(pairs) > 30
@@ -697,11 +697,12 @@ REFUSED = [
         "fits 2 V100-32G: actor has no settings there",
     ),
     ("llama-13b", 3, (), "on 6 devices"),
-    (
+    pytest.param(
         "llama-33b",
         1,
         ("cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: A100-40G}]}",),
         "fits 2 A100-80G and 2 A100-40G (",
+        marks=pytest.mark.full,
     ),
     (
         "llama-2-70b",
