@@ -21,7 +21,7 @@ KL_BOUND = 8.0
 """Nats per response. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
 
 
-STEPS = {"sft": 120, "reward": 30, "ppo": 20}
+STEPS = {"sft": 80, "reward": 20, "ppo": 16}
 """Fewer than a newcomer runs, who has them all in `make run`."""
 FEWER = tuple(f"quickstart-{name}:steps={steps}" for name, steps in STEPS.items())
 
@@ -84,7 +84,8 @@ def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "runs", "quickstart-ppo.1")) == STEPS["ppo"]
     # the first one was interleaved
     found = CliRunner().invoke(app, ["compare", *(str(tmp_path / f"runs/quickstart-ppo{end}") for end in (".1", ""))])
-    assert "interleaving on 2 devices, 20 steps" in found.output and "co-located on 2 devices, 1 step" in found.output
+    assert f"interleaving on 2 devices, {STEPS['ppo']} steps" in found.output
+    assert "co-located on 2 devices, 1 step" in found.output
     assert "numbers of A and B over 1 step: the same" in found.output and "differs" not in found.output
     assert "generation" in found.output and "bytes of columns moved" in found.output
 
