@@ -11,6 +11,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 LAUNCHES = "launches: Launches"
 """Parameter of tests that read the outcomes of common launches."""
+WAITING = ("test_rewards", "test_reward_service", "test_ray", "test_failures", "test_signals", "test_nodes")
+"""Files that wait most of their time, beside launches whose ranks have both cores to themselves meanwhile."""
 FOLDERS = ("distributed", "engines", "emulate", "properties", "unit")
 """From the one whose files take longest, so that no process is left alone with one of them at the end."""
 
@@ -30,7 +32,11 @@ def reads_launches(file: Path) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests in the order in which files are distributed: the common launches first."""
-    items.sort(key=lambda item: (not reads_launches(item.path), FOLDERS.index(item.path.parent.name)))
+    items.sort(key=lambda item: (_turn(item.path), FOLDERS.index(item.path.parent.name)))
+
+
+def _turn(file: Path) -> int:
+    return 0 if reads_launches(file) else 1 if file.stem in WAITING else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
