@@ -1,8 +1,9 @@
 """The drill: faults injected into random instructions of random ranks of toy runs, and what becomes of the runs.
 
-``python tests/distributed/drill.py --count 80 --seed 1`` prints a line for each injection and a table. A run ends
-within its deadline with a sentence that names the cause, or goes on; nothing of it is left; and ``--resume auto`` then
-gives the numbers of a run without the fault, to the last bit. Two hosts are network namespaces, which only root makes.
+``PYTHONPATH=.:tests python tests/distributed/drill.py --count 80 --seed 1`` prints a line for each injection and a
+table. A run ends within its deadline with a sentence that names the cause, or goes on; nothing of it is left; and
+``--resume auto`` then gives the numbers of a run without the fault, to the last bit. Two hosts are network namespaces,
+which only root makes.
 """
 
 from __future__ import annotations
