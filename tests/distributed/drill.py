@@ -35,7 +35,7 @@ from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.metrics import TIMES
 
 START_SECONDS = 150.0
-FIRST_ROUND, LAST_ROUND = 2.0, 4.5
+FIRST_ROUND, LAST_ROUND = 2.0, 4.0
 """Of the injections, of ``STEPS``: checkpoints are there by then, and something is left to do."""
 ATTEMPTS = 2
 PART = 30
