@@ -26,7 +26,7 @@ import torch
 import yaml
 from cases import Assets, make_assets
 from drill_jobs import DRILLED, KEPT, SHAPES, STEPS, Job, Service, Shape, is_locked, running, until
-from drill_kinds import DISK_MB, KINDS, Kind, Target
+from drill_kinds import DISK_MB, KINDS, LAST_ROUND, Kind, Target
 from drilled import GO, REACHED, Planned
 from safetensors.torch import load_file
 
@@ -35,8 +35,8 @@ from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.metrics import TIMES
 
 START_SECONDS = 150.0
-FIRST_ROUND, LAST_ROUND = 2.0, 4.0
-"""Of the injections, of ``STEPS``: checkpoints are there by then, and something is left to do."""
+FIRST_ROUND = 2.0
+"""Of the injections: checkpoints are there by then."""
 ATTEMPTS = 2
 PART = 30
 """Injections after which the runs are resumed."""
@@ -111,7 +111,7 @@ def plan_injections(count: int, seed: int, kinds: Sequence[str] = (), first: int
 
 def _planned(number: int, kind: Kind, rng: random.Random) -> Injection:
     shape = SHAPES[rng.choice(kind.shapes)]
-    rank, place = rng.randrange(shape.ranks), rng.uniform(FIRST_ROUND, LAST_ROUND)
+    rank, place = rng.randrange(shape.ranks), rng.uniform(FIRST_ROUND, kind.last)
     stays, choice = rng.random() < 0.5, rng.random()
     waits = stays if kind.waits is None else kind.waits
     is_own = kind.action != "none"

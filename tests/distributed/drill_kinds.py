@@ -19,6 +19,8 @@ from drilled import PLANTED
 ALONE = ("one host", "shadows")
 LINKED = ("two hosts", "four ranks")
 ANY = (*ALONE, *ALONE, *LINKED)
+LAST_ROUND = 4.5
+"""Of an injection, of the steps of a run: something is left to do."""
 DISK_MB = 48
 LINK_DOWN_SECONDS = 5.0
 PAUSE_SECONDS = 3.0
@@ -65,6 +67,7 @@ class Kind:
     waits:    whether the rank waits for the injection in its instruction: always, never, or None: now and then.
     damage:   what is done to the newest checkpoint once the run has ended.
     waited:   whether the run ends by its deadline, and not at once.
+    last:     latest round: some instructions of the last step need it no more.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Kind:
     waits: bool | None = None
     damage: str = ""
     waited: bool = False
+    last: float = LAST_ROUND
 
     def seconds(self, timeout_seconds: float) -> float:
         """Longest time from the injection to the end of a run with this deadline."""
@@ -225,6 +229,6 @@ KINDS = {
         Kind("packets lost", LINKED, "fails", _lose_packets, LOST, waited=True),
         Kind("slow rank", ANY, "finishes", _nothing, action="slow"),
         Kind("service down for a while", ("service",), "finishes", _service_down_for_a_while),
-        Kind("service down", ("service",), "fails", _service_down, UNSCORED, REFUSED, waited=True),
+        Kind("service down", ("service",), "fails", _service_down, UNSCORED, REFUSED, waited=True, last=3.5),
     )
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -89,6 +89,11 @@ class Outcome:
         count = self.plan.batch.num_rows
         assert sorted(values) == list(range(count)), f"{self.case.name}, step {step}: {name} has rows {sorted(values)}"
         return torch.stack([values[row] for row in range(count)])
+
+
+def params(cases: Iterable[Case], in_full_alone: Collection[Case] = ()) -> list[object]:
+    """Values of a parameter ``case``, by name; ``in_full_alone``: those of `make test-all`."""
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case in in_full_alone)) for case in cases]
 
 
 def run_orders(orders: list[RunOrder]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import DEFAULT, Case, every_case
 from comparison import deviations
-from launcher import Launches, Outcome
+from launcher import Launches, Outcome, params
 from peft import PeftModel, get_peft_model_state_dict
 from reference_models import distance
 from reference_responses import read_examples
@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 # the first test of a number of ranks waits for the launch of all its cases
 pytestmark = pytest.mark.timeout(3600)
 CASES = [
-    *(pytest.param(case, id=case.name) for case in DEFAULT),
+    *params(DEFAULT),
     *(pytest.param(case, id=case.name, marks=pytest.mark.full) for case in every_case() if case not in DEFAULT),
 ]
 
 
 def chosen(*settings: str) -> list[object]:
-    return [pytest.param(case, id=case.name) for case in DEFAULT if case.setting in settings]
+    return params(case for case in DEFAULT if case.setting in settings)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import DEVICE, Case
 from comparison import deviations
-from launcher import Launches
+from launcher import Launches, params
 from test_memory_measured import outcome_of
 from test_precision import LIMITS
 
@@ -49,10 +49,6 @@ WIDE = {
 }
 """Heads of 64, which every kernel of attention has."""
 BF16 = [Case("sft", "all", 2, compute) for compute in ("bf16", "bf16-torch-3", "bf16-deepspeed-2")]
-
-
-def params(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name) for case in cases]
 
 
 def needs(package: str, is_needed: bool) -> None:

@@ -11,7 +11,7 @@ import math
 import pytest
 from cases import Case
 from comparison import deviations, reference_of
-from launcher import Launches, Outcome
+from launcher import Launches, Outcome, params
 from reference_models import distance
 
 pytestmark = pytest.mark.timeout(3600)
@@ -60,16 +60,12 @@ IN_FULL_ALONE = [
 """What others show of another setting or number of ranks."""
 
 
-def params(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case in IN_FULL_ALONE)) for case in cases]
-
-
 def role_of(outcome: Outcome) -> str:
     (role,) = outcome.plan.graph.trained
     return role
 
 
-@pytest.mark.parametrize("case", params(FORCED))
+@pytest.mark.parametrize("case", params(FORCED, IN_FULL_ALONE))
 def test_training_on_forced_tokens_stays_near_float32(launches: Launches, case: Case) -> None:
     found = [d for d in deviations(launches.outcome(case)) if d.quantity in LIMITS]
     assert len(found) >= 9
@@ -77,7 +73,7 @@ def test_training_on_forced_tokens_stays_near_float32(launches: Launches, case: 
     assert not far, f"{case.name}: {far[0].quantity} of step {far[0].step} is {far[0].size:.1e} off"
 
 
-@pytest.mark.parametrize("case", params(FORCED))
+@pytest.mark.parametrize("case", params(FORCED, IN_FULL_ALONE))
 def test_training_goes_where_float32_goes(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     role, reference = role_of(outcome), reference_of(outcome.plan.spec)
@@ -112,7 +108,7 @@ def test_frozen_models_in_float16_score_as_in_float32(launches: Launches, case: 
     assert not far, f"{case.name}: {far[0].quantity} of step {far[0].step} is {far[0].size:.1e} off"
 
 
-@pytest.mark.parametrize("case", params(POLICIES))
+@pytest.mark.parametrize("case", params(POLICIES, IN_FULL_ALONE))
 def test_the_first_update_starts_from_the_policy_that_generated(launches: Launches, case: Case) -> None:
     """One mini-batch a step, so that every ``update_kl`` is of a first update: half the mean square of log ratios."""
     rows = launches.outcome(case).metrics
@@ -122,7 +118,7 @@ def test_the_first_update_starts_from_the_policy_that_generated(launches: Launch
         assert math.sqrt(2 * abs(row["update_kl"])) < LOG_RATIO, (case.name, row)
 
 
-@pytest.mark.parametrize("case", params([*FORCED, *POLICIES]))
+@pytest.mark.parametrize("case", params([*FORCED, *POLICIES], IN_FULL_ALONE))
 def test_weights_lie_in_their_type(launches: Launches, case: Case) -> None:
     """A type that only a wrapper claims would hold twice the bytes of the plan."""
     outcome = launches.outcome(case)

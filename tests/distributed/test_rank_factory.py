@@ -150,6 +150,7 @@ from flexrlhf.execution.rank_factory import RankFactory
 factory = RankFactory(is_copied=sys.argv[1] == "copied", modules=["torch"])
 factory.start()
 print(os.getpid(), flush=True)
+sys.stdin.readline()
 rank = factory.fork(["probe", "facts", "wait"], {**os.environ, "FLEXRLHF_LAUNCHER": str(os.getpid())}, "rank 0")
 print(rank.pid, flush=True)
 time.sleep(60)
@@ -163,12 +164,16 @@ def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
         f"from flexrlhf.execution.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}"
     )
     for lines in (1, 2):
-        with subprocess.Popen([sys.executable, "-c", LAUNCHER, way], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for _ in range(lines):
+        command, pipes = [sys.executable, "-c", LAUNCHER, way], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, **pipes) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.readline()
+            if lines == 2:
+                process.stdin.write("go on\n")
+                process.stdin.flush()
                 process.stdout.readline()
             started = children_of(process.pid)
-            assert len(started) >= lines
+            assert len(started) == lines
             process.kill()
         limit = time.monotonic() + 10
         while any(map(is_alive, started)):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases import DEFAULT, Assets, Case, make_assets
 from comparison import reference_of
-from launcher import Launches, Outcome
+from launcher import Launches, Outcome, params
 from safetensors.torch import load_file
 
 from flexrlhf.config.spec_file import dump_spec
@@ -35,10 +35,6 @@ OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
 """In the whole product; by default one engine is tried (tests/engines/test_vllm_engine.py)."""
 
 
-def params(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case == OWN_NOISE)) for case in cases]
-
-
 def told_by_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of a step's tokens: the engine's and the trained copy's."""
     columns = outcome.columns(step)
@@ -52,7 +48,7 @@ def fresh_steps(outcome: Outcome) -> list[int]:
     return [row["step"] for row in outcome.metrics if row["policy_lag"] == 0]
 
 
-@pytest.mark.parametrize("case", params([*ENGINES, OWN_NOISE]))
+@pytest.mark.parametrize("case", params([*ENGINES, OWN_NOISE], [OWN_NOISE]))
 def test_the_engine_draws_every_row(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     for row in outcome.metrics:
@@ -60,7 +56,7 @@ def test_the_engine_draws_every_row(launches: Launches, case: Case) -> None:
         assert row["rollout_requests"] == outcome.plan.batch.num_rows, (case.name, row)
 
 
-@pytest.mark.parametrize("case", params([*UNCUT, OWN_NOISE]))
+@pytest.mark.parametrize("case", params([*UNCUT, OWN_NOISE], [OWN_NOISE]))
 def test_engine_and_trainer_tell_the_same_logprobs(launches: Launches, case: Case) -> None:
     """Where both hold the same weights; there the gate says so too, and nowhere else."""
     outcome = launches.outcome(case)
@@ -131,7 +127,7 @@ def test_an_engine_beside_training_sleeps_while_others_work(launches: Launches, 
             assert not following.startswith("generate") or name == model.name, (case.name, rank, name)
 
 
-@pytest.mark.parametrize("case", params([OWN_NOISE]))
+@pytest.mark.parametrize("case", params([OWN_NOISE], [OWN_NOISE]))
 def test_vllm_may_draw_with_its_own_noise(launches: Launches, case: Case) -> None:
     """Other tokens than those of the program's noise, which the trainer finds as likely as vLLM says."""
     outcome = launches.outcome(case)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from cases import DEFAULT, STAGES, Case
-from launcher import Launches, Outcome
+from launcher import Launches, Outcome, params
 
 from flexrlhf.placement.placed import PlacedModel
 
@@ -27,10 +27,6 @@ DEEP = [Case("deep", "all", ranks, compute) for ranks in (2, 4) for compute in (
 IN_FULL_ALONE = [case for case in DEEP if case.ranks == 4 and case.compute not in ("torch-3", "deepspeed-1")]
 ADAPTED = [case for case in DEFAULT if "adapters" in case.setting and case.compute == "replicas"]
 PLACED = [case for case in DEFAULT if case.ranks == 4 and case.compute in ("torch-2", "torch-3", "deepspeed-3")]
-
-
-def params(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case in IN_FULL_ALONE)) for case in cases]
 
 
 def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:
@@ -56,7 +52,7 @@ def shares(outcome: Outcome, model: PlacedModel, kind: str) -> list[float]:
     return [usage[str(rank)][model.name][kind] / whole(outcome, model)[kind] for rank in model.ranks]
 
 
-@pytest.mark.parametrize("case", params(DEEP + PLACED))
+@pytest.mark.parametrize("case", params(DEEP + PLACED, IN_FULL_ALONE))
 def test_a_rank_holds_its_part_of_what_the_stage_splits(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     for model in outcome.plan.placement.models:
@@ -67,7 +63,7 @@ def test_a_rank_holds_its_part_of_what_the_stage_splits(launches: Launches, case
                 assert right, f"{case.name}: {kind} of {model.name}: {found}"
 
 
-@pytest.mark.parametrize("case", params(DEEP + ADAPTED))
+@pytest.mark.parametrize("case", params(DEEP + ADAPTED, IN_FULL_ALONE))
 def test_a_rank_holds_all_of_what_the_stage_leaves_whole(launches: Launches, case: Case) -> None:
     """Or the test above would say nothing. Beside adapters the frozen weights have no gradients and no optimizer."""
     outcome = launches.outcome(case)
