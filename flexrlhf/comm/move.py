@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.point_to_point import receive, send
+from flexrlhf.comm.point_to_point import exchange
 from flexrlhf.comm.rows import DTYPES, RowStore
 from flexrlhf.comm.world import Wait, Waitable
 from flexrlhf.operators.columns import Lengths, column_of
@@ -162,21 +162,18 @@ class ColumnMover:
         return flight, arrive
 
     def _point_to_point(self, move: Move, rows: RowStore, group: dist.ProcessGroup) -> Started:
-        flight = MoveInFlight(move.ranks, [], [], 0)
-        incoming: list[tuple[Tensor, list[Transfer]]] = []
-        for rank in move.ranks:
-            if sent := self._sent(move, rank):
-                buffer = self._packing.pack(sent, rows)
-                flight.works.append(send(buffer, rank, group))
-                flight.buffers.append(buffer)
-                flight.bytes_sent += len(buffer)
-            if received := self._received(move, rank):
-                buffer = self._packing.empty(self._packing.num_bytes(received))
-                flight.works.append(receive(buffer, rank, group))
-                incoming.append((buffer, received))
+        outgoing = {rank: transfers for rank in move.ranks if (transfers := self._sent(move, rank))}
+        incoming = {rank: transfers for rank in move.ranks if (transfers := self._received(move, rank))}
+        sent = [(self._packing.pack(transfers, rows), rank) for rank, transfers in outgoing.items()]
+        received = [
+            (self._packing.empty(self._packing.num_bytes(transfers)), rank) for rank, transfers in incoming.items()
+        ]
+        works = [work for each in exchange(sent, received, group) for work, _ in each]
+        buffers = [buffer for buffer, _ in sent]
+        flight = MoveInFlight(move.ranks, works, buffers, sum(map(len, buffers)))
 
         def arrive() -> None:
-            for buffer, received in incoming:
-                self._packing.unpack(buffer, received, rows)
+            for buffer, rank in received:
+                self._packing.unpack(buffer, incoming[rank], rows)
 
         return flight, arrive

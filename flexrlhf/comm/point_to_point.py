@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.world import Waitable, posted
+from flexrlhf.comm.world import Waitable
+
+Message = tuple[Tensor, int]
+"""Memory that is sent or arrives, not empty, and the rank at the other end."""
+Begun = tuple[Waitable, tuple[int, ...]]
+"""Messages under way, and the ranks at their other ends."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +37,48 @@ class _Staged:
             self.target.copy_(self.copy)
 
 
-def send(tensor: Tensor, receiver: int, group: dist.ProcessGroup | None) -> Waitable:
-    """Begin to send ``tensor``, which must not change until the message has arrived."""
-    if not _is_staged(tensor, group):
-        return posted(dist.isend(tensor, receiver, group=group))
-    copy = tensor.cpu()
-    return _Staged(posted(dist.isend(copy, receiver, group=group)), copy)
+def exchange(
+    sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
+) -> tuple[list[Begun], list[Begun]]:
+    """Begin to send and to receive as one batch; return what is then under way of both.
+
+    What is sent must not change, and what is received is not there, before it is waited for. Messages between two ranks
+    match in their order. NCCL starts a batch as one kernel over the communicator of the group, so no order of its
+    messages blocks; single ones would make a communicator for each pair of ranks, at which both wait for each other.
+    """
+    messages = [*sent, *received]
+    if not messages:
+        return [], []
+    if messages[0][0].device.type != "cpu" and dist.get_backend(group) == "gloo":
+        return _staged(sent, received, group)
+    works = _batch(sent, received, group)
+    ranks = [rank for _, rank in messages]
+    if len(works) < len(messages):
+        # one of the whole batch
+        whole: list[Begun] = [(works[0], tuple(dict.fromkeys(ranks)))]
+        return whole if sent else [], whole if received else []
+    begun: list[Begun] = [(work, (rank,)) for work, rank in zip(works, ranks, strict=True)]
+    return begun[: len(sent)], begun[len(sent) :]
 
 
-def receive(target: Tensor, sender: int, group: dist.ProcessGroup | None) -> Waitable:
-    """Begin to receive into ``target``, which has the message once it is waited for."""
-    if not _is_staged(target, group):
-        return posted(dist.irecv(target, sender, group=group))
-    copy = torch.empty_like(target, device="cpu")
-    return _Staged(posted(dist.irecv(copy, sender, group=group)), copy, target)
+def _staged(
+    sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
+) -> tuple[list[Begun], list[Begun]]:
+    """Exchange copies in host memory."""
+    away = [(tensor.cpu(), rank) for tensor, rank in sent]
+    back = [(torch.empty_like(tensor, device="cpu"), rank) for tensor, rank in received]
+    works = _batch(away, back, group)
+    targets = [None] * len(sent) + [target for target, _ in received]
+    begun: list[Begun] = [
+        (_Staged(work, copy, target), (rank,))
+        for work, (copy, rank), target in zip(works, [*away, *back], targets, strict=True)
+    ]
+    return begun[: len(sent)], begun[len(sent) :]
 
 
-def _is_staged(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
-    return tensor.device.type != "cpu" and dist.get_backend(group) == "gloo"
+def _batch(
+    sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
+) -> Sequence[dist.Work]:
+    """Begin one batch; return what torch does: a handle of each message, or of all together."""
+    sends = [dist.P2POp(dist.isend, tensor, rank, group) for tensor, rank in sent]
+    return dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, tensor, rank, group) for tensor, rank in received])

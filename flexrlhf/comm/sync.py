@@ -22,11 +22,11 @@ from torch import Tensor
 
 from flexrlhf.comm.buffers import BufferPool
 from flexrlhf.comm.checksum import checksum
-from flexrlhf.comm.point_to_point import receive, send
+from flexrlhf.comm.point_to_point import Begun, Message, exchange
 from flexrlhf.comm.regions import view_of
 from flexrlhf.comm.trained_values import TrainedValues
 from flexrlhf.comm.weights import WeightGather, Weights
-from flexrlhf.comm.world import Wait, Waitable
+from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.weights.sync_plan import NUM_BUCKETS, RankBucket, SyncPlan
@@ -59,16 +59,16 @@ class SyncChannel:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """Messages of one bucket under way.
+    """Messages of this rank under way.
 
-    messages:   each with the rank at its other end.
-    buffer:     memory that they are sent from or arrive in.
-    is_pooled:  whether that is taken from the pool.
+    messages:  as they are awaited.
+    sent:      memory that must live until then.
+    buffer:    part of the pool that is then given back; None: none was taken.
     """
 
-    messages: tuple[tuple[Waitable, int], ...]
-    buffer: Tensor
-    is_pooled: bool = True
+    messages: Sequence[Begun]
+    sent: Sequence[Message]
+    buffer: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ class _Incoming:
 
 
 @dataclass(frozen=True)
-class _ArrivingVector:
-    """A vector under way."""
+class _Arriving:
+    """Messages under way, and the vectors that they bring."""
 
-    vector: _Incoming
-    work: Waitable
+    messages: Sequence[Begun]
+    vectors: Sequence[_Incoming]
 
 
 @dataclass(frozen=True)
 class _ArrivingBucket:
-    """Vectors of one bucket under way, some of them in ``buffer``."""
+    """One bucket under way, some of its vectors in ``buffer``."""
 
     bucket: RankBucket
-    vectors: tuple[_ArrivingVector, ...]
+    arriving: _Arriving
     buffer: Tensor
 
 
@@ -167,10 +167,10 @@ class WeightMover:
 
 
 def _await(bucket: _InFlight, wait: Wait, pool: BufferPool) -> None:
-    """Wait for the messages of ``bucket`` and give its memory back."""
-    for work, rank in bucket.messages:
-        wait(work, (rank,))
-    if bucket.is_pooled:
+    """Wait for the messages of a bucket and give its memory back."""
+    for work, ranks in bucket.messages:
+        wait(work, ranks)
+    if bucket.buffer is not None:
         pool.give(bucket.buffer)
 
 
@@ -212,13 +212,13 @@ class _Exchange:
             _await(self._sending.popleft(), self._wait, self._pool)
         return self._num_bytes
 
-    def begin(self) -> tuple[list[_ArrivingBucket], list[_ArrivingVector]]:
+    def begin(self) -> tuple[list[_ArrivingBucket], _Arriving]:
         """Begin to receive everything into memory of its own; return the buckets and their checksums under way."""
         begun = (self._begin(bucket, _Packed((), None), None) for bucket in self._plan.buckets)
         arriving = [bucket for bucket in begun if bucket is not None]
-        return arriving, self._exchanged_checksums() if self._settings.checksum else []
+        return arriving, self._exchanged_checksums() if self._settings.checksum else _Arriving((), ())
 
-    def finish(self, arriving: Sequence[_ArrivingBucket], sums: Sequence[_ArrivingVector], copy: Weights) -> None:
+    def finish(self, arriving: Sequence[_ArrivingBucket], sums: _Arriving, copy: Weights) -> None:
         """Store what ``begin`` has begun to receive. Raises ChecksumError."""
         for bucket in arriving:
             self._store(bucket, copy)
@@ -276,28 +276,21 @@ class _Exchange:
         """Begin to send and to receive the vectors of a bucket; return what arrives, None where nothing does."""
         space = _Space(self._buffer(self._most_received)) if bucket.receives else None
         incoming = [] if space is None else self._incoming(bucket, space, copy)
-        sent, received = [], []
-        for is_first in (True, False):
-            for message, vector in packed.vectors:
-                for receiver in self._of_turn(message.destinations, is_first):
-                    sent.append((send(vector.view(torch.uint8), receiver, self._channel.group), receiver))
-                    self._num_bytes += vector.nbytes
-            for each in incoming:
-                # a lower rank sends to this one when that one sends to a higher one
-                if self._of_turn((each.source,), not is_first):
-                    work = receive(each.numbers.view(torch.uint8), each.source, self._channel.group)
-                    received.append(_ArrivingVector(each, work))
+        sent = [(vector, receiver) for message, vector in packed.vectors for receiver in message.destinations]
+        self._num_bytes += sum(vector.nbytes for vector, _ in sent)
+        sending, arriving = self._exchange(sent, incoming)
         if packed.buffer is not None:
-            self._sending.append(_InFlight(tuple(sent), packed.buffer))
-        return None if space is None else _ArrivingBucket(bucket, tuple(received), space.buffer)
+            self._sending.append(_InFlight(sending, sent, packed.buffer))
+        return None if space is None else _ArrivingBucket(bucket, arriving, space.buffer)
 
-    def _of_turn(self, ranks: Sequence[int], is_first: bool) -> list[int]:
-        """Return those of ``ranks`` that are higher than this one in the first turn, and lower in the second.
+    def _exchange(self, sent: Sequence[Message], incoming: Sequence[_Incoming]) -> tuple[Sequence[Begun], _Arriving]:
+        """Begin to send and to receive as one batch.
 
-        Of two ranks the messages of the lower one so come first on both, because NCCL carries those of a pair one after
-        another.
+        All ranks have their batches in one order, so that none waits for a later one of another rank.
         """
-        return [rank for rank in ranks if (self._plan.rank < rank) == is_first]
+        received = [(each.numbers, each.source) for each in incoming]
+        sending, arriving = exchange(sent, received, self._channel.group)
+        return sending, _Arriving(arriving, incoming)
 
     def _incoming(self, bucket: RankBucket, space: _Space, copy: Weights | None) -> list[_Incoming]:
         """Return the vectors of ``bucket`` for this rank.
@@ -318,10 +311,9 @@ class _Exchange:
     def _store(self, arriving: _ArrivingBucket, copy: Weights | None) -> None:
         """Await the vectors of a bucket and write them into the copy."""
         assert copy is not None, "the copy is on this rank"
-        for each in arriving.vectors:
-            self._wait(each.work, (each.vector.source,))
-            if each.vector.regions:
-                self._write(each.vector, copy)
+        for vector in self._awaited(arriving.arriving):
+            if vector.regions:
+                self._write(vector, copy)
         for message in arriving.bucket.receives:
             regions = tuple(chain.from_iterable(message.vectors))
             self._note(message.source, regions, self._views(regions, copy))
@@ -355,30 +347,31 @@ class _Exchange:
             self._sums.stored[source].append(checksum([each.to(self._channel.dtype) for each in stored]))
             self._sums.names[source].append(regions[0].name)
 
-    def _exchanged_checksums(self) -> list[_ArrivingVector]:
+    def _exchanged_checksums(self) -> _Arriving:
         """Send the checksums of what this rank has sent, and begin to receive those of what it receives."""
-        rank, group = self._plan.rank, self._channel.group
-        mine = {receiver: torch.stack(sums) for receiver, sums in self._sums.sent.items() if receiver != rank}
+        sent = [
+            (torch.stack(sums), receiver) for receiver, sums in self._sums.sent.items() if receiver != self._plan.rank
+        ]
         expected = Counter(message.source for bucket in self._plan.buckets for message in bucket.receives)
-        awaited = []
-        for is_first in (True, False):
-            for receiver in self._of_turn(list(mine), is_first):
-                work = send(mine[receiver].view(torch.uint8), receiver, group)
-                self._sending.append(_InFlight(((work, receiver),), mine[receiver], is_pooled=False))
-            for source in self._of_turn(list(expected), not is_first):
-                sums = torch.empty(expected[source], dtype=torch.int64, device=self._channel.device)
-                work = receive(sums.view(torch.uint8), source, group)
-                awaited.append(_ArrivingVector(_Incoming(source, sums, ()), work))
-        return awaited
+        incoming = [
+            _Incoming(source, torch.empty(size, dtype=torch.int64, device=self._channel.device), ())
+            for source, size in expected.items()
+        ]
+        sending, arriving = self._exchange(sent, incoming)
+        self._sending.append(_InFlight(sending, sent))
+        return arriving
 
-    def _arrived(self, awaited: Sequence[_ArrivingVector]) -> dict[int, Tensor]:
+    def _arrived(self, awaited: _Arriving) -> dict[int, Tensor]:
         """Await checksums; return those of all that this rank stores, by the rank that has sent it."""
         own = self._plan.rank
         found = {own: torch.stack(self._sums.sent[own])} if own in self._sums.sent else {}
-        for each in awaited:
-            self._wait(each.work, (each.vector.source,))
-            found[each.vector.source] = each.vector.numbers
-        return found
+        return found | {each.source: each.numbers for each in self._awaited(awaited)}
+
+    def _awaited(self, arriving: _Arriving) -> Sequence[_Incoming]:
+        """Return vectors once all of them are there."""
+        for work, ranks in arriving.messages:
+            self._wait(work, ranks)
+        return arriving.vectors
 
     def _compare(self, sent: dict[int, Tensor]) -> None:
         """Raise ChecksumError where this rank stores something else than was sent."""

@@ -1,5 +1,5 @@
-"""One elastic launch per number of ranks, with vLLM or without, runs all selected cases in order; here it starts, and
-what it left is read."""
+"""Launches of the selected cases, with one number of ranks each, with vLLM or without; here they start, and what they
+left is read."""
 
 from __future__ import annotations
 
@@ -115,44 +115,47 @@ Kind = tuple[int, bool]
 
 
 class Launches:
-    """Outcomes by case. All cases of a kind are launched when the first of them is requested."""
+    """Outcomes by case. The runs of a launch start when the first of them is requested."""
 
     def __init__(self, assets: Assets, selected: Iterable[Case]) -> None:
         self.assets = assets
-        self._selected = list(dict.fromkeys(selected))
-        self._outcomes: dict[Kind, dict[Case, Outcome]] = {}
+        self._launches = _launches(list(dict.fromkeys(selected)))
+        self._outcomes: dict[Case, Outcome] = {}
         self._failures: dict[str, str] = {}
 
     def outcome(self, case: Case) -> Outcome:
         if case.has_vllm and find_spec("vllm") is None:
             pytest.skip(f"{case.name} generates with vllm, which is not installed")
-        kind = _kind(case)
-        if kind not in self._outcomes:
-            self._launch(kind)
-        outcome = self._outcomes[kind][case]
+        if case not in self._outcomes:
+            self._launch(next(cases for cases in self._launches if case in cases))
+        outcome = self._outcomes[case]
         # the last thing that a run writes
         if not (outcome.directory / "timeline.json").exists():
             pytest.fail(f"{case.name} did not end: {self._failures.get(case.name, 'no rank failed')}", pytrace=False)
         return outcome
 
-    def _launch(self, kind: Kind) -> None:
-        cases = [case for case in self._selected if _kind(case) == kind]
+    def _launch(self, cases: list[Case]) -> None:
         outcomes = {case: Outcome(case, make_plan(self.assets.spec(case))) for case in cases}
-        self._outcomes[kind] = outcomes
+        self._outcomes |= outcomes
         plans = [outcome.plan for outcome in outcomes.values()]
         for plan in plans:
             prepare_directory(plan, format_plan(plan), continues=False).close()
         # its events would bury the one line that says which rank failed
         logging.getLogger("torchelastic-events-null").disabled = True
-        for start in range(0, len(plans), RUNS_PER_LAUNCH):
-            self._run(plans[start : start + RUNS_PER_LAUNCH])
-
-    def _run(self, plans: list[Plan]) -> None:
         with patch.dict(os.environ, RANK_ENVIRONMENT):
             try:
                 launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts(), factory=warm_factory())
             except RankFailure as error:
                 self._failures.update({plan.spec.name: str(error) for plan in plans})
+
+
+def _launches(selected: list[Case]) -> list[list[Case]]:
+    """Cases of one kind together, at most RUNS_PER_LAUNCH of them."""
+    kinds: dict[Kind, list[Case]] = {}
+    for case in selected:
+        kinds.setdefault(_kind(case), []).append(case)
+    starts = [(cases, start) for cases in kinds.values() for start in range(0, len(cases), RUNS_PER_LAUNCH)]
+    return [cases[start : start + RUNS_PER_LAUNCH] for cases, start in starts]
 
 
 def _kind(case: Case) -> Kind:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-# the first test of a number of ranks waits for the launch of all its cases
-pytestmark = pytest.mark.timeout(3600)
+# the first test of a launch waits for all its runs
+pytestmark = pytest.mark.timeout(1800)
 CASES = [
     *params(DEFAULT),
     *(pytest.param(case, id=case.name, marks=pytest.mark.full) for case in every_case() if case not in DEFAULT),
