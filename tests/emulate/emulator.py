@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Literal
 
 from fabric import Fabric, Stopped
+from nccl_rules import Await, Call, Post, sync_calls
 from symbolic import (
     Cell,
     Value,
@@ -37,7 +38,7 @@ from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, R
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import trained_parts
-from flexrlhf.weights.sync_plan import plan_sync
+from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
 Position = object
 """Of an instruction in the walk; in an evaluation also in its list, and of which batches."""
@@ -58,7 +59,7 @@ class Trace:
     """What one rank did. ``seen``: every cell it produced or received. ``looks``: (what, model, step, weights).
 
     ``begun``: responses of later chunks that its rollout engines could begin with. ``evaluated``, ``evaluations``:
-    cells of evaluation rows that it saw, and that it produced.
+    cells of evaluation rows that it saw, and that it produced. ``calls``: communication that it began and awaited.
     """
 
     seen: dict[Cell, Value] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Trace:
     begun: int = 0
     evaluated: dict[Cell, Value] = field(default_factory=dict)
     evaluations: set[Cell] = field(default_factory=set)
+    calls: list[Call] = field(default_factory=list)
 
 
 def emulate(
@@ -122,6 +124,9 @@ class Rank:
         self._edges: dict[str, deque[tuple[Position, tuple[int, ...]]]] = defaultdict(deque)
         self._offloaded = set(plan.offloaded.get(number, ()))
         self._begun: dict[str, list[range]] = defaultdict(list)
+        # of Syncs that overlap: what is awaited before a copy is used, or the source sends again
+        self._unawaited: dict[str, list[Call]] = {}
+        self._sync_plans: dict[str, SyncPlan] = {}
         self._at = "start"
 
     def run(self, stream: Stream) -> None:
@@ -190,6 +195,8 @@ class Rank:
                 weights = own if run.operator.adapters else initial_weights(model.role)
                 for row, read in reads.items():
                     self._write(step, run, row, read, weights)
+        # statistics are read
+        self.trace.calls.append(Await())
 
     def _train(self, position: Position, step: int, run: Run, model: PlacedModel) -> None:
         for epoch in range(self._plan.spec.algorithm.epochs):
@@ -236,6 +243,7 @@ class Rank:
         ranks = model.layout.dp_set(self.number)
         self._check_group(f"compute {model.name}", ranks, run)
         own = self._reads(step, run, mini_batches)
+        self._collective(("reduce", ranks, *key), f"compute {model.name}", ranks)
         gifts = self._fabric.meet(self.number, ("reduce", ranks, *key), ranks, f"{self._at}, all-reduce", own)
         merged: dict[int, Value] = {}
         for rank, gift in gifts.items():
@@ -298,7 +306,16 @@ class Rank:
         sources = dict.fromkeys(t.source for t in move.transfers if t.destination == self.number)
         at, moved = self._at, self._moved(move)
 
+        key = ("move", position)
+        links = [(t.source, t.destination) for t in move.transfers if self.number in (t.source, t.destination)]
+        if move.primitive != "point_to_point":
+            self.trace.calls.append(Post(key, Group("move", move.ranks)))
+        elif links:
+            self.trace.calls.append(Post(key, Group("move", move.ranks), tuple(dict.fromkeys(links))))
+
         def arrive() -> None:
+            if sources:
+                self.trace.calls.append(Await(key))
             self._fabric.await_presence(self.number, ("move", position), self._peers(move), f"{self._at}, after {at},")
             for source in sources:
                 self._unpack(position, step, source, at)
@@ -314,6 +331,7 @@ class Rank:
         edge = self._edges[move.label]
         if len(edge) == 2:
             oldest, peers = edge.popleft()
+            self.trace.calls.append(Await(("move", oldest)))
             self._fabric.await_presence(self.number, ("move", oldest), peers, f"{self._at}, two sends in flight,")
         self._fabric.arrive(self.number, ("move", position), move.ranks)
         edge.append((position, self._peers(move)))
@@ -356,12 +374,20 @@ class Rank:
             self._gathered(position, sync.source, ranks, sync, True)
         shape, settings = self._plan.shapes[source.role], self._plan.spec.sync
         node_of = self._plan.cluster.node_of
-        plan = plan_sync(source, destination, shape, settings.bucket_bytes, self.number, node_of, settings.dtype)
+        plan = self._sync_plans.get(sync.destination) or plan_sync(
+            source, destination, shape, settings.bucket_bytes, self.number, node_of, settings.dtype
+        )
+        self._sync_plans[sync.destination] = plan
         receivers = {rank for bucket in plan.buckets for message in bucket.sends for rank in message.destinations}
         senders = {message.source for bucket in plan.buckets for message in bucket.receives}
         if receivers or senders:
             assert {*receivers, *senders} <= set(sync.ranks), f"{sync.label} leaves {sync.ranks}"
             self._check_group(f"sync {sync.source}", sync.ranks, sync)
+            calls, later = sync_calls(
+                plan, Group(f"sync {sync.source}", sync.ranks), position, settings.checksum, sync.overlaps
+            )
+            self.trace.calls += [*self._unawaited.pop(sync.source, ()), *calls]
+            self._unawaited[sync.source if self.number in source.ranks else sync.destination] = later
         own = {self._weights(sync.source)} if self.number in source.ranks else set()
         # ranks that nothing is left for, of fewer rows than ranks
         without = {rank for rank in destination.ranks if not _stores_something(destination, shape, rank)}
@@ -399,6 +425,8 @@ class Rank:
 
     def _weights(self, model: str) -> Value:
         """The weights that this rank's part belongs to."""
+        if ".shadow" in model or ".rollout" in model:
+            self.trace.calls += self._unawaited.pop(model, ())
         assert model in self.trace.weights, f"{model} has no weights on rank {self.number}"
         assert model not in self._offloaded, f"{model} waits in host memory on rank {self.number}"
         return self.trace.weights[model]
@@ -426,6 +454,7 @@ class Rank:
         self, key: tuple[object, ...], purpose: str, ranks: tuple[int, ...], instruction: Instruction, gift: object
     ) -> None:
         self._check_group(purpose, ranks, instruction)
+        self._collective((*key, ranks), purpose, ranks)
         gifts = self._fabric.meet(self.number, (*key, ranks), ranks, f"{self._at}, together,", gift)
         assert all(other == gift for other in gifts.values()), f"{purpose}: ranks {ranks} do not compute the same"
 
@@ -436,12 +465,17 @@ class Rank:
         self._check_group(f"gather {name}", ranks, instruction)
         model, weights = self._plan.placement[name], self._weights(name)
         own = (shard_of(model, self.number), weights)
+        self._collective(("gather", position, ranks), f"gather {name}", ranks)
         gifts = self._fabric.meet(self.number, ("gather", position, ranks), ranks, f"{self._at}, gather", own)
         shards = {gift[0] for gift in gifts.values() if isinstance(gift, tuple)}
         assert set(gifts.values()) == {(shard, weights) for shard in shards}, f"{name}: parts of different weights"
         missing = sorted({shard_of(model, rank) for rank in model.ranks} - shards)
         assert not (is_needed and missing), f"ranks {ranks} hold {name} without its parts {missing}"
         return weights
+
+    def _collective(self, key: object, purpose: str, ranks: tuple[int, ...]) -> None:
+        if len(ranks) > 1:
+            self.trace.calls += [Post(key, Group(purpose, ranks)), Await(key)]
 
     def _look(self, what: str, step: int, instruction: Run | Save, weights: Value) -> None:
         self.trace.looks.append((what, instruction.model, step, weights))
@@ -464,7 +498,7 @@ class EvaluationRank(Rank):
         shape = evaluation_shape(num_evaluation_prompts(batch.num_prompts), batch)
         graph = replace(plan.graph, operators=plan.graph.evaluation)
         super().__init__(rank.number, replace(plan, batch=shape, graph=graph), rank._fabric, rank._mode)
-        self.trace = Trace(weights=rank.trace.weights)
+        self.trace = Trace(weights=rank.trace.weights, calls=rank.trace.calls)
         self._shape = shape
         self._offloaded = rank._offloaded
         self._above = rank._at

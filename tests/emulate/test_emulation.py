@@ -13,6 +13,7 @@ import pytest
 import yaml
 from emulator import EmulationError, Mode, Trace, emulate
 from move_rules import check_moves
+from nccl_rules import find_block
 from random_specs import INIT, RandomSpecs, coverage, format_table, valid_specs
 from replay import Item, find_deadlock
 from residency_rules import check_residency, check_sleep, least_and_most
@@ -90,8 +91,11 @@ def check_plan(plan: Plan) -> None:
     check_moves(plan)
     check_residency(plan)
     check_sleep(plan)
-    for mode in MODES:
-        check_result(plan, emulate(plan, mode))
+    traces = {mode: emulate(plan, mode) for mode in MODES}
+    for each in traces.values():
+        check_result(plan, each)
+    block = find_block({rank: trace.calls for rank, trace in traces["asynchronous"].items()})
+    assert not block, f"with NCCL these wait for ever:\n{block}"
 
 
 def check_result(plan: Plan, traces: dict[int, Trace]) -> None:

@@ -1,0 +1,214 @@
+"""What ranks hand to NCCL, played by its rules: a list in which no rank waits for ever, whatever the timing.
+
+A group has one queue on each device, and what is in it runs in order: a batch of messages until each has met its other
+end, a collective until all ranks of the group run it. It begins after what the main stream awaited when it was posted.
+To await something holds up the main stream, and the host only where it reads a result.
+
+Single messages have a queue for each pair of ranks, whose communicator is made at the first of them: there the host
+waits until the other rank is at one of this pair, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flexrlhf.placement.groups import Group
+from flexrlhf.weights.sync_plan import NUM_BUCKETS, RankBucket, SyncPlan
+
+Message = tuple[int, int]
+"""Sender and receiver."""
+Order = Callable[[int, Sequence[Message]], Iterable[Message]]
+"""Order in which a rank begins messages one by one."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """Communication that begins.
+
+    messages:   of this rank; none: it is a collective of the group.
+    is_single:  whether the one message is no batch.
+    """
+
+    key: object
+    group: Group
+    messages: tuple[Message, ...] = ()
+    is_single: bool = False
+
+    @property
+    def queue(self) -> object:
+        return (self.group, frozenset(self.messages[0])) if self.is_single else self.group
+
+
+@dataclass(frozen=True)
+class Await:
+    """Wait of the main stream for what was posted under ``key``; without a key the host waits for the main stream."""
+
+    key: object = None
+
+
+Call = Post | Await
+
+
+@dataclass
+class _Running:
+    """Communication in a queue. ``left``: messages that have not crossed. ``after``: waits that it comes after."""
+
+    post: Post
+    left: Counter[Message]
+    after: int
+
+
+@dataclass
+class _Device:
+    """One rank.
+
+    calls:    what its host has still to do.
+    awaited:  keys that its main stream waits for, in order; ``passed`` of them are done.
+    begun:    how often each key was posted here, less what has ended.
+    queues:   what runs, by group, and by pair of ranks.
+    """
+
+    calls: deque[Call]
+    awaited: list[object] = field(default_factory=list)
+    passed: int = 0
+    begun: Counter[object] = field(default_factory=Counter)
+    queues: dict[object, deque[_Running]] = field(default_factory=lambda: defaultdict(deque))
+
+    def head(self, queue: object) -> _Running | None:
+        """What runs in a queue now."""
+        running = self.queues[queue][0] if self.queues.get(queue) else None
+        return running if running is not None and running.after <= self.passed else None
+
+    def end(self, queue: object) -> None:
+        self.begun[self.queues[queue].popleft().post.key] -= 1
+
+    def advance(self) -> bool:
+        """Let the main stream pass what has ended."""
+        before = self.passed
+        while self.passed < len(self.awaited) and not self.begun[self.awaited[self.passed]]:
+            self.passed += 1
+        return self.passed > before
+
+
+def sync_calls(
+    plan: SyncPlan, group: Group, position: object, has_checksums: bool, overlaps: bool
+) -> tuple[list[Call], list[Call]]:
+    """What ``comm/sync.py`` calls on a rank: at the Sync, and before its weights are used or sent next."""
+    calls: list[Call] = []
+    sending: deque[Call] = deque()
+    arriving: deque[Call] = deque()
+    for number, bucket in enumerate(plan.buckets):
+        key = ("sync", position, number)
+        if bucket.sends and not overlaps and len(sending) == NUM_BUCKETS - 1:
+            calls.append(sending.popleft())
+        if messages := _messages(plan.rank, [bucket]):
+            calls.append(Post(key, group, messages))
+        sending += [Await(key)] * bool(bucket.sends)
+        arriving += [Await(key)] * bool(bucket.receives)
+        if not overlaps and len(arriving) == NUM_BUCKETS - 1:
+            calls.append(arriving.popleft())
+    if has_checksums and (messages := _messages(plan.rank, plan.buckets)):
+        calls += [] if overlaps else arriving
+        key = ("sync", position, "checksums")
+        calls.append(Post(key, group, tuple(dict.fromkeys(messages))))
+        arriving = deque([*(arriving if overlaps else ()), Await(key), Await()])
+    awaited: list[Call] = [*arriving, *sending]
+    return (calls, awaited) if overlaps else (calls + awaited, [])
+
+
+def _messages(rank: int, buckets: Iterable[RankBucket]) -> tuple[Message, ...]:
+    """Those that ``rank`` sends and receives, a message for each vector."""
+    found: list[Message] = []
+    for bucket in buckets:
+        found += [(rank, each) for message in bucket.sends for _ in message.vectors for each in message.destinations]
+        found += [(message.source, rank) for message in bucket.receives for _ in message.vectors]
+    return tuple(found)
+
+
+def find_block(calls: Mapping[int, Sequence[Call]], one_by_one: Order | None = None) -> str:
+    """Play what each rank calls; return what those that never end stand at, empty if all do.
+
+    ``one_by_one``: messages of a batch are single ones, in this order.
+    """
+    player = _Player({rank: _Device(deque(_expanded(rank, own, one_by_one))) for rank, own in calls.items()})
+    while player.advance():
+        pass
+    return player.blocked()
+
+
+def _expanded(rank: int, calls: Iterable[Call], one_by_one: Order | None) -> Iterable[Call]:
+    for call in calls:
+        if one_by_one is None or not isinstance(call, Post) or not call.messages:
+            yield call
+        else:
+            yield from (Post(call.key, call.group, (each,), True) for each in one_by_one(rank, call.messages))
+
+
+class _Player:
+    def __init__(self, devices: Mapping[int, _Device]) -> None:
+        self._devices = devices
+        # pairs that have a communicator
+        self._made: set[object] = set()
+
+    def advance(self) -> bool:
+        """Let every rank do what it can; return whether one has."""
+        moved = False
+        for rank, device in self._devices.items():
+            moved |= device.advance()
+            while device.calls and self._call(rank, device, device.calls[0]):
+                device.calls.popleft()
+                moved = True
+            for queue in list(device.queues):
+                while (running := device.head(queue)) is not None and self._cross(rank, queue, running):
+                    moved = True
+        return moved
+
+    def _call(self, rank: int, device: _Device, call: Call) -> bool:
+        """Whether the host of ``rank`` gets past ``call``."""
+        if isinstance(call, Await):
+            if call.key is not None:
+                device.awaited.append(call.key)
+            return call.key is not None or device.passed == len(device.awaited)
+        if call.is_single and call.queue not in self._made:
+            (other,) = set(call.messages[0]) - {rank}
+            calls = self._devices[other].calls
+            if not (calls and isinstance(calls[0], Post) and calls[0].queue == call.queue):
+                return False
+            self._made.add(call.queue)
+        device.queues[call.queue].append(_Running(call, Counter(call.messages), len(device.awaited)))
+        device.begun[call.key] += 1
+        return True
+
+    def _cross(self, rank: int, queue: object, running: _Running) -> bool:
+        """Let what runs on ``rank`` meet its other ends; return whether it has ended."""
+        if not running.post.messages:
+            heads = [self._devices[other].head(queue) for other in running.post.group.ranks]
+            if all(head is not None and head.post == running.post for head in heads):
+                for other in running.post.group.ranks:
+                    self._devices[other].end(queue)
+                return True
+            return False
+        for link in list(running.left):
+            (other,) = set(link) - {rank}
+            head = self._devices[other].head(queue)
+            if head is not None and (number := min(running.left[link], head.left[link])):
+                for each in (running, head):
+                    each.left[link] -= number
+                if not +head.left:
+                    self._devices[other].end(queue)
+        if +running.left:
+            return False
+        self._devices[rank].end(queue)
+        return True
+
+    def blocked(self) -> str:
+        """What each rank stands at."""
+        lines = []
+        for rank, device in self._devices.items():
+            running = [queue[0].post for queue in device.queues.values() if queue]
+            if device.calls or running:
+                at = device.calls[0] if device.calls else "its end"
+                lines.append(f"rank {rank}: its host at {at}, its device in {running}")
+        return "\n".join(lines)
