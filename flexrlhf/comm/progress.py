@@ -9,12 +9,16 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
+
 from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, deadline, listed
 from flexrlhf.comm.world import Waitable, World
 
 Sign = Literal["silent", "waits", "runs"]
 ENDING_SECONDS = 6.0
 """Time in which a rank that has closed its connections reports its end."""
+POLL_SECONDS = 1e-4
+"""Time between two looks at a device."""
 SILENT_SECONDS = 3.0
 """Time in which a rank that runs writes a beat."""
 
@@ -85,8 +89,18 @@ class RankProgress:
         """Wait for ``work`` with ``ranks``. Raises DeadlineError."""
         with self.deadline(ranks):
             self.waiting = Waiting(ranks, time.monotonic())
+            if self._world.backend == "nccl":
+                self._await_device(work)
             work.wait()
             self.waiting = None
+
+    def _await_device(self, work: Waitable) -> None:
+        """Wait until a device has done ``work``: with NCCL its own wait holds up the main stream, and not the host."""
+        limit = time.monotonic() + self.timeout_seconds
+        while isinstance(work, dist.Work) and not work.is_completed():
+            if time.monotonic() > limit:
+                raise RuntimeError(f"timed out after {self.timeout_seconds:g} s")
+            time.sleep(POLL_SECONDS)
 
     def deadline(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Return a context that names a failed wait for ``ranks`` by what this rank does."""

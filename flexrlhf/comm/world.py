@@ -25,6 +25,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
 from flexrlhf.text import ranks_text
 
+ABORT_SECONDS = 60.0
+"""Time after a deadline in which a rank ends by itself before NCCL's watchdog aborts it without a sentence."""
 LEAVE_SECONDS = 30.0
 """Longest wait of the rank that serves the store for ranks that end after it."""
 
@@ -103,7 +105,7 @@ class World:
                 handle = dist.new_group(
                     list(group.ranks),
                     backend=self.backend,
-                    timeout=timedelta(seconds=timeout_seconds),
+                    timeout=timedelta(seconds=timeout_seconds + ABORT_SECONDS * (self.backend == "nccl")),
                     group_desc=group.purpose,
                 )
             mine = self.rank in group.ranks

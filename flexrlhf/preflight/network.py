@@ -7,13 +7,11 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import World, posted
 from flexrlhf.errors import RunStopped
@@ -143,18 +141,6 @@ class Network:
         """Wait until ``works`` are done. Raises DeadlineError."""
         for work in works:
             self._progress.wait(work, ranks)
-        if self._world.device.type == "cuda":
-            self._await_device(ranks)
-
-    def _await_device(self, ranks: tuple[int, ...]) -> None:
-        """Wait until the device has done its work: a wait for NCCL returns before."""
-        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        limit = time.monotonic() + self._seconds
-        done.record()
-        while not done.query():
-            if time.monotonic() > limit:
-                raise DeadlineError(f"{self._progress.here}: {self._progress.explain('expired', ranks)}")
-            time.sleep(1e-5)
 
     def _largest(self, number: int) -> int:
         """Return the largest number of any rank."""

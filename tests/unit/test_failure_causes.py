@@ -87,6 +87,27 @@ def test_a_failed_wait_names_who_is_behind_and_who_has_arrived(ranks: Ranks) -> 
     )
 
 
+class Endless(dist.Work):
+    """What a device never finishes; to wait for it holds up no host."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, *_: object) -> bool:
+        return True
+
+
+def test_a_device_that_waits_past_the_deadline_is_named(ranks: Ranks) -> None:
+    world = World(0, 3, ranks.store, torch.device("cpu"), "nccl", "host0")
+    progress = RankProgress(world, "run", MODELS, 0.05)
+    progress.report(7, "step 2, move b")
+    ranks.progress[1].report(5, "step 2, run a")
+    with pytest.raises(
+        DeadlineError, match="0.05 s passed, waiting for rank 1 .reward; host host1; at"
+    ):
+        progress.wait(Endless(), (0, 1))
+
+
 def test_a_stopped_rank_is_named_that_has_come_further(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has posted what this rank waits for, and was stopped before all of it was sent."""
     ranks.progress[0].report(7, "step 2, sync a")
