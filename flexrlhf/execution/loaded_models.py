@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ class LoadedModel:
     shape:    shapes of its parameters.
     version:  weights version, the number of batches that they have been trained on.
     released: its weights, while they have no memory.
+    is_offloaded: whether it is in host memory.
     """
 
     placed: PlacedModel
@@ -43,6 +45,27 @@ class LoadedModel:
     shape: ModelShape
     version: int = 0
     released: ReleasedWeights | None = None
+    is_offloaded: bool = False
+
+    def offload(self) -> None:
+        """Move it to host memory."""
+        self.engine.offload()
+        self.is_offloaded = True
+
+    def reload(self) -> None:
+        """Move it back to the device."""
+        self.engine.reload()
+        self.is_offloaded = False
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have it on the device; one that was in host memory goes back there."""
+        was_offloaded = self.is_offloaded
+        if was_offloaded:
+            self.reload()
+        yield
+        if was_offloaded:
+            self.offload()
 
     def release(self) -> None:
         """Free the weights until ``allocate``."""
@@ -63,16 +86,19 @@ class LoadedModel:
 def load_models(
     plan: Plan, world: World, groups: Groups, wait: Wait, pad_token_id: int
 ) -> dict[ModelName, LoadedModel]:
-    """Load every model that is placed on this rank; one that a Sync refills is released at once.
+    """Load every model that is placed on this rank.
 
+    Before the next one is loaded, one that starts in host memory goes there, and one that a Sync refills is released.
     ``pad_token_id``: of the run's tokenizer.
     """
     models = {}
-    for placed in plan.placement.on_rank(world.rank):
-        models[placed.name] = load_model_on_rank(plan, placed, world, groups, wait, pad_token_id)
+    for placed in plan.loaded_on(world.rank):
+        model = models[placed.name] = load_model_on_rank(plan, placed, world, groups, wait, pad_token_id)
         if placed.is_transient:
-            models[placed.name].release()
-    return models
+            model.release()
+        elif placed.name in plan.offloaded.get(world.rank, ()):
+            model.offload()
+    return {placed.name: models[placed.name] for placed in plan.placement.on_rank(world.rank)}
 
 
 def load_model_on_rank(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -12,10 +13,11 @@ from flexrlhf.errors import UserError
 from flexrlhf.execution.checkpointer import RunState
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.execution.model_pieces import part_of, piece_key
+from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.rows_in_flight import load_rows
 from flexrlhf.execution.starting_point import StartingPoint
 from flexrlhf.execution.weight_syncs import WeightSyncs
-from flexrlhf.strategies.instructions import Sync
+from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.shards import Parts, trained_parts
@@ -24,22 +26,35 @@ from flexrlhf.weights.shards import Parts, trained_parts
 def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     """Load models, controllers, reports and rows in flight on this rank. All ranks call this before the first step.
 
-    Copies without files of their own have the weights of their trained copy: a Sync brings them.
+    Copies without files of their own have the weights of their trained copy: a Sync brings them. Models that the run
+    offloads are on the device one at a time, since moments exist from here on.
     """
     context, progress = state.context, start.manifest.progress
-    plan, size = context.plan, context.plan.spec.sync.bucket_bytes
+    plan = context.plan
+    movable = {each.model for each in plan.schedule.for_rank(context.rank) if isinstance(each, Offload)}
+    for name in movable:
+        if not context.models[name].is_offloaded:
+            context.models[name].offload()
     for name, model in context.models.items():
-        reader = PieceReader(start.checkpoint, name)
-        if model.placed.trained:
-            _check_numbers(name, start)
-            restore_trained(model, reader, progress.numbers[name], context.rank, size)
-        elif model.placed.follows and name in checkpointed_models(plan.placement, plan.spec):
-            _restore_follower(model, reader, context.rank, size)
+        with model.on_device():
+            _restore(model, context, start)
         model.version = progress.versions.get(name, model.version)
     _sync_others(state, syncs, progress.next_step)
+    for name in movable.difference(plan.offloaded.get(context.rank, ())):
+        context.models[name].reload()
     state.controllers.load(progress.controllers)
     state.recorder.restore(progress.reports, progress.best)
     load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step)
+
+
+def _restore(model: LoadedModel, context: RankContext, start: StartingPoint) -> None:
+    plan, name = context.plan, model.placed.name
+    reader, size = PieceReader(start.checkpoint, name), plan.spec.sync.bucket_bytes
+    if model.placed.trained:
+        _check_numbers(name, start)
+        restore_trained(model, reader, start.manifest.progress.numbers[name], context.rank, size)
+    elif model.placed.follows and name in checkpointed_models(plan.placement, plan.spec):
+        _restore_follower(model, reader, context.rank, size)
 
 
 def restore_trained(
@@ -70,11 +85,14 @@ def _read(reader: PieceReader, parts: Parts, names: Sequence[str], model: Loaded
 
 def _sync_others(state: RunState, syncs: WeightSyncs, next_step: int) -> None:
     """Execute the Sync of every copy that the checkpoint does not contain, unless a step refills it anyway."""
-    plan, rank = state.context.plan, state.context.rank
+    plan, models = state.context.plan, state.context.models
     contained = checkpointed_models(plan.placement, plan.spec)
-    for sync in plan.schedule.for_rank(rank):
+    for sync in plan.schedule.for_rank(state.context.rank):
         if isinstance(sync, Sync) and sync.destination not in contained and not sync.refills:
-            syncs.run(sync, next_step - 1)
+            with ExitStack() as used:
+                for name in {sync.source, sync.destination} & models.keys():
+                    used.enter_context(models[name].on_device())
+                syncs.run(sync, next_step - 1)
 
 
 def _check_numbers(name: str, start: StartingPoint) -> None:

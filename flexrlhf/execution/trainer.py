@@ -132,8 +132,6 @@ class Trainer:
         self._checkpointer = Checkpointer(state)
         if start is not None:
             restore(state, self._syncs, start)
-        for name in plan.offloaded.get(world.rank, ()):
-            self._models[name].engine.offload()
 
     def run(self) -> int:
         """Execute the schedule to its end, or until a request to stop, by the training loop of the settings.
@@ -263,9 +261,9 @@ class Trainer:
             case Checkpoint():
                 self._checkpointer.write(step + 1)
             case Offload():
-                self._models[instruction.model].engine.offload()
+                self._models[instruction.model].offload()
             case Reload():
-                self._models[instruction.model].engine.reload()
+                self._models[instruction.model].reload()
             case Release():
                 self._models[instruction.model].release()
 

@@ -112,6 +112,13 @@ class Plan:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""
         return self.sizing.state(model, rank)
 
+    def loaded_on(self, rank: int) -> list[PlacedModel]:
+        """Return the models of ``rank`` as they are loaded, all ranks in one order: first what starts in host memory
+        anywhere, which needs a device for a moment.
+        """
+        away = {name for names in self.offloaded.values() for name in names}
+        return sorted(self.placement.on_rank(rank), key=lambda model: model.name not in away)
+
     @cached_property
     def sizing(self) -> Sizing:
         """Inputs of the memory plan."""

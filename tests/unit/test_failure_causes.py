@@ -102,9 +102,7 @@ def test_a_device_that_waits_past_the_deadline_is_named(ranks: Ranks) -> None:
     progress = RankProgress(world, "run", MODELS, 0.05)
     progress.report(7, "step 2, move b")
     ranks.progress[1].report(5, "step 2, run a")
-    with pytest.raises(
-        DeadlineError, match="0.05 s passed, waiting for rank 1 .reward; host host1; at"
-    ):
+    with pytest.raises(DeadlineError, match="0.05 s passed, waiting for rank 1 .reward; host host1; at"):
         progress.wait(Endless(), (0, 1))
 
 
