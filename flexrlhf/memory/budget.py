@@ -7,7 +7,7 @@ context of the device's driver (about 1 GB on CUDA), fragmentation, and the colu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -67,7 +67,7 @@ class Copying:
 
 
 Work = Compute | WeightSync | Saving | Copying
-PhaseKind = CallKind | Literal["update", "sync", "save", "checkpoint"]
+PhaseKind = CallKind | Literal["load", "resume", "update", "sync", "save", "checkpoint"]
 NamedBytes = Mapping[str, int | None]
 """Bytes by name; None where they are known only once the model is loaded."""
 
@@ -104,7 +104,7 @@ class Phase:
 
     @property
     def label(self) -> str:
-        words = {"sync": "to", "save": "of", "checkpoint": "of"}
+        words = {"sync": "to"} | dict.fromkeys(("load", "resume", "save", "checkpoint"), "of")
         return f"{self.kind} {words.get(self.kind, 'on')} {self.model}"
 
 
@@ -337,10 +337,31 @@ class RankMemory:
         return None not in self.states.values() and None not in parts
 
 
-def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[ModelName]]]) -> RankMemory:
-    """Return the memory plan of ``rank``. ``work``: in order, each with the models that are offloaded or released."""
+@dataclass(frozen=True)
+class Start:
+    """Start of a rank that offloads models.
+
+    loaded:   its models in the order of loading.
+    away:     those that leave the device before the next one is loaded.
+    movable:  those that are on the device one at a time while a checkpoint is read.
+    """
+
+    loaded: Sequence[ModelName]
+    away: frozenset[ModelName]
+    movable: frozenset[ModelName]
+
+
+def rank_memory(
+    sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[ModelName]]], start: Start | None = None
+) -> RankMemory:
+    """Return the memory plan of ``rank``.
+
+    work:   in order, each with the models that are offloaded or released.
+    start:  None where nothing is offloaded: what is loaded then stays on the device.
+    """
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
-    largest: dict[tuple[str, str], Phase] = {}
+    first = () if start is None else _starting(states, start)
+    largest: dict[tuple[str, str], Phase] = {(phase.kind, phase.model): phase for phase in first}
     works = dict.fromkeys(work)
     # a copy for a checkpoint exists until its files are written, whatever runs meanwhile
     copied = sum(sizing.phases(item, rank)[0].host for item, _ in works if isinstance(item, Copying))
@@ -354,6 +375,19 @@ def rank_memory(sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[
             if phase.total > known.total:
                 largest[phase.kind, phase.model] = phase
     return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank), sizing.loads_whole(rank))
+
+
+def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[Phase, ...]:
+    """Return the largest phase of loading and of resuming."""
+    known = {name: states[name] or State(0) for name in start.loaded}
+    resting = sum(state.resting for state in known.values())
+    alone = resting - sum(known[name].freed for name in start.movable)
+    load, resume, on_device = [], [], 0
+    for name, state in known.items():
+        load.append(Phase("load", name, {}, on_device + state.loaded))
+        on_device += state.resting - state.freed if name in start.away else state.loaded
+        resume.append(Phase("resume", name, {}, alone + state.freed * (name in start.movable)))
+    return tuple(max(phases, key=lambda phase: phase.total) for phases in (load, resume))
 
 
 def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:

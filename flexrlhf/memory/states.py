@@ -66,6 +66,7 @@ class State:
     weights:          as the passes read them.
     gradients:        while it trains, and always where ``keeps_gradients``.
     optimizer:        moments and master weights.
+    moments:          part of it that the first update allocates.
     buffers:          allocated by its library in addition.
     host:             in host memory, by the settings that offload.
     cache:            keys and values of a rollout engine, lost when it is offloaded.
@@ -77,6 +78,7 @@ class State:
     weights: int
     gradients: int = 0
     optimizer: int = 0
+    moments: int = 0
     buffers: int = 0
     host: int = 0
     cache: int = 0
@@ -89,6 +91,11 @@ class State:
         """Bytes on the device between instructions."""
         kept = self.gradients * self.keeps_gradients
         return self.weights + self.optimizer + self.buffers + self.cache + kept
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of ``resting`` once it is loaded."""
+        return self.resting - self.moments
 
     @property
     def freed(self) -> int:
@@ -150,7 +157,12 @@ def _torch_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     per = bytes_per_parameter(model)
     trained = elements_on_rank(model, shape.trained, rank)
     frozen = elements_on_rank(model, shape.parameters, rank) - trained
-    return State(per.weights * trained + item_bytes(model) * frozen, per.gradients * trained, per.optimizer * trained)
+    return State(
+        weights=per.weights * trained + item_bytes(model) * frozen,
+        gradients=per.gradients * trained,
+        optimizer=per.optimizer * trained,
+        moments=4 * num_moments(model.settings.optimizer) * trained,
+    )
 
 
 def _deepspeed_state(model: PlacedModel, shape: ModelShape) -> State:
@@ -179,10 +191,12 @@ def _megatron_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     per, is_split = bytes_per_parameter(model), model.settings.zero == 1
     elements = elements_on_rank(model, shape.parameters, rank)
     buffer = megatron_buffer(model, shape, rank) if is_split else elements
+    updated = buffer // model.layout.dp if is_split else elements
     return State(
         weights=per.weights * buffer,
         gradients=per.gradients * buffer,
-        optimizer=per.optimizer * (buffer // model.layout.dp if is_split else elements),
+        optimizer=per.optimizer * updated,
+        moments=4 * num_moments(model.settings.optimizer) * updated,
         keeps_gradients=True,
     )
 

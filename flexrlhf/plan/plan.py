@@ -9,7 +9,7 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.spec import ModelSpec, Spec
-from flexrlhf.memory.budget import RankMemory, SequenceLengths, Sizing, rank_memory
+from flexrlhf.memory.budget import RankMemory, SequenceLengths, Sizing, Start, rank_memory
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
@@ -18,7 +18,7 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.strategies.instructions import Move, Run, Sync
+from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
 from flexrlhf.strategies.schedule import Schedule, later_chunks
 from flexrlhf.strategies.workload import first_alike, workload
@@ -128,7 +128,17 @@ class Plan:
     def memory(self, rank: int) -> RankMemory:
         """Return the memory of ``rank`` by model and phase."""
         mine = self.schedule.for_rank(rank)
-        return rank_memory(self.sizing, rank, workload(mine, self.placement, self.batch, rank))
+        return rank_memory(self.sizing, rank, workload(mine, self.placement, self.batch, rank), self._start(rank))
+
+    def _start(self, rank: int) -> Start | None:
+        """Return how models come onto a rank that offloads some; None for another one."""
+        movable = frozenset(each.model for each in self.schedule.for_rank(rank) if isinstance(each, Offload))
+        if not movable:
+            return None
+        transient = frozenset(model.name for model in self.placement.on_rank(rank) if model.is_transient)
+        return Start(
+            [model.name for model in self.loaded_on(rank)], transient.union(self.offloaded.get(rank, ())), movable
+        )
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:

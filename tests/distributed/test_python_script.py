@@ -21,8 +21,9 @@ SCRIPT = """
 import json, signal, sys
 from flexrlhf import ExecutionEngine
 
+before = signal.getsignal(signal.SIGINT)
 result = ExecutionEngine("script.yaml", *sys.argv[1:], placement_ratio=[1, 1, 0.5, 0.5])()
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert signal.getsignal(signal.SIGINT) is before
 print(json.dumps([str(result.directory), result.metrics]))
 """
 """Without a guard for ``__main__``, and with something to do after the ranks have ended."""

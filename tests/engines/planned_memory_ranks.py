@@ -142,7 +142,7 @@ def measure(case: Case, engine: Engine) -> dict[str, int]:
     assert quantity is not None
     rows, loss = batch(), Loss(quantity, total, ())
     engine.train([(rows, loss)])
-    times = 1 if case.settings.get("tp", 1) == 1 else 4
+    times = 1 if case.settings.get("tp", 1) == 1 else 12
     found = {
         "train": peak_bytes(lambda: engine.train([(rows, loss)]), times),
         "forward": peak_bytes(lambda: engine.forward(rows, [case.column]), times),

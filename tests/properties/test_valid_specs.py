@@ -24,8 +24,11 @@ SAMPLE, ALL = 400, 4000
 SEED = 17
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
-FROM_FILES = {f"ModelSpec.{name}" for name in ("path", "trust_remote_code", "retokenize", "max_text_tokens")}
-"""Settings of models that are read from files."""
+FROM_FILES = {
+    *(f"ModelSpec.{name}" for name in ("path", "trust_remote_code", "retokenize", "max_text_tokens")),
+    "Spec.snapshots",
+}
+"""Settings that are read from files, or name those of a run."""
 OWN_CODE = {f"AlgorithmSpec.{name}" for name in ("graph", "loop", "settings")}
 """Code of a user's own, with its settings."""
 

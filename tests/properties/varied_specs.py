@@ -17,6 +17,7 @@ from random_specs import (
     placement_of,
     rollout_of,
     settings_of,
+    with_rollout_stages,
     with_stages,
 )
 
@@ -70,6 +71,7 @@ EXAMPLES: Examples = {
     "Spec.loggers": (
         [],
         [{"name": "wandb", "project": "p", "mode": "offline"}],
+        [{"name": "wandb", "project": "p", "entity": "team", "group": "g"}],
         [{"name": "mlflow", "tracking_uri": "http://host:5000", "experiment": "e"}, {"name": "tensorboard"}],
     ),
     "Spec.timeout_seconds": (1, 1.5, 86400),
@@ -147,7 +149,7 @@ class VariedSpecs:
         plan = make_plan(parse_spec(raw))
         if chance(self.rng, 0.4) and add_tensor_parallel(self.rng, raw, plan):
             plan = make_plan(parse_spec(raw))
-        return with_stages(raw, plan)
+        return with_rollout_stages(*with_stages(raw, plan))
 
 
 def make_varied_spec(rng: Random) -> Raw:
@@ -214,6 +216,7 @@ def _cluster(rng: Random, share: float) -> Raw:
     for node in cluster["nodes"]:
         node |= {name: rng.choice((12, 0.5)) for name in ("link_gb_s", "network_gb_s") if chance(rng, share / 2)}
         node |= {"memory_gb": 90} if chance(rng, share / 2) else {}
+        node |= {"speed": rng.choice((1, 0.5))} if chance(rng, share / 4) else {}
     return cluster
 
 
