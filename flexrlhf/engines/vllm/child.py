@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from torch import Tensor
 from flexrlhf.engines.vllm.shared_memory import open_views
 from flexrlhf.errors import RunStopped
 
+PARENT = "FLEXRLHF_ROLLOUT_PARENT"
+"""Environment variable with the process that a child ends with."""
 _EXIT_CODE_SECONDS = 10.0
 """Longest wait for the exit code of a child that was noticed to have ended."""
 _POLL_SECONDS = 1.0
@@ -110,6 +113,8 @@ def child_environment(timeout_seconds: float) -> Iterator[dict[str, str]]:
     """
     with TemporaryDirectory() as sockets:
         yield {
+            # not among vLLM's arguments, by which it names what it has compiled
+            PARENT: str(os.getpid()),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_RPC_BASE_PATH": sockets,

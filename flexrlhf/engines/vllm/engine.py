@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -42,6 +41,8 @@ _ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # attention in float32 on a GPU, which Triton would compute in TF32
+    "TRITON_F32_DEFAULT": "ieee",
 }
 _WORKER = "flexrlhf.engines.vllm.worker"
 
@@ -127,8 +128,8 @@ class VllmEngine:
 
     def _worker_config(self) -> dict[str, int]:
         """Return ``additional_config`` of ``RankExecutor``."""
-        own = {"rank": 0, "parent": os.getpid()} if self._groups is None else {"rank": self._groups.rank}
-        return {**own, "local_rank": self._context.device.index or 0}
+        rank = 0 if self._groups is None else self._groups.rank
+        return {"rank": rank, "local_rank": self._context.device.index or 0}
 
     @contextmanager
     def _calling_vllm(self) -> Iterator[None]:

@@ -75,6 +75,11 @@ class ProcessIsolation:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Swap in the engine's state for calls inside, and the process's own back afterwards."""
+        with _stream_of_vllm(self._device), self._globals():
+            yield
+
+    @contextmanager
+    def _globals(self) -> Iterator[None]:
         before = _swap(self._attributes, self._values)
         environment = dict(os.environ)
         _set_environment(self._environment)
@@ -87,6 +92,27 @@ class ProcessIsolation:
             self._environment = dict(os.environ)
             _set_environment(environment)
             self._values = _swap(self._attributes, before)
+
+
+@contextmanager
+def _stream_of_vllm(device: torch.device) -> Iterator[None]:
+    """Have vLLM's stream of a GPU as the current one inside, and the caller's afterwards.
+
+    All engines of a process share one, which vLLM makes current when it first needs it. DeepSpeed relies on the default
+    one.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before, module = torch.cuda.current_stream(device), sys.modules.get("vllm.utils.torch_utils")
+    stream = getattr(module and module._current_stream_tls, "value", None) or before
+    stream.wait_stream(before)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        before.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(before)
 
 
 def _keep(*_: Any, **__: Any) -> None:

@@ -23,6 +23,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.engines.vllm.child import PARENT
 from flexrlhf.engines.vllm.shared_memory import SharedViews, describe, move_to_shared
 from flexrlhf.engines.vllm.weights import named_views
 
@@ -32,15 +33,14 @@ _PR_SET_PDEATHSIG = 1
 class RankExecutor(UniProcExecutor):
     """Executor of the one worker of this process.
 
-    ``additional_config`` has the ``rank`` in the replica, the ``local_rank`` (index of the device), and
-    in a child process the id of the ``parent``.
+    ``additional_config`` has the ``rank`` in the replica and the ``local_rank`` (index of the device).
     """
 
     supports_pp = True
 
     def _init_executor(self) -> None:
-        if "parent" in self.vllm_config.additional_config:
-            _end_with(self.vllm_config.additional_config["parent"])
+        if parent := os.environ.get(PARENT):
+            _end_with(int(parent))
             # its locks have no files, which a process that is killed would leave
             multiprocessing.set_start_method("fork", force=True)
             # a world of one rank without files or ports
