@@ -165,6 +165,7 @@ METRICS = (
         "parity_mean",
         "absolute difference of the rollout engine's and the trainer's log-probs, mean over tokens (nats)",
     ),
+    Metric("parity_p999", "parity_p999", "what one of a thousand of these differences exceeds (nats)"),
     Metric("parity_max", "parity_max", "largest absolute difference of these log-probs (nats)"),
     Metric(
         "policy_lag",

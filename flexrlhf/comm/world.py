@@ -187,6 +187,8 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
     place, backend = local_cuda_device() if cuda else torch.device("cpu"), "gloo"
     if cuda:
         torch.cuda.set_device(place)
+        # it builds a plan for each new shape, and packed rows and decoding have a new one nearly every time
+        torch.backends.cuda.enable_cudnn_sdp(False)
         backend = _cuda_backend(store, rank, size, timeout_seconds)
     try:
         yield World(rank, size, store, place, backend, host, local_rank())

@@ -157,6 +157,7 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         if world.rank == 0:
             _send_counts(plan, data, send)
         send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
+        torch.backends.cuda.enable_cudnn_sdp(plan.spec.debug.cudnn_attention)
         trainer = Trainer(plan, world, data, rank.meter, rank.stops, flight, files, send, start)
         if start is not None:
             files.remove_checkpoint(plan, world)

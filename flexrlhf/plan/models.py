@@ -86,7 +86,11 @@ def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None, sent: Dtype 
     if (rollout.engine == "transformers" and sent is None) or actor is None or parity is None:
         return rollout
     is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32" and sent is None
-    limits = {"max_difference": 1e-3 if is_exact else 1.0, "mean_difference": 1e-4 if is_exact else 0.05}
+    limits = (
+        {"max_difference": 1e-3, "mean_difference": 1e-4}
+        if is_exact
+        else {"p999_difference": 1.0, "mean_difference": 0.05}
+    )
     missing = {name: limit for name, limit in limits.items() if getattr(parity, name) is None}
     return rollout.model_copy(update={"parity": parity.model_copy(update=missing)})
 

@@ -63,7 +63,7 @@ IN_NATS = frozenset(
     {"kl", "kl_token", "update_kl", "preference_margin", "eval_preference_margin", "effective_sample_size"}
 )
 """Metrics that are differences of log-probs: rounding is relative to these, so to at least 1 (``kl``: each token)."""
-NOT_COMPARED = frozenset({"step", "rollout_engine", "parity_mean", "parity_max", *TIMES})
+NOT_COMPARED = frozenset({"step", "rollout_engine", "parity_mean", "parity_p999", "parity_max", *TIMES})
 """Entries of a row of metrics that two runs may differ in."""
 
 

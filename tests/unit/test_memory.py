@@ -353,12 +353,12 @@ def test_planned_defaults_are_those_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("settings", "state"),
     [
-        ({}, State(4 * W, 4 * W, 8 * W)),
+        ({}, State(4 * W, 4 * W, 8 * W, 8 * W)),
         ({"optimizer": {"name": "sgd"}}, State(4 * W, 4 * W, 0)),
-        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, State(4 * W, 4 * W, 4 * W)),
-        ({"dtype": "bfloat16"}, State(2 * W, 4 * W, 12 * W)),
-        ({"dtype": "bfloat16", "zero": 3}, State(2 * W, 2 * W, 4 * W)),
-        ({"zero": 2}, State(2 * W, 2 * W, 4 * W)),
+        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, State(4 * W, 4 * W, 4 * W, 4 * W)),
+        ({"dtype": "bfloat16"}, State(2 * W, 4 * W, 12 * W, 8 * W)),
+        ({"dtype": "bfloat16", "zero": 3}, State(2 * W, 2 * W, 4 * W, 4 * W)),
+        ({"zero": 2}, State(2 * W, 2 * W, 4 * W, 4 * W)),
     ],
 )
 def test_states_of_a_trained_torch_model(settings: dict[str, Any], state: State) -> None:

@@ -19,6 +19,7 @@ from flexrlhf.objectives.parity import Difference, ParityError, naming_tokens
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan.models import resolve_models
 
+STATISTICS = ("parity_mean", "parity_p999", "parity_max")
 MASK = mask_of("1110", "1000", "0000", "1111")
 TRAINER = -torch.tensor([[1.0, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
 TOKENS = torch.arange(4 * 6, dtype=torch.int32).view(4, 6)
@@ -63,7 +64,24 @@ def means(statistics: Moments) -> dict[str, float]:
 def test_the_mean_and_the_largest_amount_by_hand() -> None:
     """Eight tokens, of which three differ, one of them the other way; positions outside the responses do not count."""
     statistics = compare(gate(), batch_with({(0, 1): 0.5, (1, 0): -1.0, (3, 3): 0.25}))
-    assert means(statistics) == {"parity_mean": pytest.approx(1.75 / 8), "parity_max": pytest.approx(1.0)}
+    largest = pytest.approx(1.0)
+    assert means(statistics) == {"parity_mean": pytest.approx(1.75 / 8), "parity_p999": largest, "parity_max": largest}
+
+
+def test_one_token_of_a_thousand_may_differ_more() -> None:
+    """Of 4,000 tokens those that differ most are on one rank; the fifth largest is the quantile."""
+    difference = torch.full((40, 100), 0.001)
+    difference[0, :5] = torch.tensor([9.0, 8.0, 7.0, 6.0, 0.5])
+    columns = {"logprobs": torch.zeros(40, 100), "rollout_logprobs": difference, "response_mask": torch.ones(40, 100)}
+    batch = Batch(columns | {"tokens": torch.zeros(40, 102, dtype=torch.int32)}, torch.arange(40), 1)
+
+    def work(rank: int, port: Port) -> dict[str, float]:
+        part = batch.select(slice(10 * rank, 10 * rank + 10))
+        return means(compare(gate(max_difference=9.5, p999_difference=0.6), part, port))
+
+    for found in on_replicas(4, work):
+        assert found["parity_p999"] == pytest.approx(0.5) and found["parity_max"] == pytest.approx(9.0)
+    assert "rollout.parity.p999_difference 0.4, found 0.5" in str(failure(gate(p999_difference=0.4), batch))
 
 
 def test_without_an_inference_copy_the_engines_log_probs_are_compared_with_those_of_the_trained_copy() -> None:
@@ -75,7 +93,7 @@ def test_responses_without_tokens_agree() -> None:
     batch = batch_with({})
     batch.columns["response_mask"][:] = 0
     for empty in (batch, batch_with({}).select(slice(0, 0))):
-        assert means(compare(gate(max_difference=1e-9), empty)) == {"parity_mean": 0.0, "parity_max": 0.0}
+        assert means(compare(gate(max_difference=1e-9), empty)) == dict.fromkeys(STATISTICS, 0.0)
 
 
 SPLITS = [(4,), (2, 2), (1, 0, 3), (0, 0, 4), (1, 1, 1, 1)]
@@ -131,7 +149,7 @@ def test_positions_outside_the_responses_hide_nothing(wrong: float) -> None:
     for name in ("rollout_logprobs", "logprobs"):
         batch.columns[name][~MASK.bool()] = wrong
     statistics = means(compare(gate(), batch))
-    assert statistics == {"parity_mean": pytest.approx(0.25), "parity_max": pytest.approx(2.0)}
+    assert statistics == {"parity_mean": pytest.approx(0.25), **dict.fromkeys(STATISTICS[1:], pytest.approx(2.0))}
     assert failure(gate(max_difference=1.0), batch).worst[0] == Difference(103, 1, 21, 0.0, -2.0)
 
 
@@ -187,20 +205,22 @@ def test_other_errors_pass_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("actor", "rollout", "limits"),
     [
-        ("float32", "{}", (1e-3, 1e-4)),
-        ("bfloat16", "{}", (1.0, 0.05)),
-        ("float32", "{dtype: bfloat16}", (1.0, 0.05)),
-        ("bfloat16", "{dtype: float32}", (1.0, 0.05)),
-        ("float16", "{dtype: float16}", (1.0, 0.05)),
-        ("float32", "{parity: {max_difference: 0.5}}", (0.5, 1e-4)),
-        ("bfloat16", "{parity: {mean_difference: 0.5}}", (1.0, 0.5)),
+        ("float32", "{}", (1e-3, None, 1e-4)),
+        ("bfloat16", "{}", (None, 1.0, 0.05)),
+        ("float32", "{dtype: bfloat16}", (None, 1.0, 0.05)),
+        ("bfloat16", "{dtype: float32}", (None, 1.0, 0.05)),
+        ("float16", "{dtype: float16}", (None, 1.0, 0.05)),
+        ("float32", "{parity: {max_difference: 0.5}}", (0.5, None, 1e-4)),
+        ("bfloat16", "{parity: {mean_difference: 0.5}}", (None, 1.0, 0.5)),
     ],
 )
-def test_what_the_gate_allows_follows_from_the_types(actor: str, rollout: str, limits: tuple[float, float]) -> None:
+def test_what_the_gate_allows_follows_from_the_types(
+    actor: str, rollout: str, limits: tuple[float | None, float | None, float]
+) -> None:
     spec = spec_of(None, 1, f"rollout={rollout}", "rollout.engine=vllm", f"models.actor.dtype={actor}")
     parity = resolve_models(spec, make_graph(spec)).rollout.parity
     assert parity is not None
-    assert (parity.max_difference, parity.mean_difference) == limits
+    assert (parity.max_difference, parity.p999_difference, parity.mean_difference) == limits
 
 
 def test_no_gate_stays_none() -> None:
