@@ -115,7 +115,9 @@ Kind = tuple[int, bool]
 
 
 class Launches:
-    """Outcomes by case. The runs of a launch start when the first of them is requested."""
+    """Outcomes by case. The runs of a launch start when the first of them is requested; where one fails, those after it
+    are launched again.
+    """
 
     def __init__(self, assets: Assets, selected: Iterable[Case]) -> None:
         self.assets = assets
@@ -124,13 +126,12 @@ class Launches:
         self._failures: dict[str, str] = {}
 
     def outcome(self, case: Case) -> Outcome:
-        if case.has_vllm and find_spec("vllm") is None:
-            pytest.skip(f"{case.name} generates with vllm, which is not installed")
+        if missing := _missing_package(case):
+            pytest.skip(f"{case.name}: {missing} is not installed")
         if case not in self._outcomes:
             self._launch(next(cases for cases in self._launches if case in cases))
         outcome = self._outcomes[case]
-        # the last thing that a run writes
-        if not (outcome.directory / "timeline.json").exists():
+        if not _has_ended(outcome.plan):
             pytest.fail(f"{case.name} did not end: {self._failures.get(case.name, 'no rank failed')}", pytrace=False)
         return outcome
 
@@ -143,19 +144,34 @@ class Launches:
         # its events would bury the one line that says which rank failed
         logging.getLogger("torchelastic-events-null").disabled = True
         with patch.dict(os.environ, RANK_ENVIRONMENT):
-            try:
-                launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts(), factory=warm_factory())
-            except RankFailure as error:
-                self._failures.update({plan.spec.name: str(error) for plan in plans})
+            while plans:
+                try:
+                    launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts(), factory=warm_factory())
+                    return
+                except RankFailure as error:
+                    left = [plan for plan in plans if not _has_ended(plan)]
+                    self._failures |= {plan.spec.name: str(error) for plan in left[:1]}
+                    plans = left[1:]
 
 
 def _launches(selected: list[Case]) -> list[list[Case]]:
     """Cases of one kind together, at most RUNS_PER_LAUNCH of them."""
     kinds: dict[Kind, list[Case]] = {}
-    for case in selected:
+    for case in (case for case in selected if not _missing_package(case)):
         kinds.setdefault(_kind(case), []).append(case)
     starts = [(cases, start) for cases in kinds.values() for start in range(0, len(cases), RUNS_PER_LAUNCH)]
     return [cases[start : start + RUNS_PER_LAUNCH] for cases, start in starts]
+
+
+def _has_ended(plan: Plan) -> bool:
+    """Whether the last thing exists that a run writes."""
+    return (plan.spec.directory / "timeline.json").exists()
+
+
+def _missing_package(case: Case) -> str | None:
+    """What the engines of ``case`` need and this machine lacks."""
+    used = [package for package in ("deepspeed", "megatron") if package in case.compute] + ["vllm"] * case.has_vllm
+    return next((package for package in used if find_spec(package) is None), None)
 
 
 def _kind(case: Case) -> Kind:

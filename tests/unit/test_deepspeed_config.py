@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from small_runs import plan_of
 
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
 from flexrlhf.engines.deepspeed.config import OWNED, check_deepspeed_config, clips_itself, deepspeed_config
+from flexrlhf.engines.deepspeed.engine import device_of_local_rank
 from flexrlhf.errors import UserError
 
 Raw = dict[str, Any]
@@ -187,3 +190,11 @@ def test_the_key_that_sets_it_is_one_of_ours(owner: str) -> None:
 
 def test_other_settings_pass() -> None:
     check_deepspeed_config("models.actor", {"zero_optimization": {"stage3_max_live_parameters": 1}, "comms_logger": {}})
+
+
+def test_ranks_that_share_a_gpu_have_its_number_as_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for device, number in (("cuda:1", "1"), ("cuda", "0"), ("cpu", "3")):
+        with device_of_local_rank(torch.device(device)):
+            assert os.environ["LOCAL_RANK"] == number
+        assert os.environ["LOCAL_RANK"] == "3"

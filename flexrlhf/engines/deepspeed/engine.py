@@ -94,6 +94,22 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+@contextmanager
+def device_of_local_rank(device: torch.device) -> Iterator[None]:
+    """Have LOCAL_RANK be the number of the GPU, by which DeepSpeed finds it: several ranks may share one."""
+    if device.type != "cuda":
+        yield
+        return
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
+
+
 class DeepSpeedEngine:
     """Copy of a model on this rank, or a ZeRO shard of one; ``Engine`` in engines/base.py documents the methods.
 
@@ -105,6 +121,7 @@ class DeepSpeedEngine:
         placed, self._settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._mpu = _Mpu(context.dp.group or context.alone, context.alone)
+        self._device = context.device
         self._deepspeed = _import_deepspeed(context.device)
         skeleton = make_skeleton(context) if partitions_plainly(self._settings) else whole_model(context)
         self._model = skeleton.model
@@ -190,7 +207,7 @@ class DeepSpeedEngine:
         groups = self._deepspeed.utils.groups
         before, groups.mpu = groups.mpu, self._mpu
         try:
-            with as_world(self._mpu.dp):
+            with as_world(self._mpu.dp), device_of_local_rank(self._device):
                 yield
         finally:
             groups.mpu = before
