@@ -98,21 +98,28 @@ class World:
         return self.rank - self.local_rank
 
     def make_groups(self, groups: Iterable[Group], timeout_seconds: float) -> Groups:
-        """Create all groups in plan order; NCCL groups are warmed up. Every rank calls this with the same list."""
-        made: dict[Group, dist.ProcessGroup | None] = {}
-        for group in groups:
-            with self._connecting(group):
-                handle = dist.new_group(
-                    list(group.ranks),
-                    backend=self.backend,
-                    timeout=timedelta(seconds=timeout_seconds + ABORT_SECONDS * (self.backend == "nccl")),
-                    group_desc=group.purpose,
-                )
-            mine = self.rank in group.ranks
-            if mine and self.backend == "nccl":
-                dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
-            made[group] = handle if mine else None
-        return Groups(made)
+        """Create all groups in plan order; NCCL's are warmed up. Every rank calls this with the same list."""
+        made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        for group in (groups := list(groups)):
+            if group.communicator not in made:
+                made[group.communicator] = self._connect(group, timeout_seconds)
+        return Groups({group: made[group.communicator] for group in groups})
+
+    def _connect(self, group: Group, timeout_seconds: float) -> dist.ProcessGroup | None:
+        """Create a group on all ranks; return it on its own."""
+        with self._connecting(group):
+            handle = dist.new_group(
+                list(group.ranks),
+                backend=self.backend,
+                timeout=timedelta(seconds=timeout_seconds + ABORT_SECONDS * (self.backend == "nccl")),
+                group_desc=group.communicator[0],
+            )
+        if self.rank not in group.ranks:
+            return None
+        # the first batch of messages needs all ranks of its communicator
+        if self.backend == "nccl" and len(group.ranks) > 1:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
+        return handle
 
     def meet(self, what: str, timeout_seconds: float) -> None:
         """Wait, through the store, until every rank has called this. Raises DeadlineError with the missing ranks."""
@@ -156,7 +163,7 @@ class World:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups by purpose and ranks. A single rank has none: it has nothing to communicate."""
+    """Process groups by purpose and ranks, of which some share one. A single rank has none, and nothing to send."""
 
     handles: dict[Group, dist.ProcessGroup | None]
 
@@ -170,7 +177,7 @@ class Groups:
 
     def close(self) -> None:
         """Drop the groups. Their threads and sockets end with the last reference, so no other one may be left."""
-        for handle in self.handles.values():
+        for handle in dict.fromkeys(self.handles.values()):
             if handle is not None:
                 dist.destroy_process_group(handle)
         self.handles.clear()

@@ -16,12 +16,20 @@ class Group:
     """Ranks that communicate for one purpose: compute, tp, pp, ends, replica, model (of a placed model), move, sync or
     gather.
 
-    Purposes never share a group. A single rank needs none, unless a library requires one (``alone``).
+    A single rank needs none, unless a library requires one (``alone``).
     """
 
     purpose: str
     ranks: tuple[int, ...]
     alone: bool = False
+
+    @property
+    def communicator(self) -> tuple[str, tuple[int, ...]]:
+        """What carries its messages, with its ranks: one for all that these ranks wait for where they begin it, and one
+        for each purpose that goes on beside that. A GPU has up to 0.5 GB of buffers for each.
+        """
+        goes_on = self.purpose == "move" or self.purpose.startswith("sync ")
+        return (self.purpose if goes_on else "blocking", self.ranks)
 
 
 def compute_groups(model: PlacedModel) -> list[Group]:

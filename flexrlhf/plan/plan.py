@@ -112,6 +112,10 @@ class Plan:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""
         return self.sizing.state(model, rank)
 
+    def communicators(self, rank: int) -> int:
+        """Return how many a rank has, without what libraries create and groups of one rank."""
+        return len({each.communicator for each in self.groups if rank in each.ranks and len(each.ranks) > 1})
+
     def loaded_on(self, rank: int) -> list[PlacedModel]:
         """Return the models of ``rank`` as they are loaded, all ranks in one order: first what starts in host memory
         anywhere, which needs a device for a moment.

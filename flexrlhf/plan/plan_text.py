@@ -17,7 +17,7 @@ from flexrlhf.plan.preset_text import preset_lines
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
-from flexrlhf.text import bytes_text, rank_marks, ranks_text, span_of
+from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.stages import layer_of, of_stage
 
@@ -196,7 +196,9 @@ def _groups(plan: Plan) -> list[str]:
     alone = tuple(sorted(group.ranks[0] for group in plan.groups if group.alone))
     lines = [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups if not group.alone]
     lines += [f"{'alone, each':<24} {ranks_text(alone)}"] if alone else []
-    return lines or ["none: one rank"]
+    most = max(map(plan.communicators, range(plan.placement.num_ranks)))
+    shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but moves and syncs"
+    return [*lines, shared] if most else lines or ["none: one rank"]
 
 
 def _left_out(plan: Plan) -> list[str]:
