@@ -193,10 +193,12 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
     place, backend = local_cuda_device() if cuda else torch.device("cpu"), "gloo"
     if cuda:
+        # messages that wait for other ranks keep a queue of the device each, and torch's streams share eight
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(place)
         # it builds a plan for each new shape, and packed rows and decoding have a new one nearly every time
         torch.backends.cuda.enable_cudnn_sdp(False)
-        backend = _cuda_backend(store, rank, size, timeout_seconds)
+        backend = cuda_backend(_gpus_of_all(store, rank, size, place, timeout_seconds))
     try:
         yield World(rank, size, store, place, backend, host, local_rank())
         _leave(store, rank, size)
@@ -228,17 +230,17 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _cuda_backend(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return the back end of all ranks: NCCL refuses two ranks on one device, for which gloo serves.
+def cuda_backend(gpus: Sequence[str]) -> str:
+    """Return the back end of all ranks, given the GPU of each: NCCL refuses two ranks on one, for which gloo serves."""
+    return "gloo" if len(set(gpus)) < len(gpus) else "nccl"
 
-    Every rank stores whether its machine has fewer GPUs than ranks.
-    """
-    store.set(
-        f"shares a GPU/{rank}", str(int(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()))
-    )
-    keys = [f"shares a GPU/{each}" for each in range(size)]
+
+def _gpus_of_all(store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float) -> list[str]:
+    """Return the GPU of each rank by its own number: where each process sees one alone, all of them are cuda:0."""
+    store.set(f"GPU/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    keys = [f"GPU/{each}" for each in range(size)]
     store.wait(keys, timedelta(seconds=timeout_seconds))
-    return "gloo" if any(int(store.get(key)) for key in keys) else "nccl"
+    return [store.get(key).decode() for key in keys]
 
 
 def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -44,6 +45,28 @@ SAVING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of schedulers before they end a job."""
 
 
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists where NVIDIA's driver is loaded."""
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""Oldest driver by the major version of CUDA (its release notes, table of minor version compatibility)."""
+
+
+def why_no_gpu(driver: Path = DRIVER, cuda: str | None = torch.version.cuda) -> str:
+    """Return why torch, built for ``cuda``, finds no GPU next to NVIDIA's driver; empty where none is loaded."""
+    found = re.search(r"Kernel Module.*?(\d+)\.[\d.]+", driver.read_text()) if driver.is_file() else None
+    if found is None:
+        return ""
+    if cuda is None:
+        return "NVIDIA's driver is loaded, but torch is built for CPUs; install it from an index of a CUDA build"
+    oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(found[1]) < oldest:
+        return (
+            f"torch is built for CUDA {cuda}, which needs NVIDIA's driver {oldest}, found {found[1]}; update it, or "
+            f"install torch from the index of an older CUDA"
+        )
+    return "NVIDIA's driver is loaded, but no GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
 def choose_device(setting: str, num_local: int) -> str:
     """Return ``cpu`` or ``cuda`` for all ranks, given ``cluster.device`` and the number of ranks on this node.
 
@@ -51,8 +74,12 @@ def choose_device(setting: str, num_local: int) -> str:
     over gloo. Raises UserError for ``cuda`` without any.
     """
     count = torch.cuda.device_count()
+    reason = "" if count else why_no_gpu()
     if setting == "cuda" and count == 0:
-        raise UserError("cluster.device: cuda needs a CUDA device on this node, found 0; use cpu")
+        found = reason or "found 0; use cpu"
+        raise UserError(f"cluster.device: cuda needs a CUDA device on this node, {found}")
+    if setting == "auto" and reason:
+        print(f"flexrlhf: running on CPU: {reason}", file=sys.stderr)
     if setting == "cuda" and count < num_local:
         print(f"flexrlhf: {num_local} ranks on {count} CUDA devices of this node: over gloo", file=sys.stderr)
     if setting == "auto" and 0 < count < num_local:

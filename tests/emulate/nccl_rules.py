@@ -1,7 +1,7 @@
 """What ranks hand to NCCL, played by its rules: a list in which no rank waits for ever, whatever the timing.
 
-A communicator has one queue on each device, and what is in it runs in order: a batch of messages until each has met its other
-end, a collective until all its ranks run it. It begins after what the main stream awaited when it was posted.
+A communicator has one queue on each device, and what is in it runs in order: a batch of messages until each has met
+its other end, a collective until all its ranks run it. It begins after what the main stream awaited when it was posted.
 To await something holds up the main stream, and the host only where it reads a result.
 
 Single messages have a queue for each pair of ranks, whose communicator is made at the first of them: there the host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -12,10 +13,11 @@ import torch.distributed as dist
 
 from flexrlhf.comm.interfaces import interface_to
 from flexrlhf.comm.store import Endpoint, serve_store
+from flexrlhf.comm.world import cuda_backend
 from flexrlhf.errors import UserError
 from flexrlhf.execution import node_watch
 from flexrlhf.execution.failures import Failure
-from flexrlhf.execution.launch import choose_device
+from flexrlhf.execution.launch import choose_device, why_no_gpu
 from flexrlhf.execution.node_watch import NodeWatch
 from flexrlhf.execution.rendezvous import NodeRendezvous
 from flexrlhf.placement.hosts import Hosts, check_restarts, rank_notice
@@ -59,6 +61,27 @@ def test_cuda_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match="^cluster.device: cuda needs a CUDA device on this node, found 0; use cpu$"):
         choose_device("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "cuda", "reason"),
+    [
+        ("Kernel Module  550.54.15  Tue Mar  5", "13.0", "which needs NVIDIA's driver 580, found 550"),
+        ("Open Kernel Module for x86_64  570.86.10  Release", "13.0", "which needs NVIDIA's driver 580, found 570"),
+        ("Open Kernel Module for x86_64  580.65.06  Release", "13.0", "no GPU is visible"),
+        ("Kernel Module  550.54.15  Tue Mar  5", "12.8", "no GPU is visible"),
+        ("Kernel Module  580.65.06", None, "torch is built for CPUs"),
+    ],
+)
+def test_why_there_is_no_gpu_next_to_a_driver(module: str, cuda: str | None, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {module}\nGCC version: gcc 12.2.0\n")
+    assert reason in why_no_gpu(tmp_path / "version", cuda)
+    assert not why_no_gpu(tmp_path / "absent", cuda)
+
+
+def test_ranks_that_see_one_gpu_each_have_their_own() -> None:
+    assert cuda_backend(["GPU-1", "GPU-2"]) == "nccl"
+    assert cuda_backend(["GPU-1", "GPU-2", "GPU-1"]) == "gloo"
 
 
 def test_variables_of_a_rank_that_torchrun_did_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
