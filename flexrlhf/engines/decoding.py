@@ -24,6 +24,11 @@ _DROP_SHARE = 0.25
 """Share of ended rows from which on copying the KV cache of the others pays off."""
 
 
+def tokens_between_looks(device: torch.device) -> int:
+    """Return the tokens after which the host looks for rows that have ended, for which it waits for a GPU."""
+    return 1 if device.type == "cpu" else 8
+
+
 @dataclass
 class _DecodingRows:
     """Rows that are decoded in the same passes.
@@ -33,6 +38,7 @@ class _DecodingRows:
     logits:  (m, vocabulary), of the next token; None once it is sampled.
     ended:   bool (m,), whether the response has ended.
     cache:   keys and values of the tokens read so far.
+    padded:  whether a row has padding; None: the model looks for it at each token.
     """
 
     places: Tensor
@@ -40,6 +46,14 @@ class _DecodingRows:
     logits: Tensor | None
     ended: Tensor
     cache: DynamicCache
+    padded: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._find_padding()
+
+    def _find_padding(self) -> None:
+        if self.padded is not None:
+            self.padded = not self.mask.all()
 
     def take_logits(self) -> Tensor:
         """Return the logits, which are then not kept while the next ones are computed."""
@@ -50,9 +64,10 @@ class _DecodingRows:
     def read(self, model: PreTrainedModel, tokens: Tensor) -> None:
         """Run the model on the next ``tokens`` (m,), one of each row that has not been dropped."""
         self.mask = pad(self.mask, (0, 1), value=1)
+        for_all_layers = self.mask[:, None, None].bool() if self.padded else None
         out = model(
             input_ids=tokens[:, None],
-            attention_mask=self.mask,
+            attention_mask=self.mask if self.padded is None else for_all_layers,
             position_ids=self.mask.sum(1, keepdim=True) - 1,
             past_key_values=self.cache,
             use_cache=True,
@@ -66,22 +81,32 @@ class _DecodingRows:
         self.places, self.mask, self.ended = self.places[left], self.mask[left], self.ended[left]
         # reorder_cache, because batch_select_indices does not exist for every kind of layer
         self.cache.reorder_cache(left)
+        self._find_padding()
         return left
 
 
 class Decoding:
     """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model.
 
-    ``share_prompts``: whether samples of one prompt read it once.
+    share_prompts:  whether samples of one prompt read it once.
+    masks_once:     whether all layers take one mask, so that the model need not look at it.
     """
 
     def __init__(
-        self, model: PreTrainedModel, batch: Batch, sampling: Sampling, max_tokens: int, share_prompts: bool = True
+        self,
+        model: PreTrainedModel,
+        batch: Batch,
+        sampling: Sampling,
+        max_tokens: int,
+        share_prompts: bool = True,
+        masks_once: bool = False,
     ) -> None:
         assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
         self._model, self._batch, self._sampling = model, batch, sampling
         self._shares = share_prompts and batch.samples_per_prompt > 1
+        self._masks_once = masks_once
         device = batch.rows.device
+        self._tokens_between_looks = tokens_between_looks(device)
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(len(batch), max_tokens, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(batch), max_tokens, device=device)
@@ -117,11 +142,14 @@ class Decoding:
         rows = self._start(places, prefill, prompts)
         for position in range(self._tokens.shape[1]):
             tokens = self._sample(rows, position)
-            num_left = len(rows.ended) - int(rows.ended.sum())
-            if not num_left or position + 1 == self._tokens.shape[1]:
+            if position + 1 == self._tokens.shape[1]:
                 return
-            if num_left <= (1 - _DROP_SHARE) * len(rows.ended):
-                tokens = tokens[rows.drop_ended()]
+            if (position + 1) % self._tokens_between_looks == 0:
+                num_left = len(rows.ended) - int(rows.ended.sum())
+                if not num_left:
+                    return
+                if num_left <= (1 - _DROP_SHARE) * len(rows.ended):
+                    tokens = tokens[rows.drop_ended()]
             yield True
             rows.read(self._model, tokens)
 
@@ -140,7 +168,8 @@ class Decoding:
         """Return the rows at ``places`` before their first token."""
         logits, cache = prefill.joined(prompts)
         mask = prefill.mask if prompts is None else prefill.mask[prompts]
-        return _DecodingRows(places, mask, logits, torch.zeros_like(places, dtype=torch.bool), cache)
+        ended, padded = torch.zeros_like(places, dtype=torch.bool), True if self._masks_once else None
+        return _DecodingRows(places, mask, logits, ended, cache, padded)
 
     def _sample(self, rows: _DecodingRows, position: int) -> Tensor:
         """Sample and record the next token (m,) of every row; ``columns`` masks those behind an end."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexrlhf.config.spec import ModelSpec
@@ -65,6 +67,8 @@ class MicroBatch:
     places:          int64 (n, L), places of the tokens of each text in the flattened m x W; 0 behind its end.
     prompt_lengths:  int64 (n,), tokens of each prompt.
     text_lengths:    int64 (n,), tokens of each text.
+    scored:          int64 (k,), places of the tokens of responses in the flattened n x r, r the longest response.
+    shortest_prompt, longest_response: tokens.
     num_texts:       different texts.
     idle:            whether it stands for no row, so that its outputs do not count.
     """
@@ -78,6 +82,9 @@ class MicroBatch:
     places: Tensor
     prompt_lengths: Tensor
     text_lengths: Tensor
+    scored: Tensor
+    shortest_prompt: int
+    longest_response: int
     num_texts: int
     idle: bool = False
 
@@ -85,6 +92,11 @@ class MicroBatch:
     def width(self) -> int:
         """W."""
         return self.tokens.shape[1]
+
+    @property
+    def has_one_text_in_a_row(self) -> bool:
+        """Whether causal attention and positions from 0 are those of the texts, behind which all padding is."""
+        return self.mask_dtype is not None and self.num_texts == len(self.tokens)
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -96,8 +108,7 @@ class MicroBatch:
         texts, prompts = self.numbers.unbind()
         if self.mask_dtype is None:
             return (texts >= 0).long()
-        if self.num_texts == len(texts):
-            # one text in each row: causal attention does not see what is behind it
+        if self.has_one_text_in_a_row:
             return None
         keys = texts[:, None, :]
         is_seen = ((texts[:, :, None] == keys) | (prompts[:, :, None] == keys)).tril()
@@ -134,14 +145,18 @@ class MicroBatch:
         return self.state_mask[:, 1:]
 
     @property
-    def response_tokens(self) -> Tensor:
-        """Tokens of each response: int64 (n, r), anything behind its end."""
-        return self.tokens.flatten()[self.state_places[:, 1:]]
+    def predicting_places(self) -> Tensor:
+        """Places of the tokens that come before those of responses: int64 (k,)."""
+        return self.state_places[:, :-1].flatten()[self.scored]
+
+    @property
+    def scored_tokens(self) -> Tensor:
+        """Tokens of all responses: int64 (k,)."""
+        return self.tokens.flatten()[self.state_places[:, 1:].flatten()[self.scored]]
 
     @property
     def _state_columns(self) -> Tensor:
-        width = int((self.text_lengths - self.prompt_lengths).max())
-        return self.prompt_lengths[:, None] - 1 + _columns(width + 1, self.places)
+        return self.prompt_lengths[:, None] - 1 + _columns(self.longest_response + 1, self.places)
 
 
 def _columns(width: int, like: Tensor) -> Tensor:
@@ -201,30 +216,35 @@ class _Unit:
 class _Texts:
     """Texts of a batch.
 
-    prompts:    tokens of each prompt.
-    responses:  tokens of each response.
+    tokens:     (n, P + R), in host memory as all else here: to read a GPU stops it.
+    prompts:    (n,), tokens of each prompt.
+    responses:  (n,), tokens of each response.
     contents:   bytes that two texts have in common only if all their tokens are the same.
     samples:    texts of a prompt.
     same:       of each prompt, whether its texts have the same one; whole texts, encoded again, do not.
     """
 
-    prompts: list[int]
-    responses: list[int]
+    tokens: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    responses: NDArray[np.int64]
     contents: list[bytes]
     samples: int
     same: list[bool]
 
     @classmethod
     def of(cls, batch: Batch, lengths: Lengths) -> _Texts:
-        mask, samples = batch["attention_mask"].bool(), batch.samples_per_prompt
-        counts, responses = mask[:, : lengths.prompt].sum(1), mask[:, lengths.prompt :].sum(1)
+        tokens, samples = batch["tokens"].long(), batch.samples_per_prompt
+        # in one piece; those outside of texts are negative
+        read = torch.where(batch["attention_mask"].bool(), tokens, -1 - tokens).cpu().numpy()
+        mask = read >= 0
+        prompts, responses = mask[:, : lengths.prompt].sum(1), mask[:, lengths.prompt :].sum(1)
         # a row without any token has a place all the same
-        counts = counts.clamp(min=(counts + responses == 0).long())
-        shown = torch.where(mask, batch["tokens"], -1)
-        prompt = shown[:, : lengths.prompt].unflatten(0, (-1, samples))
-        same = (prompt == prompt[:, :1]).all(2).all(1)
-        contents = [row.tobytes() for row in shown.cpu().numpy()]
-        return cls(counts.tolist(), responses.tolist(), contents, samples, same.tolist())
+        prompts = np.maximum(prompts, prompts + responses == 0)
+        shown = np.where(mask, read, -1)
+        prompt = shown[:, : lengths.prompt].reshape(-1, samples, lengths.prompt)
+        same = (prompt == prompt[:, :1]).all((1, 2))
+        contents = [row.tobytes() for row in shown]
+        return cls(np.where(mask, read, -1 - read), prompts, responses, contents, samples, same.tolist())
 
     def units(self, number: int, settings: PassSettings, compares: bool) -> Iterator[_Unit]:
         """Yield the units of one prompt. The same text is computed once.
@@ -243,9 +263,9 @@ class _Texts:
     def _groups(self, number: int, rows: Sequence[int], settings: PassSettings, compares: bool) -> tuple[Unit, ...]:
         """Return the texts ``rows`` of one prompt in units, in order."""
         if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
-            group = TextGroup(self.prompts[rows[0]], tuple(self.responses[row] for row in rows))
+            group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
             return units_of(group, settings.budget, shares=True, compares=compares)
-        apart = tuple(TextGroup(self.prompts[row], (self.responses[row],)) for row in rows)
+        apart = tuple(TextGroup(int(self.prompts[row]), (int(self.responses[row]),)) for row in rows)
         return united(apart, compares)
 
 
@@ -280,34 +300,48 @@ def _laid_out(
     batch: Batch, starts: Sequence[_Start], num_texts: int, texts: _Texts, each: PackedPass, settings: PassSettings
 ) -> MicroBatch:
     """Build the micro-batch of one pass. ``starts``: in the order of the batch; ``num_texts``: different ones."""
-    device, shape = batch.rows.device, (len(each.rows), each.width)
-    order, prompt, response, number = torch.tensor(starts, device=device).t()
-    prompts, responses = (torch.tensor(all_, device=device)[order] for all_ in (texts.prompts, texts.responses))
+    shape = (len(each.rows), each.width)
+    order, prompt, response, number = np.array(starts, dtype=np.int64).T
+    prompts, responses = texts.prompts[order], texts.responses[order]
     length = prompts + responses
-    columns = _columns(int(length.max()), order)
+    columns = np.arange(length.max())
     is_token, in_prompt = columns < length[:, None], columns < prompts[:, None]
-    places = torch.where(in_prompt, prompt[:, None] + columns, (response - prompts)[:, None] + columns)
-    places = places.where(is_token, 0)
+    places = np.where(in_prompt, prompt[:, None], (response - prompts)[:, None]) + columns
+    places = np.where(is_token, places, 0)
     stored = (settings.lengths.prompt - prompts)[:, None] + columns
-    selected = batch.select(order)
-    own = selected["tokens"].long().gather(1, stored.clamp(max=settings.lengths.total - 1))
+    own = np.take_along_axis(texts.tokens[order], np.minimum(stored, settings.lengths.total - 1), 1)
 
-    def filled(values: Tensor, padding: Tensor) -> Tensor:
-        return padding.index_put((places[is_token],), values.expand_as(places)[is_token]).view(shape)
+    def filled(values: NDArray[np.int64], padding: NDArray[np.int64]) -> NDArray[np.int64]:
+        out = padding.copy()
+        out[places[is_token]] = np.broadcast_to(values, places.shape)[is_token]
+        return out.reshape(shape)
 
-    nothing = torch.full((each.tokens,), -1, device=device)
+    nothing = np.full(each.tokens, -1)
     # positions of padding go on, as if one text filled the row
-    positions = filled(columns, torch.arange(each.width, device=device).repeat(len(each.rows)))
-    numbers = filled(torch.where(in_prompt, prompt[:, None], number[:, None]), nothing)
+    positions = filled(columns, np.tile(np.arange(each.width), len(each.rows)))
+    numbers = filled(np.where(in_prompt, prompt[:, None], number[:, None]), nothing)
+    longest = int(responses.max())
+    scored = np.flatnonzero(np.arange(longest) < responses[:, None])
+
+    def on_device(values: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return (
+            tensor if batch.rows.device.type == "cpu" else tensor.pin_memory().to(batch.rows.device, non_blocking=True)
+        )
+
+    rows = on_device(order)
     return MicroBatch(
-        batch=selected,
-        order=order,
-        tokens=filled(own, torch.zeros_like(nothing)),
-        position_ids=positions,
-        numbers=torch.stack([numbers, filled(prompt[:, None], nothing)]),
+        batch=batch.select(rows),
+        order=rows,
+        tokens=on_device(filled(own, np.zeros_like(nothing))),
+        position_ids=on_device(positions),
+        numbers=on_device(np.stack([numbers, filled(prompt[:, None], nothing)])),
         mask_dtype=settings.dtype if settings.packs else None,
-        places=places,
-        prompt_lengths=prompts,
-        text_lengths=length,
+        places=on_device(places),
+        prompt_lengths=on_device(prompts),
+        text_lengths=on_device(length),
+        scored=on_device(scored),
+        shortest_prompt=int(prompts.min()),
+        longest_response=longest,
         num_texts=num_texts,
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec
@@ -58,7 +58,9 @@ class Passes:
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Sample responses, as ``Engine.generate``."""
         lengths = self.readout.lengths
-        decoding = Decoding(self.model, batch, sampling, lengths.response, self.settings.share_prompts)
+        # where texts may be packed, attention sees what a mask of all layers says
+        masks_once = self.pass_settings.packs and self.settings.attention == "sdpa"
+        decoding = Decoding(self.model, batch, sampling, lengths.response, self.settings.share_prompts, masks_once)
         num_rows = max(1, self.settings.generate_tokens // (lengths.prompt + lengths.response))
         calls = decoding.calls(num_rows)
         busy = next(calls, False)
@@ -153,9 +155,24 @@ class Passes:
         return out.logits, out.scores
 
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
-        return self.call(
-            input_ids=piece.tokens, attention_mask=piece.attention_mask, position_ids=piece.position_ids, **arguments
-        )
+        with _no_search_for_texts() if piece.has_one_text_in_a_row else nullcontext():
+            return self.call(
+                input_ids=piece.tokens,
+                attention_mask=piece.attention_mask,
+                position_ids=piece.position_ids,
+                **arguments,
+            )
+
+
+@contextmanager
+def _no_search_for_texts() -> Iterator[None]:
+    """Keep transformers from reading positions to find several texts in a row, for which the host waits for a GPU."""
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 def make_passes(
@@ -173,4 +190,4 @@ def make_passes(
 
 def _kept(piece: MicroBatch) -> int:
     """Return the last positions of each row, among which are all that predict a response token."""
-    return piece.width - int(piece.prompt_lengths.min()) + 1
+    return piece.width - piece.shortest_prompt + 1

@@ -65,9 +65,8 @@ class Readout:
         """Make our language head return the requested log-probs of ``piece`` instead of logits."""
         if self.head is None or "logprobs" not in request.quantities:
             return nullcontext()
-        mask = piece.response_mask
-        places, targets = piece.state_places[:, :-1][mask], piece.response_tokens[mask]
-        return self.head.scoring(places, targets, request.temperature or self.temperature, request.entropy)
+        temperature = request.temperature or self.temperature
+        return self.head.scoring(piece.predicting_places, piece.scored_tokens, temperature, request.entropy)
 
     def read(self, piece: MicroBatch, request: PassRequest, logits: Tensor | None, scores: Tensor | None) -> Computed:
         """Return the requested quantities.
@@ -120,10 +119,10 @@ class Readout:
         if self.head is not None:
             picked, entropies = logits.unbind(-1)
         else:
-            places = piece.state_places[:, :-1][mask]
+            places = piece.predicting_places
             rows, columns = places // piece.width, places % piece.width - (piece.width - logits.shape[1])
             temperature = request.temperature or self.temperature
-            picked, entropies = _from_logits(logits[rows, columns], piece.response_tokens[mask], temperature, entropy)
+            picked, entropies = _from_logits(logits[rows, columns], piece.scored_tokens, temperature, entropy)
         spread = [self._in_responses(mask, values) for values in (picked, entropies)]
         return {"logprobs": spread[0]} | ({} if entropy == "none" else {"entropy": spread[1]})
 

@@ -10,6 +10,7 @@ from threading import Barrier, Thread
 
 import pytest
 import torch
+from host_reads import host_reads
 from small_models import ONE_RANK, TINY
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
@@ -270,6 +271,27 @@ def test_rows_with_prompts_of_like_lengths_are_decoded_together(model: PreTraine
     with calls_of(model) as calls:
         passes_of(model, rows_together=5).generate(prompts, replace(PLAIN, eos_token_ids=(10**6,)))
     assert calls[:: LENGTHS.response] == [(5, lengths[first]) for first in range(0, NUM_ROWS, 5)]
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_the_host_looks_for_ended_rows_every_few_tokens(
+    model: PreTrainedModel, prompts: Batch, between: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads nothing else while tokens are sampled, and responses do not depend on it."""
+    expected, found = passes_of(model).generate(prompts, PLAIN), {}
+    monkeypatch.setattr(decoding, "tokens_between_looks", lambda device: between)
+
+    def decode() -> None:
+        rows = Decoding(model, prompts, PLAIN, LENGTHS.response, masks_once=True)
+        assert all(rows.calls(NUM_ROWS))
+        found.update(rows.columns())
+
+    reads = host_reads(torch.no_grad()(decode))
+    assert_same(found, expected)
+    looks = reads.pop("decoding.py: num_left = len(rows.ended) - int(rows.ended.sum())")
+    assert looks <= LENGTHS.response / between
+    # what a batch is begun with, and rows that are dropped
+    assert max(reads.values()) <= 3, reads
 
 
 def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_packed_rows_by_hand() -> None:
     ]
     assert piece.state_mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
     assert piece.state_places[piece.state_mask].tolist() == [8, 9, 1, 2, 3, 4, 5, 6, 7]
-    assert piece.response_tokens[piece.response_mask].tolist() == [4, 104, 105, 106, 204, 205]
+    assert piece.scored_tokens.tolist() == [4, 104, 105, 106, 204, 205]
 
 
 def test_samples_share_their_prompt_by_hand() -> None:

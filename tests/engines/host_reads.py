@@ -1,0 +1,55 @@
+"""Count what a host reads of tensors, for which it waits for a GPU."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPERATIONS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "repeat_interleave")
+UNIQUE = ("_unique2", "unique_dim", "unique_consecutive")
+INDEXING = ("index", "index_put", "index_put_")
+"""Read where an index is a mask."""
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        is_mask = name in INDEXING and any(each is not None and each.dtype == torch.bool for each in args[1])
+        if name in (*OPERATIONS, *UNIQUE) or is_mask:
+            self._note(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Conversions(TorchFunctionMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+            self._note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def host_reads(work: Callable[[], object]) -> Counter[str]:
+    """What ``work`` reads, by the line that does."""
+    found: Counter[str] = Counter()
+
+    def note(name: str) -> None:
+        outside = [each for each in traceback.extract_stack() if "/torch/" not in each.filename]
+        last = next(each for each in reversed(outside) if each.filename != __file__)
+        found[f"{last.filename.rpartition('/')[2]}: {last.line}"] += 1
+
+    with _Conversions(note), _Operations(note):
+        work()
+    return found
