@@ -52,7 +52,7 @@ real: install-all
 	$(call INSTALL,.[real])
 	$(BIN)/python -m benchmarks.real $(if $(DATA),--data "$(DATA)") $(OPTIONS)
 
-# everything that a GPU changes, in under nine minutes; without one, on the CPU with smaller models. OPTIONS=--trl=PYTHON
+# everything that a GPU changes, in the order in which it fails (docs/gpu.md); without one, on the CPU with smaller models
 gpu: install-all
 	$(BIN)/python -m benchmarks.gpu $(OPTIONS)
 

@@ -1,10 +1,10 @@
-"""Tests, predictions and speed on the GPU of this machine; where there is none, on its CPU with smaller models.
+"""What a GPU changes, in the order in which it fails; where there is none, on the CPU with smaller models.
 
     make gpu
 
-Fetches nothing. Runs the tests marked gpu, then ``flexrlhf profile`` and three placements, predicted and measured, then
-GRPO and PPO with random weights, also by TRL where it is installed. Writes gpu.json and gpu.md; what does not fit
-into the time or is not installed is named there. Ends with 1 where a test failed.
+Fetches nothing. Each stage has its own time; what it found is kept where it or a later one fails, and what is not
+installed or did not fit into the time is named. Writes gpu.json and gpu.md; ``--only`` runs stages again and leaves the
+others as they were written. Ends with 1 where a test failed.
 """
 
 from __future__ import annotations
@@ -12,51 +12,91 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.clock import TimeBudget
+from benchmarks.gpu.clock import TimeBudget, Unfinished
 from benchmarks.gpu.gpu_tests import run_tests
-from benchmarks.gpu.machine import ON_CPU, ON_GPU, device_name, facts
+from benchmarks.gpu.machine import ON_CPU, ON_GPU, Scale, device_name, facts
+from benchmarks.gpu.measurements import measured
 from benchmarks.gpu.placements import run_placements
 from benchmarks.gpu.results import LeftOut, Results, Row
+from benchmarks.gpu.runs import run_offloading, run_vllm
 from benchmarks.gpu.speed import run_speed
 from benchmarks.gpu.workload import write_data
 
-STAGES = ("tests", "placements", "speed")
-SHARE_OF_TESTS = 0.45
-"""Of the time for everything."""
-Stage = Callable[[], Iterable[Row | LeftOut]]
+SECONDS = {
+    "device": (60, 60),
+    "nccl": (120, 60),
+    "kernels": (240, 60),
+    "one-rank": (420, 150),
+    "ranks": (420, 240),
+    "offload": (300, 120),
+    "vllm": (600, 150),
+    "speed": (600, 180),
+    "placements": (420, 240),
+}
+"""Most seconds of each stage, on a GPU and on a CPU."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all stages have in common.
+
+    trl:  a Python with TRL; None where there is none
+    """
+
+    directory: Path
+    device: str
+    scale: Scale
+    trl: str | None
+
+    def run(self, stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+        """Yield what a stage finds."""
+        match stage:
+            case "nccl" if self.device == "cpu":
+                yield LeftOut(stage, "memory of communicators", "no GPU")
+            case "device" | "nccl" | "kernels":
+                yield from measured(stage, budget)
+            case "one-rank" | "ranks":
+                yield from run_tests(stage, self.directory, self.device, budget)
+            case "offload":
+                yield from run_offloading(self.directory, self.scale, self.device, budget)
+            case "vllm":
+                yield from run_vllm(self.directory, self.scale, self.device, budget)
+            case "speed":
+                yield from run_speed(self.directory, self.scale, self.device, budget, self.trl)
+            case "placements":
+                yield from run_placements(self.directory, self.scale, self.device, budget)
 
 
 def main() -> int:
     options = _options()
     device = device_name()
-    scale = ON_GPU if device == "cuda" else ON_CPU
     if device == "cpu":
         # for models this small; several would also wait for each other on a busy machine
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    budget = TimeBudget(options.seconds or scale.seconds)
     directory: Path = options.output.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    write_data(directory, scale)
     trl = options.trl or (sys.executable if find_spec("trl") else None)
-    stages: dict[str, Stage] = {
-        "tests": lambda: run_tests(directory, device, budget, SHARE_OF_TESTS * budget.seconds),
-        "placements": lambda: run_placements(directory, scale, device, budget),
-        "speed": lambda: run_speed(directory, scale, device, budget, trl),
-    }
-    results = Results(facts())
-    for name in STAGES:
-        if name in options.only:
-            for found in stages[name]():
+    job = Job(directory, device, ON_GPU if device == "cuda" else ON_CPU, trl)
+    write_data(directory, job.scale)
+    results = Results.of(facts(), directory, options.only)
+    for stage in options.only:
+        budget = TimeBudget(options.seconds or SECONDS[stage][device == "cpu"])
+        try:
+            for found in job.run(stage, budget):
                 results.add(found)
                 results.write(directory)
-                print(f"{budget.seconds - budget.left:4.0f} s  {found}", flush=True)
+                print(f"{stage} {budget.seconds - budget.left:4.0f} s  {found}", flush=True)
+        except Unfinished as error:
+            results.add(LeftOut(stage, "what comes next", str(error)))
+            results.write(directory)
     print(f"\n{results.table()}\nwritten to {directory / 'gpu.json'} and {directory / 'gpu.md'}")
     return int(any(row.figures.get("failed") for row in results.rows))
 
@@ -65,8 +105,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, help="for everything; default: 520 on a GPU, 420 on a CPU")
-    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, help="stages")
+    parser.add_argument("--seconds", type=float, help="of each stage, in place of its own")
+    parser.add_argument("--only", nargs="+", choices=SECONDS, default=list(SECONDS), help="stages to run, or run again")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/gpu"), help="directory for everything that is written"
     )

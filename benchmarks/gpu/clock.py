@@ -10,21 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-class OutOfTime(Exception):
-    """The time given to a command has passed; it was ended. ``printed``: by it until then."""
+class Unfinished(Exception):
+    """A command that has not done all. ``printed``: by it until then."""
 
     def __init__(self, sentence: str, printed: str) -> None:
         super().__init__(sentence)
         self.printed = printed
 
 
-class Failed(Exception):
+class OutOfTime(Unfinished):
+    """The time given to a command has passed; it was ended."""
+
+
+class Failed(Unfinished):
     """A command ended with an error, whose last line is the text of this."""
 
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Seconds for everything.
+    """Seconds of a stage.
 
     seconds:  from the making of this
     """
@@ -56,7 +60,8 @@ class TimeBudget:
         except subprocess.TimeoutExpired:
             raise OutOfTime(f"not done after {limit:.0f} s", _end(process)) from None
         if process.returncode:
-            raise Failed(f"{(printed.strip().splitlines() or ['no output'])[-1]} (exit status {process.returncode})")
+            last = (printed.strip().splitlines() or ["no output"])[-1]
+            raise Failed(f"{last} (exit status {process.returncode})", printed)
         return printed
 
 

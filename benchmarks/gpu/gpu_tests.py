@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,42 +13,43 @@ from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
 from benchmarks.gpu.results import LeftOut, Row
 
 FILES = ("tests/distributed/test_gpu.py", "tests/engines/test_head.py")
-STAGE = "tests"
+SELECTED = {"one-rank": "not _2", "ranks": "_2"}
+"""By stage: tests of one rank or none, and those of two ranks on the GPU, as their names end."""
+WHAT = "tests marked gpu"
 
 
-def run_tests(directory: Path, device: str, budget: TimeBudget, most: float) -> Iterator[Row | LeftOut]:
-    """Run them with pytest for at most ``most`` seconds; yield a row for all and a line for each that was skipped."""
-    report = directory / "tests.xml"
+def run_tests(stage: str, directory: Path, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+    """Run those of a stage with pytest; yield a row for all and a line for each that was skipped."""
+    report = directory / f"{stage}.xml"
     report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-k", SELECTED[stage], "-p", "no:cacheprovider"]
     # pytest's own exit status is in the counts
-    shell = (
-        f"{sys.executable} -m pytest -v -m gpu -p no:cacheprovider --junitxml {report} {' '.join(FILES)} || test $? = 1"
-    )
+    shell = f"{shlex.join([*command, '--junitxml', str(report), *FILES])} || test $? = 1"
     try:
-        budget.run(["sh", "-c", shell], {"FLEXRLHF_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}, most)
+        budget.run(["sh", "-c", shell], {"FLEXRLHF_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"})
     except OutOfTime as error:
         ended = {word: error.printed.count(f" {word}") for word in ("PASSED", "FAILED", "SKIPPED")}
-        yield LeftOut(STAGE, "tests marked gpu", f"{error}, {', '.join(f'{n} {word}' for word, n in ended.items())}")
+        yield LeftOut(stage, WHAT, f"{error}, {', '.join(f'{n} {word}' for word, n in ended.items())}")
         return
     except Failed as error:
-        yield Row(STAGE, "tests marked gpu", f"pytest failed: {error}", {"failed": 1})
+        yield Row(stage, WHAT, f"pytest failed: {error}", {"failed": 1})
         return
-    yield from _of_report(ElementTree.parse(report).getroot())
+    yield from _of_report(stage, ElementTree.parse(report).getroot())
 
 
-def _of_report(report: ElementTree.Element) -> Iterator[Row | LeftOut]:
+def _of_report(stage: str, report: ElementTree.Element) -> Iterator[Row | LeftOut]:
     counts: Counter[str] = Counter()
     for case in report.iter("testcase"):
         outcome = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
         kind = "passed" if outcome is None else outcome.tag
         counts[kind] += 1
         if outcome is not None and kind != "skipped":
-            yield Row(STAGE, case.get("name", ""), f"{kind}: {_first_line(outcome.get('message'))}")
+            yield Row(stage, case.get("name", ""), f"{kind}: {_first_line(outcome.get('message'))}")
         elif outcome is not None:
-            yield LeftOut(STAGE, case.get("name", ""), _first_line(outcome.get("message")))
+            yield LeftOut(stage, case.get("name", ""), _first_line(outcome.get("message")))
     failed = counts["failure"] + counts["error"]
     found = f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped"
-    yield Row(STAGE, "tests marked gpu", found, {"passed": counts["passed"], "failed": failed})
+    yield Row(stage, WHAT, found, {"passed": counts["passed"], "failed": failed})
 
 
 def _first_line(message: str | None) -> str:

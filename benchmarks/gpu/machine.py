@@ -28,7 +28,6 @@ class Scale:
     response:   tokens, at most
     micro:      tokens of a pass: PPO of 1.5 B then fits 80 GB
     steps:      of a run, of which the first is not counted
-    seconds:    for everything
     """
 
     small: dict[str, Any]
@@ -40,7 +39,6 @@ class Scale:
     response: int
     micro: int
     steps: int
-    seconds: float
 
 
 def _qwen(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
@@ -64,7 +62,6 @@ ON_GPU = Scale(
     response=128,
     micro=2048,
     steps=4,
-    seconds=520,
 )
 """1.5 B parameters, on a small device 0.5 B or 60 M."""
 ON_CPU = Scale(
@@ -77,7 +74,6 @@ ON_CPU = Scale(
     response=24,
     micro=2048,
     steps=4,
-    seconds=420,
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
+from benchmarks.gpu.clock import TimeBudget, Unfinished
 from benchmarks.gpu.machine import Scale
 from benchmarks.gpu.results import LeftOut, Row
 from benchmarks.gpu.workload import run_config
@@ -44,14 +44,14 @@ def run_placements(directory: Path, scale: Scale, device: str, budget: TimeBudge
     try:
         # two ranks wait for each other with one thread each, as in the runs
         budget.run([*COMMAND, "profile", str(paths["co-located"]), "-o", str(profile), "--seconds", "2"])
-    except (OutOfTime, Failed) as error:
+    except Unfinished as error:
         yield LeftOut(STAGE, "profile and three placements", str(error))
         return
     yield Row(STAGE, "profile", f"measured with {RANKS} ranks, {profile.name}")
     for name, path in paths.items():
         try:
             yield _one(name, path, profile, budget)
-        except (OutOfTime, Failed) as error:
+        except Unfinished as error:
             yield LeftOut(STAGE, name, str(error))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 class Row:
     """One line of the table.
 
-    stage:    tests, placements or speed
+    stage:    of the command
     what:     was measured
     found:    result in words
     figures:  the numbers in it, by name
@@ -45,6 +46,14 @@ class Results:
     machine: dict[str, str]
     rows: list[Row] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, machine: dict[str, str], directory: Path, again: Collection[str]) -> Results:
+        """Return what earlier commands wrote into ``directory``, without the stages that run ``again``."""
+        file = directory / "gpu.json"
+        written = json.loads(file.read_text()) if file.exists() else {"rows": [], "left_out": []}
+        kept = {kind: [each for each in written[kind] if each["stage"] not in again] for kind in ("rows", "left_out")}
+        return cls(machine, [Row(**each) for each in kept["rows"]], [LeftOut(**each) for each in kept["left_out"]])
 
     def add(self, *found: Row | LeftOut) -> None:
         """Append results in the order in which they were found."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
+from benchmarks.gpu.clock import TimeBudget, Unfinished
 from benchmarks.gpu.machine import Scale, memory_gb, peak_flops
 from benchmarks.gpu.results import LeftOut, Row
 from benchmarks.gpu.workload import run_config
@@ -62,7 +62,7 @@ def run_speed(
                 algorithm, run_config(f"{algorithm}-speed", directory, scale, config, device), budget, peak
             )
             yield _trl(algorithm, directory, scale, config, device, budget, trl)
-        except (OutOfTime, Failed) as error:
+        except Unfinished as error:
             yield LeftOut(STAGE, algorithm, str(error))
     yield Row(STAGE, "peak of MFU", f"{peak / 1e12:.3g} TFLOP/s, {source}", {"flops": peak})
 
@@ -156,7 +156,7 @@ def _trl(
     variables = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     try:
         budget.run([trl, str(script), str(request)], variables, most=budget.left / 2)
-    except (OutOfTime, Failed) as error:
+    except Unfinished as error:
         return LeftOut(STAGE, name, str(error))
     found = json.loads(request.with_suffix(".found").read_text())
     rate = scale.prompts * scale.samples * (scale.prompt + found["response"]) / found["seconds"]

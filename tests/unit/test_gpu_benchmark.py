@@ -54,11 +54,11 @@ def test_everything_is_in_the_table_and_in_json(tmp_path: Path) -> None:
 def test_tests_are_counted_and_skipped_ones_named() -> None:
     cases = "<testcase name='a'/><testcase name='b'><skipped message='no CUDA device'/></testcase>"
     failed = "<testcase name='c'><failure message='1 | 2&#10;more'/></testcase>"
-    found = list(_of_report(ElementTree.fromstring(f"<testsuite>{cases}{failed}</testsuite>")))
+    found = list(_of_report("ranks", ElementTree.fromstring(f"<testsuite>{cases}{failed}</testsuite>")))
     assert found == [
-        LeftOut("tests", "b", "no CUDA device"),
-        Row("tests", "c", "failure: 1 / 2"),
-        Row("tests", "tests marked gpu", "1 passed, 1 failed, 1 skipped", {"passed": 1, "failed": 1}),
+        LeftOut("ranks", "b", "no CUDA device"),
+        Row("ranks", "c", "failure: 1 / 2"),
+        Row("ranks", "tests marked gpu", "1 passed, 1 failed, 1 skipped", {"passed": 1, "failed": 1}),
     ]
 
 

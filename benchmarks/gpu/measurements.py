@@ -1,0 +1,164 @@
+"""What a GPU is and how fast its parts are, in a process of its own: each row is printed as JSON once it is known.
+
+    python -m benchmarks.gpu.measurements STAGE
+
+Where a later measurement fails, or breaks the device for this process, those before it are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu.clock import TimeBudget, Unfinished
+from benchmarks.gpu.machine import device_name
+from benchmarks.gpu.results import LeftOut, Row
+from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.engines.token_logprobs import token_logprobs
+from flexrlhf.execution.launch import DRIVER, why_no_gpu
+
+Found = tuple[str, str, dict[str, float]]
+"""What was measured, the result in words, and its numbers."""
+
+
+def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+    """Run the measurements of a stage in a process of their own; yield a row for each that ended."""
+    reason = ""
+    try:
+        printed = budget.run([sys.executable, "-m", __name__, stage])
+    except Unfinished as error:
+        printed, reason = error.printed, str(error)
+    for line in printed.splitlines():
+        if line.startswith('["'):
+            what, found, figures = json.loads(line)
+            yield Row(stage, what, found, figures)
+    if reason:
+        yield LeftOut(stage, "what comes next", reason)
+
+
+def of_device() -> Iterator[Found]:
+    """Driver, CUDA, memory and the libraries that torch brings."""
+    driver = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else "none is loaded"
+    yield "driver", driver, {}
+    if not torch.cuda.is_available():
+        yield "GPU", why_no_gpu() or "none", {}
+        return
+    figures = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    found = f"{figures.name}, sm_{figures.major}{figures.minor}, {figures.multi_processor_count} multiprocessors"
+    yield "GPU", f"{torch.cuda.device_count()} x {found}", {"count": torch.cuda.device_count()}
+    yield "memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free with a context", {"free": free, "total": total}
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    libraries = {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(), "NCCL": nccl}
+    yield "built for", ", ".join(f"{name} {version}" for name, version in libraries.items()), {}
+
+
+def of_nccl() -> Iterator[Found]:
+    """Device memory of communicators of this process alone."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    before, _ = torch.cuda.mem_get_info()
+    for number in range(1, 9):
+        began = time.perf_counter()
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=dist.new_group([0], backend="nccl"))
+        torch.cuda.synchronize()
+        if number in (1, 2, 4, 8):
+            used = before - torch.cuda.mem_get_info()[0]
+            seconds = time.perf_counter() - began
+            found = f"{used / 1e6:.0f} MB, the last one in {seconds:.2f} s"
+            yield f"{number} communicators of one rank", found, {"bytes": used, "seconds": seconds}
+    dist.destroy_process_group()
+
+
+def of_kernels() -> Iterator[Found]:
+    """Kernels whose cost on a GPU was known only from others' reports."""
+    is_gpu = device_name() == "cuda"
+    yield from _attention(is_gpu)
+    yield from _logprobs(is_gpu)
+    vocabulary = 152_064 if is_gpu else 4096
+    for rows in (64, 256):
+        numbers = torch.arange(rows, device=device_name())
+        seconds = best_seconds(lambda: gumbel_noise(0, 0, numbers, 3, vocabulary))  # noqa: B023
+        yield f"exact noise, {rows} rows of {vocabulary}", f"{1e3 * seconds:.2f} ms", {"seconds": seconds}
+    if is_gpu:
+        yield from _copies()
+
+
+def _attention(is_gpu: bool) -> Iterator[Found]:
+    """Masked attention in bfloat16 of one key more in each call, as decoding has it."""
+    rows, heads, first, calls = (32, 16, 256, 64) if is_gpu else (2, 4, 32, 16)
+    for is_on in (False, True) if is_gpu else (False,):
+        torch.backends.cuda.enable_cudnn_sdp(is_on)
+        seconds = []
+        for keys in range(first, first + calls):
+            query = torch.randn(rows, heads, 1, 64, device=device_name(), dtype=torch.bfloat16)
+            key = torch.randn(rows, heads, keys, 64, device=device_name(), dtype=torch.bfloat16)
+            mask = torch.ones(rows, 1, 1, keys, device=device_name(), dtype=torch.bool)
+            synchronize()
+            began = time.perf_counter()
+            scaled_dot_product_attention(query, key, key, attn_mask=mask)
+            synchronize()
+            seconds.append(time.perf_counter() - began)
+        median = sorted(seconds[1:])[calls // 2]
+        what = f"attention, {calls} growing lengths, cuDNN {'on' if is_on else 'off'}"
+        yield what, f"{1e3 * median:.3f} ms each", {"seconds": median}
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _logprobs(is_gpu: bool) -> Iterator[Found]:
+    """Log-probs of tokens, forward and backward, by how many logits exist at a time (``logits_mb``)."""
+    tokens, hidden, vocabulary = (4096, 1536, 152_064) if is_gpu else (256, 64, 4096)
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    states = torch.randn(tokens, hidden, device=device_name()).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, hidden, device=device_name()).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), device=device_name())
+
+    def work(megabytes: int) -> None:
+        logprobs, _ = token_logprobs(states, weight, targets, chunk_elements=megabytes * 250_000)
+        torch.autograd.grad(logprobs.sum(), (states, weight))
+
+    for megabytes in (64, 512, 2048) if is_gpu else (1, 4):
+        seconds = best_seconds(lambda: work(megabytes))  # noqa: B023
+        what = f"log-probs of {tokens} tokens, logits_mb {megabytes}"
+        yield what, f"{1e3 * seconds:.1f} ms", {"seconds": seconds}
+
+
+def _copies() -> Iterator[Found]:
+    """Transfers to host memory, as offloading makes them."""
+    on_device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    for name in ("pageable", "pinned"):
+        host = torch.empty(2**28, dtype=torch.uint8, pin_memory=name == "pinned")
+        out, back = best_seconds(lambda: host.copy_(on_device)), best_seconds(lambda: on_device.copy_(host))  # noqa: B023
+        rates = {"out": host.nbytes / out / 1e9, "back": host.nbytes / back / 1e9}
+        yield f"copies, {name}", f"{rates['out']:.1f} GB/s out, {rates['back']:.1f} back", rates
+
+
+def best_seconds(work: Callable[[], object], times: int = 5) -> float:
+    """Return the seconds of ``work``, the least of ``times`` after one that does not count."""
+    found = []
+    for _ in range(times + 1):
+        synchronize()
+        began = time.perf_counter()
+        work()
+        synchronize()
+        found.append(time.perf_counter() - began)
+    return min(found[1:])
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+MEASUREMENTS = {"device": of_device, "nccl": of_nccl, "kernels": of_kernels}
+
+if __name__ == "__main__":
+    for row in MEASUREMENTS[sys.argv[1]]():
+        print(json.dumps(row), flush=True)
