@@ -56,7 +56,8 @@ def of_device() -> Iterator[Found]:
     yield "GPU", f"{torch.cuda.device_count()} x {found}", {"count": torch.cuda.device_count()}
     yield "memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free with a context", {"free": free, "total": total}
     nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    libraries = {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(), "NCCL": nccl}
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    libraries = {"CUDA": torch.version.cuda, "cuDNN": cudnn, "NCCL": nccl}
     yield "built for", ", ".join(f"{name} {version}" for name, version in libraries.items()), {}
 
 
