@@ -103,6 +103,10 @@ class ShadowSpec(StrictModel):
     generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
 
 
+SMALL_LOGITS_MB, SMALL_BUCKET_MB = 64.0, 48.0
+"""Sizes on CPUs and on devices of unknown memory."""
+
+
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
 
@@ -167,8 +171,11 @@ class ModelSpec(StrictModel):
         description="samples of one prompt share one copy of it: in generation, and with pack_texts in a pass",
     )
     generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
-    logits_mb: float = Field(
-        64.0, gt=0, description="MB of float32 logits that exist at a time while log-probs are computed"
+    logits_mb: float | None = Field(
+        None,
+        gt=0,
+        description="MB of float32 logits that exist at a time while log-probs are computed; null: 64, on GPUs of a "
+        "known class 512, or a hundredth of their memory",
     )
     activation_checkpointing: bool = Field(False, description="recompute a layer's activations in the backward pass")
     offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory")
@@ -179,7 +186,7 @@ class ModelSpec(StrictModel):
     @property
     def logits_at_a_time(self) -> int:
         """Logits, in float32, that ``logits_mb`` has room for."""
-        return int(self.logits_mb * 1e6 / 4)
+        return int((self.logits_mb or SMALL_LOGITS_MB) * 1e6 / 4)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -469,14 +476,17 @@ class SyncSpec(StrictModel):
         description="transfer while both sides compute, with a second copy of the weights on each; auto: with a lag, "
         "and on several nodes",
     )
-    bucket_mb: float = Field(
-        48.0, ge=0.001, description="MB of a rank's buffers in a transfer, and of weights gathered together for a save"
+    bucket_mb: float | None = Field(
+        None,
+        ge=0.001,
+        description="MB of a rank's buffers in a transfer, and of weights gathered together for a save; null: 48, on "
+        "GPUs of a known class 512, or a hundredth of their memory",
     )
 
     @property
     def bucket_bytes(self) -> int:
         """Most bytes of buffers; to be saved, a larger tensor is gathered by itself."""
-        return int(self.bucket_mb * 1e6)
+        return int((self.bucket_mb or SMALL_BUCKET_MB) * 1e6)
 
 
 class DataSpec(StrictModel):

@@ -32,6 +32,7 @@ class PassSettings:
     packs:    whether several texts are in one row.
     shares:   whether texts with the same prompt share one copy of it.
     dtype:    of the mask that separates texts in a row.
+    multiple: of which the tokens of a row are.
     """
 
     lengths: Lengths
@@ -39,9 +40,10 @@ class PassSettings:
     packs: bool = False
     shares: bool = False
     dtype: torch.dtype = torch.float32
+    multiple: int = 1
 
 
-def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths) -> PassSettings:
+def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device) -> PassSettings:
     """Return how texts are laid out for a model. ``config``: its Hugging Face config."""
     window = getattr(config, "sliding_window", None)
     return PassSettings(
@@ -50,6 +52,8 @@ def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths) -> PassSet
         packs=settings.pack_texts and may_pack(config.model_type, settings.attention, window, lengths.total),
         shares=settings.share_prompts,
         dtype=DTYPES[settings.dtype],
+        # torch's attention would copy a mask of any other width in each layer
+        multiple=1 if device.type == "cpu" else 8,
     )
 
 
@@ -173,7 +177,8 @@ def micro_batches(batch: Batch, settings: PassSettings, compares: bool = False) 
         return
     texts = _Texts.of(batch, settings.lengths)
     units = [unit for number in range(len(texts.same)) for unit in texts.units(number, settings, compares)]
-    for each in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs):
+    for narrow in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs):
+        each = replace(narrow, width=-(-narrow.width // settings.multiple) * settings.multiple)
         starts = {
             start.row: start
             for number, row in enumerate(each.rows)

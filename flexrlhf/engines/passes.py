@@ -183,9 +183,8 @@ def make_passes(
     rule = score_rule(config, placed.trained)
     readout = Readout(placed.head, head, context.lengths, context.temperature, rule)
     settings = placed.settings
-    return Passes(
-        model, call, readout, settings, pass_settings(settings, config, context.lengths), context.dp, lockstep
-    )
+    laid_out = pass_settings(settings, config, context.lengths, context.device)
+    return Passes(model, call, readout, settings, laid_out, context.dp, lockstep)
 
 
 def _kept(piece: MicroBatch) -> int:

@@ -250,7 +250,7 @@ class Sizing:
         if model.head != "scalar" and blocks.is_last:
             # a head that may do more than multiply gives all logits at once, from the shortest prompt on
             is_ours = shape.sizes.family in LLAMA_LIKE
-            chunk = int(settings.logits_mb * 1e6) if is_ours else sys.maxsize
+            chunk = 4 * settings.logits_at_a_time if is_ours else sys.maxsize
             logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
             activations = blocks.forward_bytes(size.tokens, size.width, size.packed)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
-from flexrlhf.config.spec import DataSpec, Dtype, ModelSpec, RolloutSpec, Spec
+from flexrlhf.config.spec import SMALL_BUCKET_MB, SMALL_LOGITS_MB, DataSpec, Dtype, ModelSpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.sources import SECTIONS
+from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.weights.families import check_family
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
@@ -21,6 +23,8 @@ _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
 """Role → the one whose weights it starts from where it has none: a critic from what scores, where that is a model."""
 
 
+LARGE_MB = 512.0
+"""MB of logits, and of buckets, at which a GPU of any known class is busy; less where its memory is small."""
 CRITICS = ("critic", "cost_critic")
 CRITIC_RATE = 9e-6
 """Learning rate of a critic: OpenRLHF 0.11.2 has 9e-6, verl 0.9.1 1e-5, next to 1e-6 of an actor."""
@@ -49,6 +53,35 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     models = spec.models.model_copy(update=filled)
     rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
     return spec.model_copy(update={"models": models, "rollout": rollout})
+
+
+def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
+    """Return ``spec`` with room for logits and for weights under way that suits its devices, where none is given.
+
+    Small chunks would read the weight of a language head, and small buckets send messages, far more often than needed.
+    """
+    return _sized(spec, lambda given, size: size if given is None else given, cluster)
+
+
+def without_device_sizes(spec: Spec) -> Spec:
+    """Return ``spec`` without what ``with_device_sizes`` gives."""
+    return _sized(spec, lambda given, size: None if given == size else given, make_cluster(spec.cluster))
+
+
+def _sized(spec: Spec, change: Callable[[float | None, float], float | None], cluster: Cluster) -> Spec:
+    known = [DEVICE_CLASSES[name].memory_gb for name in cluster.classes if name in DEVICE_CLASSES]
+    large = min(LARGE_MB, 10 * min(known)) if len(known) == len(cluster.classes) else None
+    logits = large or SMALL_LOGITS_MB
+    models = {
+        # one that shares the actor's weights has no settings of its own
+        role: model
+        if model is None or model.share is not None
+        else model.model_copy(update={"logits_mb": change(model.logits_mb, logits)})
+        for role, model in spec.models
+    }
+    bucket = change(spec.sync.bucket_mb, large or SMALL_BUCKET_MB)
+    sync = spec.sync.model_copy(update={"bucket_mb": bucket})
+    return spec.model_copy(update={"models": spec.models.model_copy(update=models), "sync": sync})
 
 
 def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:

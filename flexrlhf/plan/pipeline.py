@@ -25,7 +25,7 @@ from flexrlhf.placement.per_operator import place_operators
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.plan.hub_names import with_snapshots
-from flexrlhf.plan.models import model_shapes, resolve_models
+from flexrlhf.plan.models import model_shapes, resolve_models, with_device_sizes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.plan.tokenizers import check_tokenizers
@@ -68,7 +68,8 @@ def resolve(spec: Spec) -> ResolvedSpec:
     spec = with_snapshots(spec)
     graph = make_graph(spec)
     check_evaluation(graph, spec)
-    return ResolvedSpec(resolve_models(spec, graph), graph, make_cluster(spec.cluster))
+    cluster = make_cluster(spec.cluster)
+    return ResolvedSpec(with_device_sizes(resolve_models(spec, graph), cluster), graph, cluster)
 
 
 def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape]) -> Plan:

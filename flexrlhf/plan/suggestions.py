@@ -188,7 +188,7 @@ def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
             yield from (_Change(key, value, "", model.role, model.is_shadow) for value in values)
     if any(isinstance(each, Sync) and each.overlaps for each in plan.schedule.instructions):
         yield _Change("overlap", False, "sync")
-    yield _Change("bucket_mb", plan.spec.sync.bucket_mb / 2, "sync")
+    yield _Change("bucket_mb", plan.spec.sync.bucket_bytes / 2e6, "sync")
 
 
 def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[_Change]:

@@ -18,6 +18,7 @@ LENGTHS = Lengths(prompt=4, response=6)
 APART = PassSettings(LENGTHS, 1000)
 PACKED = replace(APART, packs=True)
 SHARED = replace(PACKED, shares=True)
+WIDE = replace(SHARED, multiple=8)
 
 
 def batch_of(texts: list[tuple[int, int]], samples_per_prompt: int = 1, same_prompts: bool = False) -> Batch:
@@ -124,7 +125,7 @@ def test_other_prompts_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("compares", [True, False])
-@pytest.mark.parametrize("settings", [APART, PACKED, SHARED], ids=["apart", "packed", "shared"])
+@pytest.mark.parametrize("settings", [APART, PACKED, SHARED, WIDE], ids=["apart", "packed", "shared", "wide"])
 def test_random_texts_see_themselves_alone(settings: PassSettings, compares: bool) -> None:
     rng = random.Random(0)
     for _ in range(60):
@@ -138,7 +139,9 @@ def test_random_texts_see_themselves_alone(settings: PassSettings, compares: boo
         for piece in pieces:
             assert piece.batch.rows.tolist() == piece.order.tolist() == sorted(piece.order.tolist())
             assert len(piece.batch) % samples == 0 or not compares
-            assert piece.tokens.numel() <= max(budget, longest) or compares
+            wider = len(piece.tokens) * (settings.multiple - 1)
+            assert piece.tokens.numel() <= max(budget, longest) + wider or compares
+            assert piece.width % settings.multiple == 0
             expected = [batch["tokens"][row][batch["attention_mask"][row].bool()].tolist() for row in piece.order]
             assert texts_of(piece) == expected
             assert contexts(piece) == [[text[: end + 1] for end in range(len(text))] for text in expected]

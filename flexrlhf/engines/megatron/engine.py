@@ -86,7 +86,7 @@ class MegatronEngine:
         self._passes = StagePasses(
             module=module,
             readout=Readout(placed.head, self._stage.head, context.lengths, context.temperature, rule),
-            pass_settings=pass_settings(self._settings, self.config, context.lengths),
+            pass_settings=pass_settings(self._settings, self.config, context.lengths, context.device),
             groups=groups,
             dp=context.dp,
             ranks=ranks,

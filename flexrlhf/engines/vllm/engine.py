@@ -261,6 +261,13 @@ def _one_sentence_errors(context: EngineContext, has_child: bool) -> Iterator[No
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"rollout.config: vLLM does not start with {_config_of(context)}: {reason}") from error
+    except AssertionError as error:
+        if "CuMem" not in str(error):
+            raise
+        raise UserError(
+            "rollout.sleep: vLLM lets one engine of a process sleep, and an earlier run of this command had it; give "
+            "each config a command of its own, or set rollout.sleep to false"
+        ) from error
     except RuntimeError as error:
         if not has_child:
             raise

@@ -36,6 +36,7 @@ from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.plan.hub_names import with_names
+from flexrlhf.plan.models import without_device_sizes
 from flexrlhf.strategies.schedule import syncs_overlap
 from flexrlhf.text import bytes_text
 
@@ -294,6 +295,6 @@ def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
     if has_sizes:
         head.append("# models have sizes only (init): give the paths of their weights instead, and of the data")
     try:
-        path.write_text("\n".join([*head, dump_spec(with_names(candidate.spec), short=True)]))
+        path.write_text("\n".join([*head, dump_spec(without_device_sizes(with_names(candidate.spec)), short=True)]))
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None

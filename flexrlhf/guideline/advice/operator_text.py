@@ -13,6 +13,7 @@ from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.hub_names import with_names
+from flexrlhf.plan.models import without_device_sizes
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import bytes_text, span_of, table
 
@@ -58,6 +59,6 @@ def write_operator_advice(advice: OperatorAdvice, path: Path) -> None:
     seconds, peak = advice.simulation.seconds, bytes_text(_peak(advice))
     head = f"# a placement for each operator; {seconds:.2f} s {SIMULATED}, {peak}"
     try:
-        path.write_text("\n".join([head, dump_spec(with_names(advice.spec), short=True)]))
+        path.write_text("\n".join([head, dump_spec(without_device_sizes(with_names(advice.spec)), short=True)]))
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
