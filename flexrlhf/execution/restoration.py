@@ -36,8 +36,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
         if not context.models[name].is_offloaded:
             context.models[name].offload()
     for name, model in context.models.items():
-        with model.on_device():
-            _restore(model, context, start)
+        _restore(model, context, start)
         model.version = progress.versions.get(name, model.version)
     _sync_others(state, syncs, progress.next_step)
     for name in movable.difference(plan.offloaded.get(context.rank, ())):
@@ -52,9 +51,11 @@ def _restore(model: LoadedModel, context: RankContext, start: StartingPoint) -> 
     reader, size = PieceReader(start.checkpoint, name), plan.spec.sync.bucket_bytes
     if model.placed.trained:
         _check_numbers(name, start)
-        restore_trained(model, reader, start.manifest.progress.numbers[name], context.rank, size)
+        with model.on_device():
+            restore_trained(model, reader, start.manifest.progress.numbers[name], context.rank, size)
     elif model.placed.follows and name in checkpointed_models(plan.placement, plan.spec):
-        _restore_follower(model, reader, context.rank, size)
+        with model.on_device():
+            _restore_follower(model, reader, context.rank, size)
 
 
 def restore_trained(

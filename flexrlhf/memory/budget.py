@@ -343,12 +343,14 @@ class Start:
 
     loaded:   its models in the order of loading.
     away:     those that leave the device before the next one is loaded.
-    movable:  those that are on the device one at a time while a checkpoint is read.
+    movable:  those that are not on the device while a checkpoint is read, but for the one that is read.
+    read:     those that a checkpoint has.
     """
 
     loaded: Sequence[ModelName]
     away: frozenset[ModelName]
     movable: frozenset[ModelName]
+    read: frozenset[ModelName]
 
 
 def rank_memory(
@@ -386,8 +388,9 @@ def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[P
     for name, state in known.items():
         load.append(Phase("load", name, {}, on_device + state.loaded))
         on_device += state.resting - state.freed if name in start.away else state.loaded
-        resume.append(Phase("resume", name, {}, alone + state.freed * (name in start.movable)))
-    return tuple(max(phases, key=lambda phase: phase.total) for phases in (load, resume))
+        if name in start.read:
+            resume.append(Phase("resume", name, {}, alone + state.freed * (name in start.movable)))
+    return tuple(max(phases, key=lambda phase: phase.total) for phases in (load, resume) if phases)
 
 
 def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:

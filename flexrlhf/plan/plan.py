@@ -20,7 +20,7 @@ from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
-from flexrlhf.strategies.schedule import Schedule, later_chunks
+from flexrlhf.strategies.schedule import Schedule, checkpointed_models, later_chunks
 from flexrlhf.strategies.workload import first_alike, workload
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.sync_plan import sync_bytes, sync_links
@@ -139,10 +139,10 @@ class Plan:
         movable = frozenset(each.model for each in self.schedule.for_rank(rank) if isinstance(each, Offload))
         if not movable:
             return None
-        transient = frozenset(model.name for model in self.placement.on_rank(rank) if model.is_transient)
-        return Start(
-            [model.name for model in self.loaded_on(rank)], transient.union(self.offloaded.get(rank, ())), movable
-        )
+        models = self.placement.on_rank(rank)
+        away = {model.name for model in models if model.is_transient}.union(self.offloaded.get(rank, ()))
+        read = {model.name for model in models if model.trained}.union(checkpointed_models(self.placement, self.spec))
+        return Start([model.name for model in self.loaded_on(rank)], frozenset(away), movable, frozenset(read))
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:

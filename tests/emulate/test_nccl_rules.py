@@ -120,6 +120,13 @@ def test_batches_pass_where_single_messages_block(name: str) -> None:
     assert not find_block(calls)
 
 
+def test_groups_of_the_same_ranks_share_a_communicator() -> None:
+    """On a rank: that of the ranks together and that of syncs, of seven groups and as many pairs of ranks before."""
+    plan = plan_of(NODE, QWEN, {"engine": "vllm"})
+    own = [group for group in plan.groups if 0 in group.ranks]
+    assert len(own) == 7 and plan.communicators(0) == 2
+
+
 LARGE = [path for path in sorted(CONFIGS.glob("*.yaml")) if "runs/quickstart" not in path.read_text()]
 
 

@@ -653,6 +653,24 @@ def test_models_that_do_not_fit_together_take_turns() -> None:
     assert max(phase.host for phase in tight.phases) > max(phase.host for phase in together.phases)
 
 
+def test_models_are_loaded_and_restored_one_at_a_time() -> None:
+    """What starts in host memory comes first, alone; moments exist once a checkpoint is read."""
+    together = plan_of(None, 1, "cluster.memory_gb=1").memory(0)
+    assert not {"load", "resume"} & {phase.kind for phase in together.phases}
+    plan = plan_of(None, 1, f"cluster.memory_gb={(together.peak_bytes - 1000) / 1e9:.7f}")
+    tight, away = plan.memory(0), set(plan.offloaded[0])
+    load, resume = (next(each for each in tight.phases if each.kind == kind) for kind in ("load", "resume"))
+    names = [model.name for model in plan.loaded_on(0)]
+    assert set(names[: len(away)]) == away and len(names) == 4
+    states = {name: state for name, state in tight.states.items() if state is not None}
+    staying = sum(state.loaded for name, state in states.items() if name not in away)
+    assert load.total == max(staying, *(states[name].loaded for name in away))
+    movable = {each.model for each in plan.schedule.instructions if isinstance(each, Offload)}
+    others = sum(state.resting for name, state in states.items() if name not in movable)
+    # of what is away here a checkpoint has nothing
+    assert movable <= {"ref", "reward"} and resume.total == others < sum(state.resting for state in states.values())
+
+
 def test_the_first_rank_of_a_save_writes_one_tensor_at_a_time_from_host_memory() -> None:
     actor, shape = placed_model("actor", (0, 1), zero=3, dtype="bfloat16"), llama()
     sizing = Sizing(Placement((actor,), 2), {"actor": shape}, SequenceLengths(4, 4), SyncSpec())
