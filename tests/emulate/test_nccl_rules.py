@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,15 @@ ONCE_BLOCKED = {
 }
 
 
-@pytest.mark.parametrize("name", ONCE_BLOCKED)
+SLOW = ("wide, vLLM tp 2, two nodes of 8", "wide, larger buckets", "hybrid-engine", "rollout-vllm")
+"""Those of `make test-all`."""
+
+
+def params(names: Iterable[str]) -> list[object]:
+    return [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in names]
+
+
+@pytest.mark.parametrize("name", params(ONCE_BLOCKED))
 def test_batches_pass_where_single_messages_block(name: str) -> None:
     cluster, init, rollout, settings = ONCE_BLOCKED[name]
     calls = calls_of(plan_of(cluster, init, rollout, **settings))
@@ -127,12 +135,13 @@ def test_groups_of_the_same_ranks_share_a_communicator() -> None:
     assert len(own) == 7 and plan.communicators(0) == 2
 
 
-LARGE = [path for path in sorted(CONFIGS.glob("*.yaml")) if "runs/quickstart" not in path.read_text()]
+LARGE = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if "runs/quickstart" not in path.read_text()]
 
 
-@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_no_config_blocks(path: Path) -> None:
-    assert not find_block(calls_of(make_plan(load_spec(str(path), ("steps=2", "sync.bucket_mb=1000")))))
+@pytest.mark.parametrize("name", params(LARGE))
+def test_no_config_blocks(name: str) -> None:
+    spec = load_spec(str(CONFIGS / f"{name}.yaml"), ("steps=2", "sync.bucket_mb=1000"))
+    assert not find_block(calls_of(make_plan(spec)))
 
 
 @pytest.mark.full
