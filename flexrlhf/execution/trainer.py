@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 
+import torch
+
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
-from flexrlhf.display.events import Doing, Send
+from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.errors import UserError
 from flexrlhf.execution.checkpointer import Checkpointer, RunState
 from flexrlhf.execution.column_files import record_arrivals, record_columns
@@ -47,6 +49,7 @@ from flexrlhf.execution.work_time import WorkTime
 from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.inputs import RunData, load_tokenizer
+from flexrlhf.plan.memory_text import connected_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import (
     Checkpoint,
@@ -100,6 +103,8 @@ class Trainer:
         self._meter = meter
         self._flight, self._progress = flight, flight.progress
         self._groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
+        if world.rank == 0 and world.device.type == "cuda":
+            send(Note(plan.spec.name, connected_memory(plan, world.rank, *torch.cuda.mem_get_info())))
         wait, decode = self._progress.wait, load_tokenizer(data.tokenizer, data.is_trusted).decode
         self._scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
         self._models = load_models(plan, world, self._groups, wait, data.pad_token_id)

@@ -9,11 +9,11 @@ from typing import Any
 
 from flexrlhf.memory.budget import Phase, RankMemory
 from flexrlhf.memory.states import State
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
-from flexrlhf.text import bytes_text, ranks_text
+from flexrlhf.text import bytes_text, counted, ranks_text
 
 NUM_MEASURED = 4
 NUM_SUGGESTIONS = 6
@@ -116,6 +116,13 @@ NOT_PLANNED = {
     "driver's context and what torch reserves.",
 }
 """Differences that are to be expected, by device."""
+
+
+def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
+    """Return what a GPU has in use once ranks are connected and before models are loaded, next to what is planned."""
+    made = counted(plan.communicators(rank), "communicator")
+    planned = bytes_text(int(CONTEXT_BYTES))
+    return f"rank {rank}: {made}; {bytes_text(total - free)} of {bytes_text(total)} in use, planned {planned}"
 
 
 def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) -> list[str]:

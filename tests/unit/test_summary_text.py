@@ -9,7 +9,7 @@ from small_runs import plan_of
 
 from flexrlhf.display.summary_text import format_summary, sample_pairs
 from flexrlhf.metrics import METRICS
-from flexrlhf.plan.memory_text import measured_memory, memory_note
+from flexrlhf.plan.memory_text import connected_memory, measured_memory, memory_note
 
 
 def sample(rows: str, step: int, prompt: str, response: str, **score: float | None) -> dict[str, Any]:
@@ -123,3 +123,8 @@ def test_the_difference_of_planned_and_measured_memory_is_explained(device: str,
     lines = [*measured_memory(plan, facts, width), *memory_note(device, width)]
     assert max(map(len, lines)) <= width, lines
     assert ("freed memory" if device == "cpu" else "without the driver's") in " ".join(line.strip() for line in lines)
+
+
+def test_what_communicators_take_is_next_to_what_is_planned() -> None:
+    text = connected_memory(plan_of(None, 2), 1, 76_000_000_000, 80_000_000_000)
+    assert text == "rank 1: 1 communicator; 4 GB of 80 GB in use, planned 1.5 GB"
