@@ -100,10 +100,12 @@ class World:
     def make_groups(self, groups: Iterable[Group], timeout_seconds: float) -> Groups:
         """Create all groups in plan order; NCCL's are warmed up. Every rank calls this with the same list."""
         made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
-        for group in (groups := list(groups)):
+        handles: dict[Group, dist.ProcessGroup | None] = {}
+        for group in groups:
             if group.communicator not in made:
                 made[group.communicator] = self._connect(group, timeout_seconds)
-        return Groups({group: made[group.communicator] for group in groups})
+            handles[group] = made[group.communicator]
+        return Groups(handles)
 
     def _connect(self, group: Group, timeout_seconds: float) -> dist.ProcessGroup | None:
         """Create a group on all ranks; return it on its own."""

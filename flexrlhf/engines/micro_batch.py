@@ -328,11 +328,11 @@ def _laid_out(
     longest = int(responses.max())
     scored = np.flatnonzero(np.arange(longest) < responses[:, None])
 
+    device = batch.rows.device
+
     def on_device(values: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(values)
-        return (
-            tensor if batch.rows.device.type == "cpu" else tensor.pin_memory().to(batch.rows.device, non_blocking=True)
-        )
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
     rows = on_device(order)
     return MicroBatch(
