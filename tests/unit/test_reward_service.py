@@ -179,44 +179,44 @@ def test_a_retry_goes_to_the_next_service() -> None:
 def test_pauses_grow() -> None:
     """Up to 0.1, 0.2, 0.4 ... seconds at random; nine of up to 0.1 would be over within the deadline."""
     with RewardServer(lambda _: Reply(status=500)) as server:
-        http = HttpService(source(server.url, retries=9, deadline_seconds=1), WarnOnce("reward.url"), first_pause=0.1)
+        http = HttpService(source(server.url, retries=9, deadline_seconds=2), WarnOnce("reward.url"), first_pause=0.1)
         assert http.score(samples(1), Deadline.after(60)) == [None]
         assert 1 < len(server.requests) < 10
 
 
 def test_the_deadline_of_a_batch_ends_its_retries(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
-    found, requests = entries(lambda _: Reply(status=500, pause=0.2), retries=1000, deadline_seconds=0.7)
+    found, requests = entries(lambda _: Reply(status=500, pause=0.2), retries=1000, deadline_seconds=2)
     assert found == [None, None]
-    assert time.monotonic() - start < 5
-    assert 2 <= len(requests) <= 4
-    assert "no scores within 0.7 s; last http" in capsys.readouterr().err
+    assert time.monotonic() - start < 10
+    assert 2 <= len(requests) <= 10
+    assert "no scores within 2 s; last http" in capsys.readouterr().err
 
 
 def test_the_deadline_of_a_step_names_the_last_failure(capsys: pytest.CaptureFixture[str]) -> None:
     """A service that is down is named where all its retries together are too late."""
     with RewardServer(lambda _: Reply(status=500)) as server:
-        found = Scorer([source(server.url, retries=1000)], "reward", 0.7).score(samples(2))
+        found = Scorer([source(server.url, retries=1000)], "reward", 3).score(samples(2))
     assert found.failed == 2
     line = capsys.readouterr().err
-    assert "not all scores within 0.7 s" in line and f"; last {server.url}: status 500; further ones" in line
+    assert "not all scores within 3 s" in line and f"; last {server.url}: status 500; further ones" in line
 
 
 def test_batches_that_the_step_has_no_time_for_have_no_score(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that wait for their turn, too."""
 
     def slow_later(request: Request) -> Reply:
-        return Reply(lengths(request).body, pause=0.5 if request.number else 0.0)
+        return Reply(lengths(request).body, pause=3.0 if request.number else 0.0)
 
     with RewardServer(slow_later) as server:
-        scorer = Scorer([source(server.url, concurrency=1)], "reward", 0.8)
+        scorer = Scorer([source(server.url, concurrency=1)], "reward", 2)
         start = time.monotonic()
         found = scorer.score(samples(20))
-        assert time.monotonic() - start < 1.5
-        assert found.totals[:2] == [1, 2] and 16 <= found.failed <= 18
-        assert len(server.requests) <= 3
+        assert time.monotonic() - start < 15
+        assert found.totals[:2] == [1, 2] and found.failed == 18
+        assert len(server.requests) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("flexrlhf: reward.url: not all scores within 0.8 s, half of the run's timeout_seconds")
+    assert line.startswith("flexrlhf: reward.url: not all scores within 2 s, half of the run's timeout_seconds")
 
 
 def test_a_service_that_times_out_again_and_again_is_left_alone_for_the_step(

@@ -277,7 +277,7 @@ def test_batches_that_the_step_has_no_time_for_have_no_score(word: str, capsys: 
     for _ in range(2):
         start = time.monotonic()
         found = section.score([sample("a", answer="1"), sample(word, answer="1"), *[sample("b", answer="1")] * 30])
-        assert 4 <= time.monotonic() - start < 8
+        assert 4 <= time.monotonic() - start < 60
         assert found.failed == 31 and found.totals[0] == 1
     section.close()
     (line,) = capsys.readouterr().err.splitlines()
