@@ -242,7 +242,7 @@ class _Exchange:
         if not self._channel.overlaps:
             while len(self._sending) >= NUM_BUCKETS - 1:
                 _await(self._sending.popleft(), self._wait, self._pool)
-        space = _Space(self._buffer(self._most_sent))
+        space = _Space(self._buffer(bucket.sends, self._most_sent))
         found: list[tuple[WeightMessage, Tensor]] = []
         for message in bucket.sends:
             pieces: list[Tensor] = []
@@ -274,7 +274,7 @@ class _Exchange:
 
     def _begin(self, bucket: RankBucket, packed: _Packed, copy: Weights | None) -> _ArrivingBucket | None:
         """Begin to send and to receive the vectors of a bucket; return what arrives, None where nothing does."""
-        space = _Space(self._buffer(self._most_received)) if bucket.receives else None
+        space = _Space(self._buffer(bucket.receives, self._most_received)) if bucket.receives else None
         incoming = [] if space is None else self._incoming(bucket, space, copy)
         sent = [(vector, receiver) for message, vector in packed.vectors for receiver in message.destinations]
         self._num_bytes += sum(vector.nbytes for vector, _ in sent)
@@ -385,7 +385,9 @@ class _Exchange:
                     f"rank {source} sent, in the bucket of {wrong[0]}"
                 )
 
-    def _buffer(self, size: int) -> Tensor:
+    def _buffer(self, messages: Sequence[WeightMessage], most: int) -> Tensor:
+        """Return memory for the messages of a bucket; of the largest one's size ``most``, where buckets take turns."""
+        size = _size(messages) if self._channel.overlaps else most
         return self._pool.take(size, self._channel.dtype, self._channel.device)
 
 
