@@ -144,11 +144,6 @@ class MicroBatch:
         return self.places.gather(1, self._state_columns.clamp(0, last))
 
     @property
-    def response_mask(self) -> Tensor:
-        """Tokens of each response: bool (n, r)."""
-        return self.state_mask[:, 1:]
-
-    @property
     def predicting_places(self) -> Tensor:
         """Places of the tokens that come before those of responses: int64 (k,)."""
         return self.state_places[:, :-1].flatten()[self.scored]

@@ -115,7 +115,7 @@ class Readout:
 
         Both are 0 outside the response.
         """
-        mask, entropy = piece.response_mask, request.entropy
+        entropy = request.entropy
         if self.head is not None:
             picked, entropies = logits.unbind(-1)
         else:
@@ -123,13 +123,14 @@ class Readout:
             rows, columns = places // piece.width, places % piece.width - (piece.width - logits.shape[1])
             temperature = request.temperature or self.temperature
             picked, entropies = _from_logits(logits[rows, columns], piece.scored_tokens, temperature, entropy)
-        spread = [self._in_responses(mask, values) for values in (picked, entropies)]
+        spread = [self._in_responses(piece, values) for values in (picked, entropies)]
         return {"logprobs": spread[0]} | ({} if entropy == "none" else {"entropy": spread[1]})
 
-    def _in_responses(self, mask: Tensor, values: Tensor) -> Tensor:
-        """Return ``values`` (k,) of the tokens in ``mask`` (n, r), as (n, R)."""
-        empty = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
-        return _widen(empty.masked_scatter(mask, values), self.lengths.response)
+    def _in_responses(self, piece: MicroBatch, values: Tensor) -> Tensor:
+        """Return ``values`` (k,) of the tokens of responses, as (n, R)."""
+        # by places that the host knows: a mask would be counted on the device, in backward too
+        spread = values.new_zeros(len(piece.order) * piece.longest_response).index_copy(0, piece.scored, values)
+        return _widen(spread.view(len(piece.order), piece.longest_response), self.lengths.response)
 
     def _from_scores(self, quantity: Quantity, piece: MicroBatch, scores: Tensor) -> Tensor:
         """Return a quantity of the scalar head, from its outputs (m, W).

@@ -146,7 +146,7 @@ def test_random_texts_see_themselves_alone(settings: PassSettings, compares: boo
             assert texts_of(piece) == expected
             assert contexts(piece) == [[text[: end + 1] for end in range(len(text))] for text in expected]
             counts = [texts[row][1] for row in piece.order.tolist()]
-            assert piece.response_mask.sum(1).tolist() == counts
+            assert piece.state_mask[:, 1:].sum(1).tolist() == counts
             assert piece.state_mask.sum(1).tolist() == [count + 1 for count in counts]
 
 
@@ -175,7 +175,7 @@ def test_an_empty_batch_has_no_micro_batch() -> None:
 def test_texts_without_prompt_or_response_have_places(texts: list[tuple[int, int]], settings: PassSettings) -> None:
     (piece,) = split(texts, settings)
     assert piece.state_places.shape == piece.state_mask.shape == (len(texts), max(r for _, r in texts) + 1)
-    assert piece.response_mask.sum(1).tolist() == [response for _, response in texts]
+    assert piece.state_mask[:, 1:].sum(1).tolist() == [response for _, response in texts]
     assert (piece.text_lengths > 0).all()
     assert int(piece.state_places.max()) < piece.tokens.numel()
 
