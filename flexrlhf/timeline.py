@@ -1,7 +1,8 @@
 """Timeline of the instructions on every rank, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-One lane per rank, one span per instruction; ``args`` are the step, the chunk and, for moves and syncs, the bytes sent.
-On a GPU a span lasts from where the device begins the work of the instruction to where it ends it.
+One lane per rank, one span per instruction; ``args`` are the step, the chunk, of moves and syncs the bytes sent, and on
+a GPU the peak of its memory. There a span lasts from where the device begins the work of the instruction to where it
+ends it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Span:
     start, end:  seconds since the epoch
     bytes_sent:  by this rank, of a move or a sync
     waited:      seconds that a Run waited for its columns before ``start``
+    peak_bytes:  most memory of this rank's device until its end; None on a CPU
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Span:
     end: float = 0.0
     bytes_sent: int | None = None
     waited: float = 0.0
+    peak_bytes: int | None = None
 
     def begin(self) -> None:
         """Start now: the columns have arrived, and the time until now was waiting."""
@@ -166,7 +169,12 @@ def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> Non
 def _event(span: Span, origin: float) -> dict[str, Any]:
     """Return a span as an event of a Chrome trace, in microseconds after ``origin``."""
     waited = round(span.waited, 6) if span.waited else None
-    optional = {"chunk": span.chunk, "bytes_sent": span.bytes_sent, "waited_seconds": waited}
+    optional = {
+        "chunk": span.chunk,
+        "bytes_sent": span.bytes_sent,
+        "waited_seconds": waited,
+        "peak_bytes": span.peak_bytes,
+    }
     return {
         "ph": "X",
         "name": span.label,
@@ -197,4 +205,5 @@ def _read(event: dict[str, Any]) -> Span:
         end=start + event["dur"] / 1e6,
         bytes_sent=args.get("bytes_sent"),
         waited=args.get("waited_seconds", 0.0),
+        peak_bytes=args.get("peak_bytes"),
     )

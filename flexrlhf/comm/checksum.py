@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-_FOLD = {"cpu": 131071, "cuda": 4194301}
-"""Words that are added at a time, by device: few enough for a processor's cache, enough to keep a GPU busy.
+_IN_CACHE, _ON_CUDA = 131071, 4194301
+"""Words that are added at a time: few enough for a processor's cache, enough to keep a GPU busy.
 
 Primes, so that rows that change places also change their places in the fold.
 """
@@ -19,11 +19,11 @@ Primes, so that rows that change places also change their places in the fold.
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the bits of all numbers as 32-bit words, weighted by their places in row-major order: int64 ().
 
-    The words wrap, so sign changes in pairs ``_FOLD`` words apart go unnoticed; widening the words would take as long
+    The words wrap, so sign changes in pairs a fold apart go unnoticed; widening the words would take as long
     as sending them.
     """
     device = tensors[0].device
-    fold = min(_FOLD[device.type], max(1, *(-(-tensor.numel() * tensor.element_size() // 4) for tensor in tensors)))
+    fold = min(_longest_fold(device), max(1, *(-(-tensor.numel() * tensor.element_size() // 4) for tensor in tensors)))
     total = torch.zeros(fold, dtype=torch.int32, device=device)
     words = (_words(tensor.detach().reshape(-1)) for tensor in tensors)
     for number, piece in enumerate(chain.from_iterable(each.split(fold) for each in words)):
@@ -41,6 +41,10 @@ def _words(values: Tensor) -> Tensor:
     return (values.clone() if values.storage_offset() % 2 else values).view(torch.int32)
 
 
+def _longest_fold(device: torch.device) -> int:
+    return _ON_CUDA if device.type == "cuda" else _IN_CACHE
+
+
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return ``count`` weights; they are odd, so that no bit of a sum is lost."""
     return _all_odd_numbers(device)[:count]
@@ -48,4 +52,4 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _all_odd_numbers(device: torch.device) -> Tensor:
-    return torch.arange(_FOLD[device.type], dtype=torch.int64, device=device) * 2 + 1
+    return torch.arange(_longest_fold(device), dtype=torch.int64, device=device) * 2 + 1

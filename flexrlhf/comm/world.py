@@ -188,13 +188,12 @@ class Groups:
 @contextmanager
 def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
     """Join the job that the environment describes. ``device``: cpu or cuda, the same on all ranks."""
-    cuda = device == "cuda"
     rank, size, host = _number("RANK"), _number("WORLD_SIZE"), socket.gethostname()
     store = _join(rank, size, host, timeout_seconds)
     dist.Backend.register_backend("sealed", _make_sealed, devices=["cpu", "cuda"])
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
-    place, backend = local_cuda_device() if cuda else torch.device("cpu"), "gloo"
-    if cuda:
+    place, backend = local_device(device), "gloo"
+    if device == "cuda":
         # messages that wait for other ranks keep a queue of the device each, and torch's streams share eight
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(place)
@@ -222,9 +221,9 @@ def _serves_store(rank: int) -> bool:
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def local_cuda_device() -> torch.device:
-    """Return the GPU of this rank: its own, or one that several ranks of this machine share."""
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+def local_device(kind: str) -> torch.device:
+    """Return the CPU, or the accelerator of this rank: its own, or one that several ranks of this machine share."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank() % torch.accelerator.device_count())
 
 
 def local_rank() -> int:

@@ -212,12 +212,14 @@ class MemoryUsage:
     gradients: gradients of the last optimizer step; 0 before the first.
     optimizer: optimizer state and float32 master weights.
     host:      those of them that are in host memory.
+    unmapped:  bytes that torch counts as allocated though a sleeping engine has returned them to the device.
     """
 
     weights: int
     gradients: int
     optimizer: int
     host: int = 0
+    unmapped: int = 0
 
 
 WEIGHTS = "weights"

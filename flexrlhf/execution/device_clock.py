@@ -1,4 +1,4 @@
-"""Clock of a rank on a GPU, whose work is queued: an instant is when the device has come to it, by CUDA events."""
+"""Clock of a rank on a GPU, whose work is queued: an instant is when the device has come to it, by its events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _DeviceInstant:
     def __init__(self, last: _Reached) -> None:
         self.host = time.time()
         self._last = last
-        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event: Any = torch.Event(last.event.device, enable_timing=True)
         self._event.record()
 
     def is_reached(self) -> bool:
@@ -50,8 +50,8 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         """Wait for the device, so that both clocks begin together."""
-        torch.cuda.synchronize(device)
-        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.accelerator.synchronize(device)
+        start: Any = torch.Event(device, enable_timing=True)
         start.record()
         start.synchronize()
         self._last = _Reached(start, time.time())
@@ -63,4 +63,4 @@ class DeviceClock:
 
 def clock_of(device: torch.device) -> Clock | None:
     """Return the clock of a rank on ``device``; None: the host's, on which a CPU's work is done when a call returns."""
-    return DeviceClock(device) if device.type == "cuda" else None
+    return None if device.type == "cpu" else DeviceClock(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,24 +10,23 @@ import torch
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-@dataclass
 class MemoryMeter:
     """A meter of bytes above those at its making, before the first run of a command.
 
-    device:  device of this rank
-    start:   bytes when the meter was made
+    start:  bytes when the meter was made
     """
 
-    device: torch.device
-    start: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start = self._read("VmRSS", torch.cuda.memory_allocated)
+    def __init__(self, device: torch.device) -> None:
+        """Start at what is allocated now on ``device``, that of this rank."""
+        self._device = device
+        self._highest = self._unmapped = 0
+        self.start = self._read("VmRSS", torch.accelerator.memory_allocated)
 
     def reset_peak(self) -> None:
         """Start a new peak: loading a model takes more memory than it does afterwards."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        self._highest = 0
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():
             # 5 resets the peak resident set (proc(5)); some sandboxes forbid it, and then loading counts
             try:
@@ -38,15 +36,33 @@ class MemoryMeter:
 
     def now(self) -> int:
         """Return the bytes at this moment."""
-        return self._read("VmRSS", torch.cuda.memory_allocated) - self.start
+        return self._read("VmRSS", torch.accelerator.memory_allocated) - self._unmapped - self.start
 
     def peak(self) -> int:
         """Return the maximum since ``reset_peak``."""
-        return self._read("VmHWM", torch.cuda.max_memory_allocated) - self.start
+        return max(self._highest, self._peak_of_lap())
 
-    def _read(self, name: str, on_gpu: Callable[[], int]) -> int:
-        if self.device.type == "cuda":
-            return on_gpu()
+    def lap(self) -> int | None:
+        """Return the maximum since the last call, on a GPU: a resident set is too coarse for one instruction."""
+        if self._device.type == "cpu":
+            return None
+        found = self._peak_of_lap()
+        self._highest = max(self._highest, found)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        return found
+
+    def leave_out(self, unmapped: int) -> None:
+        """Count from now on without bytes that torch counts though a sleeping engine has returned them."""
+        if unmapped != self._unmapped:
+            self.lap()
+            self._unmapped = unmapped
+
+    def _peak_of_lap(self) -> int:
+        return self._read("VmHWM", torch.accelerator.max_memory_allocated) - self._unmapped - self.start
+
+    def _read(self, name: str, on_gpu: Callable[[torch.device], int]) -> int:
+        if self._device.type != "cpu":
+            return on_gpu(self._device)
         if not _STATUS.exists():
             return 0
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))

@@ -217,13 +217,18 @@ class Recorder:
             self._wait(self._reports(self.next_step), f"the metrics of step {self.next_step}")
             self._write_step()
 
-    def finish(self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int) -> None:
+    def finish(
+        self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int, start: Mapping[str, int]
+    ) -> None:
         """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the timeline.
 
-        ``usage``: bytes by placed model. ``peak``: the most that the rank's process used.
+        usage:  bytes by placed model.
+        peak:   the most that the rank used since its models were loaded.
+        start:  the most that it used before, by ``load`` and ``resume``.
         """
         self._store.set(f"timeline/{self._world.rank}", dump_spans(timeline.take()))
-        self._store.set(f"memory/{self._world.rank}", json.dumps({"models": usage, "peak": peak}))
+        memory = {"models": usage, "peak": peak, "start": start}
+        self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
         if self._world.rank == 0:
             self._write_timeline()
             self._outlets.loggers.finish(is_whole=self.next_step == self._plan.spec.steps)
@@ -261,17 +266,17 @@ class Recorder:
 
     def _write_timeline(self) -> None:
         spans = list(saved_spans(self._directory / TIMELINE))
-        usage, peaks = {}, {}
+        memory = {}
         for rank in range(self._plan.placement.num_ranks):
             self._wait({f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}, "the end of the run")
             spans += load_spans(self._store.get(f"timeline/{rank}").decode())
-            memory = json.loads(self._store.get(f"memory/{rank}"))
-            usage[rank], peaks[rank] = memory["models"], memory["peak"]
+            memory[rank] = json.loads(self._store.get(f"memory/{rank}"))
         facts = {
             "device": self._world.device.type,
             "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
-            "held_bytes": usage,
-            "peak_bytes": peaks,
+            "held_bytes": {rank: found["models"] for rank, found in memory.items()},
+            "peak_bytes": {rank: found["peak"] for rank, found in memory.items()},
+            "start_bytes": {rank: found["start"] for rank, found in memory.items()},
         }
         first = max((span.step for span in spans), default=0) - self._plan.spec.timeline_steps
         write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)

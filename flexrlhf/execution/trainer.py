@@ -102,12 +102,14 @@ class Trainer:
         self._world = world
         self._meter = meter
         self._flight, self._progress = flight, flight.progress
+        meter.reset_peak()
         self._groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
-        if world.rank == 0 and world.device.type == "cuda":
-            send(Note(plan.spec.name, connected_memory(plan, world.rank, *torch.cuda.mem_get_info())))
+        if world.rank == 0 and world.device.type != "cpu":
+            send(Note(plan.spec.name, connected_memory(plan, world.rank, *torch.accelerator.get_memory_info())))
         wait, decode = self._progress.wait, load_tokenizer(data.tokenizer, data.is_trusted).decode
         self._scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
         self._models = load_models(plan, world, self._groups, wait, data.pad_token_id)
+        self._start_bytes = {"load": meter.peak()}
         meter.reset_peak()
         sampling = step_sampling(plan, data, partial(decode, skip_special_tokens=True))
         guards = make_finite_guard(plan.spec, world), make_sampled_check(plan, decode)
@@ -137,6 +139,7 @@ class Trainer:
         self._checkpointer = Checkpointer(state)
         if start is not None:
             restore(state, self._syncs, start)
+            self._start_bytes["resume"] = meter.peak()
 
     def run(self) -> int:
         """Execute the schedule to its end, or until a request to stop, by the training loop of the settings.
@@ -201,6 +204,7 @@ class Trainer:
         with self._progress.deadline(instruction.ranks):
             with self._flight.instruction(instruction, step) as span:
                 self._execute(instruction, step, position, span)
+                span.peak_bytes = self._meter.lap()
             self._work.add(instruction, span)
             self._record()
 
@@ -267,8 +271,10 @@ class Trainer:
                 self._checkpointer.write(step + 1)
             case Offload():
                 self._models[instruction.model].offload()
+                self._meter.leave_out(self._unmapped_bytes())
             case Reload():
                 self._models[instruction.model].reload()
+                self._meter.leave_out(self._unmapped_bytes())
             case Release():
                 self._models[instruction.model].release()
 
@@ -330,7 +336,10 @@ class Trainer:
         self._mover.close()
         self._syncs.close()
         usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
-        self._recorder.finish(self._flight.timeline, usage, self._meter.peak())
+        self._recorder.finish(self._flight.timeline, usage, self._meter.peak(), self._start_bytes)
+
+    def _unmapped_bytes(self) -> int:
+        return sum(model.engine.memory_usage().unmapped for model in self._models.values())
 
 
 VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}

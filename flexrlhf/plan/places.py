@@ -10,7 +10,7 @@ from flexrlhf.text import counted, ranks_text, span_of
 
 def title_of(plan: Plan, device: str) -> str:
     """Return the run, its algorithm, its strategy and its devices. ``device``: cpu or cuda."""
-    spec, name = plan.spec, {"cpu": "CPU rank", "cuda": "GPU"}[device]
+    spec, name = plan.spec, "CPU rank" if device == "cpu" else "GPU"
     where = counted(plan.placement.num_ranks, name)
     return f"{spec.name}: {spec.algorithm.name}, {counted(spec.steps, 'step')}, {plan.strategy} on {where}"
 

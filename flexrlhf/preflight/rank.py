@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexrlhf.comm.world import World, local_cuda_device, open_world
+from flexrlhf.comm.world import World, local_device, open_world
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RunStopped, UserError
@@ -111,10 +111,10 @@ class Survey:
         facts = RankFacts(self._world.rank, self._request.host.node)
         if self._request.host.device != "cuda":
             return replace(facts, tflops=measured_tflops(torch.device("cpu"), torch.float32))
-        torch.cuda.set_device(local_cuda_device())
+        torch.cuda.set_device(local_device("cuda"))
         free, total = torch.cuda.mem_get_info()
         # a type that all classes compute in
-        tflops = measured_tflops(local_cuda_device(), torch.float16)
+        tflops = measured_tflops(local_device("cuda"), torch.float16)
         return replace(facts, device=torch.cuda.get_device_name(), total=total, free=free, tflops=tflops)
 
     def _world_of_device(self, job: JobFacts) -> World:
@@ -125,7 +125,7 @@ class Survey:
         are_shared = any(len(host.ranks) > host.devices for host in job.hosts)
         if {host.device for host in job.hosts} != {"cuda"} or are_shared:
             return self._world
-        return replace(self._world, device=local_cuda_device(), backend="nccl")
+        return replace(self._world, device=local_device("cuda"), backend="nccl")
 
     def _clocks(self, job: JobFacts) -> tuple[ClockFacts, ...]:
         """Return the clocks of all other machines, on rank 0."""

@@ -77,8 +77,8 @@ class Stopwatch:
         self._synchronize_device()
 
     def _synchronize_device(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def _summary(self, names: list[str], local: Tensor) -> dict[str, Timing]:
         """Summarise (repetitions, calls, 2) of this rank over repetitions and, unless oversubscribed, over ranks."""
