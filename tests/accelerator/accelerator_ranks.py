@@ -1,0 +1,43 @@
+"""One process: a rank of runs on the accelerator made of host memory, which counts what the host reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import host_accelerator
+import torch.distributed as dist
+
+from flexrlhf.execution import worker
+from flexrlhf.execution.run_order import RunOrder, load_orders
+from flexrlhf.execution.trainer import Trainer
+from flexrlhf.strategies.instructions import Instruction
+
+
+class CountingTrainer(Trainer):
+    """Writes the host reads of the last step, by instruction, to ``reads-RANK.json`` of the run."""
+
+    def _execute(self, instruction: Instruction, step: int, *further: Any) -> None:
+        before = host_accelerator.host_reads()
+        super()._execute(instruction, step, *further)
+        path = self.plan.spec.directory / f"reads-{self._world.rank}.json"
+        found = Counter(json.loads(path.read_text()) if path.exists() else {})
+        if step == self.plan.spec.steps - 1:
+            found[instruction.label] += host_accelerator.host_reads() - before
+        path.write_text(json.dumps(found))
+
+
+def on_accelerator(order: RunOrder) -> RunOrder:
+    cluster = order.spec.cluster.model_copy(update={"device": host_accelerator.NAME})
+    return replace(order, spec=order.spec.model_copy(update={"cluster": cluster}))
+
+
+if __name__ == "__main__":
+    host_accelerator.register()
+    dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
+    worker.Trainer = CountingTrainer  # type: ignore[misc]
+    worker.work([on_accelerator(order) for order in load_orders(Path(sys.argv[1]).read_text())])

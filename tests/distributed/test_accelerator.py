@@ -1,0 +1,179 @@
+"""Runs on an accelerator made of host memory, which the torch engine uses as it would a GPU.
+
+They have the numbers of the reference, no call mixes tensors of the two devices, at every moment as much memory is
+allocated as is planned, and the host waits for few of the numbers that the device computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from shutil import which
+from typing import Any
+
+import pytest
+from assets import WORDS
+from cases import SIX, Assets, Case, make_assets
+from comparison import deviations
+from forked import run_ranks
+from launcher import Outcome, params
+
+from flexrlhf.checkpoints.manifest import checkpoint_directory
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.execution.run_directory import prepare_directory
+from flexrlhf.execution.run_order import RunOrder, dump_orders
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.strategies.instructions import Checkpoint, Instruction, Run, Save, Sync
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(which("g++") is None, reason="g++ builds the accelerator"),
+]
+EQUAL = [
+    # a lag and chunks, models that take turns in device memory, shards, groups of samples, adapters
+    Case("streaming", "six-chunks", 2),
+    Case("four", "tight", 2),
+    Case("two", "co-located", 2, "torch-3"),
+    Case("grpo", "halves", 2),
+    Case("adapters", "co-located", 2),
+]
+PROMPT, RESPONSE = 24, 40
+INIT = {
+    "model_type": "llama",
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LARGE = 0.03
+"""Share of what is planned for a phase by which its measured peak may differ."""
+
+
+def raw_spec(assets: Assets, name: str, micro_batch_tokens: int) -> dict[str, Any]:
+    """PPO with a lag, whose two trained models have no room on a rank together; its rows have all their tokens."""
+    role = {"init": INIT, "micro_batch_tokens": micro_batch_tokens}
+    return {
+        "name": name,
+        "algorithm": {"name": "ppo", "prompts_per_step": 16, "num_mini_batches": 1},
+        "models": dict.fromkeys(("actor", "critic", "ref", "reward"), role),
+        "placement": SIX,
+        "schedule": {"lag": 1},
+        "data": {
+            "path": str(assets.directory / "long.jsonl"),
+            "tokenizer": str(assets.directory / "tokenizer"),
+            "max_prompt_tokens": PROMPT,
+            "max_response_tokens": RESPONSE,
+        },
+        "steps": 3,
+        "checkpoint": {"every": 1},
+        "cluster": {"devices": 2, "memory_gb": 0.25},
+        "runs": str(assets.directory / "runs"),
+        "timeout_seconds": 60,
+    }
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What the runs left: ``whole``, and ``resumed``, which went on from its second step with smaller micro-batches."""
+
+    equal: dict[Case, Outcome]
+    whole: Outcome
+    resumed: Outcome
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    directory = tmp_path_factory.mktemp("accelerator")
+    assets = make_assets(directory)
+    # with the token that begins a text
+    prompt = json.dumps({"prompt": " ".join(WORDS[: PROMPT - 1])})
+    (directory / "long.jsonl").write_text("\n".join([prompt] * 48))
+    equal = {case: Outcome(case, make_plan(assets.spec(case))) for case in EQUAL}
+    whole, resumed = (
+        Outcome(EQUAL[0], make_plan(parse_spec(raw_spec(assets, *settings))))
+        for settings in (("whole", 256), ("resumed", 128))
+    )
+    # measured first, since weights of checksums stay on the device
+    orders = [RunOrder(whole.plan.spec), RunOrder(resumed.plan.spec, (checkpoint_directory(whole.directory, 2),))]
+    orders += [RunOrder(each.plan.spec) for each in equal.values()]
+    for each in (whole, resumed, *equal.values()):
+        prepare_directory(each.plan, format_plan(each.plan), continues=False).close()
+    (directory / "orders").write_text(dump_orders(orders))
+    run_ranks("accelerator_ranks", directory / "orders", number=2)
+    return Outcomes(equal, whole, resumed)
+
+
+@pytest.mark.parametrize("case", params(EQUAL))
+def test_numbers_are_those_of_the_reference(outcomes: Outcomes, case: Case) -> None:
+    outcome = outcomes.equal[case]
+    assert outcome.trace["otherData"]["device"] == "hostgpu"
+    first = next((d for d in deviations(outcome) if not d.size <= d.limit), None)
+    assert first is None, f"{case.name}: {first}"
+
+
+def phase_names(plan: Plan, instruction: Instruction) -> Iterator[tuple[str, str]]:
+    """Kind and model of the phases of an instruction that the memory plan has."""
+    match instruction:
+        case Run():
+            yield instruction.operator.kind, instruction.model
+            yield from [("update", instruction.model)] * (instruction.operator.kind == "train")
+        case Sync():
+            yield "sync", instruction.destination
+        case Save():
+            yield "save", instruction.model
+        case Checkpoint():
+            yield from (("checkpoint", phase.model) for each in plan.memories for phase in each.phases)
+
+
+def planned_phases(outcome: Outcome, rank: int) -> dict[tuple[str, str], int]:
+    return {(phase.kind, phase.model): phase.total for phase in outcome.plan.memories[rank].phases}
+
+
+def planned_and_measured(outcome: Outcome, rank: int) -> dict[str, tuple[int, int]]:
+    """Peaks of a rank by instruction."""
+    plan, planned = outcome.plan, planned_phases(outcome, rank)
+    found = {}
+    for instruction in plan.schedule.for_rank(rank):
+        spans = [
+            span["args"]
+            for span in outcome.spans
+            if (span["tid"], span["cat"], span["name"]) == (rank, instruction.kind, instruction.label)
+        ]
+        # what runs in the first step alone does before weights travel
+        peaks = [span["peak_bytes"] for span in spans] if any(span["step"] > 0 for span in spans) else []
+        sizes = [planned[name] for name in phase_names(plan, instruction) if name in planned]
+        if sizes and peaks:
+            found[f"{instruction.kind} {instruction.label}"] = max(sizes), max(peaks)
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_at_every_moment_is_the_planned_memory(outcomes: Outcomes, rank: int) -> None:
+    """Of a plan that offloads: at load and resume, in every call, at syncs, saves and checkpoints."""
+    found = planned_and_measured(outcomes.whole, rank)
+    for outcome, start in ((outcomes.whole, "load"), (outcomes.resumed, "resume")):
+        measured = outcome.trace["otherData"]["start_bytes"][str(rank)][start]
+        if sizes := [size for (kind, _), size in planned_phases(outcome, rank).items() if kind == start]:
+            found[start] = max(sizes), measured
+    for name, (size, measured) in found.items():
+        print(f"rank {rank}: {name}: {size / 1e6:.1f} MB planned, {measured / 1e6:.1f} MB measured")
+    kinds = {name.split()[0] for name in found}
+    assert kinds == {"run", "sync", "checkpoint"} | ({"load", "resume", "save"} if rank == 0 else set())
+    assert max(abs(measured - size) / size for size, measured in found.values()) < LARGE
+
+
+def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outcomes) -> None:
+    """Statistics are read once a call; whether all rows have ended is looked at every eight tokens."""
+
+    def reads(outcome: Outcome, rank: int, label: str) -> int:
+        found: dict[str, int] = json.loads((outcome.directory / f"reads-{rank}.json").read_text())
+        return found[label]
+
+    for label in ("train_actor on actor", "train_critic on critic"):
+        assert 0 < reads(outcomes.whole, 0, label) == reads(outcomes.resumed, 0, label) < 10, label
+    assert 0 < reads(outcomes.whole, 1, "generate on actor.shadow") < RESPONSE / 3
