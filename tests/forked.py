@@ -13,8 +13,7 @@ from typing import Any
 
 from flexrlhf.execution.rank_factory import LOADED, RankFactory
 
-FOLDERS = ("megatron_on_cpu", "accelerator", "distributed", "engines", "")
-PATH = [str(Path(__file__).parent / folder) for folder in FOLDERS]
+PATH = [str(Path(__file__).parent / folder) for folder in ("megatron_on_cpu", "distributed", "engines", "")]
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),

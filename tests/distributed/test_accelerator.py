@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from shutil import which
 from typing import Any
 
+import host_accelerator
 import pytest
 from assets import WORDS
 from cases import SIX, Assets, Case, make_assets
@@ -87,7 +89,7 @@ class Outcomes:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     directory = tmp_path_factory.mktemp("accelerator")
     assets = make_assets(directory)
     # with the token that begins a text
@@ -104,14 +106,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     for each in (whole, resumed, *equal.values()):
         prepare_directory(each.plan, format_plan(each.plan), continues=False).close()
     (directory / "orders").write_text(dump_orders(orders))
-    run_ranks("accelerator_ranks", directory / "orders", number=2)
+    library = host_accelerator.built(Path(request.config.cache.mkdir("accelerator")))
+    run_ranks("accelerator_ranks", library, directory / "orders", number=2)
     return Outcomes(equal, whole, resumed)
 
 
 @pytest.mark.parametrize("case", params(EQUAL))
 def test_numbers_are_those_of_the_reference(outcomes: Outcomes, case: Case) -> None:
     outcome = outcomes.equal[case]
-    assert outcome.trace["otherData"]["device"] == "hostgpu"
+    assert outcome.trace["otherData"]["device"] == host_accelerator.NAME
     first = next((d for d in deviations(outcome) if not d.size <= d.limit), None)
     assert first is None, f"{case.name}: {first}"
 

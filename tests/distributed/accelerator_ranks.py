@@ -37,7 +37,7 @@ def on_accelerator(order: RunOrder) -> RunOrder:
 
 
 if __name__ == "__main__":
-    host_accelerator.register()
+    host_accelerator.register(Path(sys.argv[1]))
     dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
     worker.Trainer = CountingTrainer  # type: ignore[misc]
-    worker.work([on_accelerator(order) for order in load_orders(Path(sys.argv[1]).read_text())])
+    worker.work([on_accelerator(order) for order in load_orders(Path(sys.argv[2]).read_text())])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import nullcontext
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,23 @@ NAME = "hostgpu"
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def register() -> None:
-    """Build the extension, unless it has been built from this source, and load it."""
-    cpp_extension.load(
-        "flexrlhf_host_accelerator", [str(SOURCE)], extra_cflags=["-O1"], is_python_module=False, verbose=False
-    )
+def built(folder: Path) -> Path:
+    """The library of the source, which ``folder`` keeps."""
+    content = sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = folder / f"host_accelerator-{content}.so"
+    if not library.exists():
+        new = library.with_suffix(".new")
+        flags = ["-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{path}" for path in cpp_extension.include_paths())]
+        torch_folder = f"-L{Path(torch.__file__).parent / 'lib'}"
+        command = ["g++", *flags, str(SOURCE), "-o", str(new), torch_folder, "-lc10", "-ltorch_cpu"]
+        subprocess.run(command, check=True)
+        new.rename(library)
+    return library
+
+
+def register(library: Path) -> None:
+    """Load what ``built`` has built."""
+    torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module())
     torch.utils.generate_methods_for_privateuse1_backend()
