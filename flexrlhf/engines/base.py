@@ -328,8 +328,11 @@ class Engine(Protocol):
         """Return the bytes of weights, gradients and optimizer state on this rank."""
         ...
 
-    def offload(self) -> None:
-        """Move weights and optimizer state to host memory and free those of the device, until ``reload``."""
+    def offload(self, keeps: bool = True) -> None:
+        """Move weights and optimizer state to host memory and free those of the device, until ``reload``.
+
+        ``keeps``: False where whoever reloads overwrites all weights before they are read, so that none are copied.
+        """
         ...
 
     def reload(self) -> None:

@@ -47,9 +47,9 @@ class LoadedModel:
     released: ReleasedWeights | None = None
     is_offloaded: bool = False
 
-    def offload(self) -> None:
-        """Move it to host memory."""
-        self.engine.offload()
+    def offload(self, keeps: bool = True) -> None:
+        """Move it to host memory. ``keeps``: False where a Sync overwrites all weights before they are read."""
+        self.engine.offload(keeps)
         self.is_offloaded = True
 
     def reload(self) -> None:

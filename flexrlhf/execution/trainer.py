@@ -270,7 +270,7 @@ class Trainer:
             case Checkpoint():
                 self._checkpointer.write(step + 1)
             case Offload():
-                self._models[instruction.model].offload()
+                self._models[instruction.model].offload(keeps=not instruction.is_refilled)
                 self._meter.leave_out(self._unmapped_bytes())
             case Reload():
                 self._models[instruction.model].reload()

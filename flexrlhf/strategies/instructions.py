@@ -190,12 +190,15 @@ class Release(_Periodic):
 class _Residence(_Periodic):
     """Transfer of a model between device and host memory, on each of ``ranks`` by itself.
 
-    It is due in every round of the list, also while a lagging batch drains. ``rare``: it stands next to an instruction
-    that most steps skip, and is due when that one is.
+    It is due in every round of the list, also while a lagging batch drains.
+
+    rare:         it stands next to an instruction that most steps skip, and is due when that one is.
+    is_refilled:  a Sync overwrites all weights before they are read, so none are copied.
     """
 
     model: ModelName
     rare: bool = False
+    is_refilled: bool = False
 
     def due(self, step: int, steps: int) -> bool:
         return super().due(step, steps) if self.rare else step >= 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexrlhf.memory.budget import Phase, Sizing
@@ -213,7 +213,28 @@ def with_residency(instructions: Sequence[Instruction], memory: DeviceMemory) ->
         out.append(instruction)
         out += _merged(instruction, [(rank, walk.after.get(index, [])) for rank, walk in each])
     out += _merged(None, [(rank, walk.closing) for rank, walk in each])
-    return Residency(tuple(out), {rank: walk.offloaded for rank, walk in each if walk.offloaded})
+    return Residency(
+        tuple(_with_refilled(out, memory.sizing.placement)),
+        {rank: walk.offloaded for rank, walk in each if walk.offloaded},
+    )
+
+
+def _with_refilled(instructions: Sequence[Instruction], placement: Placement) -> Iterator[Instruction]:
+    """Yield ``instructions``; a rollout engine that sleeps until its Sync leaves no copy of its weights.
+
+    With adapters it does: a Sync brings the adapters alone, merged into the weights that they change.
+    """
+    for index, each in enumerate(instructions):
+        if isinstance(each, Offload | Reload) and placement[each.model].has_cache:
+            is_whole = placement[placement[each.model].role].settings.lora is None
+            users = [
+                use
+                for use in (*instructions[index + 1 :], *instructions[:index])
+                if set(use.ranks) & set(each.ranks) and models_of(use, [each.model])
+            ]
+            yield replace(each, is_refilled=is_whole and isinstance(users[0], Sync) and not _is_rare(users[0]))
+        else:
+            yield each
 
 
 def _settled(walk: _Walk) -> _Walk:

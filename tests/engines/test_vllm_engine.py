@@ -298,6 +298,20 @@ def test_offloaded_memory_is_free_and_comes_back(engine: VllmEngine) -> None:
     assert same(generated, engine.generate(batch, sampling()))
 
 
+def test_weights_that_a_sync_brings_leave_no_copy(engine: VllmEngine) -> None:
+    batch, before = prompts(4), engine.memory_usage()
+    weights = {name: values.clone() for name, values in engine.weights().items()}
+    generated = engine.generate(batch, sampling())
+    engine.offload(keeps=False)
+    assert engine.memory_usage() == before
+    engine.reload()
+    # so that what is not overwritten shows
+    for values in engine.weights().values():
+        values.fill_(torch.nan)
+    engine.load_weights(weights)
+    assert same(generated, engine.generate(batch, sampling()))
+
+
 # --- what the job notices
 
 

@@ -10,7 +10,7 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Offload, Reload
+from flexrlhf.strategies.instructions import Offload, Reload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, models_of
 from flexrlhf.strategies.schedule import walk
 
@@ -181,6 +181,29 @@ def test_between_two_chunks_an_engine_stays_awake_where_memory_allows() -> None:
         (Reload, "actor.rollout"),
     ]
     assert awake_at(plan, 0)["logprobs on actor"] == [True, True, False, False] * plan.spec.steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refilled"),
+    [
+        ((), [True, True]),
+        (("models.actor.lora={rank: 4}",), [False, False]),
+        (("placement=[1,1,0.5,0.5]",), [True, True]),
+    ],
+)
+def test_weights_that_a_sync_brings_anyway_are_not_copied(overrides: tuple[str, ...], refilled: list[bool]) -> None:
+    """Adapters change some of them alone."""
+    assert [each.is_refilled for each in residences(planned(None, VLLM, *overrides))] == refilled
+
+
+def test_an_engine_put_away_between_two_chunks_keeps_its_weights() -> None:
+    instructions = planned(0.55, VLLM, *CHUNKS).schedule.instructions
+    found = defaultdict(set)
+    for index, each in enumerate(instructions):
+        if isinstance(each, Offload) and each.model == "actor.rollout":
+            used = (use for use in instructions[index + 1 :] if isinstance(use, Run | Sync) and each.model in use.label)
+            found[type(next(used))].add(each.is_refilled)
+    assert found == {Run: {False}, Sync: {True}}
 
 
 def test_an_engine_is_awake_when_the_run_starts() -> None:

@@ -310,9 +310,9 @@ class DeepSpeedEngine:
         host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
         return MemoryUsage(weights, self._gradient_bytes, optimizer, host)
 
-    def offload(self) -> None:
+    def offload(self, keeps: bool = True) -> None:
         self._usage_at_offload = self.memory_usage()
-        self._host_offload.offload([*self._stored(), *self._optimizer_tensors(), *self._gradients()])
+        self._host_offload.offload([*self._stored(), *self._optimizer_tensors(), *self._gradients()], keeps)
 
     def reload(self) -> None:
         self._host_offload.reload()

@@ -142,11 +142,11 @@ class MegatronEngine:
             optimizer=storage_bytes(update.state_tensors()) if update else 0,
         )
 
-    def offload(self) -> None:
+    def offload(self, keeps: bool = True) -> None:
         self._usage_at_offload = self.memory_usage()
         update = self._update
         of_training = [*update.state_tensors(), *update.gradients] if update else []
-        self._host_offload.offload([*self._parameters(), *of_training])
+        self._host_offload.offload([*self._parameters(), *of_training], keeps)
 
     def reload(self) -> None:
         self._host_offload.reload()

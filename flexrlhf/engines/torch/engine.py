@@ -143,10 +143,10 @@ class TorchEngine:
             optimizer=sum(tensor.nbytes for tensor in self._optimizer_tensors()),
         )
 
-    def offload(self) -> None:
+    def offload(self, keeps: bool = True) -> None:
         self._usage_at_offload = self.memory_usage()
         live = [local(parameter) for parameter in self._model.parameters()]
-        self._host_offload.offload([*live, *self._optimizer_tensors()])
+        self._host_offload.offload([*live, *self._optimizer_tensors()], keeps)
 
     def reload(self) -> None:
         self._host_offload.reload()

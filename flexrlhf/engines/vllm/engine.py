@@ -211,13 +211,14 @@ class VllmEngine:
 
     def memory_usage(self) -> MemoryUsage:
         weights = sum(view.nbytes for view in self._views.values())
-        return MemoryUsage(weights, gradients=0, optimizer=0, host=self._sleep_mode.num_host_bytes)
+        asleep = self._sleep_mode
+        return MemoryUsage(weights, 0, 0, host=asleep.num_host_bytes, unmapped=asleep.num_unmapped_bytes)
 
-    def offload(self) -> None:
+    def offload(self, keeps: bool = True) -> None:
         assert self._child is None, "planning refuses a child next to models that need its memory"
         assert not self._responses, "the engine still decodes"
         with self._isolation.active():
-            self._sleep_mode.sleep()
+            self._sleep_mode.sleep(keeps)
 
     def reload(self) -> None:
         with self._isolation.active():

@@ -1,4 +1,4 @@
-"""Offload and reload of one vLLM engine: weights go to host memory, the KV cache is discarded."""
+"""Offload and reload of one vLLM engine: weights go to host memory or are discarded, the KV cache is discarded."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 
 
 class SleepMode:
-    """Sleep mode of one vLLM engine: vLLM's own on GPUs; on CPUs, where vLLM has none, freed storages."""
+    """Sleep mode of one vLLM engine: vLLM's own on GPUs; on CPUs, where vLLM has none, freed storages.
+
+    num_unmapped_bytes:  bytes that torch counts as allocated, though vLLM has returned them to the device.
+    """
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self._engine = engine
         self._on_cpu = device.type == "cpu"
-        self._host_offload = HostOffload(device)
-        self._caches: list[tuple[torch.UntypedStorage, int]] = []
-        self._asleep_bytes = 0
+        self._weights, self._cache = HostOffload(device), HostOffload(device)
+        self._copied_bytes = self.num_unmapped_bytes = 0
 
     @property
     def num_host_bytes(self) -> int:
-        """Bytes of weights that are offloaded now."""
-        return self._host_offload.num_bytes + self._asleep_bytes
+        """Bytes of weights that are in host memory now."""
+        return self._weights.num_bytes + self._copied_bytes
 
-    def sleep(self) -> None:
-        """Offload the weights and free the KV cache."""
-        parameters = self._tensors("parameters")
-        if not self._on_cpu:
-            self._asleep_bytes = storage_bytes(parameters)
-            self._engine.sleep(level=1)
+    def sleep(self, keeps: bool) -> None:
+        """Free the weights and the KV cache. ``keeps``: whether the weights are copied to host memory."""
+        parameters, caches = self._tensors("parameters"), self._tensors("caches")
+        if self._on_cpu:
+            self._weights.offload(parameters, keeps)
+            self._cache.offload(caches, keeps=False)
             return
-        self._host_offload.offload(parameters)
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors("caches")}
-        self._caches = [(storage, storage.nbytes()) for storage in storages.values()]
-        for storage, _ in self._caches:
-            storage.resize_(0)
+        self._copied_bytes = storage_bytes(parameters) if keeps else 0
+        self.num_unmapped_bytes = storage_bytes([*parameters, *caches])
+        # 2: weights are discarded too, and buffers are copied
+        self._engine.sleep(level=1 if keeps else 2)
 
     def wake_up(self) -> None:
-        """Reload the weights and allocate an empty KV cache."""
+        """Allocate the memory again, with the weights where they were kept, and an empty KV cache."""
         if not self._on_cpu:
             self._engine.wake_up()
-            self._asleep_bytes = 0
+            self._copied_bytes = self.num_unmapped_bytes = 0
             return
-        self._host_offload.reload()
-        for storage, size in self._caches:
-            storage.resize_(size)
+        self._weights.reload()
+        self._cache.reload()
+        for cache in self._tensors("caches"):
             # unwritten places of a block are read, and masked, which only finite numbers survive
-            storage.fill_(0)  # type: ignore[attr-defined]
-        self._caches.clear()
+            cache.zero_()
 
     def _tensors(self, method: str) -> list[Tensor]:
         """Call a method of WorkerExtension that returns tensors."""

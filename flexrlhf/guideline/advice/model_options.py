@@ -372,7 +372,11 @@ class OptionEnumerator:
         for call in model.calls:
             kind = call.kind
             if kind == "switch":
-                yield kind, self.costs.switch(self._state(placed, state_key).offloaded, mesh.device).seconds, 0
+                trained = self.spec.models.of(model.role)
+                # a Sync brings all weights, unless it brings adapters
+                has_copy = trained is not None and trained.lora is not None
+                moved = self._state(placed, state_key).offloaded if has_copy else 0
+                yield kind, self.costs.switch(moved, mesh.device).seconds, 0
                 continue
             rows = self._most_rows(placed, kind, call.mini_batches)
             key = state_key, kind, _relevant_settings(kind, placed.settings)

@@ -328,6 +328,8 @@ class Pricer:
 
     def _switch(self, instruction: Offload | Reload) -> Cost:
         """Return the seconds of the first rank of a stage, which has most where shards are uneven."""
+        if instruction.is_refilled:
+            return self.costs.switch(0, self.device(instruction.ranks[0]))
         model = self.plan.placement[instruction.model]
         states = [self.plan.state(model, rank) for rank in model.layout.pp_set(instruction.ranks[0])]
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
