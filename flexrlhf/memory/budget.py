@@ -29,7 +29,7 @@ from flexrlhf.memory.transfers import (
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.rollout import most_step_tokens
+from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
 from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
 
 
@@ -120,9 +120,11 @@ class SequenceLengths:
     def width(self) -> int:
         return self.prompt + self.response
 
-    def rows_decoded(self, budget: int, rows: int | None) -> int:
-        """Return the rows that are decoded together."""
-        fitting = max(1, budget // self.width)
+    def rows_decoded(self, model: PlacedModel, rows: int | None) -> int:
+        """Return the rows that are decoded together, of ``rows`` in all."""
+        tokens = model.settings.generate_tokens
+        whole = max(1, tokens // self.width)
+        fitting = most_rows_at_once(tokens, self.prompt, self.response) if model.has_cache else whole
         return fitting if rows is None else min(fitting, rows)
 
 
@@ -233,8 +235,7 @@ class Sizing:
         settings, texts = model.settings, self.texts_of(model.role)
         blocks = blocks_of(model, shape.sizes, rank)
         if work.kind == "generate":
-            rows = texts.rows_decoded(settings.generate_tokens, work.rows)
-            parts = blocks.decode_bytes(rows, texts.prompt, texts.response)
+            parts = blocks.decode_bytes(texts.rows_decoded(model, work.rows), texts.prompt, texts.response)
             if blocks.stage:
                 # a stage of vLLM keeps a place for what it receives
                 step = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)

@@ -23,8 +23,12 @@ def padded_row(spec: Spec) -> int:
 
 
 def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
-    """Return the rows that vLLM decodes at a time: as many as fit its cache at full length, none is preempted."""
-    blocks_of_row = -(-(prompt + response) // KV_BLOCK_TOKENS)
+    """Return the most rows that vLLM decodes at a time: as many as fit its cache with half of their responses.
+
+    Since one begins when another ends, half is what they occupy on average; where more is, vLLM puts the last rows back
+    and begins them again.
+    """
+    blocks_of_row = -(-(prompt + response // 2) // KV_BLOCK_TOKENS)
     return max(1, generate_tokens // KV_BLOCK_TOKENS // blocks_of_row)
 
 

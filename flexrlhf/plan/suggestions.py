@@ -227,11 +227,11 @@ def _of_role(model: PlacedModel, shape: ModelShape | None) -> dict[str, list[Any
 
 def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, list[Any]]:
     """Return half of the tokens that are computed together."""
-    settings, texts = model.settings, plan.sizing.texts_of(model.role)
+    texts = plan.sizing.texts_of(model.role)
     mine = workload(plan.schedule.for_rank(rank), plan.placement, plan.batch, rank)
     calls = [work for work, _ in mine if isinstance(work, Compute) and work.model == model.name]
     passes = [plan.sizing.pass_size(model, call) for call in calls if call.kind != "generate"]
-    decoded = [texts.rows_decoded(settings.generate_tokens, call.rows) for call in calls if call.kind == "generate"]
+    decoded = [texts.rows_decoded(model, call.rows) for call in calls if call.kind == "generate"]
     most = max((size.tokens for size in passes), default=0)
     changes = {"micro_batch_tokens": [most // 2 // texts.width * texts.width]} if most >= 2 * texts.width else {}
     return changes | ({"generate_tokens": [max(decoded) // 2 * texts.width]} if max(decoded, default=0) > 1 else {})

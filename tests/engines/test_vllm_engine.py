@@ -209,8 +209,8 @@ def test_responses_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEn
 
 
 def test_more_rows_than_the_cache_holds() -> None:
-    """Some are put back and begun again, where the user allows more rows than fit at full length."""
-    model, batch = placed(kv_tokens=128, config={"max_num_seqs": 8}), prompts(8)
+    """Some are put back and begun again: more rows are decoded at a time than fit at full length."""
+    model, batch = placed(kv_tokens=128), prompts(8)
     made = VllmEngine(engine_context(model))
     check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED), batch, sampling()))
     made.close()

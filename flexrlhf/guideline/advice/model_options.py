@@ -415,7 +415,7 @@ class OptionEnumerator:
         patterns = row_patterns(self.batch, placed.layout, batches)
         most = max(map(max if kind == "train" else sum, patterns))
         if kind == "generate":
-            return self._lengths.rows_decoded(placed.settings.generate_tokens, most)
+            return self._lengths.rows_decoded(placed, most)
         return most
 
     def _bytes(self, placed: PlacedModel, state_key: object, call: PlacedCall, rows: int) -> int:

@@ -150,7 +150,7 @@ class CallMaker:
             responses=self.lengths.responses,
             width=self.lengths.width,
             updates=epochs * len(rows[0]),
-            decode_rows=max(1, self._reserved.rows_decoded(settings.generate_tokens, at_once)),
+            decode_rows=max(1, self._reserved.rows_decoded(model, at_once)),
             item=item_bytes(model),
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
