@@ -7,6 +7,11 @@ batch, on every device and in every engine.
 
 from __future__ import annotations
 
+import os
+from functools import cache
+from importlib.util import find_spec
+from shutil import which
+
 import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
@@ -22,11 +27,21 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, voc
     position: decoding position of all rows, or int64 (n,) of each.
     """
     key = place_hash(seed, step, rows, position)
+    if key.is_cuda and _has_triton():
+        from flexrlhf.engines.noise_kernel import gumbel_noise_of
+
+        return gumbel_noise_of(key, vocabulary)
     counters = torch.arange(vocabulary, device=rows.device, dtype=torch.int64)
     bits = shift_right(mixed(key[:, None] + (counters[None, :] + 1) * GOLDEN), 12)
     # 52 bits: with 53 the largest would round to 1 and its noise to infinity
     uniform = bits.double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
+
+
+@cache
+def _has_triton() -> bool:
+    """Return whether Triton is installed, and a compiler of C, with which it starts its kernels."""
+    return find_spec("triton") is not None and any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.models import load_model
+from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.execution.device_clock import DeviceClock
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
@@ -108,6 +109,13 @@ def test_kernels_compute_what_sdpa_computes(name: str, cuda: torch.device) -> No
         found.append((logits.float(), model.model.layers[0].mlp.up_proj.weight.grad.float()))
     for plain, other in zip(*found, strict=True):
         assert distance(other, plain) < (2e-2 if "dtype" in KERNELS[name] else 1e-4)
+
+
+def test_noise_is_that_of_the_cpu(cuda: torch.device) -> None:
+    """By the kernel, where Triton finds a compiler of C."""
+    rows, positions = torch.tensor([0, 3, 77, 2**40]), torch.tensor([0, 5, 13, 4000])
+    found = gumbel_noise(5, 9, rows.to(cuda), positions.to(cuda), 2500).cpu()
+    torch.testing.assert_close(found, gumbel_noise(5, 9, rows, positions, 2500), rtol=1e-14, atol=1e-14)
 
 
 def distance(one: torch.Tensor, two: torch.Tensor) -> float:

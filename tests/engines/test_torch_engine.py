@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host_reads import host_reads
 from small_models import (
     LENGTHS,
     engine_of,
@@ -103,16 +101,6 @@ def test_micro_batches_add_up() -> None:
         [float(step["grad_norm"][1]) for step in train(single, 3)], rel=1e-5
     )
     assert close(whole.weights(), single.weights(), 1e-5)
-
-
-def test_the_host_reads_nothing_between_micro_batches() -> None:
-    """Lengths before the first one, statistics behind the last one."""
-    whole, single = (engine_of(optimizer=FAST, micro_batch_tokens=tokens) for tokens in (8192, 1))
-    train(whole, 1), train(single, 1)
-    reads = [host_reads(partial(train, engine, 1)) for engine in (whole, single)]
-    assert reads[0] == reads[1] and reads[0].total() <= 3, reads
-    forwards = [host_reads(partial(output, engine, "logprobs")) for engine in (whole, single)]
-    assert forwards[0] == forwards[1] and forwards[0].total() <= 1, forwards
 
 
 def test_an_update_without_rows_changes_nothing() -> None:
