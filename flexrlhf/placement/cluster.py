@@ -8,7 +8,7 @@ from functools import cached_property
 
 from flexrlhf.config.spec import ClusterSpec, NodeSpec
 from flexrlhf.errors import UserError, either, nearest
-from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass, communicator_bytes
 
 ANY_CLASS = "any"
 """Class of devices of which nothing is known."""
@@ -79,14 +79,14 @@ class Cluster:
             raise UserError(f"placement: on: {name!r} names no single device class; the cluster has {found}")
         return matches[0]
 
-    def memory_bytes(self, rank: int) -> int | None:
-        """Return the bytes of a device that models and calls can fill: as the YAML sets it, else what its class leaves;
-        None where neither gives a size."""
+    def memory_bytes(self, rank: int, communicators: int = 0) -> int | None:
+        """Return the bytes of a device that models and calls can fill: as the YAML sets it, else what its class leaves
+        next to so many ``communicators``; None where neither gives a size."""
         device = self.devices[rank]
         if device.memory_gb is not None:
             return int(device.memory_gb * 1e9)
         figures = DEVICE_CLASSES.get(device.device_class)
-        return None if figures is None else figures.usable_bytes
+        return None if figures is None else figures.usable_bytes - communicator_bytes(communicators)
 
     def figures(self, rank: int) -> DeviceClass | None:
         """Return the figures of a device's class with the YAML's links; None for a class without figures."""

@@ -11,6 +11,11 @@ ALLOCATABLE = 0.988
 """Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
 CONTEXT_BYTES = 1.5e9
 """Driver, libraries and communication buffers of one device."""
+COMMUNICATOR_BYTES = 0.5e9
+"""Buffers of one further communicator: 544 MB between two A100 over NVLink, 688 MB between more (NCCL issue 964)."""
+COMMUNICATORS_IN_CONTEXT = 3
+"""Communicators of a rank for which ``CONTEXT_BYTES`` has room, as those have whose memory was published: data, tensor
+and pipeline parallelism."""
 UNFILLED = 0.1
 """Share of the rest that fragmentation and workspaces of kernels take: the largest with which no published setting that
 runs is predicted not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
@@ -57,6 +62,11 @@ class DeviceClass:
     def allocator_bytes(self) -> float:
         """Bytes that torch's allocator can take."""
         return ALLOCATABLE * 2**30 * self.memory_gb - CONTEXT_BYTES
+
+
+def communicator_bytes(count: int) -> int:
+    """Return the bytes of ``count`` communicators of a rank in addition to ``CONTEXT_BYTES``."""
+    return int(COMMUNICATOR_BYTES * max(0, count - COMMUNICATORS_IN_CONTEXT))
 
 
 _A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)

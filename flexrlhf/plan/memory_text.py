@@ -9,7 +9,7 @@ from typing import Any
 
 from flexrlhf.memory.budget import Phase, RankMemory
 from flexrlhf.memory.states import State
-from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES
+from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES, communicator_bytes
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
@@ -24,7 +24,7 @@ def planned_memory(plan: Plan) -> list[str]:
     """Return lines for the fullest of ranks with the same models, their stages and device, then the suggestions."""
     alike: dict[tuple[tuple[tuple[str, int], ...], str, int | None], list[RankMemory]] = {}
     for memory in plan.memories:
-        device = plan.cluster.devices[memory.rank].device_class, plan.cluster.memory_bytes(memory.rank)
+        device = plan.cluster.devices[memory.rank].device_class, plan.device_bytes(memory.rank)
         models = tuple((name, plan.placement[name].layout.stage(memory.rank)) for name in memory.states)
         alike.setdefault((models, *device), []).append(memory)
     lines = []
@@ -93,7 +93,7 @@ def _share(size: int, phase: Phase) -> bool:
 def _suggestions(plan: Plan) -> list[str]:
     """Return the settings that reduce the highest peak, unless it is far below the device's memory."""
     rank = tightest_rank(plan)
-    size = plan.cluster.memory_bytes(rank) or SMALLEST_DEVICE_BYTES
+    size = plan.device_bytes(rank) or SMALLEST_DEVICE_BYTES
     if 2 * plan.memories[rank].peak_bytes < size:
         return []
     lines = [
@@ -121,7 +121,7 @@ NOT_PLANNED = {
 def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
     """Return what a GPU has in use once ranks are connected and before models are loaded, next to what is planned."""
     made = counted(plan.communicators(rank), "communicator")
-    planned = bytes_text(int(CONTEXT_BYTES))
+    planned = bytes_text(int(CONTEXT_BYTES) + communicator_bytes(plan.communicators(rank)))
     return f"rank {rank}: {made}; {bytes_text(total - free)} of {bytes_text(total)} in use, planned {planned}"
 
 

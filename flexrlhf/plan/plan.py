@@ -57,7 +57,7 @@ class Plan:
 
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
-        memory = DeviceMemory(self.sizing, self.cluster, self.batch)
+        memory = DeviceMemory(self.sizing, self.cluster, self.batch, self.most_communicators)
         residency = with_residency(self.schedule.instructions, memory)
         schedule = replace(self.schedule, instructions=residency.instructions)
         return replace(self, schedule=schedule, offloaded=residency.offloaded)
@@ -111,6 +111,15 @@ class Plan:
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""
         return self.sizing.state(model, rank)
+
+    def device_bytes(self, rank: int) -> int | None:
+        """Return the bytes of a rank's device that models and calls can fill; None for one of unknown size."""
+        return self.cluster.memory_bytes(rank, self.most_communicators)
+
+    @cached_property
+    def most_communicators(self) -> int:
+        """Communicators of the rank that has most."""
+        return max(map(self.communicators, range(self.placement.num_ranks)))
 
     def communicators(self, rank: int) -> int:
         """Return how many a rank has, without what libraries create and groups of one rank."""

@@ -91,7 +91,7 @@ def tightest_rank(plan: Plan) -> int:
     """Return the rank that lacks most memory; among devices of unknown size the one that needs most."""
 
     def tightness(rank: int) -> tuple[bool, int]:
-        size = plan.cluster.memory_bytes(rank)
+        size = plan.device_bytes(rank)
         return size is not None, plan.memories[rank].peak_bytes - (size or 0)
 
     return max(range(plan.placement.num_ranks), key=tightness)
@@ -145,7 +145,7 @@ def _together(changes: Iterable[_Change]) -> list[Changes]:
 def check_fits(plan: Plan) -> None:
     """Raise UserError where a rank needs more than its device's memory. Devices of unknown size are not checked."""
     rank = tightest_rank(plan)
-    memory, size = plan.memories[rank], plan.cluster.memory_bytes(rank)
+    memory, size = plan.memories[rank], plan.device_bytes(rank)
     if size is None or memory.peak_bytes <= size:
         return
     at = f" for {memory.peak.label}" if memory.peak is not None else ""

@@ -28,17 +28,18 @@ MAX_ROUNDS = 8
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the ranks of a plan."""
+    """Bytes on the ranks of a plan. ``communicators``: the most that one of them has."""
 
     sizing: Sizing
     cluster: Cluster
     batch: BatchShape
+    communicators: int = 0
 
     def capacity(self, rank: int) -> int | None:
         """Return the bytes for models that may be offloaded; None for a device of unknown size, where nothing is
         evicted.
         """
-        size = self.cluster.memory_bytes(rank)
+        size = self.cluster.memory_bytes(rank, self.communicators)
         states = [self.sizing.state(model, rank) for model in self.sizing.placement.on_rank(rank)]
         return (
             None if size is None else size - sum(state.resting - state.freed for state in states if state is not None)

@@ -171,7 +171,9 @@ def test_memory_at_every_moment_is_the_planned_memory(outcomes: Outcomes, rank: 
 
 
 def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outcomes) -> None:
-    """Statistics are read once a call; whether all rows have ended is looked at every eight tokens."""
+    """A call of four passes reads its rows, and once its statistics; whether all rows have ended is looked at every
+    eight tokens.
+    """
 
     def reads(outcome: Outcome, rank: int, label: str) -> int:
         found: dict[str, int] = json.loads((outcome.directory / f"reads-{rank}.json").read_text())
@@ -179,4 +181,6 @@ def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outc
 
     for label in ("train_actor on actor", "train_critic on critic"):
         assert 0 < reads(outcomes.whole, 0, label) == reads(outcomes.resumed, 0, label) < 10, label
+    for label in ("ref_logprobs on ref", "values on critic.shadow", "scores on reward"):
+        assert 0 < reads(outcomes.whole, 1, label) < 3, label
     assert 0 < reads(outcomes.whole, 1, "generate on actor.shadow") < RESPONSE / 3

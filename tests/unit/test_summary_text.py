@@ -128,3 +128,13 @@ def test_the_difference_of_planned_and_measured_memory_is_explained(device: str,
 def test_what_communicators_take_is_next_to_what_is_planned() -> None:
     text = connected_memory(plan_of(None, 2), 1, 76_000_000_000, 80_000_000_000)
     assert text == "rank 1: 1 communicator; 4 GB of 80 GB in use, planned 1.5 GB"
+
+
+def test_more_communicators_than_usual_leave_a_known_device_less_memory() -> None:
+    """Half a GB of each further one; a size in the YAML is what models can fill."""
+    plan = plan_of(None, 2, "cluster.devices=null", "cluster.nodes=[{devices: 2, class: A100-80G}]")
+    whole = plan.cluster.memory_bytes(0)
+    assert whole is not None and plan.most_communicators == 1 and plan.device_bytes(0) == whole
+    assert [whole - plan.cluster.memory_bytes(0, count) for count in (3, 4, 8)] == [0, 500_000_000, 2_500_000_000]
+    written = plan_of(None, 2, "cluster.memory_gb=10")
+    assert written.cluster.memory_bytes(0, 8) == 10_000_000_000

@@ -123,12 +123,13 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     except UserError as error:
         return RejectedCandidate(candidate, str(error))
     plan = planned.plan
-    limits = [plan.cluster.memory_bytes(memory.rank) or 0 for memory in plan.memories]
+    limits = [plan.device_bytes(memory.rank) or 0 for memory in plan.memories]
     if any(limit and memory.peak_bytes > limit for memory, limit in zip(plan.memories, limits, strict=True)):
         peak, share = _fullest(plan, limits)
         return RejectedCandidate(candidate, f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory")
     cluster = candidate.space.cluster
-    peak, share = _fullest(plan, [cluster.memory_bytes(memory.rank) or 0 for memory in plan.memories])
+    sizes = [cluster.memory_bytes(memory.rank, plan.most_communicators) or 0 for memory in plan.memories]
+    peak, share = _fullest(plan, sizes)
     return FeasibleCandidate(candidate, planned.simulation.seconds, peak, share, planned)
 
 

@@ -138,7 +138,7 @@ def _shares(shares: TimeShares) -> str:
 def _memory(plan: Plan, ranks: Iterable[int]) -> str:
     """Return the highest peak among ``ranks``, and the memory of that device."""
     highest = max(ranks, key=lambda rank: plan.memories[rank].peak_bytes)
-    size = plan.cluster.memory_bytes(highest)
+    size = plan.device_bytes(highest)
     return bytes_text(plan.memories[highest].peak_bytes) + ("" if size is None else f" of {bytes_text(size)}")
 
 
