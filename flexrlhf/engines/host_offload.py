@@ -1,7 +1,13 @@
-"""Offload tensors to host memory and back."""
+"""Offload tensors to host memory and back.
+
+The host memory is kept for the next time: to allocate and to pin it takes longer than the copies. It is pinned on CUDA
+in its own size, which torch's pinned memory would round up to a power of two.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,11 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _OffloadedStorage:
-    """A freed storage of ``num_bytes``, and the copy of them in host memory, where they are kept."""
+    """A freed storage of ``num_bytes``, and the copy of them in host memory (uint8), where they are kept."""
 
     storage: torch.UntypedStorage
     num_bytes: int
-    copy: torch.UntypedStorage | None
+    copy: Tensor | None
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -34,6 +40,7 @@ class HostOffload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._offloaded: list[_OffloadedStorage] = []
+        self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)  # host memory by size
 
     @property
     def num_bytes(self) -> int:
@@ -49,10 +56,12 @@ class HostOffload:
         for storage in storages_of(tensors):
             if storage.device.type != self._device.type:
                 continue  # in host memory already
-            # copied on a CPU too, where it saves nothing but runs the same way
-            copy = (storage.clone() if storage.device.type == "cpu" else storage.cpu()) if keeps else None
+            copy = self._copy_of(storage) if keeps else None
             self._offloaded.append(_OffloadedStorage(storage, storage.nbytes(), copy))
-            storage.resize_(0)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        for item in self._offloaded:
+            item.storage.resize_(0)
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, or while it is offloaded the same numbers in host memory."""
@@ -61,12 +70,30 @@ class HostOffload:
         if not copies or copies[0] is None:
             return tensor
         view = torch.empty(0, dtype=tensor.dtype)
-        return view.set_(copies[0], tensor.storage_offset(), tensor.size(), tensor.stride())
+        return view.set_(copies[0].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def reload(self) -> None:
         """Allocate the storages again and copy back the bytes that were kept."""
         for item in self._offloaded:
             item.storage.resize_(item.num_bytes)
             if item.copy is not None:
-                item.storage.copy_(item.copy)
+                item.storage.copy_(item.copy.untyped_storage(), non_blocking=True)
+                self._unused[item.num_bytes].append(item.copy)
         self._offloaded.clear()
+
+    def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
+        """Begin to copy a storage; on a CPU too, where that saves nothing but runs the same way."""
+        unused, size = self._unused[storage.nbytes()], storage.nbytes()
+        copy = unused.pop() if unused else _host_memory(size, pinned=storage.device.type == "cuda")
+        copy.untyped_storage().copy_(storage, non_blocking=True)
+        return copy
+
+
+def _host_memory(size: int, pinned: bool) -> Tensor:
+    """Return ``size`` bytes of host memory, uint8; where the driver does not pin them, they are copied more slowly."""
+    memory = torch.empty(size, dtype=torch.uint8)
+    if pinned:
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+            weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory

@@ -345,12 +345,14 @@ class Start:
     loaded:   its models in the order of loading.
     away:     those that leave the device before the next one is loaded.
     movable:  those that are not on the device while a checkpoint is read, but for the one that is read.
+    kept:     those of which host memory has a copy, or room for one.
     read:     those that a checkpoint has.
     """
 
     loaded: Sequence[ModelName]
     away: frozenset[ModelName]
     movable: frozenset[ModelName]
+    kept: frozenset[ModelName]
     read: frozenset[ModelName]
 
 
@@ -362,6 +364,7 @@ def rank_memory(
     work:   in order, each with the models that are offloaded or released.
     start:  None where nothing is offloaded: what is loaded then stays on the device.
     """
+    kept = frozenset[ModelName]() if start is None else start.kept
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
     first = () if start is None else _starting(states, start)
     largest: dict[tuple[str, str], Phase] = {(phase.kind, phase.model): phase for phase in first}
@@ -373,7 +376,7 @@ def rank_memory(
         for bare in sizing.phases(item, rank):
             lasting = 0 if isinstance(item, Copying) else copied
             phase = replace(bare, host=bare.host + lasting, parts={**bare.parts, **under_way})
-            phase = _with_states(phase, states, absent)
+            phase = _with_states(phase, states, absent, kept)
             known = largest.setdefault((phase.kind, phase.model), phase)
             if phase.total > known.total:
                 largest[phase.kind, phase.model] = phase
@@ -403,12 +406,18 @@ def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:
     return {UNDER_WAY: None if None in sizes else sum(size or 0 for size in sizes)}
 
 
-def _with_states(phase: Phase, states: Mapping[ModelName, State | None], absent: frozenset[ModelName]) -> Phase:
+def _with_states(
+    phase: Phase,
+    states: Mapping[ModelName, State | None],
+    absent: frozenset[ModelName],
+    kept: frozenset[ModelName],
+) -> Phase:
     device = host = 0
     for name, state in states.items():
         if state is None:
             continue
-        host += state.host + (state.offloaded if name in absent else 0)
+        # once it is allocated, host memory is kept for the next time
+        host += state.host + (state.offloaded if name in kept else 0)
         if name in absent:
             device += state.resting - state.freed
         else:

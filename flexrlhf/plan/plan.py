@@ -145,13 +145,16 @@ class Plan:
 
     def _start(self, rank: int) -> Start | None:
         """Return how models come onto a rank that offloads some; None for another one."""
-        movable = frozenset(each.model for each in self.schedule.for_rank(rank) if isinstance(each, Offload))
+        offloads = [each for each in self.schedule.for_rank(rank) if isinstance(each, Offload)]
+        movable = frozenset(each.model for each in offloads)
         if not movable:
             return None
+        kept = {each.model for each in offloads if not each.is_refilled}.union(self.offloaded.get(rank, ()))
         models = self.placement.on_rank(rank)
         away = {model.name for model in models if model.is_transient}.union(self.offloaded.get(rank, ()))
         read = {model.name for model in models if model.trained}.union(checkpointed_models(self.placement, self.spec))
-        return Start([model.name for model in self.loaded_on(rank)], frozenset(away), movable, frozenset(read))
+        loaded = [model.name for model in self.loaded_on(rank)]
+        return Start(loaded, frozenset(away), movable, frozenset(kept), frozenset(read))
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:

@@ -28,6 +28,27 @@ def test_views_come_back_over_the_same_memory() -> None:
     assert whole[2:5].tolist() == [7, 7, 7]
 
 
+def test_host_memory_is_kept_for_the_next_time() -> None:
+    values, host_offload = torch.arange(10.0), HostOffload(torch.device("cpu"))
+    places = set()
+    for number in (1.0, 2.0):
+        values.fill_(number)
+        host_offload.offload([values])
+        places.add(host_offload.readable(values).data_ptr())
+        assert host_offload.readable(values).tolist() == [number] * 10
+        host_offload.reload()
+        assert values.tolist() == [number] * 10
+    assert len(places) == 1
+
+
+def test_what_is_not_kept_has_no_copy() -> None:
+    values, host_offload = torch.arange(10.0), HostOffload(torch.device("cpu"))
+    host_offload.offload([values], keeps=False)
+    assert host_offload.num_bytes == values.untyped_storage().nbytes() == 0
+    host_offload.reload()
+    assert values.untyped_storage().nbytes() == 40
+
+
 def test_nothing_may_be_offloaded() -> None:
     host_offload = HostOffload(torch.device("cpu"))
     host_offload.offload([torch.zeros(0)])

@@ -18,7 +18,7 @@ from flexrlhf.engines.deepspeed.config import deepspeed_config
 from flexrlhf.engines.packing import TextGroup
 from flexrlhf.guideline.simulation.pass_counts import TextLayout
 from flexrlhf.memory.activations import Blocks
-from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, rank_memory
+from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, Start, rank_memory
 from flexrlhf.memory.passes import largest_pass, packs_texts
 from flexrlhf.memory.states import (
     DEEPSPEED_ELEMENTS,
@@ -628,7 +628,9 @@ def test_what_is_offloaded_counts_in_host_memory() -> None:
     )
     items = list(workload(instructions, plan.placement, plan.batch, 0))
     assert [away for _, away in items[:2]] == [frozenset(), frozenset({"ref"})]
-    memory = rank_memory(plan.sizing, 0, items)
+    names = [model.name for model in plan.placement.models]
+    start = Start(names, frozenset(), frozenset({"ref"}), kept=frozenset({"ref"}), read=frozenset())
+    memory = rank_memory(plan.sizing, 0, items, start)
     ref = memory.states["ref"]
     assert ref is not None
     train = next(phase for phase in memory.phases if phase.label == "train on actor")
@@ -805,16 +807,18 @@ def phase_of(plan: Plan, label: str, rank: int = 0) -> Any:
 
 
 def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
-    """Its weights wait in host memory, its keys and values nowhere."""
+    """Its weights and its keys and values wait nowhere: a sync brings weights, unless it brings adapters."""
     asleep, awake = plan_of(None, 1, VLLM), plan_of(None, 1, VLLM, "rollout.sleep=false")
     state = state_of(asleep)
     for label in ("train on actor", "train on critic", "forward on ref"):
         assert phase_of(awake, label).states - phase_of(asleep, label).states == state.weights + state.cache
-        assert phase_of(asleep, label).host - phase_of(awake, label).host == state.weights
+        assert phase_of(asleep, label).host == 0
     for label in ("generate on actor.rollout", "sync to actor.rollout"):
         assert phase_of(awake, label) == phase_of(asleep, label)
     peaks = [plan.memory(0).peak_bytes for plan in (asleep, awake)]
     assert peaks[0] < peaks[1]
+    adapted = plan_of(None, 1, VLLM, "models.actor.lora={rank: 4}")
+    assert {phase.host for phase in adapted.memory(0).phases if phase.kind == "train"} == {state_of(adapted).weights}
 
 
 def test_between_chunks_other_models_work_beside_the_engine() -> None:
