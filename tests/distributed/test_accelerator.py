@@ -16,7 +16,7 @@ from typing import Any
 import host_accelerator
 import pytest
 from assets import WORDS
-from cases import SIX, Assets, Case, make_assets
+from cases import DEFAULT, SIX, Assets, Case, make_assets
 from comparison import deviations
 from forked import run_ranks
 from launcher import Outcome, params
@@ -42,6 +42,15 @@ EQUAL = [
     Case("grpo", "halves", 2),
     Case("adapters", "co-located", 2),
 ]
+OTHERS = [
+    case
+    for case in DEFAULT
+    if case.ranks == 2
+    and case not in EQUAL
+    and not case.has_vllm
+    and not any(package in case.compute for package in ("deepspeed", "megatron", "mixed"))
+]
+"""Everything else that the equality suite has the torch engine compute on two ranks, in `make test-all`."""
 PROMPT, RESPONSE = 24, 40
 INIT = {
     "model_type": "llama",
@@ -95,7 +104,9 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     # with the token that begins a text
     prompt = json.dumps({"prompt": " ".join(WORDS[: PROMPT - 1])})
     (directory / "long.jsonl").write_text("\n".join([prompt] * 48))
-    equal = {case: Outcome(case, make_plan(assets.spec(case))) for case in EQUAL}
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+    equal = {case: Outcome(case, make_plan(assets.spec(case))) for case in selected}
     whole, resumed = (
         Outcome(EQUAL[0], make_plan(parse_spec(raw_spec(assets, *settings))))
         for settings in (("whole", 256), ("resumed", 128))
@@ -111,7 +122,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Outcomes(equal, whole, resumed)
 
 
-@pytest.mark.parametrize("case", params(EQUAL))
+@pytest.mark.parametrize("case", params([*EQUAL, *OTHERS], in_full_alone=OTHERS))
 def test_numbers_are_those_of_the_reference(outcomes: Outcomes, case: Case) -> None:
     outcome = outcomes.equal[case]
     assert outcome.trace["otherData"]["device"] == host_accelerator.NAME
