@@ -47,7 +47,7 @@ class Forked(subprocess.Popen[str]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def run_ranks(module: str, *arguments: object, number: int) -> None:
+def run_ranks(module: str, *arguments: object, number: int, seconds: float = 200) -> None:
     """Run ``number`` processes of a module of tests, as ranks of a job whose store rank 0 serves, to a good end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ def run_ranks(module: str, *arguments: object, number: int) -> None:
         environment = {**os.environ, **RANK_ENVIRONMENT, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(warm_factory().fork(command, environment, f"rank {rank}"))
     try:
-        assert [rank.wait(200) for rank in ranks] == [0] * number
+        assert [rank.wait(seconds) for rank in ranks] == [0] * number
     finally:
         for rank in ranks:
             rank.kill()

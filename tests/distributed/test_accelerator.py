@@ -118,7 +118,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         prepare_directory(each.plan, format_plan(each.plan), continues=False).close()
     (directory / "orders").write_text(dump_orders(orders))
     library = host_accelerator.built(Path(request.config.cache.mkdir("accelerator")))
-    run_ranks("accelerator_ranks", library, directory / "orders", number=2)
+    run_ranks("accelerator_ranks", library, directory / "orders", number=2, seconds=800)
     return Outcomes(equal, whole, resumed)
 
 
