@@ -142,7 +142,9 @@ class ModelSpec(StrictModel):
         True, description="tensor-parallel ranks split what lies between split layers along the texts (megatron)"
     )
     dtype: Dtype = Field(
-        "float32", description="type of weights and passes; a trained model keeps float32 master weights"
+        "float32",
+        description="type of weights and passes; a trained model keeps float32 master weights; where none is written, "
+        "bfloat16 on GPUs of known classes that all compute in it",
     )
     save_dtype: SavedDtype = Field(
         "auto",

@@ -157,6 +157,10 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
     """Return the resolved YAML: loading it gives the same spec. ``short``: without settings that are the default."""
     raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
     raw["models"] = {role: model for role, model in raw["models"].items() if model is not None}
+    for role, model in spec.models:
+        # not the default of every device
+        if model is not None and "dtype" in model.model_fields_set:
+            raw["models"].setdefault(role, {})["dtype"] = model.dtype
     if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is not None and "kl" in raw["algorithm"]:
         # a part of a penalty is read over the algorithm's own, whose settings are not those of every penalty
         raw["algorithm"]["kl"] = spec.algorithm.kl.model_dump(mode="json")

@@ -60,7 +60,24 @@ def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
 
     Small chunks would read the weight of a language head, and small buckets send messages, far more often than needed.
     """
-    return _sized(spec, lambda given, size: size if given is None else given, cluster)
+    return _with_types(_sized(spec, lambda given, size: size if given is None else given, cluster), cluster)
+
+
+def _with_types(spec: Spec, cluster: Cluster) -> Spec:
+    """Return ``spec`` with models in bfloat16 where all devices compute in it, unless another type is written."""
+    classes = [DEVICE_CLASSES.get(name) for name in cluster.classes]
+    if spec.cluster.device == "cpu" or not all(each is not None and each.bf16 for each in classes):
+        return spec
+    models = {
+        role: model.model_copy(update={"dtype": "bfloat16"})
+        for role, model in spec.models
+        # DeepSpeed has no float32 gradients of 16-bit weights at stage 0
+        if model is not None
+        and model.share is None
+        and "dtype" not in model.model_fields_set
+        and (model.engine, model.zero) != ("deepspeed", 0)
+    }
+    return spec.model_copy(update={"models": spec.models.model_copy(update=models)})
 
 
 def without_device_sizes(spec: Spec) -> Spec:

@@ -1,11 +1,14 @@
-"""Device classes and clusters that would turn a check off in silence are refused or reported."""
+"""Device classes and clusters that would turn a check off in silence are refused or reported; what they decide."""
 
 from __future__ import annotations
 
 import pytest
 from small_runs import plan_of
 
+from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
+from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
 
 CLASSES = [
@@ -44,3 +47,38 @@ def test_a_plan_without_a_cluster_says_so() -> None:
     assert format_plan(plan_of(None, 1, "cluster={}")).splitlines()[1] == line
     for cluster in ("{devices: 1}", "{nodes: [{devices: 1}]}"):
         assert line not in format_plan(plan_of(None, 1, f"cluster={cluster}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "types"),
+    [
+        (("cluster={nodes: [{devices: 2, class: A100-80G}]}",), ["bfloat16"] * 4),
+        (("cluster={nodes: [{devices: 2, class: A100-80G}], device: cpu}",), ["float32"] * 4),
+        (("cluster={nodes: [{devices: 2, class: any}]}",), ["float32"] * 4),
+        (
+            (
+                "cluster={nodes: [{devices: 1, class: A100-80G}, {devices: 1, class: V100-32G}]}",
+                "placement={actor: 1, critic: 1, ref: 1, reward: 1, span_classes: true}",
+            ),
+            ["float32"] * 4,
+        ),
+        (
+            (
+                "cluster={nodes: [{devices: 2, class: H100-80G}]}",
+                "models.ref.dtype=float32",
+                "models.critic.engine=deepspeed",
+            ),
+            ["bfloat16", "float32", "float32", "bfloat16"],
+        ),
+    ],
+)
+def test_models_without_a_type_are_in_bfloat16_where_all_devices_compute_in_it(
+    overrides: tuple[str, ...], types: list[str]
+) -> None:
+    """DeepSpeed needs a stage for it; a type that is written stays, also in the YAML that the ranks read."""
+    plan = plan_of(None, 2, *overrides)
+    roles = ("actor", "critic", "ref", "reward")
+    assert [plan.model(role).dtype for role in roles] == types
+    for short in (False, True):
+        again = make_plan(parse_spec(read_yaml(dump_spec(plan.spec, short=short))))
+        assert [again.model(role).dtype for role in roles] == types
