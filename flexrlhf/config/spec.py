@@ -24,6 +24,7 @@ from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.descriptions import plain_text
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.loggers import LoggerSpec
+from flexrlhf.config.model_names import find_model
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
@@ -31,7 +32,7 @@ from flexrlhf.config.run_arguments import read_vector
 from flexrlhf.config.samples import SamplesSpec
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.config.user_paths import UserPath
-from flexrlhf.errors import either, nearest, shown
+from flexrlhf.errors import UserError, either, nearest, shown
 
 
 def _pair(value: Any) -> Any:
@@ -107,13 +108,29 @@ SMALL_LOGITS_MB, SMALL_BUCKET_MB = 64.0, 48.0
 """Sizes on CPUs and on devices of unknown memory."""
 
 
+def _named_config(value: Any) -> Any:
+    """Return the config of a model's name or file; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return find_model(value, "init")
+    except UserError as error:
+        raise ValueError(str(error).removeprefix("init ")) from None
+
+
+ModelConfig = Annotated[dict[str, Any], BeforeValidator(_named_config, json_schema_input_type=dict[str, Any] | str)]
+
+
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
 
     path: UserPath | None = Field(
         None, description="Hugging Face model directory, or a name on the Hub; null: see ModelsSpec"
     )
-    init: dict[str, Any] | None = Field(None, description="a Hugging Face config, to start from random weights")
+    init: ModelConfig | None = Field(
+        None,
+        description="a Hugging Face config, its file or a name such as qwen2.5-7b, to start from random weights",
+    )
     new_head: bool = Field(
         False,
         description="files of scores may lack the scalar head, which is then random; trained ones may anyway",

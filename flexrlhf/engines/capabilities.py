@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import ModelSpec, RolloutSpec
 from flexrlhf.engines.deepspeed.config import check_deepspeed_config
 from flexrlhf.engines.megatron_checks import check_megatron_device, check_megatron_model, check_megatron_settings
@@ -17,7 +18,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.dtypes import lacks_bfloat16
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.adapter_files import has_adapters
-from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
+from flexrlhf.weights.shapes import ModelShape, Sizes
 from flexrlhf.weights.shards import VOCABULARY_MULTIPLE
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.errors import UserError, either
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
+from flexrlhf.weights.shapes import ModelShape
 
 ENGINE = "megatron"
 ROPE_TYPES = ("default", "linear", "llama3")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import CallKind, SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
@@ -30,7 +31,7 @@ from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, updat
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
-from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape, Sizes
+from flexrlhf.weights.shapes import ModelShape, Sizes
 
 
 @dataclass(frozen=True)

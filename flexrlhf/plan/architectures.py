@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import SCALAR_HEAD, check_stored, named_as, stored_tensors
-from flexrlhf.weights.shapes import LLAMA_LIKE, read_config
+from flexrlhf.weights.shapes import read_config
 
 
 def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) -> Any:

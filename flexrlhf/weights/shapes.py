@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, shown
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, check_scalar_head, check_stored, stored_tensors
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in memory, whatever the dtype of the file."""
 _STORED_TYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16"}

@@ -27,6 +27,7 @@ from small_models import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.models import load_model
@@ -39,7 +40,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import LLAMA_LIKE, model_shape
+from flexrlhf.weights.shapes import model_shape
 
 peft = pytest.importorskip("peft")
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from small_runs import plan_of
 
+from flexrlhf.config.model_names import MODELS, find_model
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.model_names import MODELS, find_model
 from flexrlhf.weights.shapes import model_shape
 
 BILLIONS = {
@@ -105,3 +106,13 @@ def test_a_config_without_a_known_family_is_refused(tmp_path: Path, text: str, m
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         find_model(str(tmp_path))
+
+
+def test_a_yaml_names_models_too(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MODELS["qwen3-8b"]))
+    assert ModelSpec(init="Qwen2.5-7B").init == MODELS["qwen2.5-7b"]
+    assert ModelSpec(init=str(file)).init == MODELS["qwen3-8b"]
+    with pytest.raises(UserError) as error:
+        plan_of(None, 2, "models.actor.path=null", "models.actor.init=qwen2.5-8b")
+    assert "models.actor.init: qwen2.5-8b: no known model" in str(error.value) and "llama-7b" in str(error.value)

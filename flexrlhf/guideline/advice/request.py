@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
+from flexrlhf.config.model_names import Config, find_model, is_model_directory
 from flexrlhf.config.spec import NodeSpec, Spec
 from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
 from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.guideline.advice.model_names import Config, find_model, is_model_directory
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.devices import DEVICE_CLASSES
 

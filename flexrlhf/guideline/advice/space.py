@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import MAX_PLANNED, Head, ModelSpec, Spec
 from flexrlhf.engines.capabilities import CAPABILITIES, FULL_ENGINES, check_engine, check_settings
 from flexrlhf.errors import UserError, either
@@ -50,7 +51,7 @@ from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.strategies import disaggregated, schedule
 from flexrlhf.strategies.schedule import make_tasks, syncs_overlap
-from flexrlhf.weights.shapes import LLAMA_LIKE, ModelShape
+from flexrlhf.weights.shapes import ModelShape
 
 FORBIDDEN = 1e9
 """Seconds of a forbidden transfer; with a lag they may be spread over some steps."""

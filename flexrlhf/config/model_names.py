@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.errors import UserError, nearest, shown
-from flexrlhf.weights.shapes import LLAMA_LIKE
 
 Config = dict[str, Any]
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose parameters follow from their sizes."""
 
 _KEYS = (
     "hidden_size",
