@@ -115,11 +115,12 @@ class RuleSource(_CalledSource):
     """Rule that ships with flexrlhf, of whole responses: right is 1, wrong 0."""
 
     level: Literal["answer"] = Field("answer", description="a rule has one score a response")
-    rule: Literal["exact_answer", "gsm8k", "format", "length"] = Field(
+    rule: Literal["exact_answer", "gsm8k", "math", "format", "length"] = Field(
         description="exact_answer: the response is the solution; gsm8k: the number behind #### is that of the "
-        "solution; format: the response matches pattern; length: by its number of tokens"
+        "solution; math: its answer, in LaTeX or plain, has the value of the solution (math-verify); "
+        "format: the response matches pattern; length: by its number of tokens"
     )
-    answer: str = Field("answer", description="exact_answer, gsm8k: column with the solution")
+    answer: str = Field("answer", description="exact_answer, gsm8k, math: column with the solution")
     pattern: str | None = Field(None, description="format: regular expression that the whole response must match")
     target_tokens: int | None = Field(None, ge=1, description="length: 1 at so many, falling to 0 at twice as many")
 

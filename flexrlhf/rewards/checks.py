@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Collection, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
@@ -32,6 +33,8 @@ def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None
                 _check_service(source, section)
             case RuleSource(pattern=str(pattern)):
                 _check_pattern(pattern, f"{section}.pattern")
+            case RuleSource(rule="math") if find_spec("math_verify") is None:
+                raise UserError(f"{section}.rule: math needs the package math-verify; install flexrlhf[math]")
 
 
 def check_present_functions(sources: Sequence[RewardSource], name: str) -> bool:
@@ -63,7 +66,7 @@ def check_columns(
                 needed = [(f"{section}.function: {source.function} takes", key) for key in _needed(source)]
             case ServiceSource() if "label" in source.model_fields_set:
                 needed = [(f"{section}.label:", source.label)]
-            case RuleSource(rule="exact_answer" | "gsm8k"):
+            case RuleSource(rule="exact_answer" | "gsm8k" | "math"):
                 needed = [(f"{section}.answer:", source.answer)]
             case _:
                 needed = []

@@ -3,10 +3,13 @@
 * ``exact_answer``: the response is the column's text, blanks around both aside.
 * ``gsm8k``: the last number after ``####`` in the response is the one after ``####`` in the column (all of the column
   where it has none), as verl's strict mode of GSM8K reads them. Numbers are compared as numbers: 1,000 is 1000.0.
+* ``math``: the answer of the response, in LaTeX or as a plain number, has the value of the column by math-verify,
+  which TRL and verl use, too. Several boxed answers are a set.
 * ``format``: the whole response, without blanks around it, matches a regular expression; a dot matches a line's end.
 * ``length``: 1 at ``target_tokens``, falling by 1 / target with each token more or less, and 0 from twice as many on.
 
-A row without a reference solution has no score. A pattern may take exponential time, so ``format`` runs in a worker.
+A row without a reference solution has no score. A pattern, and a comparison of formulas, may take very long, so
+``format`` and ``math`` run in a worker.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 
 from flexrlhf.config.reward_sources import RuleSource
-from flexrlhf.rewards.base import Sample, Score, ScoreFailure, make_batches
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, make_batches
 from flexrlhf.rewards.limits import Deadline
 from flexrlhf.rewards.warn_once import WarnOnce
-from flexrlhf.rewards.worker_calls import match
+from flexrlhf.rewards.worker_calls import match, same_value
 from flexrlhf.rewards.workers import Workers
 
-PATTERN_SECONDS = 10.0
+PATTERN_SECONDS, MATH_SECONDS = 10.0, 120.0
+"""For a batch of responses; math-verify itself gives up on one after five seconds."""
 _FINAL = re.compile(r"####\s*\$?\s*(-?\s*\$?[\d.,]+)")
 
 
@@ -48,16 +52,17 @@ class RowRule:
         """Do nothing: no process runs."""
 
 
-class PatternRule:
-    """A regular expression that responses must match, in a worker process."""
+class WorkerRule:
+    """A rule that scores batches in a worker process."""
 
-    def __init__(self, pattern: str, batch_size: int, warn: WarnOnce) -> None:
-        self._match, self._batch_size, self._warn = partial(match, pattern), batch_size, warn
-        self._workers = Workers(1, PATTERN_SECONDS)
+    def __init__(self, rule: Callable[[ScoreBatch], Reply], seconds: float, batch_size: int, warn: WarnOnce) -> None:
+        """``seconds``: for a batch."""
+        self._rule, self._batch_size, self._warn = rule, batch_size, warn
+        self._workers = Workers(1, seconds)
 
     def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
-        """Return one score a sample; bounded in time as ``Workers.replies``, with PATTERN_SECONDS for each batch."""
-        replies = self._workers.replies(self._match, make_batches(samples, self._batch_size), deadline)
+        """Return one score a sample; bounded in time as ``Workers.replies``."""
+        replies = self._workers.replies(self._rule, make_batches(samples, self._batch_size), deadline)
         for reply in replies:
             self._warn(reply.failure)
         return [score for reply in replies for score in reply.scores]
@@ -66,10 +71,12 @@ class PatternRule:
         self._workers.close()
 
 
-def make_rule(source: RuleSource, warn: WarnOnce) -> RowRule | PatternRule:
+def make_rule(source: RuleSource, warn: WarnOnce) -> RowRule | WorkerRule:
     """Return the rule that ``source`` names."""
     if source.pattern is not None:
-        return PatternRule(source.pattern, source.batch_size, warn)
+        return WorkerRule(partial(match, source.pattern), PATTERN_SECONDS, source.batch_size, warn)
+    if source.rule == "math":
+        return WorkerRule(partial(same_value, source.answer), MATH_SECONDS, source.batch_size, warn)
     if source.target_tokens is not None:
         return RowRule(partial(length, source.target_tokens), source.answer, warn)
     rule = {"exact_answer": exact_match, "gsm8k": gsm8k}[source.rule]

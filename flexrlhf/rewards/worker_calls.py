@@ -1,15 +1,19 @@
-"""Calls that run in a worker process: here alone a user's code is loaded and run. The standard library alone."""
+"""Calls that run in a worker process: here alone a user's code is loaded and run.
+
+The standard library alone, and math-verify where a rule compares formulas.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from flexrlhf.rewards.base import Reply, ScoreBatch, ScoreFailure, failed_reply
+from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure, failed_reply
 from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
 from flexrlhf.rewards.signatures import FORMS, LEFT_OUT, accepted_names, by_place, form_of
 from flexrlhf.user_code.loading import line_of, load_function
@@ -42,6 +46,23 @@ def match(pattern: str, batch: ScoreBatch) -> Reply:
     """Return 1 for each response that ``pattern`` matches as a whole, without blanks around it, else 0."""
     expression = re.compile(pattern, re.DOTALL)
     return Reply([float(expression.fullmatch(response.strip()) is not None) for response in batch.responses])
+
+
+def same_value(column: str, batch: ScoreBatch) -> Reply:
+    """Return 1 for each response whose answer has the value of the solution in ``column``, else 0; None without
+    one.
+    """
+    from math_verify import parse, verify
+
+    def score(solution: Any, response: str) -> float | None:
+        text = solution if isinstance(solution, str) else json.dumps(solution)
+        gold = parse(text) or parse(f"\\boxed{{{text}}}") if solution is not None else []
+        return float(verify(gold, parse(response))) if gold else None
+
+    solutions = batch.columns.get(column, [None] * len(batch))
+    scores: list[Score] = [score(*each) for each in zip(solutions, batch.responses, strict=True)]
+    missing = ScoreFailure("column", f"a row has no solution in its column {column!r}")
+    return Reply(scores, missing if None in scores else None)
 
 
 @functools.cache

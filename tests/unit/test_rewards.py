@@ -438,7 +438,32 @@ def test_gsm8k(response: str, right: Any, score: float) -> None:
     assert rule("gsm8k", [sample(response, answer=right)]) == pytest.approx([score], nan_ok=True)
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "exact_answer"])
+@pytest.mark.parametrize(
+    ("response", "right", "score"),
+    [
+        ("so x is \\boxed{\\frac{1}{2}}", "0.5", 1),
+        ("so x is $\\frac{2}{4}$.", "\\frac{1}{2}", 1),
+        ("The answer is 1,000", "1000", 1),
+        ("$\\{1, 2\\}$", "$\\{2, 1\\}$", 1),
+        ("\\boxed{x + 1}", "$1 + x$", 1),
+        ("\\boxed{5}", 5, 1),
+        ("\\boxed{7}", "8", 0),
+        ("I do not know", "8", 0),
+        ("\\boxed{7}", "", math.nan),
+    ],
+)
+def test_math(response: str, right: Any, score: float) -> None:
+    assert rule("math", [sample(response, answer=right)]) == pytest.approx([score], nan_ok=True)
+
+
+def test_math_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexrlhf.rewards.checks.find_spec", lambda _: None)
+    with pytest.raises(UserError) as error:
+        check_sources([RuleSource(rule="math")])
+    assert str(error.value) == "reward.rule: math needs the package math-verify; install flexrlhf[math]"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "exact_answer", "math"])
 def test_a_row_without_a_right_answer_scores_nothing(name: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = scores([RuleSource(rule=name, answer="solution")], [sample("#### 1", answer="1")] * 3)
     assert found.failed == 3 and all(map(math.isnan, found.totals))
