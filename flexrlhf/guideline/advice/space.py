@@ -63,8 +63,8 @@ USABLE = 0.98
 """Share of a device's usable memory that the result of a search may take, whose bytes a plan counts more exactly."""
 GAP = 0.01
 """Share of its time by which the result of a search may miss the fastest plan."""
-COMMUNICATORS = 5
-"""Communicators that a rank usually has, until a plan counts them."""
+COMMUNICATORS, COMMUNICATORS_OF_MEGATRON = 5, 12
+"""Communicators that a rank usually has, until a plan counts them; Megatron adds some."""
 SWITCHES = ("offload", "reload")
 """Tasks that move a sleeping rollout engine to host memory and back."""
 
@@ -266,12 +266,17 @@ class Space:
             sizes[name] = max(sizes.get(name, 0), len(ranks))
         return sizes
 
+    @property
+    def _communicators(self) -> int:
+        engines = {model.engine for _, model in self.spec.models if model is not None}
+        return COMMUNICATORS_OF_MEGATRON if "megatron" in engines else COMMUNICATORS
+
     @cached_property
     def pool(self) -> DevicePool:
         """Devices in nodes of one size: a larger node counts as several."""
         memory: dict[str, float] = {}
         for device in self.cluster.devices:
-            size = self.cluster.memory_bytes(device.rank, COMMUNICATORS)
+            size = self.cluster.memory_bytes(device.rank, self._communicators)
             usable = self.usable * (UNLIMITED if size is None else size)
             memory[device.device_class] = min(usable, memory.get(device.device_class, usable))
         ranks = [self.cluster.ranks_on_node(node) for node in range(self.cluster.num_nodes)]
