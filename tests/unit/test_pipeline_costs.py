@@ -211,7 +211,9 @@ def test_a_larger_batch_has_a_smaller_share_of_bubble_in_a_plan() -> None:
 
 def test_weights_for_a_copy_with_stages_are_those_of_its_fullest_rank() -> None:
     shadow = "models.critic.shadow={pp: 2}"
-    plan = plan_of([0.5] * 6, 8, NODE, f"models.critic={{engine: megatron, tp: 2, pp: 2, init: {TALL}}}", shadow)
+    plan = plan_of(
+        [0.5] * 6, 8, NODE, f"models.critic={{engine: megatron, tp: 2, pp: 2, dtype: float32, init: {TALL}}}", shadow
+    )
     sync = next(each for each in plan.schedule.instructions if isinstance(each, Sync) and each.source == "critic")
     copy, shape = plan.placement[sync.destination], plan.shapes["critic"]
     assert copy.layout.pp == 2 and side_of(copy, 4).replica == 4
