@@ -300,7 +300,7 @@ class Engine(Protocol):
 
         The tensors are live and may have any shape. Of a trained model they are the float32 master weights, where the
         engine can address them. Those of a copy that is not trained may lose their memory between two calls, and have
-        other numbers when they get it back (``engines/released_weights.py``).
+        other numbers when they get it back (``engines/host_offload.py``).
         """
         ...
 

@@ -58,7 +58,7 @@ class HostOffload:
                 continue  # in host memory already
             copy = self._copy_of(storage) if keeps else None
             self._offloaded.append(_OffloadedStorage(storage, storage.nbytes(), copy))
-        if self._device.type != "cpu":
+        if keeps and self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         for item in self._offloaded:
             item.storage.resize_(0)

@@ -13,7 +13,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, StageRanks
 from flexrlhf.engines.factory import make_engine
-from flexrlhf.engines.released_weights import ReleasedWeights
+from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import ends_of, has_model_group, model_purpose, replica_purpose
 from flexrlhf.placement.layout import Layout
@@ -44,7 +44,7 @@ class LoadedModel:
     replica: RankGroup
     shape: ModelShape
     version: int = 0
-    released: ReleasedWeights | None = None
+    released: HostOffload | None = None
     is_offloaded: bool = False
 
     def offload(self, keeps: bool = True) -> None:
@@ -70,12 +70,14 @@ class LoadedModel:
     def release(self) -> None:
         """Free the weights until ``allocate``."""
         assert self.released is None, f"{self.placed.name} is released already"
-        self.released = ReleasedWeights(self.engine.weights().values())
+        weights = list(self.engine.weights().values())
+        self.released = HostOffload(weights[0].device)
+        self.released.offload(weights, keeps=False)
 
     def allocate(self) -> None:
         """Allocate the weights that ``release`` has freed; a Sync then fills them."""
         assert self.released is not None, f"{self.placed.name} is allocated already"
-        self.released.allocate()
+        self.released.reload()
         self.released = None
 
     def memory_usage(self) -> MemoryUsage:

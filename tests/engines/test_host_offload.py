@@ -41,12 +41,29 @@ def test_host_memory_is_kept_for_the_next_time() -> None:
     assert len(places) == 1
 
 
-def test_what_is_not_kept_has_no_copy() -> None:
-    values, host_offload = torch.arange(10.0), HostOffload(torch.device("cpu"))
-    host_offload.offload([values], keeps=False)
-    assert host_offload.num_bytes == values.untyped_storage().nbytes() == 0
+def test_what_is_not_kept_is_freed_and_allocated_again_for_all_that_share_it() -> None:
+    whole, other = torch.arange(10.0), torch.ones(3, dtype=torch.float16)
+    part, host_offload = whole[2:5], HostOffload(torch.device("cpu"))
+    host_offload.offload([part, whole, other, torch.zeros(0)], keeps=False)
+    assert host_offload.num_bytes == whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     host_offload.reload()
-    assert values.untyped_storage().nbytes() == 40
+    assert whole.untyped_storage().nbytes() == 40 and other.untyped_storage().nbytes() == 6
+    whole.fill_(7.0)
+    assert part.tolist() == [7.0, 7.0, 7.0]
+
+
+def test_a_module_computes_with_what_fills_it() -> None:
+    layer, host_offload = torch.nn.Linear(4, 4), HostOffload(torch.device("cpu"))
+    stored = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    inputs = torch.ones(1, 4)
+    before = layer(inputs)
+    host_offload.offload([parameter.detach() for parameter in layer.parameters()], keeps=False)
+    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in layer.parameters())
+    host_offload.reload()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(stored[name])
+    assert torch.equal(layer(inputs), before)
 
 
 def test_nothing_may_be_offloaded() -> None:
