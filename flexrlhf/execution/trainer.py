@@ -205,6 +205,8 @@ class Trainer:
             with self._flight.instruction(instruction, step) as span:
                 self._execute(instruction, step, position, span)
                 span.peak_bytes = self._meter.lap()
+                if isinstance(instruction, Offload | Reload):
+                    self._meter.leave_out(sum(each.engine.memory_usage().unmapped for each in self._models.values()))
             self._work.add(instruction, span)
             self._record()
 
@@ -271,10 +273,8 @@ class Trainer:
                 self._checkpointer.write(step + 1)
             case Offload():
                 self._models[instruction.model].offload(keeps=not instruction.is_refilled)
-                self._meter.leave_out(self._unmapped_bytes())
             case Reload():
                 self._models[instruction.model].reload()
-                self._meter.leave_out(self._unmapped_bytes())
             case Release():
                 self._models[instruction.model].release()
 
@@ -337,9 +337,6 @@ class Trainer:
         self._syncs.close()
         usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
         self._recorder.finish(self._flight.timeline, usage, self._meter.peak(), self._start_bytes)
-
-    def _unmapped_bytes(self) -> int:
-        return sum(model.engine.memory_usage().unmapped for model in self._models.values())
 
 
 VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}
