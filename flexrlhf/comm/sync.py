@@ -2,11 +2,12 @@
 
 Each source rank sends the elements that others need, a receiver has them written into the copy's live weights, and it
 compares checksums of what it then stores. Large regions that are contiguous and of the type that is sent travel from
-live weights to live weights; others are packed into buffers. What a rank has itself it copies from tensor to tensor. A
-rank waits for its receivers.
+live weights to live weights; others are packed into buffers. What a rank has itself it copies from tensor to tensor.
+What it is to send on, it sends from the copy. A rank waits for its receivers.
 
-A sync that overlaps what its ranks compute needs memory for all that crosses: a source packs everything first and waits
-for nobody, and a receiver has all of it arrive there, until the copy is used next.
+A sync that overlaps what its ranks compute needs memory for all that the source sends: it packs everything first and
+waits for nobody, and a receiver has all of it arrive there, until the copy is used next. Only then do its ranks send on
+what they have received.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from flexrlhf.comm.weights import WeightGather, Weights
 from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
-from flexrlhf.weights.sync_plan import NUM_BUCKETS, RankBucket, SyncPlan
-from flexrlhf.weights.transfers import LARGE, Regions, WeightMessage, count
+from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
+from flexrlhf.weights.transfers import LARGE, NUM_BUCKETS, Regions, WeightMessage, count
 
 
 class ChecksumError(RunStopped):
@@ -182,6 +183,8 @@ class _Exchange:
     ) -> None:
         self._channel, self._plan, self._settings = channel, channel.plan, settings
         self._wait, self._pool, self._sending = wait, pool, sending
+        # whether this rank waits for its receivers, with weights that do not change meanwhile
+        self._waits = not channel.overlaps
         self._sums, self._num_bytes = _Checksums(), 0
         self._most_sent = max((_size(bucket.sends) for bucket in self._plan.buckets), default=0)
         self._most_received = max((_size(bucket.receives) for bucket in self._plan.buckets), default=0)
@@ -189,41 +192,49 @@ class _Exchange:
     def run(self, source: Weights | None, copy: Weights | None) -> int:
         """Send, copy and receive; return the bytes sent."""
         values = None if source is None else self._values(source)
-        packed = (self._packed(bucket, values) for bucket in self._plan.buckets)
+        self._walk(self._plan.buckets, values, copy)
+        return self._num_bytes
+
+    def begin(self) -> tuple[list[_ArrivingBucket], _Arriving]:
+        """Begin to receive what the source sends into memory of its own; return buckets and checksums under way."""
+        first = [bucket for bucket in self._plan.buckets if not bucket.sends_on]
+        begun = (self._begin(bucket, _Packed((), None), None) for bucket in first)
+        arriving = [bucket for bucket in begun if bucket is not None]
+        return arriving, self._exchanged_checksums(first) if self._settings.checksum else _Arriving((), ())
+
+    def finish(self, arriving: Sequence[_ArrivingBucket], sums: _Arriving, copy: Weights) -> None:
+        """Store what ``begin`` has begun to receive, and exchange the rest with other ranks of the copy.
+
+        Raises ChecksumError.
+        """
+        for bucket in arriving:
+            self._store(bucket, copy)
+        if self._settings.checksum:
+            self._compare(self._arrived(sums))
+        self._sums, self._waits = _Checksums(), True
+        self._walk([bucket for bucket in self._plan.buckets if bucket.sends_on], None, copy)
+
+    def _walk(self, buckets: Sequence[RankBucket], values: TrainedValues | None, copy: Weights | None) -> None:
+        """Send, copy and receive ``buckets``, and compare their checksums."""
+        packed = (self._packed(bucket, values, copy) for bucket in buckets)
         # to overlap, all buckets are packed before the first one is sent
-        vectors = iter(list(packed)) if self._channel.overlaps else packed
-        arriving: deque[_ArrivingBucket] = deque()
-        for bucket in self._plan.buckets:
-            incoming = self._begin(bucket, next(vectors), copy)
-            if incoming is not None:
-                arriving.append(incoming)
+        vectors = packed if self._waits else iter(list(packed))
+        arriving: deque[_ArrivingBucket | None] = deque()
+        for bucket in buckets:
+            arriving.append(self._begin(bucket, next(vectors), copy))
             if bucket.stays:
                 assert values is not None and copy is not None, "both models are on this rank"
                 self._copy(bucket.stays, values, copy)
-            # what a bucket has become is stored while the next one arrives
+            # what a bucket has become is stored while the next one arrives, so that the one after can send it on
             if len(arriving) == NUM_BUCKETS - 1:
                 self._store(arriving.popleft(), copy)
         while arriving:
             self._store(arriving.popleft(), copy)
         if self._settings.checksum:
-            self._compare(self._arrived(self._exchanged_checksums()))
-        while self._sending and not self._channel.overlaps:
+            self._compare(self._arrived(self._exchanged_checksums(buckets)))
+        while self._sending and self._waits:
             # live weights are sent, which the next training changes
             _await(self._sending.popleft(), self._wait, self._pool)
-        return self._num_bytes
-
-    def begin(self) -> tuple[list[_ArrivingBucket], _Arriving]:
-        """Begin to receive everything into memory of its own; return the buckets and their checksums under way."""
-        begun = (self._begin(bucket, _Packed((), None), None) for bucket in self._plan.buckets)
-        arriving = [bucket for bucket in begun if bucket is not None]
-        return arriving, self._exchanged_checksums() if self._settings.checksum else _Arriving((), ())
-
-    def finish(self, arriving: Sequence[_ArrivingBucket], sums: _Arriving, copy: Weights) -> None:
-        """Store what ``begin`` has begun to receive. Raises ChecksumError."""
-        for bucket in arriving:
-            self._store(bucket, copy)
-        if self._settings.checksum:
-            self._compare(self._arrived(sums))
 
     def _values(self, source: Weights) -> TrainedValues:
         plan, gather = self._plan, self._channel.gather
@@ -234,20 +245,22 @@ class _Exchange:
         adapters = gather.whole(source, names, torch.float32)
         return TrainedValues(source, plan.source_parts, plan.adapters.lora, adapters)
 
-    def _packed(self, bucket: RankBucket, values: TrainedValues | None) -> _Packed:
+    def _packed(self, bucket: RankBucket, values: TrainedValues | None, copy: Weights | None) -> _Packed:
         """Return the vectors that ``bucket`` sends."""
         if not bucket.sends:
             return _Packed((), None)
-        assert values is not None, "the trained model is on this rank"
-        if not self._channel.overlaps:
+        copied = None if copy is None else TrainedValues(copy, self._plan.parts)
+        if self._waits:
             while len(self._sending) >= NUM_BUCKETS - 1:
                 _await(self._sending.popleft(), self._wait, self._pool)
         space = _Space(self._buffer(bucket.sends, self._most_sent))
         found: list[tuple[WeightMessage, Tensor]] = []
         for message in bucket.sends:
             pieces: list[Tensor] = []
+            origin = copied if message.is_sent_on else values
+            assert origin is not None, "what is sent is on this rank"
             for regions in message.vectors:
-                vector, of_regions = self._vector(regions, values, space)
+                vector, of_regions = self._vector(regions, origin, space)
                 found.append((message, vector))
                 pieces += of_regions
             if self._settings.checksum:
@@ -262,7 +275,7 @@ class _Exchange:
         That of a large region is the live weights, where they are contiguous and of the type that is sent, unless
         training goes on meanwhile.
         """
-        if regions[0].num_elements >= LARGE and values.lora is None and not self._channel.overlaps:
+        if regions[0].num_elements >= LARGE and values.lora is None and self._waits:
             value = values[regions[0]]
             if value.dtype == self._channel.dtype and value.is_contiguous():
                 return value.view(-1), [value]
@@ -308,8 +321,10 @@ class _Exchange:
                     found.append(_Incoming(message.source, space.take(count(regions)), regions))
         return found
 
-    def _store(self, arriving: _ArrivingBucket, copy: Weights | None) -> None:
-        """Await the vectors of a bucket and write them into the copy."""
+    def _store(self, arriving: _ArrivingBucket | None, copy: Weights | None) -> None:
+        """Await the vectors of a bucket, if there are any, and write them into the copy."""
+        if arriving is None:
+            return
         assert copy is not None, "the copy is on this rank"
         for vector in self._awaited(arriving.arriving):
             if vector.regions:
@@ -347,12 +362,12 @@ class _Exchange:
             self._sums.stored[source].append(checksum([each.to(self._channel.dtype) for each in stored]))
             self._sums.names[source].append(regions[0].name)
 
-    def _exchanged_checksums(self) -> _Arriving:
-        """Send the checksums of what this rank has sent, and begin to receive those of what it receives."""
+    def _exchanged_checksums(self, buckets: Sequence[RankBucket]) -> _Arriving:
+        """Send the checksums of what this rank has sent, and begin to receive those of what ``buckets`` bring."""
         sent = [
             (torch.stack(sums), receiver) for receiver, sums in self._sums.sent.items() if receiver != self._plan.rank
         ]
-        expected = Counter(message.source for bucket in self._plan.buckets for message in bucket.receives)
+        expected = Counter(message.source for bucket in buckets for message in bucket.receives)
         incoming = [
             _Incoming(source, torch.empty(size, dtype=torch.int64, device=self._channel.device), ())
             for source, size in expected.items()
@@ -387,7 +402,7 @@ class _Exchange:
 
     def _buffer(self, messages: Sequence[WeightMessage], most: int) -> Tensor:
         """Return memory for the messages of a bucket; of the largest one's size ``most``, where buckets take turns."""
-        size = _size(messages) if self._channel.overlaps else most
+        size = most if self._waits else _size(messages)
         return self._pool.take(size, self._channel.dtype, self._channel.device)
 
 

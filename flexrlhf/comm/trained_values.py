@@ -1,4 +1,4 @@
-"""Elements of a trained model's weights as a copy of it stores them, with adapters merged where it has none."""
+"""Elements of a model's weights as a copy of it stores them, with adapters merged where it has none."""
 
 from __future__ import annotations
 

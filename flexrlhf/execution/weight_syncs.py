@@ -12,7 +12,7 @@ from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.placement.names import ModelName
-from flexrlhf.strategies.instructions import Instruction, Sync, models_of
+from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Sync, models_of
 from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
 
@@ -42,7 +42,8 @@ class WeightSyncs:
     def run(self, sync: Sync, step: int) -> int:
         """Execute ``sync`` on this rank and return the bytes sent; the copy has the weights of ``step`` afterwards.
 
-        The copy of a Sync that overlaps has them once ``store_for`` has an instruction that uses it.
+        The copy of a Sync that overlaps has them once ``store_for`` has an instruction that uses it, for which its
+        ranks send each other what only some have received.
         """
         source, copy = self._models.get(sync.source), self._models.get(sync.destination)
         channel, weights = self._channels[sync.destination], None if source is None else source.engine.weights()
@@ -51,7 +52,7 @@ class WeightSyncs:
             if sync.destination not in self._receipts:
                 self._receive(sync.destination)
             self._unstored[sync.destination] = step + sync.after_training
-            return 0
+            return channel.plan.bytes_sent_on
         if copy is not None and sync.refills:
             copy.allocate()
         num_bytes = self._mover.run(channel, weights, None if copy is None else copy.engine.weights())
@@ -61,8 +62,12 @@ class WeightSyncs:
         return num_bytes
 
     def store_for(self, instruction: Instruction) -> None:
-        """Store what has arrived for copies that ``instruction`` uses, once all of it has."""
-        if self._unstored:
+        """Store what has arrived for copies that ``instruction`` uses, once all of it has.
+
+        All ranks of a copy do so before the same instruction, since they send on to each other; to offload it, each
+        does by itself.
+        """
+        if self._unstored and not isinstance(instruction, Offload | Reload):
             for name in models_of(instruction):
                 self._store(name)
 
@@ -111,4 +116,13 @@ def _plan(context: RankContext, sync: Sync) -> SyncPlan:
     loaded = context.models.get(sync.source) or context.models[sync.destination]
     source, destination = (context.plan.placement[name] for name in (sync.source, sync.destination))
     settings, node_of = context.plan.spec.sync, context.plan.cluster.node_of
-    return plan_sync(source, destination, loaded.shape, settings.bucket_bytes, context.rank, node_of, settings.dtype)
+    return plan_sync(
+        source,
+        destination,
+        loaded.shape,
+        settings.bucket_bytes,
+        context.rank,
+        node_of,
+        settings.dtype,
+        sync.overlaps,
+    )

@@ -105,8 +105,8 @@ class Plan:
     def sync_links(self, sync: Sync) -> Mapping[tuple[int, int], float]:
         """Return the bytes of ``sync_bytes`` by link: source and destination rank."""
         source, destination = self.placement[sync.source], self.placement[sync.destination]
-        shape, dtype = self.shapes[source.role], self.spec.sync.dtype
-        return sync_links(source, destination, shape, self.cluster.node_of, dtype)
+        shape, settings, node_of = self.shapes[source.role], self.spec.sync, self.cluster.node_of
+        return sync_links(source, destination, shape, settings.bucket_bytes, node_of, settings.dtype, sync.overlaps)
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""

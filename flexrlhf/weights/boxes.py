@@ -28,6 +28,17 @@ def intersection(first: Box, second: Box) -> Box | None:
     return common if all(common) else None
 
 
+def num_rows(box: Box) -> int:
+    """Return the number of indices of the first dim along which ``box`` can be cut; 1 where it is one element."""
+    return next((len(side) for side in box if len(side) > 1), 1)
+
+
+def cut_rows(box: Box, rows: range) -> Box:
+    """Return the part of ``box`` with ``rows`` of those that ``num_rows`` counts."""
+    dim = next((dim for dim, side in enumerate(box) if len(side) > 1), None)
+    return box if dim is None else (*box[:dim], box[dim][rows.start : rows.stop], *box[dim + 1 :])
+
+
 @lru_cache(maxsize=65536)
 def boxes_of(part: Part) -> tuple[Box, ...]:
     """Return the disjoint boxes that make up ``part``, in row-major order; few of them: at most 2 ndim - 1."""

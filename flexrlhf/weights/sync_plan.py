@@ -18,6 +18,7 @@ from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, sha
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
 from flexrlhf.weights.transfers import (
+    NUM_BUCKETS,
     Holdings,
     NodeOf,
     Regions,
@@ -27,9 +28,6 @@ from flexrlhf.weights.transfers import (
     overlap,
     plan_transfers,
 )
-
-NUM_BUCKETS = 3
-"""Buckets that exist at a time: two in flight while a third is packed."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,11 @@ class RankBucket:
     sends: tuple[WeightMessage, ...]
     receives: tuple[WeightMessage, ...]
     stays: Regions
+
+    @property
+    def sends_on(self) -> bool:
+        """Whether it is of what has arrived on other ranks of the copy before."""
+        return any(message.is_sent_on for message in (*self.sends, *self.receives))
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,13 @@ class SyncPlan:
     parts: Parts
     adapters: Adapters | None
 
+    @property
+    def bytes_sent_on(self) -> int:
+        """Bytes that this rank receives and then sends to others."""
+        messages = [message for bucket in self.buckets for message in bucket.sends if message.is_sent_on]
+        elements = sum(message.num_elements * len(message.destinations) for message in messages)
+        return DTYPE_BYTES[self.dtype] * elements
+
 
 def plan_sync(
     source: PlacedModel,
@@ -92,12 +102,13 @@ def plan_sync(
     rank: int,
     node_of: NodeOf | None = None,
     dtype: Dtype | None = None,
+    overlaps: bool = False,
 ) -> SyncPlan:
     """Plan the part of ``rank`` in a Sync of the trained weights of ``source`` to ``destination``.
 
-    ``dtype``: ``sync.dtype``.
+    ``dtype``: ``sync.dtype``. ``overlaps``: whether it overlaps other work.
     """
-    transfers = transfers_of(source, destination, shape, bucket_bytes, node_of, dtype)
+    transfers = transfers_of(source, destination, shape, bucket_bytes, node_of, dtype, overlaps)
     return SyncPlan(
         source=source.name,
         destination=destination.name,
@@ -127,10 +138,16 @@ def transfers_of(
     bucket_bytes: int,
     node_of: NodeOf | None = None,
     dtype: Dtype | None = None,
+    overlaps: bool = False,
 ) -> TransferPlan:
     """Return the transfers of a Sync of the trained weights. All buckets of a rank at a time are ``bucket_bytes``."""
-    most = bucket_bytes // (NUM_BUCKETS * DTYPE_BYTES[sent_dtype(destination, dtype)])
-    return plan_transfers(*_holdings(source, destination, shape), max(1, most), node_of)
+    most = _bucket_elements(destination, bucket_bytes, dtype)
+    return plan_transfers(*_holdings(source, destination, shape), most, node_of, overlaps)
+
+
+def _bucket_elements(destination: PlacedModel, bucket_bytes: int, dtype: Dtype | None) -> int:
+    """Return the elements that the buffers of one bucket may have."""
+    return max(1, bucket_bytes // (NUM_BUCKETS * DTYPE_BYTES[sent_dtype(destination, dtype)]))
 
 
 def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> tuple[Holdings, Holdings]:
@@ -143,8 +160,10 @@ def sync_links(
     source: PlacedModel,
     destination: PlacedModel,
     shape: ModelShape,
+    bucket_bytes: int,
     node_of: NodeOf | None = None,
     dtype: Dtype | None = None,
+    overlaps: bool = False,
 ) -> Mapping[tuple[int, int], float]:
     """Return the bytes that cross from rank to rank in one Sync: weights, and adapters that are gathered.
 
@@ -152,7 +171,8 @@ def sync_links(
     """
     found: dict[tuple[int, int], float] = defaultdict(float)
     item = DTYPE_BYTES[sent_dtype(destination, dtype)]
-    for link, elements in mean_links(*_holdings(source, destination, shape), node_of).items():
+    most = _bucket_elements(destination, bucket_bytes, dtype)
+    for link, elements in mean_links(*_holdings(source, destination, shape), most, node_of, overlaps).items():
         found[link] += item * elements
     for ranks, size in _gathered_bytes(source, destination, shape):
         for link in permutations(ranks, 2):
@@ -255,8 +275,8 @@ def _adapter_shards(
 
 
 def _on_rank(transfers: TransferPlan, rank: int) -> tuple[RankBucket, ...]:
-    """Return the buckets in which ``rank`` takes part."""
-    found = (
+    """Return what ``rank`` does in each bucket; nothing where it takes part in none."""
+    found = tuple(
         RankBucket(
             sends=tuple(message for message in bucket.messages if message.source == rank),
             receives=tuple(message for message in bucket.messages if rank in message.destinations),
@@ -264,4 +284,4 @@ def _on_rank(transfers: TransferPlan, rank: int) -> tuple[RankBucket, ...]:
         )
         for bucket in transfers.buckets
     )
-    return tuple(bucket for bucket in found if bucket.sends or bucket.receives or bucket.stays)
+    return found if any(bucket.sends or bucket.receives or bucket.stays for bucket in found) else ()

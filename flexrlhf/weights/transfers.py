@@ -11,14 +11,15 @@ It is the parameter reallocation of ReaL (Mei et al. 2024), and with destination
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import prod
+from math import ceil, prod
 
-from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
+from flexrlhf.weights.boxes import Box, box_elements, boxes_of, cut_rows, intersection, num_rows, slabs
+from flexrlhf.weights.node_tree import Way, way_to
 from flexrlhf.weights.shards import Part, whole
 
 Holdings = Mapping[int, Mapping[str, Part]]
@@ -41,6 +42,8 @@ class Region:
 Regions = tuple[Region, ...]
 LARGE = 2**16
 """Elements from which on a region travels by itself."""
+NUM_BUCKETS = 3
+"""Buckets that exist at a time: two in flight while a third is packed."""
 
 
 def count(regions: Sequence[Region]) -> int:
@@ -55,11 +58,13 @@ class WeightMessage:
     source:        rank that sends.
     destinations:  ranks that receive.
     regions:       what is sent, in this order, each region row-major.
+    is_sent_on:    whether the sender has received it in an earlier bucket: it is in its part of the copy.
     """
 
     source: int
     destinations: tuple[int, ...]
     regions: Regions
+    is_sent_on: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -147,16 +152,19 @@ class TransferPlan:
         return max(self.buffers.values(), default=0)
 
 
-def plan_transfers(source: Holdings, destination: Holdings, most: int, node_of: NodeOf | None = None) -> TransferPlan:
+def plan_transfers(
+    source: Holdings, destination: Holdings, most: int, node_of: NodeOf | None = None, in_background: bool = False
+) -> TransferPlan:
     """Return the transfers that give each rank of ``destination`` its parts.
 
-    most:     elements that the buffers of a rank may have, those of its largest messages to and from others.
-    node_of:  node of a rank; None: all are on one.
+    most:           elements that the buffers of a rank may have, those of its largest messages to and from others.
+    node_of:        node of a rank; None: all are on one.
+    in_background:  whether ranks compute meanwhile: nothing is sent on before all else has arrived, and only inside
+                    nodes.
 
     Raises KeyError for a tensor that no rank of ``source`` stores.
     """
-    assert most > 0, "a bucket of nothing"
-    planner = _Planner(source, destination, node_of or (lambda rank: 0))
+    planner = _Planner(source, destination, most, node_of or (lambda rank: 0), in_background)
     size = planner.num_elements
     while True:
         plan = planner.plan(size)
@@ -168,25 +176,21 @@ def plan_transfers(source: Holdings, destination: Holdings, most: int, node_of: 
 
 
 def mean_links(
-    source: Holdings, destination: Holdings, node_of: NodeOf | None = None
+    source: Holdings, destination: Holdings, most: int, node_of: NodeOf | None = None, in_background: bool = False
 ) -> Mapping[tuple[int, int], float]:
-    """Return the elements that cross from one rank to another, by (source, destination), whatever the buckets.
+    """Return the elements that cross from one rank to another in ``plan_transfers``, by (source, destination).
 
     Replicas of the source are counted with equal shares, which their turns come to over many buckets.
     """
-    return _Planner(source, destination, node_of or (lambda rank: 0)).mean_links()
+    return _Planner(source, destination, most, node_of or (lambda rank: 0), in_background).mean_links()
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Destination ranks that store the same part of every tensor, as destination and as source.
-
-    ranks:  of one node, where source ranks are on it, too.
-    node:   None: of any, none of which has source ranks.
-    """
+    """Destination ranks of ``node`` that store the same part of every tensor, as destination and as source."""
 
     ranks: tuple[int, ...]
-    node: int | None
+    node: int
 
 
 @dataclass(frozen=True)
@@ -198,18 +202,29 @@ class _Owner:
 
 
 Owners = tuple[_Owner, ...]
+Contents = Mapping[tuple[int, int, tuple[int, ...]], list[Region]]
+"""What is sent, by stage, sender and receivers."""
+_Near = tuple[_Group, tuple[int, ...], list[Region]]
+"""A group, the ranks of its node that have what it needs, and that."""
+_Far = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Ranks that have the same, and the ranks that need it, by node."""
 
 
 class _Planner:
     """Transfers between two layouts, for buckets of any size."""
 
-    def __init__(self, source: Holdings, destination: Holdings, node_of: NodeOf) -> None:
+    def __init__(
+        self, source: Holdings, destination: Holdings, most: int, node_of: NodeOf, in_background: bool
+    ) -> None:
+        assert most > 0, "a bucket of nothing"
         self._source, self._destination, self._node_of = source, destination, node_of
+        self._most, self._in_background = most, in_background
         self._shapes = {name: part.shape for parts in destination.values() for name, part in parts.items()}
         # layers are alike: what is found for one is found for all
         alike: dict[Owners, Owners] = {}
         self._owners = {name: alike.setdefault(each := _owners(source, name), each) for name in self._shapes}
         self._found: dict[tuple[int, Part, Box], tuple[tuple[_Owner, tuple[Box, ...]], ...]] = {}
+        self._ways: dict[_Far, Way] = {}
         self._groups = self._grouped()
 
     @property
@@ -218,19 +233,31 @@ class _Planner:
         return sum(prod(shape) for shape in self._shapes.values())
 
     def _grouped(self) -> tuple[_Group, ...]:
-        near = {self._node_of(rank) for rank in self._source}
-        alike: dict[object, list[int]] = defaultdict(list)
-        nodes: dict[object, int | None] = {}
+        alike: dict[tuple[object, int], list[int]] = defaultdict(list)
         for rank, parts in self._destination.items():
-            own, node = self._source.get(rank, {}), self._node_of(rank)
-            key = (tuple((parts.get(name), own.get(name)) for name in self._shapes), node if node in near else None)
-            alike[key].append(rank)
-            nodes[key] = key[1]
-        return tuple(_Group(tuple(ranks), nodes[key]) for key, ranks in alike.items())
+            own = self._source.get(rank, {})
+            alike[tuple((parts.get(name), own.get(name)) for name in self._shapes), self._node_of(rank)].append(rank)
+        return tuple(_Group(tuple(ranks), node) for (_, node), ranks in alike.items())
 
     def plan(self, size: int) -> TransferPlan:
-        """Return the transfers in buckets of at most ``size`` elements of whole tensors."""
-        return TransferPlan(tuple(self._bucket(turn, regions) for turn, regions in enumerate(self._cut(size))))
+        """Return the transfers of lots of at most ``size`` elements of whole tensors.
+
+        A lot is sent on as many buckets later as have arrived by then.
+        """
+        lots = list(self._cut(size))
+        later = max(NUM_BUCKETS - 1, len(lots) if self._in_background else 0)
+        messages: dict[int, list[WeightMessage]] = defaultdict(list)
+        stays: dict[int, Mapping[int, Regions]] = {}
+        for turn, lot in enumerate(lots):
+            contents, stays[turn] = self._lot(turn, lot)
+            # ranks that need the same of a rank share its buffer
+            receivers: dict[tuple[int, int, Regions], list[int]] = defaultdict(list)
+            for (stage, source, ranks), sent in contents.items():
+                receivers[stage, source, tuple(sent)] += ranks
+            for (stage, source, regions), each in receivers.items():
+                messages[turn + later * stage].append(WeightMessage(source, tuple(each), regions, stage > 0))
+        last = max((*messages, *stays), default=-1)
+        return TransferPlan(tuple(Bucket(tuple(messages[turn]), stays.get(turn, {})) for turn in range(last + 1)))
 
     def _cut(self, size: int) -> Iterator[list[Region]]:
         """Yield the elements of all tensors in lots of at most ``size``."""
@@ -246,44 +273,79 @@ class _Planner:
         if lot:
             yield lot
 
-    def _bucket(self, turn: int, regions: Sequence[Region]) -> Bucket:
-        contents: dict[tuple[int, tuple[int, ...]], list[Region]] = defaultdict(list)
+    def _lot(self, turn: int, regions: Sequence[Region]) -> tuple[Contents, Mapping[int, Regions]]:
+        """Return what is sent of a lot, and what stays on each rank."""
+        contents: dict[tuple[int, int, tuple[int, ...]], list[Region]] = defaultdict(list)
         stays: dict[int, list[Region]] = defaultdict(list)
+        near, far = self._needs(regions)
+        for group, sources, common in near:
+            for rank in group.ranks if group.ranks[0] in sources else ():
+                stays[rank] += common
+            for place, source in enumerate(sources if group.ranks[0] not in sources else ()):
+                # replicas of the source take turns, over the ranks of a group and over lots
+                if ranks := group.ranks[(place + turn) % len(sources) :: len(sources)]:
+                    contents[0, source, ranks] += common
+        for (sources, receivers), crossing in far.items():
+            way = self._way(sources, receivers)
+            pieces = _pieces(crossing, way.num_pieces)
+            for hop in way.hops:
+                if pieces[hop.piece]:
+                    contents[hop.stage, hop.senders[turn % len(hop.senders)], hop.receivers] += pieces[hop.piece]
+        return contents, {rank: tuple(kept) for rank, kept in stays.items()}
+
+    def _needs(self, regions: Sequence[Region]) -> tuple[list[_Near], Mapping[_Far, list[Region]]]:
+        """Return what groups need of ``regions``: with the ranks of their node that have it, and what no rank there
+        has, which crosses to each node once.
+        """
+        near: list[_Near] = []
+        lacking: dict[tuple[tuple[int, ...], str, tuple[Box, ...]], dict[int, tuple[int, ...]]] = defaultdict(dict)
         for group in self._groups:
             parts = self._destination[group.ranks[0]]
             for region in regions:
                 part = parts.get(region.name)
-                if part is not None:
-                    for owner, boxes in self._overlaps(region, part):
-                        common = [Region(region.name, box) for box in boxes]
-                        self._assign(group, owner, common, turn, contents, stays)
-        # ranks that need the same of a rank share its buffer
-        receivers: dict[tuple[int, Regions], list[int]] = defaultdict(list)
-        for (source, ranks), sent in contents.items():
-            receivers[source, tuple(sent)] += ranks
-        messages = tuple(WeightMessage(source, tuple(ranks), sent) for (source, sent), ranks in receivers.items())
-        return Bucket(messages, {rank: tuple(kept) for rank, kept in stays.items()})
+                for owner, boxes in () if part is None else self._overlaps(region, part):
+                    there = tuple(rank for rank in owner.ranks if self._node_of(rank) == group.node)
+                    if there:
+                        near.append((group, there, [Region(region.name, box) for box in boxes]))
+                    else:
+                        nodes = lacking[owner.ranks, region.name, boxes]
+                        nodes[group.node] = (*nodes.get(group.node, ()), *group.ranks)
+        far: dict[_Far, list[Region]] = defaultdict(list)
+        for (sources, name, boxes), nodes in lacking.items():
+            far[sources, tuple(nodes.values())] += [Region(name, box) for box in boxes]
+        return near, far
+
+    def _way(self, sources: tuple[int, ...], receivers: tuple[tuple[int, ...], ...]) -> Way:
+        """Return the way from ``sources``, which have the same, to ``receivers``, by node."""
+        if (sources, receivers) not in self._ways:
+            by_node: dict[int, list[int]] = defaultdict(list)
+            for rank in sources:
+                by_node[self._node_of(rank)].append(rank)
+            num_lots = None if self._in_background else ceil(self.num_elements / self._most)
+            self._ways[sources, receivers] = way_to(tuple(map(tuple, by_node.values())), receivers, num_lots)
+        return self._ways[sources, receivers]
 
     def mean_links(self) -> Mapping[tuple[int, int], float]:
         """Return the elements of each link, with equal shares of the source's replicas."""
         found: dict[tuple[int, int], float] = defaultdict(float)
-        for group in self._groups:
-            parts = self._destination[group.ranks[0]]
-            # of tensors that are alike one is looked at
-            alike = Counter((id(self._owners[name]), part) for name, part in parts.items())
-            examples = {(id(self._owners[name]), part): name for name, part in parts.items()}
-            for key, number in alike.items():
-                name, part = examples[key], key[1]
-                for owner, boxes in self._overlaps(Region(name, whole(part.shape).box), part):
-                    near = () if group.ranks[0] in owner.ranks else self._near(group, owner)
-                    for link in product(near, group.ranks):
-                        found[link] += number * sum(map(box_elements, boxes)) / len(near)
+        # of tensors that are alike one is looked at
+        held = [self._destination[group.ranks[0]] for group in self._groups]
+        alike: dict[object, list[str]] = defaultdict(list)
+        for name in self._shapes:
+            alike[id(self._owners[name]), tuple(parts.get(name) for parts in held)].append(name)
+        for names in alike.values():
+            near, far = self._needs([Region(names[0], whole(self._shapes[names[0]]).box)])
+            for group, sources, common in near:
+                if group.ranks[0] not in sources:
+                    for link in product(sources, group.ranks):
+                        found[link] += len(names) * count(common) / len(sources)
+            for (sources, receivers), crossing in far.items():
+                way = self._way(sources, receivers)
+                size = len(names) * count(crossing) / way.num_pieces
+                for hop in way.hops:
+                    for link in product(hop.senders, hop.receivers):
+                        found[link] += size / len(hop.senders)
         return dict(found)
-
-    def _near(self, group: _Group, owner: _Owner) -> tuple[int, ...]:
-        """Return the ranks of ``owner`` that send to ``group``: those on its node, if any."""
-        near = tuple(rank for rank in owner.ranks if self._node_of(rank) == group.node)
-        return near or owner.ranks
 
     def _overlaps(self, region: Region, part: Part) -> tuple[tuple[_Owner, tuple[Box, ...]], ...]:
         """Return the owners of what ``part`` has of ``region``, and the boxes that each has of it."""
@@ -295,26 +357,22 @@ class _Planner:
             self._found[key] = tuple((owner, boxes) for owner, boxes in found if boxes)
         return self._found[key]
 
-    def _assign(
-        self,
-        group: _Group,
-        owner: _Owner,
-        common: list[Region],
-        turn: int,
-        contents: dict[tuple[int, tuple[int, ...]], list[Region]],
-        stays: dict[int, list[Region]],
-    ) -> None:
-        """Add ``common``, which ``group`` needs and ``owner`` has, to messages, or to what stays."""
-        if group.ranks[0] in owner.ranks:
-            for rank in group.ranks:
-                stays[rank] += common
-            return
-        near = self._near(group, owner)
-        for place, source in enumerate(near):
-            # replicas of the source take turns, over the ranks of a group and over buckets
-            ranks = group.ranks[(place + turn) % len(near) :: len(near)]
-            if ranks:
-                contents[source, ranks] += common
+
+def _pieces(regions: Sequence[Region], number: int) -> list[list[Region]]:
+    """Return ``regions`` in ``number`` pieces of about one size, between rows."""
+    pieces: list[list[Region]] = [[] for _ in range(number)]
+    total, done = count(regions), 0
+    for region in regions:
+        size, start = region.num_elements, 0
+        rows, row = num_rows(region.box), size // num_rows(region.box)
+        while start < rows:
+            piece = (done + start * row) * number // total
+            # up to the first row that begins in the next piece
+            stop = min(rows, -(-(-(-total * (piece + 1) // number) - done) // row))
+            pieces[piece].append(Region(region.name, cut_rows(region.box, range(start, stop))))
+            start = stop
+        done += size
+    return pieces
 
 
 @lru_cache(maxsize=4096)

@@ -375,7 +375,7 @@ class Rank:
         shape, settings = self._plan.shapes[source.role], self._plan.spec.sync
         node_of = self._plan.cluster.node_of
         plan = self._sync_plans.get(sync.destination) or plan_sync(
-            source, destination, shape, settings.bucket_bytes, self.number, node_of, settings.dtype
+            source, destination, shape, settings.bucket_bytes, self.number, node_of, settings.dtype, sync.overlaps
         )
         self._sync_plans[sync.destination] = plan
         receivers = {rank for bucket in plan.buckets for message in bucket.sends for rank in message.destinations}
@@ -392,11 +392,9 @@ class Rank:
         # ranks that nothing is left for, of fewer rows than ranks
         without = {rank for rank in destination.ranks if not _stores_something(destination, shape, rank)}
         if self.number == source.ranks[0]:
-            receivers |= without
-        if self.number in without:
-            senders = {source.ranks[0]}
-        for receiver in receivers:
-            self._fabric.send(("sync", position, self.number, receiver), *own)
+            for receiver in without:
+                self._fabric.send(("sync", position, self.number, receiver, -1), *own)
+        arrived = self._exchanged(plan, position, own)
         if self.number not in destination.ranks:
             return
         if sync.refills:
@@ -404,13 +402,30 @@ class Rank:
         else:
             self._weights(sync.destination)
         self._check_nothing_begun(sync.destination)
-        arrived = own if any(bucket.stays for bucket in plan.buckets) else set()
-        for sender in sorted(senders):
-            what = f"{self._at} waits for weights from rank {sender}"
-            arrived.add(self._fabric.receive(self.number, ("sync", position, sender, self.number), what))
+        if self.number in without:
+            arrived |= {self._weights_of(source.ranks[0], position, -1)}
+        arrived |= own if any(bucket.stays for bucket in plan.buckets) else set()
         (parcel,) = arrived
         assert isinstance(parcel, int)
         self.trace.weights[sync.destination] = parcel
+
+    def _exchanged(self, plan: SyncPlan, position: Position, own: set[Value]) -> set[Value]:
+        """Send and receive bucket by bucket; return what has arrived."""
+        arrived: set[Value] = set()
+        for number, bucket in enumerate(plan.buckets):
+            for is_sent_on, sent in ((False, own), (True, arrived)):
+                messages = [message for message in bucket.sends if message.is_sent_on == is_sent_on]
+                for receiver in {rank for message in messages for rank in message.destinations}:
+                    self._fabric.send(("sync", position, self.number, receiver, number, is_sent_on), *sent)
+            for sender, is_sent_on in {(message.source, message.is_sent_on) for message in bucket.receives}:
+                arrived.add(self._weights_of(sender, position, number, is_sent_on))
+        return arrived
+
+    def _weights_of(self, sender: int, position: Position, *key: object) -> Value:
+        what = f"{self._at} waits for weights from rank {sender}"
+        parcel = self._fabric.receive(self.number, ("sync", position, sender, self.number, *key), what)
+        assert isinstance(parcel, int)
+        return parcel
 
     # Eval --------------------------------------------------------------------------------------------------------
 

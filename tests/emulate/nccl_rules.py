@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexrlhf.placement.groups import Group
-from flexrlhf.weights.sync_plan import NUM_BUCKETS, RankBucket, SyncPlan
+from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
+from flexrlhf.weights.transfers import NUM_BUCKETS
 
 Message = tuple[int, int]
 """Sender and receiver."""
@@ -97,26 +98,49 @@ def sync_calls(
     plan: SyncPlan, group: Group, position: object, has_checksums: bool, overlaps: bool
 ) -> tuple[list[Call], list[Call]]:
     """What ``comm/sync.py`` calls on a rank: at the Sync, and before its weights are used or sent next."""
+    if not overlaps:
+        return _walked(plan.rank, plan.buckets, group, ("sync", position), has_checksums), []
+    first = [bucket for bucket in plan.buckets if not bucket.sends_on]
+    rest = [bucket for bucket in plan.buckets if bucket.sends_on]
+    key = ("sync", position)
+    begun = [
+        Post((*key, number), group, messages)
+        for number, each in enumerate(first)
+        if (messages := _messages(plan.rank, [each]))
+    ]
+    awaited: list[Call] = [Await(post.key) for post in begun]
+    if has_checksums and begun:
+        begun.append(_checksums(plan.rank, first, group, key))
+        awaited += [Await(begun[-1].key), Await()]
+    return [*begun], awaited + _walked(plan.rank, rest, group, (*key, "on"), has_checksums)
+
+
+def _walked(
+    rank: int, buckets: Sequence[RankBucket], group: Group, key: tuple[object, ...], has_checksums: bool
+) -> list[Call]:
+    """What a rank calls that has two buckets under way, and awaits all of them in the end."""
     calls: list[Call] = []
     sending: deque[Call] = deque()
-    arriving: deque[Call] = deque()
-    for number, bucket in enumerate(plan.buckets):
-        key = ("sync", position, number)
-        if bucket.sends and not overlaps and len(sending) == NUM_BUCKETS - 1:
+    arriving: deque[list[Call]] = deque()
+    for number, bucket in enumerate(buckets):
+        if bucket.sends and len(sending) == NUM_BUCKETS - 1:
             calls.append(sending.popleft())
-        if messages := _messages(plan.rank, [bucket]):
-            calls.append(Post(key, group, messages))
-        sending += [Await(key)] * bool(bucket.sends)
-        arriving += [Await(key)] * bool(bucket.receives)
-        if not overlaps and len(arriving) == NUM_BUCKETS - 1:
-            calls.append(arriving.popleft())
-    if has_checksums and (messages := _messages(plan.rank, plan.buckets)):
-        calls += [] if overlaps else arriving
-        key = ("sync", position, "checksums")
-        calls.append(Post(key, group, tuple(dict.fromkeys(messages))))
-        arriving = deque([*(arriving if overlaps else ()), Await(key), Await()])
-    awaited: list[Call] = [*arriving, *sending]
-    return (calls, awaited) if overlaps else (calls + awaited, [])
+        if messages := _messages(rank, [bucket]):
+            calls.append(Post((*key, number), group, messages))
+        sending += [Await((*key, number))] * bool(bucket.sends)
+        arriving.append([Await((*key, number))] * bool(bucket.receives))
+        if len(arriving) == NUM_BUCKETS - 1:
+            calls += arriving.popleft()
+    for each in arriving:
+        calls += each
+    if has_checksums and _messages(rank, buckets):
+        post = _checksums(rank, buckets, group, key)
+        calls += [post, Await(post.key), Await()]
+    return [*calls, *sending]
+
+
+def _checksums(rank: int, buckets: Sequence[RankBucket], group: Group, key: tuple[object, ...]) -> Post:
+    return Post((*key, "checksums"), group, tuple(dict.fromkeys(_messages(rank, buckets))))
 
 
 def _messages(rank: int, buckets: Iterable[RankBucket]) -> tuple[Message, ...]:

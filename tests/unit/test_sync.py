@@ -25,7 +25,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, shape_of
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import parts_on, trained_parts
-from flexrlhf.weights.sync_plan import is_in_place, plan_sync, sent_dtype, sync_bytes, transfers_of
+from flexrlhf.weights.sync_plan import SyncPlan, is_in_place, plan_sync, sent_dtype, sync_bytes, transfers_of
 
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -128,13 +128,14 @@ class Gathered(WeightGather):
 
 @dataclass
 class Case:
-    """Two layouts of a tiny model, and the whole weights of the trained copy."""
+    """Two layouts of a tiny model, and the whole weights of the trained copy. ``per_node``: ranks of a node."""
 
     source: PlacedModel
     shadow: PlacedModel
     settings: SyncSpec
     shape: ModelShape
     tensors: dict[str, Tensor]
+    per_node: int = 8
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -155,14 +156,20 @@ class Case:
 
     def channel(self, rank: int) -> SyncChannel:
         """Every group is ``A_GROUP``."""
-        settings = self.settings
-        plan = plan_sync(self.source, self.shadow, self.shape, settings.bucket_bytes, rank, dtype=settings.dtype)
+        plan = self.plan(rank)
         gather = None
         if plan.adapters is not None:
             group = A_GROUP if len(plan.adapters.ranks) > 1 else None
             gather = Gathered(group, plan.adapters.ranks, plan.adapters.shards, wait, self.tensors)
         group = None if is_in_place(self.source, self.shadow) else A_GROUP
         return SyncChannel(plan, self.sent, torch.device("cpu"), group, gather, self.overlaps)
+
+    def plan(self, rank: int) -> SyncPlan:
+        size, dtype = self.settings.bucket_bytes, self.settings.dtype
+        return plan_sync(self.source, self.shadow, self.shape, size, rank, self.node_of, dtype, self.overlaps)
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.per_node
 
     def weights_on(self, rank: int) -> dict[str, Tensor] | None:
         """What ``rank`` stores of the trained copy, as vectors."""
@@ -203,7 +210,7 @@ def move(case: Case, wires: Wires, times: int = 1) -> Moved:
                 else {name: value * 2.0 ** (time + 1 - times) for name, value in weights.items()}
             )
             receipt = mover.receive(channel) if channel.overlaps and rank in stored else None
-            total += mover.run(channel, older, stored.get(rank)) if receipt is None else 0
+            total += mover.run(channel, older, stored.get(rank)) if receipt is None else channel.plan.bytes_sent_on
             if receipt is not None:
                 receipt.store(stored[rank])
         mover.close()
@@ -268,6 +275,36 @@ def test_every_rank_of_the_shadow_gets_its_part(
         sums = 8 if case.settings.checksum else 0
         assert all(size > links[link] if sums else size == links[link] for link, size in wires.num_bytes.items())
         assert all((size - links[link]) % 8 == 0 for link, size in wires.num_bytes.items())
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3])
+@pytest.mark.parametrize("shadow", LAYOUTS + CUT, ids=str)
+@pytest.mark.parametrize("source", [{}, {"tp": 2}, {"zero": 3}], ids=str)
+def test_weights_cross_to_a_node_once(
+    source: dict[str, Any], shadow: dict[str, Any], per_node: int, wires: Wires
+) -> None:
+    """In the foreground and in the background, rounded, and again with other weights: ranks send on what is theirs."""
+    for settings in [*SETTINGS, {"dtype": "bfloat16", "overlap": True}]:
+        case = replace(case_of(source, shadow, **settings), per_node=per_node)
+        wires.num_bytes.clear()
+        moved = move(case, wires, times=2)
+        assert_arrived(case, moved)
+        assert moved.num_bytes == 2 * case.planned_bytes()
+        if not case.settings.checksum:
+            planned = transfers_of(case.source, case.shadow, case.shape, 10**6, case.node_of).links
+            assert wires.num_bytes == {link: 2 * 4 * elements for link, elements in planned.items()}
+            crossing = [size for link, size in planned.items() if len(set(map(case.node_of, link))) > 1]
+            nodes = {case.node_of(rank) for rank in SHADOW} - {case.node_of(rank) for rank in TRAINED}
+            whole = sum(tensor.numel() for tensor in case.tensors.values())
+            assert (source, shadow) != ({}, {}) or sum(crossing) == whole * len(nodes)
+
+
+def test_a_rank_that_sends_on_is_the_one_named(wires: Wires) -> None:
+    """What rank 5 has sent on to rank 6 is changed on the way."""
+    case = replace(case_of({}, {}, overlap=True), per_node=4)
+    wires.change[5, 6] = lambda message: message.view(-1)[0].add_(1)
+    with pytest.raises(ChecksumError, match=r"rank 6 holds other weights than rank 5 sent"):
+        move(case, wires)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -12,7 +12,6 @@ from flexrlhf.config.spec import LoraSpec, ModelSpec
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import trained_parts
 from flexrlhf.weights.sync_plan import (
-    NUM_BUCKETS,
     SyncPlan,
     adapter_gathers,
     is_in_place,
@@ -22,7 +21,7 @@ from flexrlhf.weights.sync_plan import (
     sync_links,
     transfers_of,
 )
-from flexrlhf.weights.transfers import WeightMessage, count
+from flexrlhf.weights.transfers import NUM_BUCKETS, WeightMessage, count
 
 RANKS, COPY = (0, 1, 2, 3), (2, 3, 4, 5)
 LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -84,7 +83,7 @@ def test_bytes_do_not_depend_on_buckets(source: dict[str, Any], copy: dict[str, 
     planned = sync_bytes(trained, follower, shape())
     for size in (BUCKET, 10**9):
         assert 4 * sum(transfers_of(trained, follower, shape(), size).links.values()) == planned
-    links = sync_links(trained, follower, shape())
+    links = sync_links(trained, follower, shape(), BUCKET)
     assert sum(links.values()) == pytest.approx(planned)
     for rank in COPY:
         found, mean = (

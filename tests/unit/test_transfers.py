@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from itertools import product
 
@@ -17,7 +18,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, parts_on
-from flexrlhf.weights.transfers import Holdings, TransferPlan, plan_transfers
+from flexrlhf.weights.transfers import NUM_BUCKETS, Holdings, NodeOf, Regions, TransferPlan, plan_transfers
 
 PAIRS = 5000
 SPLITS = (("torch", 0), ("torch", 3), ("deepspeed", 3))
@@ -65,6 +66,20 @@ class Counts:
     def add(self, name: str, box: Box) -> None:
         self.of[name][tuple(slice(side.start, side.stop) for side in box)] += 1
 
+    def add_all(self, regions: Regions) -> None:
+        for region in regions:
+            self.add(region.name, region.box)
+
+    def unite(self, other: Counts) -> None:
+        self.of = {name: np.maximum(counts, other.of[name]) for name, counts in self.of.items()}
+
+    def remove(self, other: Counts) -> None:
+        self.of = {name: counts * (other.of[name] == 0) for name, counts in self.of.items()}
+
+    @property
+    def number(self) -> int:
+        return sum(int(counts.sum()) for counts in self.of.values())
+
     @classmethod
     def stored(cls, shape: ModelShape, parts: Mapping[str, Part]) -> Counts:
         found = cls(shape)
@@ -84,46 +99,68 @@ class Counts:
 
 
 def check(plan: TransferPlan, shape: ModelShape, source: Holdings, destination: Holdings) -> None:
-    """Every element arrives once, from a rank that has it, unless the destination has it itself."""
-    nothing = Counts(shape)
-    own = {rank: Counts.stored(shape, source[rank]) if rank in source else nothing for rank in range(64)}
+    """Every element arrives once, from a rank that has it by then, unless the destination has it itself."""
+    own = {rank: Counts.stored(shape, source.get(rank, {})) for rank in range(64)}
     arrived = {rank: Counts(shape) for rank in destination}
-    sent = {rank: Counts(shape) for rank in source}
+    # what has been stored of earlier buckets when one is packed
+    stored, arriving = {rank: Counts(shape) for rank in destination}, deque[list[tuple[int, Regions]]]()
     for bucket in plan.buckets:
+        if len(arriving) == NUM_BUCKETS - 1:
+            for rank, regions in arriving.popleft():
+                stored[rank].add_all(regions)
+        arriving.append([])
         for rank, regions in bucket.stays.items():
             kept = Counts(shape)
-            for region in regions:
-                kept.add(region.name, region.box)
-                arrived[rank].add(region.name, region.box)
+            kept.add_all(regions)
+            arrived[rank].add_all(regions)
             assert kept <= own[rank]
         for message in bucket.messages:
             assert message.regions and message.destinations and message.source not in message.destinations
-            for region in message.regions:
-                sent[message.source].add(region.name, region.box)
-                for rank in message.destinations:
-                    arrived[rank].add(region.name, region.box)
-                    one = Counts(shape)
-                    one.add(region.name, region.box)
-                    assert not one.overlaps(own[rank]), "sent to a rank that has it"
-    for rank, counts in sent.items():
-        has = Counts(shape)
-        has.of = {name: np.minimum(found, 1) for name, found in counts.of.items()}
-        assert has <= own[rank], "sent by a rank that has it not"
+            sent = Counts(shape)
+            sent.add_all(message.regions)
+            has = stored if message.is_sent_on else own
+            assert sent <= has[message.source], "sent by a rank that has it not"
+            for rank in message.destinations:
+                arrived[rank].add_all(message.regions)
+                arriving[-1].append((rank, message.regions))
+                assert not sent.overlaps(own[rank]), "sent to a rank that has it"
     for rank, parts in destination.items():
         assert arrived[rank] == Counts.stored(shape, parts), f"rank {rank}"
 
 
+def crossing(plan: TransferPlan, node_of: NodeOf) -> dict[int, int]:
+    """Elements that arrive on each node from others."""
+    found: dict[int, int] = defaultdict(int)
+    for (source, destination), elements in plan.links.items():
+        if node_of(source) != node_of(destination):
+            found[node_of(destination)] += elements
+    return dict(found)
+
+
+def least_crossing(shape: ModelShape, source: Holdings, destination: Holdings, node_of: NodeOf) -> dict[int, int]:
+    """Elements that some rank of a node stores as destination, and none as source."""
+    needed = {node: Counts(shape) for node in map(node_of, destination)}
+    for rank, parts in destination.items():
+        needed[node_of(rank)].unite(Counts.stored(shape, parts))
+    for rank, parts in source.items():
+        if node_of(rank) in needed:
+            needed[node_of(rank)].remove(Counts.stored(shape, parts))
+    return {node: size for node, counts in needed.items() if (size := counts.number)}
+
+
 @pytest.mark.parametrize("lot", [0, 1, *(pytest.param(lot, marks=pytest.mark.full) for lot in range(2, 10))])
 def test_any_two_layouts(lot: int) -> None:
-    """With buffers that hold all, and with small ones; on one node, two or eight."""
+    """With buffers that hold all, and with small ones; on one node, two or eight. An element crosses to a node once."""
     for seed in range(lot * PAIRS // 10, (lot + 1) * PAIRS // 10):
         draw = random.Random(seed)
         shape = drawn_shape(draw)
         source, destination = drawn_holdings(draw, shape), drawn_holdings(draw, shape)
         most, node = draw.choice((16, 40, 10_000)), draw.choice((1, 4, 8))
-        plan = plan_transfers(source, destination, most, lambda rank, node=node: rank // node)  # type: ignore[misc]
+        node_of: NodeOf = lambda rank, node=node: rank // node  # type: ignore[misc]  # noqa: E731
+        plan = plan_transfers(source, destination, most, node_of, in_background=draw.random() < 0.3)
         assert plan.largest_buffers <= most, seed
         check(plan, shape, source, destination)
+        assert crossing(plan, node_of) == least_crossing(shape, source, destination, node_of), seed
 
 
 # --- boxes
