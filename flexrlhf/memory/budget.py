@@ -32,6 +32,7 @@ from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
 from flexrlhf.weights.shapes import ModelShape, Sizes
+from flexrlhf.weights.transfers import NodeOf
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Sizing:
     texts:      lengths of the rows.
     sync:       settings of weight syncs.
     own_texts:  lengths by role, for models with a tokenizer of their own.
+    node_of:    node of a rank; None: all are on one.
     """
 
     placement: Placement
@@ -145,6 +147,7 @@ class Sizing:
     texts: SequenceLengths
     sync: SyncSpec
     own_texts: Mapping[str, SequenceLengths] = field(default_factory=dict)
+    node_of: NodeOf | None = None
 
     def texts_of(self, role: str) -> SequenceLengths:
         """Return the lengths of the rows that the models of ``role`` read."""
@@ -189,7 +192,8 @@ class Sizing:
                 source, destination = self.placement[work.source], self.placement[work.destination]
                 parts: NamedBytes = {"buckets": None}
                 if source.role in self.shapes:
-                    parts = sync_parts(source, destination, self.shapes[source.role], self.sync, rank, work.overlaps)
+                    shape = self.shapes[source.role]
+                    parts = sync_parts(source, destination, shape, self.sync, rank, work.overlaps, self.node_of)
                 return (Phase("sync", destination.name, parts),)
             case Saving():
                 return (self._save(work, self.placement[work.model], rank),)

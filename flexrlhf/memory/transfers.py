@@ -18,7 +18,8 @@ from flexrlhf.weights.pieces import written_names
 from flexrlhf.weights.saved_type import saved_type
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
 from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
-from flexrlhf.weights.sync_plan import adapter_gathers, most_packed, sent_dtype
+from flexrlhf.weights.sync_plan import adapter_gathers, sent_dtype, volumes
+from flexrlhf.weights.transfers import NodeOf
 
 UNDER_WAY = "weights under way"
 """Bytes of the buffers of syncs that overlap other work."""
@@ -43,21 +44,26 @@ def sync_parts(
     settings: SyncSpec,
     rank: int,
     overlaps: bool = False,
+    node_of: NodeOf | None = None,
 ) -> dict[str, int | None]:
     """Return bytes by name on ``rank``: buffers of what it sends and receives, and adapters that are merged.
 
-    The buffers of a Sync that ``overlaps`` have room for all of it; ``UNDER_WAY`` are they, and they stay.
+    The buffers of a Sync that ``overlaps`` have room for all that the trained model's ranks send; ``UNDER_WAY`` are
+    they, and they stay.
 
     A rank is counted as packing for every different part of the destination; of several replicas some pack less.
     """
     item = DTYPE_BYTES[sent_dtype(destination, settings.dtype)]
-    sent, received = (item * each for each in most_packed(source, destination, shape, rank))
+    sizes = volumes(source, destination, shape, rank, node_of)
     parts: dict[str, int | None] = {}
     if overlaps:
-        parts[UNDER_WAY] = sent + received
-    elif sent or received:
+        parts[UNDER_WAY] = item * (sizes.packed + sizes.first)
+        buffered = sizes.sent_on + sizes.received - sizes.first
+    else:
+        buffered = sizes.packed + sizes.received + sizes.sent_on
+    if buffered:
         # in one bucket, or in as many as exist at a time
-        parts["buckets"] = min(sent + received, settings.bucket_bytes)
+        parts["buckets"] = min(item * buffered, settings.bucket_bytes)
     if rank in source.ranks and is_merged(destination, shape):
         adapters = 4 * part_elements(parts_on(source, shape, rank), [name for name, _ in shape.trained])
         largest = max(math.prod(size) for _, size in shape_of(destination, shape).trained)

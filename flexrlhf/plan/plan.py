@@ -136,7 +136,8 @@ class Plan:
     def sizing(self) -> Sizing:
         """Inputs of the memory plan."""
         texts = SequenceLengths(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
-        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own_texts(self.lengths, texts))
+        node_of = self.cluster.node_of if self.cluster.num_nodes > 1 else None
+        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own_texts(self.lengths, texts), node_of)
 
     def memory(self, rank: int) -> RankMemory:
         """Return the memory of ``rank`` by model and phase."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from flexrlhf.memory.budget import Compute, Copying, Saving, Work
@@ -92,6 +92,11 @@ def first_alike(
     roles = [_roles(instruction) for instruction in instructions]
     named = [frozenset(instruction.ranks) for instruction in instructions]
     shapes = (batch, *dict.fromkeys(each.batch for each in instructions if isinstance(each, Eval)))
+    # how much of a sync arrives on a rank depends on which models its node has
+    beside: dict[int, Counter[str]] = defaultdict(Counter)
+    for rank in range(placement.num_ranks):
+        beside[cluster.node_of(rank)].update(model.name for model in placement.on_rank(rank))
+    nodes = {node: frozenset(found.items()) for node, found in beside.items()}
 
     def work_of(rank: int) -> object:
         placed = [
@@ -99,7 +104,8 @@ def first_alike(
             for model in placement.on_rank(rank)
         ]
         parts = [(index, each.get(rank, 0)) for index, each in enumerate(roles) if rank in named[index]]
-        return tuple(placed), tuple(parts), cluster.devices[rank].device_class, cluster.memory_bytes(rank)
+        device = cluster.devices[rank].device_class, cluster.memory_bytes(rank)
+        return tuple(placed), tuple(parts), device, nodes[cluster.node_of(rank)]
 
     return {rank: firsts.setdefault(work_of(rank), rank) for rank in range(placement.num_ranks)}
 

@@ -202,11 +202,29 @@ def _gathered_bytes(
         )
 
 
-def most_packed(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> tuple[int, int]:
-    """Return the most elements that ``rank`` packs for others in one Sync, and those that it receives.
+@dataclass(frozen=True)
+class Volumes:
+    """Most elements that cross to and from a rank in one Sync.
+
+    packed:    of its part of the trained model.
+    first:     received from ranks of the trained model.
+    received:  from these, and from ranks of the copy on its node that send on what they have received.
+    sent_on:   to such ranks.
+    """
+
+    packed: int
+    first: int
+    received: int
+    sent_on: int
+
+
+def volumes(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int, node_of: NodeOf | None = None
+) -> Volumes:
+    """Return what crosses to and from ``rank`` in one Sync.
 
     It packs its part of a tensor once, and for each tensor-parallel rank where they store all of it; and once more
-    where some ranks of the copy have a part themselves and others not.
+    where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
     """
     own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
     needed = trained_parts(destination, shape, rank) if rank in destination.ranks else {}
@@ -214,11 +232,32 @@ def most_packed(source: PlacedModel, destination: PlacedModel, shape: ModelShape
         part.num_elements - (overlap(own[name], part) if name in own else 0) for name, part in needed.items()
     )
     if is_in_place(source, destination):
-        return 0, received
+        return Volumes(0, received, received, 0)
     width, alike = len(destination.layout.replica_sets[0]), _stored_whole(destination, shape)
     packed = sum(part.num_elements * (width if name in alike else 1) for name, part in own.items())
     common = set(source.ranks) & set(destination.ranks)
-    return packed * (2 if common and common != set(destination.ranks) else 1), received
+    packed *= 1 + bool(common and common != set(destination.ranks))
+    if node_of is None:
+        return Volumes(packed, received, received, 0)
+    nodes, receiving = ({node_of(each) for each in model.ranks} for model in (source, destination))
+    packed += packed * (bool(nodes & receiving) and len(nodes | receiving) > 1)
+    far = [*_crossing(source, destination, shape, rank, node_of)] if needed else []
+    pieces = sum(-(-elements // ranks) for elements, ranks in far)
+    return Volumes(packed, received - sum(elements for elements, _ in far) + pieces, received, pieces)
+
+
+def _crossing(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int, node_of: NodeOf
+) -> Iterator[tuple[int, int]]:
+    """Yield of each tensor the elements of ``rank`` that no rank of its node has as source, and the ranks there that
+    store the same.
+    """
+    near = [_sent_parts(source, destination, shape, each) for each in source.ranks if node_of(each) == node_of(rank)]
+    beside = [trained_parts(destination, shape, each) for each in destination.ranks if node_of(each) == node_of(rank)]
+    for name, part in trained_parts(destination, shape, rank).items():
+        held = {parts[name] for parts in near if name in parts}
+        elements = part.num_elements - sum(overlap(each, part) for each in held)
+        yield elements, sum(parts.get(name) == part for parts in beside)
 
 
 @lru_cache(maxsize=64)

@@ -15,13 +15,13 @@ from flexrlhf.weights.sync_plan import (
     SyncPlan,
     adapter_gathers,
     is_in_place,
-    most_packed,
     plan_sync,
     sync_bytes,
     sync_links,
     transfers_of,
+    volumes,
 )
-from flexrlhf.weights.transfers import NUM_BUCKETS, WeightMessage, count
+from flexrlhf.weights.transfers import NUM_BUCKETS, NodeOf, WeightMessage, count
 
 RANKS, COPY = (0, 1, 2, 3), (2, 3, 4, 5)
 LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -69,11 +69,18 @@ def test_buffers_are_within_the_setting(source: dict[str, Any], copy: dict[str, 
     plan = transfers_of(trained, follower, shape(), BUCKET)
     assert len(plan.buckets) > 1 and 4 * NUM_BUCKETS * plan.largest_buffers <= BUCKET
     # and in one bucket within what the memory plan counts
-    whole = transfers_of(trained, follower, shape(), 10**9)
-    for rank, size in whole.buffers.items():
-        assert size <= sum(most_packed(trained, follower, shape(), rank))
-    for rank in COPY:
-        assert whole.received.get(rank, 0) == most_packed(trained, follower, shape(), rank)[1]
+    for per_node in (8, 3, 2, 1):
+        node_of: NodeOf = lambda rank, size=per_node: rank // size  # type: ignore[misc]  # noqa: E731
+        for overlaps in (False, True):
+            whole = transfers_of(trained, follower, shape(), 10**9, node_of, overlaps=overlaps)
+            for rank, size in whole.buffers.items():
+                found = volumes(trained, follower, shape(), rank, node_of)
+                assert size <= found.packed + found.received + found.sent_on
+                assert whole.received.get(rank, 0) == found.received
+                first = [each for each in whole.messages if not each.is_sent_on and rank in each.destinations]
+                # pieces end between rows
+                arrived = sum(each.num_elements for each in first)
+                assert not overlaps or arrived == pytest.approx(found.first, abs=100)
 
 
 @pytest.mark.parametrize("copy", LAYOUTS, ids=str)
