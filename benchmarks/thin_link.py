@@ -1,8 +1,8 @@
 """PPO of two hosts with a thin link between them: samples a second, bytes and seconds of placements, beside the plan's.
 
-    sudo python -m benchmarks.thin_link [--mbit 200] [--ways NAME ...] [--json FILE]
+    sudo python -m benchmarks.thin_link [--mbit 200] [--ranks 1] [--ways NAME ...] [--json FILE]
 
-Two network namespaces on this machine stand for two hosts of one rank each; the kernel limits the link. The model has
+Two network namespaces on this machine stand for two hosts of a few ranks; the kernel limits the link. The model has
 19 million parameters. Each way is planned, predicted with a profile of this machine and the link's speed, and run; the
 first step is a warm-up. Bytes are those that the interface of each host counts, so with headers. One thread a rank.
 """
@@ -46,7 +46,6 @@ MODEL: Raw = {
 """19 million parameters."""
 PROMPT, RESPONSE, ROWS = 64, 64, 16
 SIX = [0.5] * 6
-ON = [{"ranks": [0]}, {"ranks": [1]}]
 WAYS: dict[str, Raw] = {
     "replicas": {"placement": [1, 1, 1, 1]},
     "ZeRO-3, torch": {"placement": [1, 1, 1, 1], "model": {"zero": 3}},
@@ -54,8 +53,9 @@ WAYS: dict[str, Raw] = {
     "interleaving": {"placement": [1, 1, 0.5, 0.5]},
     "split": {"placement": [0.5, 0.5, 0.5, 0.5]},
     "split, ref on both": {"placement": [0.5, 0.5, 1, 0.5]},
-    "actor and ref, critic and reward": {"placement": {"actor": ON[0], "ref": ON[0], "critic": ON[1], "reward": ON[1]}},
+    "actor and ref, critic and reward": {"placement": {"actor": 0, "ref": 0, "critic": 1, "reward": 1}},
     "six models": {"placement": SIX},
+    "six models, tp 2": {"placement": SIX, "model": {"tp": 2}},
     "six models, sent in 16 bits": {"placement": SIX, "sync": {"dtype": "bfloat16"}},
     "six models, sent in 16 bits, lag 1": {"placement": SIX, "sync": {"dtype": "bfloat16"}, "schedule": {"lag": 1}},
     "six models, syncs wait": {"placement": SIX, "sync": {"overlap": False}},
@@ -95,9 +95,12 @@ def write_inputs(directory: Path) -> None:
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
 
 
-def write_config(directory: Path, name: str, mbit_s: float, steps: int) -> Path:
-    """Write the YAML of a way and return its path."""
-    way = WAYS[name]
+def write_config(directory: Path, name: str, mbit_s: float, ranks: int, steps: int) -> Path:
+    """Write the YAML of a way and return its path. ``ranks``: of a host."""
+    way = dict(WAYS[name])
+    if isinstance(way["placement"], dict):
+        hosts = [{"ranks": [*range(first, first + ranks)]} for first in (0, ranks)]
+        way["placement"] = {role: hosts[host] for role, host in way["placement"].items()}
     model = {"init": dict(MODEL), **way.get("model", {})}
     raw = {
         "name": name.replace(", ", "-").replace(" ", "-"),
@@ -112,7 +115,7 @@ def write_config(directory: Path, name: str, mbit_s: float, steps: int) -> Path:
         "steps": 1 + steps,
         "cluster": {
             "device": "cpu",
-            "nodes": [{"count": 2, "devices": 1, "memory_gb": 12, "network_gb_s": mbit_s / 8e3}],
+            "nodes": [{"count": 2, "devices": ranks, "memory_gb": 12 / ranks, "network_gb_s": mbit_s / 8e3}],
         },
         "checkpoint": {"on_signal": False},
         "save": {"every": None},
@@ -127,7 +130,15 @@ def write_config(directory: Path, name: str, mbit_s: float, steps: int) -> Path:
 def measure_profile(config: Path) -> Path:
     """Measure this machine with the models of ``config``; return the file."""
     path = config.parent / "profile.json"
-    command = [sys.executable, "-m", "flexrlhf.cli", "profile", str(config), "--set", "cluster={devices: 2}"]
+    command = [
+        sys.executable,
+        "-m",
+        "flexrlhf.cli",
+        "profile",
+        str(config),
+        "--set",
+        "cluster={devices: 2, device: cpu}",
+    ]
     with Popen([*command, "-o", str(path)], env=_environment()) as process:
         if process.wait():
             raise SystemExit("the profile failed")
@@ -193,6 +204,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--mbit", type=float, default=200, help="speed of the link, megabits per second each way")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of a host")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), metavar="NAME", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each way, in turns")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
@@ -205,10 +217,12 @@ def main() -> None:
         directory = options.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         write_inputs(directory)
-        configs = {name: write_config(directory, name, options.mbit, options.steps) for name in options.ways}
+        configs = {
+            name: write_config(directory, name, options.mbit, options.ranks, options.steps) for name in options.ways
+        }
         profile = directory / "profile.json"
         if not profile.exists():
-            measure_profile(write_config(directory, "replicas", options.mbit, options.steps))
+            measure_profile(write_config(directory, "replicas", options.mbit, options.ranks, options.steps))
         link.limit(options.mbit)
         results: dict[str, list[Result]] = {name: [] for name in configs}
         for _ in range(options.rounds):

@@ -441,7 +441,9 @@ class Space:
             layout = Layout(tuple(range(side.size)), side.tp, side.pp)
             settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
             model = PlacedModel(follower.name, layout, False, settings, follower.rollout, follower.head)
-            self._weights_cache[follower.name, side] = synced_weights(model, self.shapes[follower.role], self.spec)
+            self._weights_cache[follower.name, side] = synced_weights(
+                model, self.shapes[follower.role], self.spec, self.has_shadows and syncs_overlap(self.spec)
+            )
         return self._weights_cache[follower.name, side]
 
     @cached_property

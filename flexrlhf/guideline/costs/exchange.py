@@ -41,6 +41,11 @@ class MeshSide:
         """Ranks of a replica, which all have its rows."""
         return self.tp * self.pp
 
+    @property
+    def nodes(self) -> int:
+        """Nodes with devices of it."""
+        return ceil(self.size / self.per_node)
+
     def gathered(self, whole: int) -> Traffic:
         """Return the traffic of gathering ``whole`` bytes of weights: every rank receives what the others have."""
         if self.shards == 1:
@@ -68,24 +73,6 @@ def rows_traffic(size: int, writer: MeshSide, reader: MeshSide, relation: Relati
     return Traffic(max(received, sent), 0, messages)
 
 
-def sync_traffic(
-    part: int, num_buckets: int, source: MeshSide, destination: MeshSide, relation: Relation, several_nodes: bool
-) -> Traffic:
-    """Return the traffic of a weight sync. ``part``: bytes of weights on a rank of the destination, which the ranks of
-    the source send in equal shares; on the same ranks each has its own shard of them already."""
-    if relation == "same":
-        part, served = part * (source.shards - 1) // source.shards, 1.0
-    else:
-        served = destination.size / source.size
-    if not part:
-        return Traffic(0, 0, 0)
-    messages = num_buckets * max(ceil(served), source.shards)
-    if several_nodes and (relation != "same" or source.shards > source.per_node):
-        across = part * max(destination.per_node, served * min(source.per_node, source.size))
-        return Traffic(0, ceil(across), messages)
-    return Traffic(ceil(part * max(1.0, served)), 0, messages)
-
-
 @dataclass(frozen=True)
 class SyncWeights:
     """Weights of one Sync.
@@ -94,12 +81,39 @@ class SyncWeights:
     adapters:     bytes of adapters that the source's ranks gather where they have shards of them
     num_buckets:  messages to each rank of the destination
     num_tensors:  weight tensors
+    overlaps:     whether it overlaps other work
     """
 
     part: int
     adapters: int
     num_buckets: int
     num_tensors: int
+    overlaps: bool = False
+
+
+def sync_traffic(
+    weights: SyncWeights, source: MeshSide, destination: MeshSide, relation: Relation, several_nodes: bool
+) -> Traffic:
+    """Return the traffic of a weight sync, which ranks of the source send in equal shares.
+
+    On the same ranks each has its own shard already. To each node everything that it lacks crosses once; from there it
+    goes from node to node in chains, unless the sync overlaps other work: then the source sends to all.
+    """
+    if not weights.part:
+        return Traffic(0, 0, 0)
+    held = min(1.0, source.per_node / source.shards)
+    stores = min(destination.per_node, max(destination.replica, destination.shards))
+    beside = destination.per_node // stores
+    if relation == "same":
+        served, lacking, across = 1.0, 1 - 1 / source.shards, stores * (1 - held)
+    else:
+        served, lacking = destination.size / source.size, 1.0
+        across = stores * (max(1.0, destination.nodes / source.nodes) if weights.overlaps else 1.0)
+    messages = weights.num_buckets * max(ceil(served), source.shards)
+    if several_nodes and (relation != "same" or source.shards > source.per_node):
+        within = lacking * (beside - 1) / beside
+        return Traffic(ceil(weights.part * within), ceil(weights.part * across), messages)
+    return Traffic(ceil(weights.part * lacking * max(1.0, served)), 0, messages)
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,5 @@ class ModelLink:
 
     def sync_cost(self, costs: CostModel, weights: SyncWeights) -> Cost:
         """Return the seconds of one weight sync."""
-        traffic = sync_traffic(
-            weights.part, weights.num_buckets, self.source, self.destination, self.relation, self.several_nodes
-        )
+        traffic = sync_traffic(weights, self.source, self.destination, self.relation, self.several_nodes)
         return costs.sync(traffic, self.source.gathered(weights.adapters), weights.num_tensors, self.links)

@@ -325,7 +325,7 @@ class Pricer:
     def sync_weights(self, sync: Sync) -> SyncWeights:
         """Return the weights that ``sync`` sends."""
         destination = self.plan.placement[sync.destination]
-        return synced_weights(destination, self.shape(destination), self.plan.spec)
+        return synced_weights(destination, self.shape(destination), self.plan.spec, sync.overlaps)
 
     def _switch(self, instruction: Offload | Reload) -> Cost:
         """Return the seconds of the first rank of a stage, which has most where shards are uneven."""
@@ -424,7 +424,7 @@ def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Operator, reader: Op
     return num_rows * sum(lengths.row_bytes(column) for column in writer.writes if column in reader.reads)
 
 
-def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> SyncWeights:
+def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, overlaps: bool = False) -> SyncWeights:
     """Return what a Sync sends to ``destination``; adapters that are merged there are gathered in
     float32."""
     sent = shape_of(destination, shape).trained
@@ -434,7 +434,7 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec) -> S
     item = DTYPE_BYTES[sent_dtype(destination, spec.sync.dtype)]
     part = item * max(elements_on_rank(destination, stage, rank) for rank, stage in stages)
     adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
-    return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent))
+    return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)
 
 
 def transformer_of_shape(shape: ModelShape, head: Head, is_adapted: bool) -> Transformer:
