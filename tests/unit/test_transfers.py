@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from itertools import product
 
@@ -16,6 +16,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
+from flexrlhf.weights.node_tree import Way, way_to
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, parts_on
 from flexrlhf.weights.transfers import NUM_BUCKETS, Holdings, NodeOf, Regions, TransferPlan, plan_transfers
@@ -307,3 +308,45 @@ def test_the_order_of_the_paper() -> None:
 def test_degrees_that_do_not_divide_have_no_such_order() -> None:
     with pytest.raises(ValueError, match="generation with tp 4 and pp 1 keeps no training part whole"):
         generation_layout(Layout(tuple(range(8)), tp=2), 4)
+
+
+# --- the way between nodes
+
+
+def nodes(number: int, ranks: int = 8, first: int = 0) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(first + ranks * node, first + ranks * (node + 1))) for node in range(number))
+
+
+def pieces_sent(way: Way, from_node: int, node_of: NodeOf) -> float:
+    """Pieces that a node sends to others, over the turns of the source's ranks."""
+    return sum(
+        sum(node_of(sender) == from_node for sender in hop.senders) / len(hop.senders)
+        for hop in way.hops
+        for receiver in hop.receivers
+        if node_of(receiver) != from_node
+    )
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3])
+@pytest.mark.parametrize("receiving", [1, 2, 5, 15])
+def test_no_node_sends_more_than_once_what_it_has(sources: int, receiving: int) -> None:
+    """Every rank gets every piece once, and the pieces arrive on a node at different ranks."""
+    receivers = nodes(receiving, first=8 * sources)
+    way = way_to(nodes(sources), receivers, num_lots=1000)
+    arrived = Counter((hop.piece, rank) for hop in way.hops for rank in hop.receivers)
+    assert arrived == Counter(product(range(8), [rank for ranks in receivers for rank in ranks]))
+    for ranks in receivers:
+        first = [rank for hop in way.hops for rank in hop.receivers if rank in ranks and not {*hop.senders} & {*ranks}]
+        assert sorted(first) == sorted(ranks)
+    sent = [pieces_sent(way, node, lambda rank: rank // 8) for node in range(sources + receiving)]
+    assert max(sent) <= way.num_pieces and sum(sent) == pytest.approx(way.num_pieces * receiving)
+
+
+@pytest.mark.parametrize(
+    ("num_lots", "longest", "chains"), [(1000, 16, 1), (18, 16, 1), (4, 6, 3), (1, 3, 6), (None, 1, 16)]
+)
+def test_few_lots_go_through_shorter_chains(num_lots: int | None, longest: int, chains: int) -> None:
+    """From one node to sixteen; in the background from one node to all."""
+    way = way_to(nodes(1), nodes(16, first=8), num_lots)
+    assert pieces_sent(way, 0, lambda rank: rank // 8) == 8 * chains
+    assert max(hop.stage for hop in way.hops) == longest
