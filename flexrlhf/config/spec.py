@@ -492,8 +492,8 @@ class SyncSpec(StrictModel):
     )
     overlap: Literal["auto"] | bool = Field(
         "auto",
-        description="transfer while both sides compute, with memory for all that one side sends and the other receives; "
-        "auto: with a lag, and on several nodes",
+        description="transfer while both sides compute, with memory for all that one sends and the other gets; auto: "
+        "with a lag, and on several nodes",
     )
     bucket_mb: float | None = Field(
         None,

@@ -37,24 +37,26 @@ class Way:
     hops: tuple[Hop, ...]
 
 
-def way_to(sources: Sequence[tuple[int, ...]], receivers: Sequence[tuple[int, ...]], num_lots: int | None) -> Way:
+def way_to(
+    sources: Sequence[tuple[int, ...]], receivers: Sequence[tuple[int, ...]], num_lots: int | None, pieces: range
+) -> Way:
     """Return the way from ranks that have the same to ranks of other nodes that need it, both by node.
 
-    ``num_lots``: lots that go this way, one after the other; None: no node sends to another one what it has received.
+    num_lots:  lots that go this way, one after the other; None: no node sends to another one what it has received.
+    pieces:    in which it is sent, numbered among all that cross at a time: the next one arrives at the next rank.
     """
-    pieces = max(map(len, receivers))
     chains = min(len(receivers), len(sources) * _fan_out(ceil(len(receivers) / len(sources)), num_lots))
     # one of each node, then the next of each
     order = [rank for turn in zip_longest(*sources) for rank in turn if rank is not None]
-    step = pieces * chains
+    step = len(pieces) * chains
     turns = len(order) // gcd(step, len(order))
     found: list[Hop] = []
     for chain in range(chains):
-        for piece in range(pieces):
+        for piece, place in enumerate(pieces):
             first = chain + piece * chains
             senders = tuple(order[(first + turn * step) % len(order)] for turn in range(turns))
-            found += _along(receivers[chain::chains], piece, senders)
-    return Way(pieces, tuple(found))
+            found += _along(receivers[chain::chains], piece, place, senders)
+    return Way(len(pieces), tuple(found))
 
 
 def _fan_out(longest: int, num_lots: int | None) -> int:
@@ -66,9 +68,9 @@ def _fan_out(longest: int, num_lots: int | None) -> int:
     return longest if num_lots is None else min(longest, max(1, round(sqrt(2 * longest / num_lots))))
 
 
-def _along(nodes: Sequence[tuple[int, ...]], piece: int, senders: tuple[int, ...]) -> Iterator[Hop]:
-    """Yield the messages of a piece along a chain."""
-    receivers = [ranks[piece % len(ranks)] for ranks in nodes]
+def _along(nodes: Sequence[tuple[int, ...]], piece: int, place: int, senders: tuple[int, ...]) -> Iterator[Hop]:
+    """Yield the messages of a piece along a chain. ``place``: number of the rank of each node at which it arrives."""
+    receivers = [ranks[place % len(ranks)] for ranks in nodes]
     yield Hop(0, piece, senders, (receivers[0],))
     for stage, (ranks, receiver) in enumerate(zip(nodes, receivers, strict=True), 1):
         others = (*(rank for rank in ranks if rank != receiver), *receivers[stage : stage + 1])

@@ -11,10 +11,10 @@ It is the parameter reallocation of ReaL (Mei et al. 2024), and with destination
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, prod
 
@@ -34,7 +34,7 @@ class Region:
     name: str
     box: Box
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return box_elements(self.box)
 
@@ -44,6 +44,10 @@ LARGE = 2**16
 """Elements from which on a region travels by itself."""
 NUM_BUCKETS = 3
 """Buckets that exist at a time: two in flight while a third is packed."""
+
+
+EVEN = 4
+"""Pieces for each rank of a node from which on it matters little that some ranks receive one more."""
 
 
 def count(regions: Sequence[Region]) -> int:
@@ -66,7 +70,7 @@ class WeightMessage:
     regions: Regions
     is_sent_on: bool = False
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return count(self.regions)
 
@@ -206,8 +210,10 @@ Contents = Mapping[tuple[int, int, tuple[int, ...]], list[Region]]
 """What is sent, by stage, sender and receivers."""
 _Near = tuple[_Group, tuple[int, ...], list[Region]]
 """A group, the ranks of its node that have what it needs, and that."""
-_Far = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Ranks that have the same, and the ranks that need it, by node."""
+Receivers = tuple[tuple[int, ...], ...]
+"""Ranks that need the same, by node."""
+_Far = tuple[tuple[int, ...], Receivers]
+"""Ranks that have the same, and those that need it."""
 
 
 class _Planner:
@@ -224,7 +230,8 @@ class _Planner:
         alike: dict[Owners, Owners] = {}
         self._owners = {name: alike.setdefault(each := _owners(source, name), each) for name in self._shapes}
         self._found: dict[tuple[int, Part, Box], tuple[tuple[_Owner, tuple[Box, ...]], ...]] = {}
-        self._ways: dict[_Far, Way] = {}
+        self._ways: dict[tuple[tuple[int, ...], Receivers, range], Way] = {}
+        self._nodes: dict[tuple[int, ...], Mapping[int, tuple[int, ...]]] = {}
         self._groups = self._grouped()
 
     @property
@@ -285,9 +292,13 @@ class _Planner:
                 # replicas of the source take turns, over the ranks of a group and over lots
                 if ranks := group.ranks[(place + turn) % len(sources) :: len(sources)]:
                     contents[0, source, ranks] += common
+        crossed: Counter[Receivers] = Counter(receivers for _, receivers in far)
+        begun: Counter[Receivers] = Counter()
         for (sources, receivers), crossing in far.items():
-            way = self._way(sources, receivers)
-            pieces = _pieces(crossing, way.num_pieces)
+            number = _num_pieces(receivers, crossed[receivers])
+            way = self._way(sources, receivers, range(begun[receivers], begun[receivers] + number))
+            begun[receivers] += number
+            pieces = _pieces(crossing, number)
             for hop in way.hops:
                 if pieces[hop.piece]:
                     contents[hop.stage, hop.senders[turn % len(hop.senders)], hop.receivers] += pieces[hop.piece]
@@ -304,7 +315,7 @@ class _Planner:
             for region in regions:
                 part = parts.get(region.name)
                 for owner, boxes in () if part is None else self._overlaps(region, part):
-                    there = tuple(rank for rank in owner.ranks if self._node_of(rank) == group.node)
+                    there = self._by_node(owner.ranks).get(group.node, ())
                     if there:
                         near.append((group, there, [Region(region.name, box) for box in boxes]))
                     else:
@@ -315,15 +326,23 @@ class _Planner:
             far[sources, tuple(nodes.values())] += [Region(name, box) for box in boxes]
         return near, far
 
-    def _way(self, sources: tuple[int, ...], receivers: tuple[tuple[int, ...], ...]) -> Way:
-        """Return the way from ``sources``, which have the same, to ``receivers``, by node."""
-        if (sources, receivers) not in self._ways:
-            by_node: dict[int, list[int]] = defaultdict(list)
-            for rank in sources:
-                by_node[self._node_of(rank)].append(rank)
+    def _way(self, sources: tuple[int, ...], receivers: Receivers, pieces: range) -> Way:
+        """Return the way from ``sources``, which have the same, to ``receivers``."""
+        key = sources, receivers, pieces
+        if key not in self._ways:
             num_lots = None if self._in_background else ceil(self.num_elements / self._most)
-            self._ways[sources, receivers] = way_to(tuple(map(tuple, by_node.values())), receivers, num_lots)
-        return self._ways[sources, receivers]
+            self._ways[key] = way_to([*self._by_node(sources).values()], receivers, num_lots, pieces)
+        return self._ways[key]
+
+    def _by_node(self, ranks: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
+        """Return the nodes of ``ranks``, each with those on it."""
+        if ranks not in self._nodes:
+            found: dict[int, tuple[int, ...]] = {}
+            for rank in ranks:
+                node = self._node_of(rank)
+                found[node] = (*found.get(node, ()), rank)
+            self._nodes[ranks] = found
+        return self._nodes[ranks]
 
     def mean_links(self) -> Mapping[tuple[int, int], float]:
         """Return the elements of each link, with equal shares of the source's replicas."""
@@ -340,7 +359,7 @@ class _Planner:
                     for link in product(sources, group.ranks):
                         found[link] += len(names) * count(common) / len(sources)
             for (sources, receivers), crossing in far.items():
-                way = self._way(sources, receivers)
+                way = self._way(sources, receivers, range(max(map(len, receivers))))
                 size = len(names) * count(crossing) / way.num_pieces
                 for hop in way.hops:
                     for link in product(hop.senders, hop.receivers):
@@ -356,6 +375,12 @@ class _Planner:
             found = ((owner, tuple(_within(owner.part, needed))) for owner in owners)
             self._found[key] = tuple((owner, boxes) for owner, boxes in found if boxes)
         return self._found[key]
+
+
+def _num_pieces(receivers: Receivers, number: int) -> int:
+    """Return the pieces of each of ``number`` lots that cross at a time, so that all ranks of a node receive alike."""
+    ranks = max(map(len, receivers))
+    return ranks if number <= EVEN else -(-EVEN * ranks // number)
 
 
 def _pieces(regions: Sequence[Region], number: int) -> list[list[Region]]:

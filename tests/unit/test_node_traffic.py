@@ -31,8 +31,8 @@ def test_a_split_sends_weights_one_way_and_rows_the_other() -> None:
     plan = plan_of(SIX, 4, TWO_NODES, "sync.every=4")
     found = sent_bytes(plan)
     size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
-    # two replicas of each shadow, every fourth step
-    assert found[0] == SentBytes(weights=2 * size / 4)
+    # once for both replicas of each shadow, every fourth step
+    assert found[0] == SentBytes(weights=size / 4)
     assert found[1].weights == found[1].gradients == 0 < found[1].rows < 1e5
 
 

@@ -332,7 +332,7 @@ def pieces_sent(way: Way, from_node: int, node_of: NodeOf) -> float:
 def test_no_node_sends_more_than_once_what_it_has(sources: int, receiving: int) -> None:
     """Every rank gets every piece once, and the pieces arrive on a node at different ranks."""
     receivers = nodes(receiving, first=8 * sources)
-    way = way_to(nodes(sources), receivers, num_lots=1000)
+    way = way_to(nodes(sources), receivers, 1000, range(8))
     arrived = Counter((hop.piece, rank) for hop in way.hops for rank in hop.receivers)
     assert arrived == Counter(product(range(8), [rank for ranks in receivers for rank in ranks]))
     for ranks in receivers:
@@ -347,6 +347,6 @@ def test_no_node_sends_more_than_once_what_it_has(sources: int, receiving: int) 
 )
 def test_few_lots_go_through_shorter_chains(num_lots: int | None, longest: int, chains: int) -> None:
     """From one node to sixteen; in the background from one node to all."""
-    way = way_to(nodes(1), nodes(16, first=8), num_lots)
+    way = way_to(nodes(1), nodes(16, first=8), num_lots, range(8))
     assert pieces_sent(way, 0, lambda rank: rank // 8) == 8 * chains
     assert max(hop.stage for hop in way.hops) == longest
