@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from flexrlhf.memory.budget import Phase, RankMemory
@@ -96,8 +97,11 @@ def _suggestions(plan: Plan) -> list[str]:
     size = plan.device_bytes(rank) or SMALLEST_DEVICE_BYTES
     if 2 * plan.memories[rank].peak_bytes < size:
         return []
+    lacks = (plan.device_bytes(rank) or inf) < plan.memories[rank].peak_bytes
     lines = [
-        f"  {bytes_text(each.freed):>8}  {each.change}{'' if each.same_numbers else '  (other numbers)'}"
+        f"  {bytes_text(each.freed):>8}  {each.change}"
+        + "  (suffices)" * (lacks and each.suffices)
+        + "  (other numbers)" * (not each.same_numbers)
         for each in memory_suggestions(plan, rank)[:NUM_SUGGESTIONS]
     ]
     return [f"to free memory on rank {rank}:", *lines] if lines else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice
 from typing import Any
 
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
@@ -31,20 +31,29 @@ WORTH = 0.01
 
 REPLANNED_RANKS = 4096
 """Most ranks times changes that are tried: each change is planned on all ranks."""
+COMBINED = 8
+"""Changes of which two or three are tried together where none suffices alone: those that free most."""
+BY_TIME = (
+    *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "activation_checkpointing"),
+    *("tp", "pp", "overlap", "offload_optimizer", "offload_parameters"),
+)
+"""Settings that leave learning as it is, by the time that they usually cost."""
 
 
 @dataclass(frozen=True)
 class MemorySuggestion:
     """A change of settings that frees memory.
 
-    change:        override as on the command line.
+    change:        overrides as on the command line.
     freed:         bytes by which the rank's peak falls.
     same_numbers:  whether results stay the same; else it changes what is trained, or the precision.
+    suffices:      whether the rank's models and calls then fit its device.
     """
 
     change: str
     freed: int
     same_numbers: bool = True
+    suffices: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,12 @@ def tightest_rank(plan: Plan) -> int:
 
 
 def memory_suggestions(plan: Plan, rank: int) -> list[MemorySuggestion]:
-    """Return the changes that reduce the peak of ``rank``, largest first: every setting at the value that frees most.
+    """Return the changes that reduce the peak of ``rank``: every setting at the value that frees most.
 
+    Those that leave learning alone come first: what suffices by the time that it usually costs, else what frees most.
     Each is tried on every model alone, and on all that can have it together: where several models need nearly as much,
-    a change of one only makes the next one the peak. On many ranks only the first changes are tried.
+    a change of one only makes the next one the peak. Where none suffices that leaves learning alone, two or three are
+    tried together. On many ranks only the first changes are tried.
     """
     most = max(1, REPLANNED_RANKS // plan.placement.num_ranks)
     tried = _tried(plan, rank, [(change,) for change in islice(_candidates(plan, rank), most)])
@@ -109,17 +120,61 @@ def memory_suggestions(plan: Plan, rank: int) -> list[MemorySuggestion]:
     for changes, freed in _tried(plan, rank, _together(alone)[: max(0, most - len(tried))]):
         if freed > (1 + WORTH) * max(alone[change] for change in changes):
             tried.append((changes, freed))
-    best: dict[str, MemorySuggestion] = {}
+    best: dict[str, tuple[Changes, int]] = {}
     for changes, freed in tried:
         settings = " ".join(change.setting for change in changes)
-        least = best[settings].freed if settings in best else WORTH * plan.memories[rank].peak_bytes
-        if freed > least:
-            text = " ".join(change.text for change in changes)
-            best[settings] = MemorySuggestion(text, freed, changes[0].key not in ("dtype", "lora"))
-    return sorted(best.values(), key=lambda suggestion: -suggestion.freed)
+        if freed > (best[settings][1] if settings in best else WORTH * plan.memories[rank].peak_bytes):
+            best[settings] = changes, freed
+    peak, size = plan.memories[rank].peak_bytes, plan.device_bytes(rank)
+    lacking = 0 if size is None else peak - size
+    found = list(best.values())
+    if not any(freed >= lacking and _keeps_numbers(changes) for changes, freed in found):
+        found += _combined(plan, rank, found, lacking, most - len(tried))
+
+    def order(each: tuple[Changes, int]) -> tuple[bool, bool, int, int]:
+        changes, freed = each
+        suffices = freed >= lacking
+        slowest = max(map(_time_of, changes)) if suffices and lacking > 0 else 0
+        return not _keeps_numbers(changes), not suffices, slowest, -freed
+
+    return [
+        MemorySuggestion(" ".join(change.text for change in changes), freed, _keeps_numbers(changes), freed >= lacking)
+        for changes, freed in sorted(found, key=order)
+    ]
 
 
 Changes = tuple[_Change, ...]
+
+
+def _keeps_numbers(changes: Changes) -> bool:
+    return all(change.key in BY_TIME for change in changes)
+
+
+def _time_of(change: _Change) -> int:
+    return BY_TIME.index(change.key) if change.key in BY_TIME else len(BY_TIME)
+
+
+def _combined(
+    plan: Plan, rank: int, found: Iterable[tuple[Changes, int]], lacking: int, most: int
+) -> list[tuple[Changes, int]]:
+    """Return two or three of the changes that leave learning alone together: the first that free ``lacking`` bytes, by
+    the time that they usually cost.
+
+    ``most``: trials.
+    """
+    largest = sorted((each for each in found if _keeps_numbers(each[0])), key=lambda each: -each[1])[:COMBINED]
+    by_time = sorted((changes for changes, _ in largest), key=lambda changes: max(map(_time_of, changes)))
+    left = most
+    for number in (2, 3):
+        for several in combinations(by_time, number):
+            together = tuple(change for changes in several for change in changes)
+            if left <= 0 or len({change.setting for change in together}) < len(together):
+                continue
+            left -= 1
+            for changes, freed in _tried(plan, rank, [together]):
+                if freed >= lacking:
+                    return [(changes, freed)]
+    return []
 
 
 def _tried(plan: Plan, rank: int, trials: Iterable[Changes]) -> list[tuple[Changes, int]]:
@@ -149,16 +204,21 @@ def check_fits(plan: Plan) -> None:
     if size is None or memory.peak_bytes <= size:
         return
     at = f" for {memory.peak.label}" if memory.peak is not None else ""
-    suggestions = memory_suggestions(plan, rank)
-    best = (
-        f"{suggestions[0].change} frees {bytes_text(suggestions[0].freed)}"
-        if suggestions
-        else "use more or larger devices"
-    )
     raise UserError(
         f"memory: rank {rank} needs {bytes_text(memory.peak_bytes)}{at}, and its device "
-        f"({plan.cluster.devices[rank].device_class}) has {bytes_text(size)}; {best}"
+        f"({plan.cluster.devices[rank].device_class}) has {bytes_text(size)}; "
+        f"{_remedy(memory_suggestions(plan, rank))}"
     )
+
+
+def _remedy(suggestions: list[MemorySuggestion]) -> str:
+    """Return what to do, after what is wrong."""
+    best = next((each for each in suggestions if each.suffices), suggestions[0] if suggestions else None)
+    if best is None:
+        return "use more or larger devices"
+    numbers = "" if best.same_numbers else " with other numbers"
+    enough = "which suffices" if best.suffices else "which is not enough"
+    return f"{best.change} frees {bytes_text(best.freed)}, {enough}{numbers}"
 
 
 def _replanned(plan: Plan, changes: Changes) -> Plan:

@@ -64,9 +64,7 @@ def test_a_suggestion_lowers_the_peak_by_what_it_says(placement: Any, overrides:
 
 def test_suggestions_come_in_order_and_say_whether_numbers_change() -> None:
     found = memory_suggestions(large(), 0)
-    assert [suggestion.freed for suggestion in found] == sorted(
-        (suggestion.freed for suggestion in found), reverse=True
-    )
+    assert found == sorted(found, key=lambda suggestion: (not suggestion.same_numbers, -suggestion.freed))
     for suggestion in found:
         assert suggestion.same_numbers == (".lora=" not in suggestion.change and ".dtype=" not in suggestion.change)
 
@@ -133,6 +131,21 @@ def test_what_cannot_fit_is_refused_with_the_best_remedy() -> None:
     best = memory_suggestions(plan, 0)[0]
     for words in ("rank 0", "V100-16G", "has 13.9 GB", "for train on actor", f"{best.change} frees"):
         assert words in message, message
+
+
+QWEN = ("models.actor={init: qwen2.5-7b}", "cluster={nodes: [{devices: 8, class: A100-80G}]}")
+
+
+def test_two_changes_together_are_named_where_none_suffices() -> None:
+    """Supervised training of 7B on eight devices: what leaves learning alone, and then fits."""
+    settings = ("algorithm.name=sft", "models.ref=null", "models.critic=null", "models.reward=null")
+    plan = large(None, 8, *settings, *QWEN, "data.max_response_tokens=4096")
+    with pytest.raises(UserError, match="which suffices$") as caught:
+        check_fits(plan)
+    best = memory_suggestions(plan, 0)[0]
+    assert best.suffices and best.same_numbers and len(best.change.split()) > 1
+    assert best.change in str(caught.value)
+    check_fits(large(None, 8, *settings, *QWEN, "data.max_response_tokens=4096", *best.change.split()))
 
 
 # --- what is printed
