@@ -8,10 +8,20 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
-from flexrlhf.config.spec import SMALL_BUCKET_MB, SMALL_LOGITS_MB, DataSpec, Dtype, ModelSpec, RolloutSpec, Spec
+from flexrlhf.config.spec import (
+    SMALL_BUCKET_MB,
+    SMALL_LOGITS_MB,
+    DataSpec,
+    Dtype,
+    ModelSpec,
+    PlacementMap,
+    RolloutSpec,
+    Spec,
+)
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.sources import SECTIONS
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -53,6 +63,24 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     models = spec.models.model_copy(update=filled)
     rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
     return spec.model_copy(update={"models": models, "rollout": rollout})
+
+
+def with_shared_reference(spec: Spec) -> Spec:
+    """Return ``spec`` with the actor without its adapters as the reference, where nothing is said of a reference.
+
+    Its numbers are those of a copy of its own, which would be as large as the actor.
+    """
+    actor, placement = spec.models.actor, spec.placement
+    if isinstance(placement, PlacementMap):
+        is_placed = placement.operators is not None or any(name.split(".")[0] == "ref" for name in placement.models)
+    else:
+        is_placed = placement not in (None, "auto")
+    if actor is None or actor.lora is None or spec.models.ref is not None or is_placed:
+        return spec
+    if "ref" not in make_graph(spec).roles:
+        return spec
+    models = spec.models.model_copy(update={"ref": ModelSpec(share="actor")})
+    return spec.model_copy(update={"models": models})
 
 
 def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:

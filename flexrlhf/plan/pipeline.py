@@ -25,7 +25,7 @@ from flexrlhf.placement.per_operator import place_operators
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.plan.hub_names import with_snapshots
-from flexrlhf.plan.models import model_shapes, resolve_models, with_device_sizes
+from flexrlhf.plan.models import model_shapes, resolve_models, with_device_sizes, with_shared_reference
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.plan.tokenizers import check_tokenizers
@@ -65,7 +65,7 @@ class ResolvedSpec:
 
 def resolve(spec: Spec) -> ResolvedSpec:
     """Make the graph of ``spec`` and fill in its models. Raises UserError for models that do not go with it."""
-    spec = with_snapshots(spec)
+    spec = with_shared_reference(with_snapshots(spec))
     graph = make_graph(spec)
     check_evaluation(graph, spec)
     cluster = make_cluster(spec.cluster)

@@ -30,6 +30,28 @@ def run_of(plan: Plan, operator: str) -> Run:
     return next(x for x in plan.schedule.instructions if isinstance(x, Run) and x.operator.name == operator)
 
 
+@pytest.mark.parametrize(
+    ("placement", "settings", "shares"),
+    [
+        (None, (), True),
+        ({"actor": 1, "critic": 0.5, "reward": 1}, (), True),
+        (None, ("models.ref={}",), False),
+        (None, ("models.ref.dtype=float32",), False),
+        ([1, 1, 1, 1], (), False),
+        ({"actor": 1, "critic": 1, "ref": 1, "reward": 1}, (), False),
+        (None, ("models.actor.lora=null",), False),
+    ],
+)
+def test_the_actor_with_adapters_is_its_own_reference_where_nothing_is_said_of_one(
+    placement: object, settings: tuple[str, ...], shares: bool
+) -> None:
+    plan = plan_of(placement, 2, "models.actor.lora={rank: 2}", *settings)
+    assert ("ref" not in plan.graph.roles) == shares
+    assert not shares or plan.schedule == plan_of(placement, 2, *SHARED).schedule
+    # the resolved YAML says so, too
+    assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).graph == plan.graph
+
+
 # --- the graph
 
 
