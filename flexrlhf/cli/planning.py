@@ -13,6 +13,7 @@ from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_lines import absent_line, data_line, data_warnings
 from flexrlhf.plan.data_sources import DataSource
+from flexrlhf.plan.fitting import fitted
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.present_data import absent_sources, present_inspections
@@ -20,10 +21,16 @@ from flexrlhf.plan.suggestions import check_fits
 
 
 def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
-    """Plan the runs of a command; prints the placement that ``placement: auto`` chooses."""
+    """Plan the runs of a command; prints what is chosen: the placement of ``placement: auto``, and what else is left
+    out and makes a run fit.
+    """
     chosen = [_with_chosen_placement(spec) for spec in specs]
     with working("planning"):
-        return make_plans(chosen)
+        fitting = [fitted(spec, plan) for spec, plan in zip(chosen, make_plans(chosen), strict=True)]
+    for _, sentence in fitting:
+        if sentence:
+            typer.echo(sentence + "\n")
+    return [plan for plan, _ in fitting]
 
 
 def _with_chosen_placement(spec: Spec) -> Spec:

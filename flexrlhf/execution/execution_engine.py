@@ -14,8 +14,8 @@ from flexrlhf.execution.job import prepare_job
 from flexrlhf.execution.rank_factory import starting_factory
 from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.plan.fitting import fitted
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
 
 
@@ -68,7 +68,10 @@ class ExecutionEngine:
         spec = load_spec(config_path, settings)
         check_single_planner([spec], Hosts())
         self._resume = None if resume is None else str(resume)
-        self.plan: Plan = make_plan(_with_chosen_placement(spec))
+        chosen = _with_chosen_placement(spec)
+        self.plan, sentence = fitted(chosen, make_plan(chosen))
+        if sentence:
+            print(sentence)
         if not force:
             check_fits(self.plan)
 

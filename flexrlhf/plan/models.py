@@ -93,8 +93,7 @@ def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
 
 def _with_types(spec: Spec, cluster: Cluster) -> Spec:
     """Return ``spec`` with models in bfloat16 where all devices compute in it, unless another type is written."""
-    classes = [DEVICE_CLASSES.get(name) for name in cluster.classes]
-    if spec.cluster.device == "cpu" or not all(each is not None and each.bf16 for each in classes):
+    if not is_of_16_bits(spec, cluster):
         return spec
     models = {
         role: model.model_copy(update={"dtype": "bfloat16"})
@@ -106,6 +105,12 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
         and (model.engine, model.zero) != ("deepspeed", 0)
     }
     return spec.model_copy(update={"models": spec.models.model_copy(update=models)})
+
+
+def is_of_16_bits(spec: Spec, cluster: Cluster) -> bool:
+    """Whether all devices are of known classes, and compute in bfloat16."""
+    classes = [DEVICE_CLASSES.get(name) for name in cluster.classes]
+    return spec.cluster.device != "cpu" and all(each is not None and each.bf16 for each in classes)
 
 
 def without_device_sizes(spec: Spec) -> Spec:

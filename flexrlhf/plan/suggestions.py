@@ -45,19 +45,21 @@ class MemorySuggestion:
     """A change of settings that frees memory.
 
     change:        overrides as on the command line.
+    changes:       these as data.
     freed:         bytes by which the rank's peak falls.
     same_numbers:  whether results stay the same; else it changes what is trained, or the precision.
     suffices:      whether the rank's models and calls then fit its device.
     """
 
     change: str
+    changes: tuple[Change, ...]
     freed: int
     same_numbers: bool = True
     suffices: bool = False
 
 
 @dataclass(frozen=True)
-class _Change:
+class Change:
     """A new value for a setting of ``section`` (sync, rollout), or of the model ``role`` (its shadow where
     ``of_shadow``).
     """
@@ -106,16 +108,19 @@ def tightest_rank(plan: Plan) -> int:
     return max(range(plan.placement.num_ranks), key=tightness)
 
 
-def memory_suggestions(plan: Plan, rank: int) -> list[MemorySuggestion]:
+def memory_suggestions(plan: Plan, rank: int, written: frozenset[str] = frozenset()) -> list[MemorySuggestion]:
     """Return the changes that reduce the peak of ``rank``: every setting at the value that frees most.
 
     Those that leave learning alone come first: what suffices by the time that it usually costs, else what frees most.
     Each is tried on every model alone, and on all that can have it together: where several models need nearly as much,
     a change of one only makes the next one the peak. Where none suffices that leaves learning alone, two or three are
     tried together. On many ranks only the first changes are tried.
+
+    ``written``: settings that stay as they are.
     """
     most = max(1, REPLANNED_RANKS // plan.placement.num_ranks)
-    tried = _tried(plan, rank, [(change,) for change in islice(_candidates(plan, rank), most)])
+    allowed = (change for change in _candidates(plan, rank) if change.setting not in written)
+    tried = _tried(plan, rank, [(change,) for change in islice(allowed, most)])
     alone = {changes[0]: freed for changes, freed in tried}
     for changes, freed in _tried(plan, rank, _together(alone)[: max(0, most - len(tried))]):
         if freed > (1 + WORTH) * max(alone[change] for change in changes):
@@ -138,19 +143,21 @@ def memory_suggestions(plan: Plan, rank: int) -> list[MemorySuggestion]:
         return not _keeps_numbers(changes), not suffices, slowest, -freed
 
     return [
-        MemorySuggestion(" ".join(change.text for change in changes), freed, _keeps_numbers(changes), freed >= lacking)
+        MemorySuggestion(
+            " ".join(change.text for change in changes), changes, freed, _keeps_numbers(changes), freed >= lacking
+        )
         for changes, freed in sorted(found, key=order)
     ]
 
 
-Changes = tuple[_Change, ...]
+Changes = tuple[Change, ...]
 
 
 def _keeps_numbers(changes: Changes) -> bool:
     return all(change.key in BY_TIME for change in changes)
 
 
-def _time_of(change: _Change) -> int:
+def _time_of(change: Change) -> int:
     return BY_TIME.index(change.key) if change.key in BY_TIME else len(BY_TIME)
 
 
@@ -182,16 +189,16 @@ def _tried(plan: Plan, rank: int, trials: Iterable[Changes]) -> list[tuple[Chang
     found = []
     for changes in trials:
         try:
-            after = _replanned(plan, changes).memory(rank).peak_bytes
+            after = replanned(plan, changes).memory(rank).peak_bytes
         except UserError:
             continue
         found.append((changes, plan.memories[rank].peak_bytes - after))
     return found
 
 
-def _together(changes: Iterable[_Change]) -> list[Changes]:
+def _together(changes: Iterable[Change]) -> list[Changes]:
     """Return the same changes of several models; batches are halved, whatever their size."""
-    alike: dict[str, list[_Change]] = defaultdict(list)
+    alike: dict[str, list[Change]] = defaultdict(list)
     for change in changes:
         alike[change.key + ("" if change.key.endswith("_tokens") else change.shown)].append(change)
     return [tuple(members) for members in alike.values() if len(members) > 1]
@@ -203,12 +210,16 @@ def check_fits(plan: Plan) -> None:
     memory, size = plan.memories[rank], plan.device_bytes(rank)
     if size is None or memory.peak_bytes <= size:
         return
+    raise UserError(f"memory: {need_text(plan)}; {_remedy(memory_suggestions(plan, rank))}")
+
+
+def need_text(plan: Plan) -> str:
+    """Return what the tightest rank needs and has."""
+    rank = tightest_rank(plan)
+    memory, device = plan.memories[rank], plan.cluster.devices[rank].device_class
     at = f" for {memory.peak.label}" if memory.peak is not None else ""
-    raise UserError(
-        f"memory: rank {rank} needs {bytes_text(memory.peak_bytes)}{at}, and its device "
-        f"({plan.cluster.devices[rank].device_class}) has {bytes_text(size)}; "
-        f"{_remedy(memory_suggestions(plan, rank))}"
-    )
+    size = bytes_text(plan.device_bytes(rank))
+    return f"rank {rank} needs {bytes_text(memory.peak_bytes)}{at}, and its device ({device}) has {size}"
 
 
 def _remedy(suggestions: list[MemorySuggestion]) -> str:
@@ -221,7 +232,7 @@ def _remedy(suggestions: list[MemorySuggestion]) -> str:
     return f"{best.change} frees {bytes_text(best.freed)}, {enough}{numbers}"
 
 
-def _replanned(plan: Plan, changes: Changes) -> Plan:
+def replanned(plan: Plan, changes: Changes) -> Plan:
     """Return ``plan`` with ``changes``. Raises UserError where engines or devices do not allow them."""
     spec, shapes = plan.spec, dict(plan.shapes)
     for change in changes:
@@ -233,7 +244,7 @@ def _replanned(plan: Plan, changes: Changes) -> Plan:
     return plan_on(resolved, resolved.place(), shapes)
 
 
-def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
+def _candidates(plan: Plan, rank: int) -> Iterator[Change]:
     for model in plan.placement.on_rank(rank):
         if model.is_of_operators:
             continue  # it has the settings of its role
@@ -245,21 +256,21 @@ def _candidates(plan: Plan, rank: int) -> Iterator[_Change]:
         if not model.is_shadow:
             changes |= _of_role(model, shape)
         for key, values in changes.items():
-            yield from (_Change(key, value, "", model.role, model.is_shadow) for value in values)
+            yield from (Change(key, value, "", model.role, model.is_shadow) for value in values)
     if any(isinstance(each, Sync) and each.overlaps for each in plan.schedule.instructions):
-        yield _Change("overlap", False, "sync")
-    yield _Change("bucket_mb", plan.spec.sync.bucket_bytes / 2e6, "sync")
+        yield Change("overlap", False, "sync")
+    yield Change("bucket_mb", plan.spec.sync.bucket_bytes / 2e6, "sync")
 
 
-def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[_Change]:
+def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[Change]:
     """Yield changes of a rollout engine: a smaller cache, tensor parallelism, fewer bits, sleep."""
     rollout = plan.spec.rollout
-    yield _Change("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
-    yield _Change("tp", 2 * rollout.tp, "rollout")
+    yield Change("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
+    yield Change("tp", 2 * rollout.tp, "rollout")
     if model.settings.dtype == "float32":
-        yield _Change("dtype", "bfloat16", "rollout")
+        yield Change("dtype", "bfloat16", "rollout")
     if not rollout.sleep:
-        yield _Change("sleep", True, "rollout")
+        yield Change("sleep", True, "rollout")
 
 
 def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
