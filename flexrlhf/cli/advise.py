@@ -23,6 +23,7 @@ Config = Annotated[
         autocompletion=complete_config,
     ),
 ]
+Algorithm = Annotated[Text, typer.Option(help="algorithm, such as grpo or dpo; default: ppo")]
 Model = Annotated[
     Text, typer.Option(help="model of all roles: a name, a model directory or a config.json; default: llama-7b")
 ]
@@ -59,6 +60,7 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the r
 def advise(
     config: Config = None,
     config_option: ConfigOption = None,
+    algorithm: Algorithm = None,
     model: Model = None,
     critic: Critic = None,
     ref: Ref = None,
@@ -97,6 +99,7 @@ def advise(
         raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
     config = chosen_config(config, config_option)
     options = AdviceOptions(
+        algorithm=algorithm,
         model=model,
         critic=critic,
         ref=ref,

@@ -110,7 +110,7 @@ REQUESTS = {
     "a node, deepspeed, 65B": row("llama-65b", 8, engine="deepspeed"),
     "a node, deepspeed, transformers": row("qwen2.5-3b", 8, engine="deepspeed", rollout="transformers"),
     "a node, megatron": row("qwen2.5-7b", 8, engine="megatron"),
-    "a node, grpo": row("qwen2.5-7b", 8, "A100-80G", GRPO, RULE),
+    "a node, grpo": row("qwen2.5-7b", 8, "A100-80G", RULE, algorithm="grpo"),
     "a node, grpo, long responses": row("qwen2.5-7b", 8, "A100-80G", GRPO, RULE, response_tokens=8192, samples=16),
     "a node, grpo, longest responses": row("qwen2.5-7b", 8, "H100-80G", GRPO, RULE, response_tokens=16384),
     "a node, grpo, adapters": row("qwen2.5-14b", 8, "A100-80G", GRPO, RULE, lora=16),

@@ -521,6 +521,7 @@ def test_auto_in_a_yaml_is_what_is_advised(tmp_path: Path) -> None:
 
 def test_unknown_names_get_the_nearest() -> None:
     assert "did you mean 'llama-33b'" in refusal("--model", "lama-33b")
+    assert "did you mean 'grpo'" in refusal("--algorithm", "grp")
     assert "A100-40G or A100-80G" in refusal("--gpu-type", "A100")
     assert "did you mean 'H100-96G'" in refusal("--gpu-type", "H100-90G")
     assert "use 8 or 16" in refusal("--gpus", 12)
@@ -533,6 +534,7 @@ def test_a_model_is_refused_under_the_option_that_named_it() -> None:
 
 
 GIVEN = {
+    "--algorithm": "grpo",
     "--model": "llama-7b",
     "--critic": "llama-7b",
     "--ref": "llama-7b",
@@ -604,9 +606,10 @@ def test_settings_to_use_instead_of_options_are_settings() -> None:
     raw = read_yaml(dump_spec(spec_for(8)))
     for model in raw["models"].values():
         model.pop("init")
-    values = {"=N": "=8", ": N": ": 8", "DIRECTORY": "models", "engine=NAME": "engine=torch"}
+    values = {"=N": "=8", ": N": ": 8", "DIRECTORY": "models"}
+    names = {"algorithm": "ppo", "engine": "torch", "rollout": "vllm"}
     for name, setting in SETTINGS.items():
-        for word, value in values.items() if name != "rollout" else [("NAME", "vllm")]:
+        for word, value in ({"=NAME": f"={names.get(name)}"} | values).items():
             setting = setting.replace(word, value)
         apply_override(raw, setting)
     changed = parse_spec(raw, "advise")
@@ -628,7 +631,7 @@ def test_help_states_every_default() -> None:
     defaults |= {name: getattr(request, name) for name in vars(AdviceOptions()) if hasattr(request, name)}
     # the algorithm's own
     defaults["samples"] = f"the algorithm's, {request.spec().algorithm.samples_per_prompt} for PPO"
-    assert len(defaults) == 11
+    assert len(defaults) == 12
     for name, value in defaults.items():
         assert value is None or helps[name].endswith(f"default: {value}"), name
     assert request.models == dict.fromkeys(ROLES, MODEL)

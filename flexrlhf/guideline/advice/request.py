@@ -27,6 +27,7 @@ MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"
 class AdviceRequest:
     """Problem that is described without a YAML.
 
+    algorithm:        its name.
     models:           PPO's roles → name, directory or config file; roles of other algorithms use these.
     nodes:            as in ``cluster.nodes``.
     prompt_tokens:    longest prompt.
@@ -42,6 +43,7 @@ class AdviceRequest:
 
     models: Mapping[str, str]
     nodes: tuple[Mapping[str, Any], ...]
+    algorithm: str = "ppo"
     prompt_tokens: int = 1024
     response_tokens: int = 1024
     prompts: int = 512
@@ -65,7 +67,7 @@ class AdviceRequest:
         raw: dict[str, Any] = {
             "name": "advised",
             "algorithm": {
-                "name": "ppo",
+                "name": self.algorithm,
                 "prompts_per_step": self.prompts,
                 "num_mini_batches": self.mini_batches,
             },
@@ -103,6 +105,7 @@ class AdviceRequest:
 
 
 SETTINGS = {
+    "algorithm": "algorithm.name=NAME",
     "model": "models.actor.path=DIRECTORY",
     "critic": "models.critic.path=DIRECTORY",
     "ref": "models.ref.path=DIRECTORY",
@@ -120,7 +123,7 @@ SETTINGS = {
     "lora": "models.actor.lora={rank: N}",
 }
 """Option → setting to use with a config, after ``--set``."""
-OVERRIDES = ("prompt_tokens", "response_tokens", "prompts", "samples", "mini_batches", "rollout")
+OVERRIDES = ("algorithm", "prompt_tokens", "response_tokens", "prompts", "samples", "mini_batches", "rollout")
 """Options that are one setting of a config, which they replace."""
 
 
@@ -128,6 +131,7 @@ OVERRIDES = ("prompt_tokens", "response_tokens", "prompts", "samples", "mini_bat
 class AdviceOptions:
     """Options of the command line under their names; None where one is not given."""
 
+    algorithm: str | None = None
     model: str | None = None
     critic: str | None = None
     ref: str | None = None
