@@ -27,7 +27,6 @@ MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"
 class AdviceRequest:
     """Problem that is described without a YAML.
 
-    algorithm:        its name.
     models:           PPO's roles → name, directory or config file; roles of other algorithms use these.
     nodes:            as in ``cluster.nodes``.
     prompt_tokens:    longest prompt.
@@ -38,12 +37,12 @@ class AdviceRequest:
     engine:           engine of all models.
     rollout:          engine of generation, where the algorithm generates.
     lora:             rank of adapters on the trained models.
+    algorithm:        its name.
     named:            roles that the spec must have.
     """
 
     models: Mapping[str, str]
     nodes: tuple[Mapping[str, Any], ...]
-    algorithm: str = "ppo"
     prompt_tokens: int = 1024
     response_tokens: int = 1024
     prompts: int = 512
@@ -52,6 +51,7 @@ class AdviceRequest:
     engine: str = "torch"
     rollout: str = "vllm"
     lora: int | None = None
+    algorithm: str = "ppo"
     named: tuple[str, ...] = ()
 
     def spec(self, overrides: tuple[str, ...] = ()) -> Spec:
