@@ -21,6 +21,9 @@ from flexrlhf.cli.options import (
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.cli.working import working
+from flexrlhf.config.output_path import check_output
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import UserError
 from flexrlhf.plan.inputs import check_present_data
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -30,6 +33,11 @@ Html = Annotated[
     Path | None,
     typer.Option(help="write a page with the placement, the predicted timeline and the memory to this file"),
 ]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="write the YAML with every setting, also those that are chosen or the default"),
+]
+WRITTEN = "# every setting of"
 
 
 def plan(
@@ -42,6 +50,7 @@ def plan(
     set_: Overrides = None,
     force: Force = False,
     html: Html = None,
+    output: Output = None,
 ) -> None:
     """Print placement, schedule and memory of each run.
 
@@ -53,7 +62,11 @@ def plan(
         from flexrlhf.report.command import check_page_path
 
         check_page_path(html, "--html", paths or ())
+    if output is not None:
+        check_output(output, "--output", "full.yaml", lambda text: text.startswith(WRITTEN), paths or ())
     plans = plan_runs(load_specs(paths, placement_ratio, devices, settings))
+    if output is not None and len(plans) > 1:
+        raise UserError(f"--output: goes with one config, found {len(plans)}")
     if paths:
         for each in plans:
             check_present_data(each)
@@ -66,6 +79,9 @@ def plan(
     if html is not None:
         _write_page(plans, html)
     check_memory(plans, force)
+    if output is not None:
+        output.write_text(f"{WRITTEN} {plans[0].spec.name}\n{dump_spec(plans[0].spec)}")
+        typer.echo(f"written to {output}")
 
 
 def _write_page(plans: Sequence[Plan], path: Path) -> None:

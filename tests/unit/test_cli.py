@@ -181,6 +181,18 @@ def test_planning_before_data_exists_says_that_it_is_not_checked(invoke: Invoke)
         ]
 
 
+def test_a_plan_with_every_setting_is_that_of_what_is_left_out(invoke: Invoke, tmp_path: Path) -> None:
+    gpus = ("--set", "cluster={nodes: [{devices: 8, class: A100-80G}]}", "--set", "models.actor.init=qwen2.5-7b")
+    chosen = invoke("plan", "a.yaml", *gpus, "-o", "full.yaml").stdout
+    line, _, text = chosen.removesuffix("written to full.yaml\n").partition("\n\n")
+    assert "zero=3 chosen; else rank 0 needs" in line
+    assert invoke("plan", "full.yaml").stdout == text
+    assert invoke("plan", "a.yaml", *gpus, "-o", "full.yaml").exit_code == 0
+    assert "was not written by this command" in refused(invoke("plan", "full.yaml", "-o", "a.yaml"))
+    (tmp_path / "b.yaml").write_text((tmp_path / "a.yaml").read_text().replace("test", "other"))
+    assert refused(invoke("plan", "a.yaml", "b.yaml", "-o", "c.yaml")) == "--output: goes with one config, found 2"
+
+
 @pytest.mark.parametrize("command", COMMANDS[:2])
 def test_a_model_without_a_tokenizer_is_refused_by_the_setting_that_names_it(
     command: tuple[str, ...], invoke: Invoke, tmp_path: Path
