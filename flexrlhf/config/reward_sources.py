@@ -115,9 +115,10 @@ class RuleSource(_CalledSource):
     """Rule that ships with flexrlhf, of whole responses: right is 1, wrong 0."""
 
     level: Literal["answer"] = Field("answer", description="a rule has one score a response")
-    rule: Literal["exact_answer", "gsm8k", "math", "format", "length"] = Field(
+    rule: Literal["exact_answer", "gsm8k", "math", "reasoning-gym", "format", "length"] = Field(
         description="exact_answer: the response is the solution; gsm8k: the number behind #### is that of the "
         "solution; math: its answer, in LaTeX or plain, has the value of the solution (math-verify); "
+        "reasoning-gym: the task's own score of the text between <answer> and </answer>; "
         "format: the response matches pattern; length: by its number of tokens"
     )
     answer: str = Field("answer", description="exact_answer, gsm8k, math: column with the solution")

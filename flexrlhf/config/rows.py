@@ -17,7 +17,10 @@ TextForm = Literal["auto", "prompt", "messages", "conversations", "instruction",
 """Forms of rows with one response."""
 LongPrompts = Literal["error", "drop", "truncate-left", "truncate-right"]
 Template = Annotated[str, AfterValidator(check_template)]
-FILES = "a .jsonl, .jsonl.gz, .json, .csv or .parquet file, a directory of datasets, or a name on the Hub"
+FILES = (
+    "a .jsonl, .jsonl.gz, .json, .csv or .parquet file, a directory of datasets, a name on the Hub, or "
+    "reasoning-gym:TASK"
+)
 
 
 def _positive(weight: Fraction) -> Fraction:

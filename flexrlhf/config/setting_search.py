@@ -106,4 +106,4 @@ def keys_from(start: str) -> Iterator[str]:
             yield f"{scope}{colon}{each}"
 
 
-_ROLES = ("actor", "critic", "cost_critic", "ref", "reward", "cost")
+_ROLES = ("all", "actor", "critic", "cost_critic", "ref", "reward", "cost")

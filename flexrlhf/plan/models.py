@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
 from flexrlhf.config.spec import (
+    OF_TRAINING,
     SMALL_BUCKET_MB,
     SMALL_LOGITS_MB,
     DataSpec,
@@ -43,24 +44,26 @@ CRITIC_RATE = 9e-6
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
     """Return ``spec`` with the models that a user may leave out: ref starts as the actor, critics as what scores.
 
-    Raises UserError for a missing model, and for one that ``graph`` has no role for.
+    What ``models.all`` says is then in every role. Raises UserError for a missing model, and for one that ``graph`` has
+    no role for.
     """
     written = {role for role, model in spec.models if model is not None}
     shared = {role for role in written if _shares(spec, role, graph)}
     surplus = sorted(written - set(graph.roles) - shared)
     if surplus:
         raise UserError(f"models.{surplus[0]}: {_why_none(spec, surplus[0], graph)}")
-    filled = dict(spec.models)
+    filled, of_all = dict(spec.models), spec.models.all
     for role in [role for role in _ORIGINS if role in graph.roles]:
         origin = _ORIGINS[role] if _ORIGINS[role] in graph.roles else "actor"
-        filled[role] = _with_rate_of_critics(role, _weights_of(filled[role] or ModelSpec(), filled[origin]))
+        filled[role] = _with_rate_of_critics(role, _weights_of(filled[role] or of_all or ModelSpec(), filled[origin]))
     for role in graph.roles:
         if filled.get(role) is None:
             hint = f"; or say with {role}: where scores come from" if role in SECTIONS else ""
             raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}{hint}")
-    for role in graph.roles:
+        if of_all is not None and role not in graph.trained:
+            filled[role] = _without_training(filled[role], of_all)
         filled[role] = _with_text_limit(role, filled[role], spec.data)
-    models = spec.models.model_copy(update=filled)
+    models = spec.models.model_copy(update={**filled, "all": None})
     rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
     return spec.model_copy(update={"models": models, "rollout": rollout})
 
@@ -142,9 +145,15 @@ def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:
     return model.model_copy(update={"optimizer": optimizer.model_copy(update={"learning_rate": CRITIC_RATE})})
 
 
-def _with_text_limit(role: str, model: ModelSpec | None, data: DataSpec) -> ModelSpec | None:
+def _without_training(model: ModelSpec, of_all: ModelSpec) -> ModelSpec:
+    """Return a model that is not trained without the settings of training that it has from ``models.all``."""
+    taken = {name for name in OF_TRAINING if getattr(model, name) == getattr(of_all, name)}
+    return ModelSpec(**model.model_dump(exclude_unset=True, exclude=taken))
+
+
+def _with_text_limit(role: str, model: ModelSpec, data: DataSpec) -> ModelSpec:
     """Return ``model`` with the longest text that it reads by its own tokenizer, where it does."""
-    if model is None or not model.retokenize or model.max_text_tokens is not None:
+    if not model.retokenize or model.max_text_tokens is not None:
         return model
     longest = LONGER * (data.max_prompt_tokens + data.max_response_tokens)
     has_config = model.path is not None and (Path(model.path) / "config.json").is_file()

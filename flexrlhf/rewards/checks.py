@@ -17,6 +17,11 @@ from flexrlhf.user_code.checks import check_function, definitions, python_file
 
 OWN_COLUMNS = ("num_tokens",)
 """What a function may take in addition to the columns of the data."""
+_PACKAGES = {
+    "math": ("math_verify", "math-verify", "math"),
+    "reasoning-gym": ("reasoning_gym", "reasoning-gym", "reasoning"),
+}
+"""Rule → module and package that it needs, and the extra with it."""
 
 
 def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None:
@@ -33,8 +38,14 @@ def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None
                 _check_service(source, section)
             case RuleSource(pattern=str(pattern)):
                 _check_pattern(pattern, f"{section}.pattern")
-            case RuleSource(rule="math") if find_spec("math_verify") is None:
-                raise UserError(f"{section}.rule: math needs the package math-verify; install flexrlhf[math]")
+            case RuleSource(rule="math" | "reasoning-gym" as rule):
+                _check_package(rule, f"{section}.rule")
+
+
+def _check_package(rule: str, key: str) -> None:
+    module, package, extra = _PACKAGES[rule]
+    if find_spec(module) is None:
+        raise UserError(f"{key}: {rule} needs the package {package}; install flexrlhf[{extra}]")
 
 
 def check_present_functions(sources: Sequence[RewardSource], name: str) -> bool:
@@ -68,6 +79,8 @@ def check_columns(
                 needed = [(f"{section}.label:", source.label)]
             case RuleSource(rule="exact_answer" | "gsm8k" | "math"):
                 needed = [(f"{section}.answer:", source.answer)]
+            case RuleSource(rule="reasoning-gym"):
+                needed = [(f"{section}.rule: reasoning-gym reads", "entry")]
             case _:
                 needed = []
         for words, column in needed:

@@ -5,11 +5,13 @@
   where it has none), as verl's strict mode of GSM8K reads them. Numbers are compared as numbers: 1,000 is 1000.0.
 * ``math``: the answer of the response, in LaTeX or as a plain number, has the value of the column by math-verify,
   which TRL and verl use, too. Several boxed answers are a set.
+* ``reasoning-gym``: the score, from 0 to 1, that the row's task gives to the text between the last ``<answer>`` and
+  ``</answer>``.
 * ``format``: the whole response, without blanks around it, matches a regular expression; a dot matches a line's end.
 * ``length``: 1 at ``target_tokens``, falling by 1 / target with each token more or less, and 0 from twice as many on.
 
-A row without a reference solution has no score. A pattern, and a comparison of formulas, may take very long, so
-``format`` and ``math`` run in a worker.
+A row without a reference solution has no score. A pattern, a comparison of formulas and a task's score may take very
+long, so ``format``, ``math`` and ``reasoning-gym`` run in a worker.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from flexrlhf.config.reward_sources import RuleSource
 from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, make_batches
 from flexrlhf.rewards.limits import Deadline
 from flexrlhf.rewards.warn_once import WarnOnce
-from flexrlhf.rewards.worker_calls import match, same_value
+from flexrlhf.rewards.worker_calls import match, same_value, task_score
 from flexrlhf.rewards.workers import Workers
 
 PATTERN_SECONDS, MATH_SECONDS = 10.0, 120.0
@@ -77,6 +79,8 @@ def make_rule(source: RuleSource, warn: WarnOnce) -> RowRule | WorkerRule:
         return WorkerRule(partial(match, source.pattern), PATTERN_SECONDS, source.batch_size, warn)
     if source.rule == "math":
         return WorkerRule(partial(same_value, source.answer), MATH_SECONDS, source.batch_size, warn)
+    if source.rule == "reasoning-gym":
+        return WorkerRule(task_score, MATH_SECONDS, source.batch_size, warn)
     if source.target_tokens is not None:
         return RowRule(partial(length, source.target_tokens), source.answer, warn)
     rule = {"exact_answer": exact_match, "gsm8k": gsm8k}[source.rule]

@@ -1,10 +1,11 @@
 """Calls that run in a worker process: here alone a user's code is loaded and run.
 
-The standard library alone, and math-verify where a rule compares formulas.
+The standard library alone, and the package of a rule: math-verify, reasoning-gym.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import json
@@ -63,6 +64,32 @@ def same_value(column: str, batch: ScoreBatch) -> Reply:
     scores: list[Score] = [score(*each) for each in zip(solutions, batch.responses, strict=True)]
     missing = ScoreFailure("column", f"a row has no solution in its column {column!r}")
     return Reply(scores, missing if None in scores else None)
+
+
+def task_score(batch: ScoreBatch) -> Reply:
+    """Return the scores of reasoning-gym's tasks; None for a row of none, 0 for a text that its task cannot read."""
+    from reasoning_gym.utils import extract_answer
+
+    def score(task: Any, settings: Any, entry: Any, response: str) -> tuple[Score, ScoreFailure | None]:
+        with _Caught("task", "a row has no task of reasoning-gym:") as row:
+            scorer, right = _scorer(task, settings), ast.literal_eval(entry)
+            with _Caught("raise", f"{task} raised") as scored:
+                return float(scorer(extract_answer(response), right)), None
+            return 0.0, scored.failure
+        return None, row.failure
+
+    columns = [batch.columns.get(name, [None] * len(batch)) for name in ("task", "settings", "entry")]
+    found = [score(*each) for each in zip(*columns, batch.responses, strict=True)]
+    return Reply([each for each, _ in found], next((failure for _, failure in found if failure is not None), None))
+
+
+@functools.cache
+def _scorer(task: str, settings: str) -> Callable[[str | None, dict[str, Any]], float]:
+    """Return the scorer of a task: of some it depends on their settings."""
+    from reasoning_gym.factory import create_dataset
+
+    scorer: Callable[[str | None, dict[str, Any]], float] = create_dataset(task, **json.loads(settings)).score_answer
+    return scorer
 
 
 @functools.cache

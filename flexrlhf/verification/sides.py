@@ -34,7 +34,8 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
     if frozen != getattr(algorithm, "freeze_actor_steps", 0):
         changes["algorithm"] = algorithm.model_copy(update={"freeze_actor_steps": frozen})
     updates = (steps - frozen) * algorithm.num_mini_batches * algorithm.epochs
-    short = {role: _with_warmup(_unrounded(model), updates - 1) for role, model in spec.models if model is not None}
+    models = [("all", spec.models.all), *spec.models]
+    short = {role: _with_warmup(_unrounded(model), updates - 1) for role, model in models if model is not None}
     return spec.model_copy(update={**changes, "models": spec.models.model_copy(update=short)})
 
 

@@ -181,6 +181,7 @@ def test_all_settings_are_listed_with_a_meaning(invoke: Invoke) -> None:
     ("text", "found", "absent"),
     [
         ("models.actor.optimizer", "models.ROLE.optimizer.learning_rate", "models.ROLE.zero"),
+        ("models.all.dtype", "models.ROLE.dtype", "models.ROLE.zero"),
         ("grpo", "algorithm.samples_per_prompt", "algorithm.gae_lambda"),
         ("learning_rate", "algorithm.lagrange.learning_rate", "steps"),
         ("steps", "steps", "seed"),
@@ -203,6 +204,8 @@ def test_settings_that_are_not_there_get_the_nearest() -> None:
     [
         ("models.actor.optimizer.le", ["models.actor.optimizer.learning_rate="]),
         ("models.cr", ["models.critic."]),
+        ("models.al", ["models.all."]),
+        ("models.all.zer", ["models.all.zero="]),
         ("step", ["steps="]),
         ("my-ppo:data.max_r", ["my-ppo:data.max_response_tokens="]),
         ("nothing.such", []),

@@ -70,6 +70,10 @@ def test_a_plan_without_a_cluster_says_so() -> None:
             ),
             ["bfloat16", "float32", "float32", "bfloat16"],
         ),
+        (
+            ("cluster.nodes=[{devices: 2, class: H100-80G}]", "models.all.dtype=float32", "models.ref.dtype=float16"),
+            ["float32", "float32", "float16", "float32"],
+        ),
     ],
 )
 def test_models_without_a_type_are_in_bfloat16_where_all_devices_compute_in_it(

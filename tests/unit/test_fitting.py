@@ -40,6 +40,8 @@ def test_what_is_written_stays(setting: str) -> None:
     name, _, value = setting.removeprefix("models.actor.").partition("=")
     assert str(getattr(plan.model("actor"), name)) == value
     assert f"models.actor.{name}" not in sentence
+    # also of roles that are filled in
+    assert ".zero=" not in chosen("models.all.zero=2")[1]
 
 
 def test_what_cannot_fit_and_devices_of_no_class_stay_as_they_are() -> None:

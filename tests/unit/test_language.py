@@ -44,7 +44,7 @@ WORDS = {
     "knows?": "receives, stores, depends on",
 }
 """Word → what the field says in its place (CONTRIBUTING, language)."""
-INTERFACE = re.compile(r"held_out_scores|held_bytes|exact_answer|[\"`.]answer\b")
+INTERFACE = re.compile(r"held_out_scores|held_bytes|(exact|extract|score)_answer|(<|&lt;)/?answer>|[\"`.]answer\b")
 """Names that users type and that files of a run contain. They stay, and do not count."""
 STARTS = """
 also as at before behind beside besides by for from he her his how if in into it its on or she so some such that their

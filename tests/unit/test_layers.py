@@ -126,7 +126,7 @@ RULES = (
         "execution.kept_runs",
         "execution.resumption execution.run_directory weights.model_files plan config errors",
     ),
-    Layer("execution.library_versions", "engines.capabilities plan"),
+    Layer("execution.library_versions", "data.reasoning_tasks engines.capabilities plan"),
     Layer(
         "execution.fingerprints execution.terms execution.shared_directories",
         f"execution.fingerprints execution.library_versions plan {PLANNING}",

@@ -163,7 +163,7 @@ def test_a_wrong_kind_of_value_is_refused_in_plain_words(override: str, sentence
         ("reward={url: 'ftp://a'}", "reward.0: url must start with http:// or https://, found 'ftp://a'"),
         (
             "reward={rule: gsm8}",
-            "reward.0.rule: expected one of 'exact_answer', 'gsm8k', 'math', 'format' or 'length' "
+            "reward.0.rule: expected one of 'exact_answer', 'gsm8k', 'math', 'reasoning-gym', 'format' or 'length' "
             "(did you mean 'gsm8k'?), found 'gsm8'",
         ),
         ("reward={rule: gsm8k, level: token}", "reward.0.level: expected 'answer', found 'token'"),

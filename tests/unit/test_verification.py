@@ -16,6 +16,7 @@ from flexrlhf.cli import app
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.execution.recorded_columns import RecordedColumn
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
+from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.verification.comparison import _column as compare_column
 from flexrlhf.verification.comparison_text import format_table
 from flexrlhf.verification.deviation import Deviation, first_beyond
@@ -187,6 +188,9 @@ def test_a_short_run_keeps_what_numbers_depend_on(tmp_path: Path) -> None:
     assert short.algorithm.freeze_actor_steps == 1  # type: ignore[union-attr]
     assert short.models.actor is not None
     assert (short.models.actor.optimizer.warmup_steps, short.models.actor.optimizer.learning_rate) == (0, 0.5)
+    of_all = spec_of([1, 1, 1, 1], 2, "models.all.optimizer.warmup_steps=50")
+    critic = make_plan(short_spec(of_all, "side", tmp_path, 2)).spec.models.critic
+    assert critic is not None and critic.optimizer.warmup_steps == 1
     same = short_spec(spec_of([1, 1, 1, 1], 2), "side", tmp_path, 2)
     assert same.algorithm == spec_of([1, 1, 1, 1], 2).algorithm
 

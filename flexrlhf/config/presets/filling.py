@@ -62,6 +62,8 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
     models, steps = dict(raw["models"]), raw.get("steps", 100)
     mini_batches, epochs = algorithm.get("num_mini_batches"), algorithm.get("epochs")
     updates = mini_batches * epochs if _is_count(mini_batches) and _is_count(epochs) else None
+    shared = models["all"].get("optimizer") if isinstance(models.get("all"), Mapping) else None
+    of_all = shared if isinstance(shared, Mapping) else {}
     for role, cells in _by_role(trainer_of(algorithm["like"], algorithm["name"])):
         written = models.get(role)
         if written is None and role in DERIVED_ROLES:
@@ -70,7 +72,7 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
             continue
         preset = {key: _updates(value, steps, updates) for key, value in cells.items()}
         known = {key: value for key, value in preset.items() if value is not _UNKNOWN}
-        models[role] = {**written, "optimizer": {**known, **written.get("optimizer", {})}}
+        models[role] = {**written, "optimizer": {**known, **of_all, **written.get("optimizer", {})}}
     return models
 
 

@@ -1,0 +1,140 @@
+"""``models.all``: which roles take its settings, what comes before it, and the way back to YAML."""
+
+from __future__ import annotations
+
+import pytest
+from small_runs import plan_of, spec_of
+
+from flexrlhf.config.spec import OF_TRAINING, ModelSpec, Spec
+from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import UserError
+from flexrlhf.plan.models import CRITIC_RATE
+
+ROLES = ("actor", "critic", "ref", "reward")
+TRAINING = "{zero: 3, activation_checkpointing: true, optimizer: {learning_rate: 0.5}, lora: {rank: 4}, shadow: {}}"
+
+
+def model_of(spec: Spec, role: str) -> ModelSpec:
+    model = spec.models.of(role)
+    assert model is not None
+    return model
+
+
+def planned(*overrides: str) -> Spec:
+    return plan_of(None, 2, *overrides).spec
+
+
+def test_every_role_has_the_settings_of_all_but_for_its_own() -> None:
+    spec = planned("models.all={zero: 3, dtype: bfloat16}", "models.reward.dtype=float32")
+    assert [model_of(spec, role).zero for role in ROLES] == [3, 3, 3, 3]
+    assert [model_of(spec, role).dtype for role in ROLES] == ["bfloat16", "bfloat16", "bfloat16", "float32"]
+    assert spec.models.all is None
+
+
+def test_all_is_no_role() -> None:
+    models = spec_of(None, 2, "models.all.zero=3").models
+    assert "all" not in dict(models) and models.of("all") is None
+    assert model_of(spec_of(None, 2, "models.all.zero=3"), "actor").zero == 3
+
+
+@pytest.mark.parametrize("role", ["actor", "reward"])
+def test_a_default_that_a_role_writes_is_its_own(role: str) -> None:
+    spec = planned("models.all.zero=3", f"models.{role}.zero=0")
+    assert [model_of(spec, each).zero for each in ROLES] == [0 if each == role else 3 for each in ROLES]
+
+
+def test_sections_are_merged_key_by_key_and_other_mappings_are_not() -> None:
+    shared = (
+        "models.all={engine: deepspeed, optimizer: {schedule: linear, eps: 0.5}, lora: {rank: 4, alpha: 3}, "
+        "shadow: {zero: 3}, config: {steps_per_print: 1}}"
+    )
+    own = "{optimizer: {eps: 0.25}, lora: {rank: 2}, shadow: {tp: 1}, config: {wall_clock_breakdown: true}}"
+    actor = model_of(spec_of(None, 2, shared, *(f"models.actor.{k}={v}" for k, v in read_yaml(own).items())), "actor")
+    assert (actor.optimizer.schedule, actor.optimizer.eps) == ("linear", 0.25)
+    assert actor.lora is not None and (actor.lora.rank, actor.lora.alpha) == (2, 3)
+    assert actor.shadow is not None and (actor.shadow.zero, actor.shadow.tp) == (3, 1)
+    assert actor.config == {"wall_clock_breakdown": True}
+    assert model_of(spec_of(None, 2, shared, "models.actor.lora=null"), "actor").lora is None
+
+
+def test_only_trained_roles_take_settings_of_training() -> None:
+    spec = planned(f"models.all={TRAINING}")
+    for role in ROLES:
+        model, plain = model_of(spec, role), ModelSpec()
+        assert model.zero == 3
+        taken = {name for name in OF_TRAINING if getattr(model, name) != getattr(plain, name)}
+        assert taken == (set(OF_TRAINING) - {"offload_optimizer"} if role in ("actor", "critic") else set())
+
+
+def test_a_role_that_is_not_trained_may_still_not_write_them() -> None:
+    with pytest.raises(UserError, match=r"models.ref.optimizer: ref is not trained"):
+        planned(f"models.all={TRAINING}", "models.ref.optimizer.eps=0.5")
+
+
+def test_a_role_that_shares_weights_takes_nothing() -> None:
+    spec = planned(f"models.all={TRAINING}", "models.ref.share=actor")
+    assert model_of(spec, "ref") == ModelSpec(share="actor")
+
+
+def test_a_learning_rate_of_all_is_that_of_critics_too() -> None:
+    assert model_of(planned("models.all.optimizer.learning_rate=0.5"), "critic").optimizer.learning_rate == 0.5
+    assert model_of(planned("models.all.optimizer.eps=0.5"), "critic").optimizer.learning_rate == CRITIC_RATE
+
+
+def test_a_preset_fills_in_what_neither_the_role_nor_all_has() -> None:
+    preset = spec_of(None, 2, "algorithm.like=verl")
+    spec = spec_of(
+        None, 2, "algorithm.like=verl", "models.all.optimizer.learning_rate=0.5", "models.actor.optimizer.eps=0.25"
+    )
+    for role in ("actor", "critic"):
+        assert model_of(spec, role).optimizer.learning_rate == 0.5
+        assert model_of(spec, role).optimizer.betas == model_of(preset, role).optimizer.betas
+    assert model_of(spec, "actor").optimizer.eps == 0.25
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("models.all.dtyp=float32", "models.all: unknown key 'dtyp' (did you mean 'dtype'?)"),
+        (
+            "models.all.optimizer.learning_rat=1",
+            "models.all.optimizer: unknown key 'learning_rat' (did you mean 'learning_rate'?)",
+        ),
+        ("models.all.dtype=8", "models.all.dtype: expected one of 'float32', 'bfloat16' or 'float16', found 8"),
+        ("models.all=3", "models.all: expected a mapping, found 3"),
+        ("models.all.path=x", "models.all: path goes with one role, found 'x': write models.actor.path"),
+        ("models.all.init=[1]", "models.all: init goes with one role, found [1]: write models.actor.init"),
+        ("models.all.share=actor", "models.all: share goes with one role, found 'actor': write models.ref.share"),
+        (
+            "models.all={retokenize: true, max_text_tokens: 9}",
+            "models.all: retokenize goes with one role, found true: write models.reward.retokenize",
+        ),
+    ],
+)
+def test_what_all_cannot_have_is_refused_by_its_name(override: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(None, 2, override)
+    assert str(caught.value) == f"config: {sentence}"
+
+
+def test_a_role_that_must_be_written_is_still_missing() -> None:
+    with pytest.raises(UserError, match=r"models.reward: missing; ppo needs actor, critic, ref, reward"):
+        planned("models.all.zero=3", "models.reward=null")
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("like", ["null", "verl"])
+def test_a_dumped_spec_loads_as_the_same_spec(short: bool, like: str) -> None:
+    overrides = (f"models.all={TRAINING}", "models.all.dtype=float32", "models.ref.share=actor", "models.actor.zero=0")
+    spec = spec_of(None, 2, f"algorithm.like={like}", *overrides, "models.actor.optimizer.eps=0.25")
+    assert parse_spec(read_yaml(dump_spec(spec, short))) == spec
+    resolved = planned(*overrides)
+    assert parse_spec(read_yaml(dump_spec(resolved, short))) == resolved
+
+
+def test_a_dumped_role_has_what_differs_from_all() -> None:
+    spec = spec_of(None, 2, "models.all={zero: 3, dtype: float32}", "models.reward.zero=0", "models.critic={}")
+    models = read_yaml(dump_spec(spec, short=True))["models"]
+    assert models["all"] == {"zero": 3, "dtype": "float32"}
+    assert set(models["actor"]) == {"init"} and set(models["reward"]) == {"init", "zero"} and models["critic"] == {}
