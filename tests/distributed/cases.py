@@ -231,7 +231,12 @@ SHAPES: dict[str, Raw] = {
     # many small buckets, so that back-pressure is at work
     "six-overlap": {"placement": SIX, "sync": {"overlap": True, "bucket_mb": 0.004}},
     "six-rounded": {"placement": SIX, "sync": {"dtype": "bfloat16", "bucket_mb": 0.004}},
-    "six-uneven": {"placement": [0.75, 0.25, 0.25, 0.25, 0.25, 0.5], "sync": {"bucket_mb": 0.004}},
+    # from one node to a rank there and two of another, which send on to each other
+    "six-uneven": {
+        "placement": [0.75, 0.25, 0.25, 0.25, 0.25, 0.5],
+        "sync": {"bucket_mb": 0.004, "overlap": False},
+        "cluster": {"nodes": [{"count": 2, "devices": 2}]},
+    },
     # five steps, since the version by the rule of sync.every 3 changes first at the fourth
     "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},
     "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"overlap": False}},
