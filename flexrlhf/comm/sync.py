@@ -31,7 +31,7 @@ from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
-from flexrlhf.weights.transfers import LARGE, NUM_BUCKETS, Regions, WeightMessage, count
+from flexrlhf.weights.transfer_plan import LARGE, NUM_BUCKETS, Regions, WeightMessage, count
 
 
 class ChecksumError(RunStopped):

@@ -11,7 +11,7 @@ from flexrlhf.comm.weights import Weights, merged
 from flexrlhf.config.spec import LoraSpec
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.shards import Parts
-from flexrlhf.weights.transfers import Region
+from flexrlhf.weights.transfer_plan import Region
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,8 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
-from flexrlhf.weights.transfers import (
-    NUM_BUCKETS,
-    Holdings,
-    NodeOf,
-    Regions,
-    TransferPlan,
-    WeightMessage,
-    mean_links,
-    overlap,
-    plan_transfers,
-)
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, WeightMessage
+from flexrlhf.weights.transfers import Holdings, NodeOf, mean_links, overlap, plan_transfers
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A source and a destination are given by the part of each tensor that each of their ranks stores, however it is sharded:
 split by tensor parallelism, by rows, flat, by pipeline stage, or not at all. What a destination rank stores as a source
 rank already stays where it is; everything else is sent once, from a rank of the same node where there is one, and
-replicas of the source take turns. Buckets are sized so that the buffers of no rank are above a limit.
+replicas of the source take turns. What no source rank of a node has crosses to it once (``node_tree``), and is sent on
+there. Buckets are sized so that the buffers of no rank are above a limit.
 
 It is the parameter reallocation of ReaL (Mei et al. 2024), and with destination ranks in the order of
 ``placement/generation_order.py`` the resharding of HybridFlow's 3D-HybridEngine (Sheng et al. 2024, sec. 5).
@@ -14,146 +15,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import ceil, prod
 
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, cut_rows, intersection, num_rows, slabs
 from flexrlhf.weights.node_tree import Way, way_to
 from flexrlhf.weights.shards import Part, whole
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Bucket, Region, Regions, TransferPlan, WeightMessage, count
 
 Holdings = Mapping[int, Mapping[str, Part]]
 """Part of each tensor on each rank, by rank and name; a tensor that a rank stores nothing of may be absent."""
 NodeOf = Callable[[int], int]
-
-
-@dataclass(frozen=True)
-class Region:
-    """A box of the tensor ``name``."""
-
-    name: str
-    box: Box
-
-    @cached_property
-    def num_elements(self) -> int:
-        return box_elements(self.box)
-
-
-Regions = tuple[Region, ...]
-LARGE = 2**16
-"""Elements from which on a region travels by itself."""
-NUM_BUCKETS = 3
-"""Buckets that exist at a time: two in flight while a third is packed."""
-
-
 EVEN = 4
 """Pieces for each rank of a node from which on it matters little that some ranks receive one more."""
-
-
-def count(regions: Sequence[Region]) -> int:
-    """Return the number of elements in ``regions``."""
-    return sum(region.num_elements for region in regions)
-
-
-@dataclass(frozen=True)
-class WeightMessage:
-    """Elements that one rank sends to others, which all store the same of them.
-
-    source:        rank that sends.
-    destinations:  ranks that receive.
-    regions:       what is sent, in this order, each region row-major.
-    is_sent_on:    whether the sender has received it in an earlier bucket: it is in its part of the copy.
-    """
-
-    source: int
-    destinations: tuple[int, ...]
-    regions: Regions
-    is_sent_on: bool = False
-
-    @cached_property
-    def num_elements(self) -> int:
-        return count(self.regions)
-
-    @property
-    def vectors(self) -> tuple[Regions, ...]:
-        """Regions that are sent as one vector: each large one alone, so that it need not be packed, and all others."""
-        large = [(region,) for region in self.regions if region.num_elements >= LARGE]
-        small = tuple(region for region in self.regions if region.num_elements < LARGE)
-        return (*large, small) if small else tuple(large)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Elements that are moved together.
-
-    messages:  between ranks.
-    stays:     by rank, what it copies from its own part of the source.
-    """
-
-    messages: tuple[WeightMessage, ...]
-    stays: Mapping[int, Regions]
-
-    @property
-    def sent(self) -> Mapping[int, int]:
-        """Elements that each rank packs: those for several others once."""
-        found: dict[int, int] = defaultdict(int)
-        for message in self.messages:
-            found[message.source] += message.num_elements
-        return found
-
-    @property
-    def received(self) -> Mapping[int, int]:
-        """Elements that arrive on each rank."""
-        found: dict[int, int] = defaultdict(int)
-        for message in self.messages:
-            for rank in message.destinations:
-                found[rank] += message.num_elements
-        return found
-
-
-@dataclass(frozen=True)
-class TransferPlan:
-    """Transfers in the order in which they are made."""
-
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def messages(self) -> Iterator[WeightMessage]:
-        """Messages of all buckets."""
-        return (message for bucket in self.buckets for message in bucket.messages)
-
-    @property
-    def links(self) -> Mapping[tuple[int, int], int]:
-        """Elements that cross from one rank to another, by (source, destination)."""
-        found: dict[tuple[int, int], int] = defaultdict(int)
-        for message in self.messages:
-            for destination in message.destinations:
-                found[message.source, destination] += message.num_elements
-        return dict(found)
-
-    @property
-    def received(self) -> Mapping[int, int]:
-        """Elements that each rank receives from others."""
-        found: dict[int, int] = defaultdict(int)
-        for (_, destination), elements in self.links.items():
-            found[destination] += elements
-        return dict(found)
-
-    @property
-    def buffers(self) -> Mapping[int, int]:
-        """Elements of the buffers of each rank: those of the bucket in which it sends most, and receives most."""
-        sent: dict[int, int] = defaultdict(int)
-        received: dict[int, int] = defaultdict(int)
-        for bucket in self.buckets:
-            for most, sizes in ((sent, bucket.sent), (received, bucket.received)):
-                for rank, size in sizes.items():
-                    most[rank] = max(most[rank], size)
-        return {rank: sent[rank] + received[rank] for rank in sent | received}
-
-    @property
-    def largest_buffers(self) -> int:
-        """Most elements that the buffers of one rank have."""
-        return max(self.buffers.values(), default=0)
 
 
 def plan_transfers(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from flexrlhf.placement.groups import Group
 from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
-from flexrlhf.weights.transfers import NUM_BUCKETS
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS
 
 Message = tuple[int, int]
 """Sender and receiver."""

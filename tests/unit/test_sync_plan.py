@@ -21,7 +21,8 @@ from flexrlhf.weights.sync_plan import (
     transfers_of,
     volumes,
 )
-from flexrlhf.weights.transfers import NUM_BUCKETS, NodeOf, WeightMessage, count
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS, WeightMessage, count
+from flexrlhf.weights.transfers import NodeOf
 
 RANKS, COPY = (0, 1, 2, 3), (2, 3, 4, 5)
 LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]

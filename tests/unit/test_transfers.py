@@ -19,7 +19,8 @@ from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, sl
 from flexrlhf.weights.node_tree import Way, way_to
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, parts_on
-from flexrlhf.weights.transfers import NUM_BUCKETS, Holdings, NodeOf, Regions, TransferPlan, plan_transfers
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan
+from flexrlhf.weights.transfers import Holdings, NodeOf, plan_transfers
 
 PAIRS = 5000
 SPLITS = (("torch", 0), ("torch", 3), ("deepspeed", 3))

@@ -48,7 +48,7 @@ from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Sizes, count_elements
 from flexrlhf.weights.shards import shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
-from flexrlhf.weights.transfers import NUM_BUCKETS
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS
 
 UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s=1, host_gb_s=10, node_gb_s=1)
 """About a CPU: stands for a class without figures, where the cost model was measured on the device itself."""
