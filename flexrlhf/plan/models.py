@@ -8,7 +8,7 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
-from flexrlhf.config.spec import SMALL_BUCKET_MB, SMALL_LOGITS_MB, DataSpec, Dtype, ModelSpec, RolloutSpec, Spec
+from flexrlhf.config.spec import SMALL_BUCKET_MB, SMALL_LOGITS_MB, DataSpec, ModelSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
@@ -50,9 +50,7 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
             raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}{hint}")
     for role in graph.roles:
         filled[role] = _with_text_limit(role, filled[role], spec.data)
-    models = spec.models.model_copy(update=filled)
-    rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
-    return spec.model_copy(update={"models": models, "rollout": rollout})
+    return spec.model_copy(update={"models": spec.models.model_copy(update=filled)})
 
 
 def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
@@ -130,11 +128,13 @@ def _why_none(spec: Spec, role: str, graph: Graph) -> str:
     return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
 
 
-def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None, sent: Dtype | None) -> RolloutSpec:
-    """Return ``rollout`` with the parity gate's limits for the dtypes of both sides. ``sent``: ``sync.dtype``."""
+def with_parity_limits(spec: Spec) -> Spec:
+    """Return ``spec``, whose models have their types, with limits of the parity gate that suit the types of both
+    sides."""
+    rollout, actor, sent = spec.rollout, spec.models.actor, spec.sync.dtype
     parity = rollout.parity
     if (rollout.engine == "transformers" and sent is None) or actor is None or parity is None:
-        return rollout
+        return spec
     is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32" and sent is None
     limits = (
         {"max_difference": 1e-3, "mean_difference": 1e-4}
@@ -142,7 +142,8 @@ def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None, sent: Dtype 
         else {"p999_difference": 1.0, "mean_difference": 0.05}
     )
     missing = {name: limit for name, limit in limits.items() if getattr(parity, name) is None}
-    return rollout.model_copy(update={"parity": parity.model_copy(update=missing)})
+    parity = parity.model_copy(update=missing)
+    return spec.model_copy(update={"rollout": rollout.model_copy(update={"parity": parity})})
 
 
 def _shares(spec: Spec, role: str, graph: Graph) -> bool:

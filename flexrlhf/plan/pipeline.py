@@ -25,7 +25,7 @@ from flexrlhf.placement.per_operator import place_operators
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
 from flexrlhf.plan.hub_names import with_snapshots
-from flexrlhf.plan.models import model_shapes, resolve_models, with_device_sizes
+from flexrlhf.plan.models import model_shapes, resolve_models, with_device_sizes, with_parity_limits
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.plan.tokenizers import check_tokenizers
@@ -69,7 +69,8 @@ def resolve(spec: Spec) -> ResolvedSpec:
     graph = make_graph(spec)
     check_evaluation(graph, spec)
     cluster = make_cluster(spec.cluster)
-    return ResolvedSpec(with_device_sizes(resolve_models(spec, graph), cluster), graph, cluster)
+    spec = with_device_sizes(resolve_models(spec, graph), cluster)
+    return ResolvedSpec(with_parity_limits(spec), graph, cluster)
 
 
 def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape]) -> Plan:
