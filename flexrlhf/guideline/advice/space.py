@@ -39,6 +39,7 @@ from flexrlhf.guideline.simulation.pricing import (
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.old_logprobs import recomputes_next_to_generation
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
@@ -111,8 +112,11 @@ class Space:
 
     @property
     def may_have_shadows(self) -> bool:
-        """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy."""
-        return self.graph.can_shadow and self.pool.num_devices > 1 and self.spec.rollout.engine != "torch"
+        """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy, and vLLM
+        where that copy has to compute log-probs."""
+        engine, spec = self.spec.rollout.engine, self.spec
+        is_apart = engine == "transformers" or (engine == "vllm" and not recomputes_next_to_generation(spec))
+        return self.graph.can_shadow and self.pool.num_devices > 1 and is_apart
 
     @property
     def must_have_shadows(self) -> bool:
