@@ -15,6 +15,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.sources import SECTIONS
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.weights.families import check_family
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
@@ -63,8 +64,7 @@ def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
 
 def _with_types(spec: Spec, cluster: Cluster) -> Spec:
     """Return ``spec`` with models in bfloat16 where all devices compute in it, unless another type is written."""
-    classes = [DEVICE_CLASSES.get(name) for name in cluster.classes]
-    if spec.cluster.device == "cpu" or not all(each is not None and each.bf16 for each in classes):
+    if not all_compute_in_bfloat16(spec.cluster, cluster):
         return spec
     models = {
         role: model.model_copy(update={"dtype": "bfloat16"})

@@ -496,20 +496,19 @@ def side_of(end: LinkEnd) -> MeshSide:
     return end.layout
 
 
-def make_space(
-    spec: Spec, costs: CostModel, lengths: TextLengths | None, may_generate_elsewhere: bool = False
-) -> Space:
+def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None, of_operators: bool = False) -> Space:
     """Return the space of ``spec`` without shadows. Raises UserError for models or devices that no plan could have.
 
-    lengths:                 tokens of prompts and responses; None: the longest.
-    may_generate_elsewhere:  whether a role may generate with another engine than its own.
+    lengths:       tokens of prompts and responses; None: the longest.
+    of_operators:  whether operators will be placed, so that a role may generate with another engine than its own, and
+                   no rollout engine does.
     """
-    resolved = resolve(spec)
+    resolved = resolve(spec, obstacle="operators are placed" if of_operators else "")
     spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, {})
-    _check_models(spec, shapes, graph.roles, None if may_generate_elsewhere else graph.generated)
+    _check_models(spec, shapes, graph.roles, None if of_operators else graph.generated)
     for role in resolved.roles.all:
         _check_settings(spec, role, resolved.roles)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
