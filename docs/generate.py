@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 PICTURE = re.compile(r"(<!-- picture: (?P<arguments>.+?) -->\n\n```text\n)(?P<picture>.*?)(```\n)", re.DOTALL)
 WIDTH = 76
 """Characters for the time of a step."""
+SETTLED = 5
+"""Step from which all steps of a plan with a lag take the same time."""
 SHORT = {
     "generate": ("gen",),
     "logprobs": ("lp",),
@@ -63,11 +65,12 @@ def with_pictures(text: str) -> str:
 def picture(arguments: str) -> str:
     """Return a drawing: ranks from top to bottom, a step from left to right, a box for each Run, as simulated."""
     runs = [event for event in _timeline(arguments) if event["cat"] == "run"]
-    start, end = (_first_generation(runs, step) for step in (2, 3))
+    start, end = (_first_generation(runs, step) for step in (SETTLED, SETTLED + 1))
+    character = (end - start) / WIDTH
     rows: dict[tuple[Box, ...], list[int]] = {}
     for rank in sorted({run["tid"] for run in runs}):
-        own = [run for run in runs if run["tid"] == rank and start <= run["ts"] < end]
-        boxes = tuple(_boxes(own, lambda time: round(WIDTH * (time - start) / (end - start))))
+        own = [run for run in runs if run["tid"] == rank and start <= run["ts"] + character < end]
+        boxes = tuple(_boxes(own, lambda time: max(0, round((time - start) / character))))
         rows.setdefault(boxes, []).append(rank)
     lines = [*_drawing(rows), *_legend(rows, (end - start) / 1e6)]
     return "\n".join(lines) + "\n"
@@ -80,7 +83,8 @@ def _first_generation(runs: Sequence[Mapping[str, Any]], step: int) -> float:
 def _timeline(arguments: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory) / "trace.json"
-        result = CliRunner().invoke(app, ["simulate", *shlex.split(arguments), "--output", str(trace)])
+        options = ["--steps", str(SETTLED + 2), "--output", str(trace)]
+        result = CliRunner().invoke(app, ["simulate", *shlex.split(arguments), *options])
         assert result.exit_code == 0, result.output
         return [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
 

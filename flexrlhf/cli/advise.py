@@ -40,7 +40,7 @@ Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default:
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
 MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
 Engine = Annotated[Text, typer.Option(help="training engine: torch, deepspeed or megatron; default: torch")]
-Rollout = Annotated[Text, typer.Option(help="generation engine: transformers, torch or vllm; default: vllm")]
+Rollout = Annotated[Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm")]
 Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="time limit of the searches")]
 Tie = Annotated[

@@ -650,8 +650,11 @@ class RolloutSpec(StrictModel):
         "computed them, in any type of numbers; auto: without a pass of their own where numbers stay the same but for "
         "the rounding of float32",
     )
-    engine: Literal["transformers", "torch", "vllm"] = Field(
-        "transformers", description="transformers has none of the settings below, torch those marked so, vllm all"
+    engine: Literal["auto", "transformers", "torch", "vllm"] = Field(
+        "auto",
+        description="auto: vllm on GPUs of known classes that all compute in bfloat16, for the models that it serves, "
+        "else transformers, whatever is installed; transformers has none of the settings below, torch those marked so, "
+        "vllm all",
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine (torch too)")
     pp: int = Field(1, ge=1, description="pipeline stages of an engine")
@@ -679,23 +682,31 @@ class RolloutSpec(StrictModel):
 
     @model_validator(mode="after")
     def _settings_of_the_engine(self) -> Self:
-        plain, allowed = type(self).model_construct(), _ROLLOUT_SETTINGS.get(self.engine, ())
-        fields = [name for name in type(self).model_fields if name not in ("engine", "logprobs", *allowed)]
-        set_ones = [name for name in fields if getattr(self, name) != getattr(plain, name)]
-        if self.engine != "vllm" and set_ones:
-            engines = "vllm" if set_ones[0] not in _ROLLOUT_SETTINGS["torch"] else "torch or vllm"
+        if surplus := self.surplus(self.engine):
+            engines = "vllm" if surplus[0] not in _ROLLOUT_SETTINGS["torch"] else "torch or vllm"
             raise ValueError(
-                f"{set_ones[0]} goes with engine {engines}; {self.engine} generates with the settings of models.actor: "
-                f"remove {', '.join(set_ones)}"
+                f"{surplus[0]} goes with engine {engines}; {self.engine} generates with the settings of models.actor: "
+                f"remove {', '.join(surplus)}"
             )
         return self
+
+    @property
+    def as_written(self) -> Self:
+        """Settings of the YAML: engine auto where planning has chosen one."""
+        return self if "engine" in self.model_fields_set else self.model_copy(update={"engine": "auto"})
+
+    def surplus(self, engine: str) -> list[str]:
+        """Return the settings that are not their defaults and that ``engine`` does not have."""
+        plain, fields = type(self).model_construct(), type(self).model_fields
+        allowed = ("engine", "logprobs", *_ROLLOUT_SETTINGS.get(engine, fields))
+        return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
 
 
 _ROLLOUT_SETTINGS: dict[str, tuple[str, ...]] = {
     "transformers": ("parity",),
     "torch": ("tp", "dtype", "kv_tokens", "sleep", "parity"),
 }
-"""Settings of ``RolloutSpec`` by engine; vllm has all."""
+"""Settings of ``RolloutSpec`` by engine; vllm has all, and auto until planning has chosen."""
 
 
 class SaveSpec(StrictModel):

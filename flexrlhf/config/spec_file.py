@@ -155,6 +155,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def dump_spec(spec: Spec, short: bool = False) -> str:
     """Return the resolved YAML: loading it gives the same spec. ``short``: without settings that are the default."""
+    if short:
+        spec = spec.model_copy(update={"rollout": spec.rollout.as_written})
     raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
     raw["models"] = {role: model for role, model in raw["models"].items() if model is not None}
     for role, model in spec.models:

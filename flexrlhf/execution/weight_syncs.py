@@ -64,12 +64,14 @@ class WeightSyncs:
     def store_for(self, instruction: Instruction) -> None:
         """Store what has arrived for copies that ``instruction`` uses, once all of it has.
 
-        All ranks of a copy do so before the same instruction, since they send on to each other; to offload it, each
-        does by itself.
+        Ranks of a copy that send on to each other do so before the same instruction: not before each by itself offloads
+        it.
         """
-        if self._unstored and not isinstance(instruction, Offload | Reload):
+        if self._unstored:
+            is_alone = isinstance(instruction, Offload | Reload)
             for name in models_of(instruction):
-                self._store(name)
+                if not (is_alone and name in self._unstored and self._channels[name].plan.is_sent_on):
+                    self._store(name)
 
     def store_all(self) -> None:
         """Store what has arrived for all copies."""
@@ -91,7 +93,8 @@ class WeightSyncs:
         if step is None:
             return
         copy = self._models[name]
-        self._receipts.pop(name).store(copy.engine.weights())
+        with copy.on_device():
+            self._receipts.pop(name).store(copy.engine.weights())
         copy.engine.weights_changed()
         copy.version = step
         if name in self._due:

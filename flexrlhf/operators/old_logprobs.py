@@ -43,7 +43,7 @@ def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> LogprobSource:
     """
     setting, importance = spec.rollout.logprobs, _importance(spec)
     if is_remote and spec.rollout.engine != "transformers" and importance is None:
-        if setting == "recompute":
+        if recomputes_next_to_generation(spec):
             raise UserError(
                 f"rollout.logprobs: recompute needs a copy of the actor next to {spec.rollout.engine}, which is on "
                 f"other ranks than the trained one; use auto, or a placement without shadows"
@@ -59,6 +59,11 @@ def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> LogprobSource:
     if importance is None and _samples_by_the_same_function(graph, spec, is_remote):
         return LogprobSource("generation", "the same weights have computed them in generation, in float32")
     return LogprobSource("forward")
+
+
+def recomputes_next_to_generation(spec: Spec) -> bool:
+    """Whether a pass of its own computes ``logprobs`` on the copy that generates, which only transformers can do."""
+    return spec.rollout.logprobs == "recompute" and _importance(spec) is None
 
 
 def check_setting(graph: Graph, spec: Spec) -> None:

@@ -79,11 +79,17 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
             f"rollout.engine: {rollout.engine} has nothing to do, since {algorithm.name} trains on responses of the "
             f"data set; remove rollout"
         )
-    if isinstance(algorithm, SampledSpec) and algorithm.is_cut and rollout.parity is not None:
+    if compares_cut_logprobs(spec):
         raise UserError(
             "rollout.parity: top_p, top_k and min_response_tokens cut the sampling distribution, so the engine's "
             "log-probs are not those of the policy that the trainer computes; use null"
         )
+
+
+def compares_cut_logprobs(spec: Spec) -> bool:
+    """Whether the parity gate would compare log-probs of the whole distribution with those of a part of it."""
+    algorithm = spec.algorithm
+    return isinstance(algorithm, SampledSpec) and algorithm.is_cut and spec.rollout.parity is not None
 
 
 def _corrected_graph(graph: Graph, importance: ImportanceSpec) -> Graph:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.plan.models import is_of_16_bits
+from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, need_text, replanned, tightest_rank
 
@@ -23,7 +23,7 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
 
     ``spec``: as a user has written it.
     """
-    if not is_of_16_bits(spec, plan.cluster):
+    if not all_compute_in_bfloat16(spec.cluster, plan.cluster):
         return plan, ""
     written, changed, chosen = frozenset(_written(spec, plan.graph.roles)), plan, list[str]()
     for _ in range(MOST_ROUNDS):

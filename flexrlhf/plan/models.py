@@ -13,10 +13,8 @@ from flexrlhf.config.spec import (
     SMALL_BUCKET_MB,
     SMALL_LOGITS_MB,
     DataSpec,
-    Dtype,
     ModelSpec,
     PlacementMap,
-    RolloutSpec,
     Spec,
 )
 from flexrlhf.errors import UserError
@@ -26,6 +24,7 @@ from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.sources import SECTIONS
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.weights.families import check_family
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
@@ -63,9 +62,7 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
         if of_all is not None and role not in graph.trained:
             filled[role] = _without_training(filled[role], of_all)
         filled[role] = _with_text_limit(role, filled[role], spec.data)
-    models = spec.models.model_copy(update={**filled, "all": None})
-    rollout = _resolve_rollout(spec.rollout, filled["actor"], spec.sync.dtype)
-    return spec.model_copy(update={"models": models, "rollout": rollout})
+    return spec.model_copy(update={"models": spec.models.model_copy(update={**filled, "all": None})})
 
 
 def with_shared_reference(spec: Spec) -> Spec:
@@ -96,7 +93,7 @@ def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
 
 def _with_types(spec: Spec, cluster: Cluster) -> Spec:
     """Return ``spec`` with models in bfloat16 where all devices compute in it, unless another type is written."""
-    if not is_of_16_bits(spec, cluster):
+    if not all_compute_in_bfloat16(spec.cluster, cluster):
         return spec
     models = {
         role: model.model_copy(update={"dtype": "bfloat16"})
@@ -108,12 +105,6 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
         and (model.engine, model.zero) != ("deepspeed", 0)
     }
     return spec.model_copy(update={"models": spec.models.model_copy(update=models)})
-
-
-def is_of_16_bits(spec: Spec, cluster: Cluster) -> bool:
-    """Whether all devices are of known classes, and compute in bfloat16."""
-    classes = [DEVICE_CLASSES.get(name) for name in cluster.classes]
-    return spec.cluster.device != "cpu" and all(each is not None and each.bf16 for each in classes)
 
 
 def without_device_sizes(spec: Spec) -> Spec:
@@ -172,11 +163,13 @@ def _why_none(spec: Spec, role: str, graph: Graph) -> str:
     return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
 
 
-def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None, sent: Dtype | None) -> RolloutSpec:
-    """Return ``rollout`` with the parity gate's limits for the dtypes of both sides. ``sent``: ``sync.dtype``."""
+def with_parity_limits(spec: Spec) -> Spec:
+    """Return ``spec``, whose models have their types, with limits of the parity gate that suit the types of both
+    sides."""
+    rollout, actor, sent = spec.rollout, spec.models.actor, spec.sync.dtype
     parity = rollout.parity
     if (rollout.engine == "transformers" and sent is None) or actor is None or parity is None:
-        return rollout
+        return spec
     is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32" and sent is None
     limits = (
         {"max_difference": 1e-3, "mean_difference": 1e-4}
@@ -184,7 +177,8 @@ def _resolve_rollout(rollout: RolloutSpec, actor: ModelSpec | None, sent: Dtype 
         else {"p999_difference": 1.0, "mean_difference": 0.05}
     )
     missing = {name: limit for name, limit in limits.items() if getattr(parity, name) is None}
-    return rollout.model_copy(update={"parity": parity.model_copy(update=missing)})
+    parity = parity.model_copy(update=missing)
+    return spec.model_copy(update={"rollout": rollout.model_copy(update={"parity": parity})})
 
 
 def _shares(spec: Spec, role: str, graph: Graph) -> bool:

@@ -24,8 +24,15 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.per_operator import place_operators
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.engine_choice import with_rollout_engine
 from flexrlhf.plan.hub_names import with_snapshots
-from flexrlhf.plan.models import model_shapes, resolve_models, with_device_sizes, with_shared_reference
+from flexrlhf.plan.models import (
+    model_shapes,
+    resolve_models,
+    with_device_sizes,
+    with_parity_limits,
+    with_shared_reference,
+)
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.plan.tokenizers import check_tokenizers
@@ -34,19 +41,24 @@ from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.weights.shapes import ModelShape
 
+SECOND_VLLM = "a process can have one vllm that sleeps, which an earlier run of this command is"
+"""Why a later run of a command generates with transformers."""
+
 
 @dataclass(frozen=True)
 class ResolvedSpec:
     """A spec before its models are placed.
 
-    spec:     every model of the graph is filled in.
+    spec:     every model of the graph is filled in, and the engine that generates.
     graph:    the algorithm's graph, which says which roles are placed and trained.
     cluster:  devices by rank.
+    choice:   as of ``Plan``.
     """
 
     spec: Spec
     graph: Graph
     cluster: Cluster
+    choice: str = ""
 
     @property
     def roles(self) -> Roles:
@@ -63,13 +75,18 @@ class ResolvedSpec:
         return place_operators(self.spec, calls, self.roles, self.cluster)
 
 
-def resolve(spec: Spec) -> ResolvedSpec:
-    """Make the graph of ``spec`` and fill in its models. Raises UserError for models that do not go with it."""
+def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:
+    """Make the graph of ``spec`` and fill in its models and the engine that generates.
+
+    ``pending``, ``obstacle``: as of ``make_plan``. Raises UserError for models and settings that do not go with it.
+    """
     spec = with_shared_reference(with_snapshots(spec))
     graph = make_graph(spec)
     check_evaluation(graph, spec)
     cluster = make_cluster(spec.cluster)
-    return ResolvedSpec(with_device_sizes(resolve_models(spec, graph), cluster), graph, cluster)
+    spec = with_device_sizes(resolve_models(spec, graph), cluster)
+    spec, choice = with_rollout_engine(spec, graph, cluster, pending or {}, obstacle)
+    return ResolvedSpec(with_parity_limits(spec), graph, cluster, choice)
 
 
 def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape]) -> Plan:
@@ -92,16 +109,18 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
         lengths=Lengths.of(spec),
         shapes=shapes,
         groups=tuple(_groups(placement, instructions)),
+        choice=resolved.choice,
     )
     return plan.with_residency()
 
 
-def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> Plan:
+def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> Plan:
     """Plan a run. ``pending``: directory → model, for models that an earlier run of the same command will write there.
 
-    Raises UserError for everything that a user can mend: models, placement, strategy, engine.
+    ``obstacle``: why vLLM cannot generate, if that follows from an earlier run. Raises UserError for everything that a
+    user can mend: models, placement, strategy, engine.
     """
-    resolved = resolve(spec)
+    resolved = resolve(spec, pending, obstacle)
     check_tokenizers(resolved.spec, resolved.graph, pending or {})
     placement = resolved.place()
     plan = plan_on(resolved, placement, model_shapes(resolved.spec, resolved.graph, pending or {}))
@@ -117,7 +136,8 @@ def make_plans(specs: Sequence[Spec]) -> list[Plan]:
     pending: dict[Path, ModelSpec] = {}
     plans: list[Plan] = []
     for spec in specs:
-        made = make_plan(spec, pending)
+        engines = {(made.spec.rollout.engine, made.spec.rollout.process) for made in plans}
+        made = make_plan(spec, pending, SECOND_VLLM if ("vllm", "inline") in engines else "")
         pending |= {path: made.model(role) for path, role in made.outputs.items()}
         plans.append(made)
     sizes = {made.placement.num_ranks: made.spec.name for made in plans}

@@ -41,6 +41,8 @@ class Plan:
     shapes:     parameter shapes by role; a role is absent when only loading the model reveals them.
     groups:     process groups, in the order in which every rank creates them.
     offloaded:  rank → placed models that are in host memory when the run starts.
+    choice:     engine that ``rollout.engine: auto`` is, and why; empty where one is written, or transformers is
+                the only candidate.
     """
 
     spec: Spec
@@ -54,6 +56,7 @@ class Plan:
     shapes: dict[str, ModelShape]
     groups: tuple[Group, ...]
     offloaded: Mapping[int, tuple[ModelName, ...]] = field(default_factory=dict)
+    choice: str = ""
 
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""

@@ -141,6 +141,7 @@ def _placement(plan: Plan) -> list[str]:
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
+    lines += [f"rollout.engine: auto is {plan.choice}"] if plan.choice else []
     return lines + [f"warning: {text}" for text in plan.placement.warnings]
 
 

@@ -78,6 +78,11 @@ class SyncPlan:
     adapters: Adapters | None
 
     @property
+    def is_sent_on(self) -> bool:
+        """Whether some of what arrives here is sent on, or has been."""
+        return any(bucket.sends_on for bucket in self.buckets)
+
+    @property
     def bytes_sent_on(self) -> int:
         """Bytes that this rank receives and then sends to others."""
         messages = [message for bucket in self.buckets for message in bucket.sends if message.is_sent_on]

@@ -165,7 +165,7 @@ class Reference:
         response.values = {role: critic.everywhere(*text).tolist() for role, critic in self.old_critics.items()}
         if isinstance(self.policy, AcShareSpec):
             # one pass over one trunk computes both, unless an engine that only generates has computed the log-probs
-            is_separate = self.spec.rollout.engine != "transformers"
+            is_separate = self.spec.rollout.engine in ("torch", "vllm")
             response.values = {"actor": (self.actor if is_separate else policy).everywhere(*text).tolist()}
         for judge in self.judges:
             for each in (response, response.greedy):

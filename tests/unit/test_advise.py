@@ -288,6 +288,13 @@ def test_the_placement_of_deepspeed_chat_is_feasible_with_vllm() -> None:
     assert "co-located ZeRO-3" in {item.candidate.name for item in found.feasible}
 
 
+def test_vllm_is_not_advised_apart_from_an_actor_that_recomputes() -> None:
+    """On ranks of its own it has no copy that could compute the log-probs."""
+    spec = spec_for(2, "qwen2.5-0.5b", ("rollout.logprobs=recompute",))
+    found = advise(spec, AnalyticCosts(), seconds_limit=2.0)
+    assert found.feasible and not any(item.candidate.space.has_shadows for item in found.feasible)
+
+
 def test_both_methods_and_the_usual_placements_are_shown(advice: Advice) -> None:
     methods = [item.candidate.method for item in (*advice.feasible, *advice.rejected)]
     assert methods.count("guideline") == 1

@@ -135,7 +135,7 @@ def test_generation_without_gathers_is_priced_below_that_of_zero_3() -> None:
     """Where weights are large: every step of ZeRO-3 gathers all of them."""
     large = {**TINY, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 8, "num_attention_heads": 16}
     common = (CUDA, f"models.actor.init={large}", *ZERO)
-    gathering, hybrid = plan_of(None, 4, *common), plan_of(None, 4, HYBRID, TP, *common)
+    gathering, hybrid = plan_of(None, 4, "rollout.engine=transformers", *common), plan_of(None, 4, HYBRID, TP, *common)
     seconds = []
     for plan in (gathering, hybrid):
         pricer = Pricer(plan, AnalyticCosts(), longest_lengths(plan))

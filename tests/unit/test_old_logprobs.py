@@ -11,8 +11,8 @@ from test_simulate import Fixed
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.rollout import with_rollout
+from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Move, Run
@@ -106,8 +106,8 @@ def test_where_log_probs_come_from(placement: Any, overrides: tuple[str, ...], s
 @pytest.mark.parametrize("settings", [(), (GRPO,), (NO_KL,), ("algorithm.name=ac-share", "models.critic=null")])
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_to_recompute_changes_no_graph(settings: tuple[str, ...], is_remote: bool) -> None:
-    spec = spec_of(None, 2, *settings, RECOMPUTE)
-    assert with_rollout(make_graph(spec), spec, is_remote) == make_graph(spec)
+    resolved = resolve(spec_of(None, 2, *settings, RECOMPUTE))
+    assert with_rollout(resolved.graph, resolved.spec, is_remote) == resolved.graph
 
 
 def test_of_generation_the_column_travels_to_its_readers() -> None:
@@ -193,7 +193,7 @@ def test_settings_that_cannot_be(placement: Any, overrides: tuple[str, ...], sen
 
 
 def test_the_setting_goes_with_transformers() -> None:
-    assert spec_of(None, 1, REUSE).rollout.engine == "transformers"
+    assert plan_of(None, 1, REUSE).spec.rollout.engine == "transformers"
 
 
 def test_the_printed_plan_says_what_is_left_out_and_why() -> None:

@@ -58,7 +58,7 @@ def test_no_placement_of_models_is_faster() -> None:
     there."""
     sizes = [f"models.{role}.{name}" for role in ("actor", "critic", "ref", "reward") for name in SIZES]
     fixed = [f"{key}={SIZES[key.rpartition('.')[2]]}" for key in sizes]
-    best = advise(large_spec(*fixed, "schedule.lag=0"), AnalyticCosts(), None, 30.0)
+    best = advise(large_spec(*fixed, "schedule.lag=0", "rollout.engine=transformers"), AnalyticCosts(), None, 30.0)
     models = min(item.seconds for item in best.feasible if not item.candidate.space.has_shadows)
     assert found(*fixed).simulation.seconds <= models * 1.02
 

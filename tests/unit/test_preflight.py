@@ -221,7 +221,8 @@ DECLARED = ["torch<2.14,>=2.11", "tokenizers", 'peft<0.22,>=0.21; extra == "lora
 
 
 def test_libraries_follow_from_the_plan(plan: Plan) -> None:
-    assert needed_extras([plan]) == []
+    assert needed_extras([plan]) == ["vllm"]
+    assert needed_extras([plan_of(None, 2)]) == []
     lora = plan_of(None, 2, "models.actor.lora={rank: 2}")
     assert needed_extras([lora]) == ["lora"]
     assert [each.name for each in needed_libraries(["lora"], DECLARED)] == ["torch", "tokenizers", "peft"]

@@ -367,7 +367,7 @@ def test_damaged_files_cost_what_is_in_them_alone(tmp_path: Path) -> None:
 
 
 def test_a_moved_run_whose_models_are_gone_keeps_all_but_memory_and_prediction(tmp_path: Path) -> None:
-    plan = fast_plan()
+    plan = fast_plan(None, "rollout.engine=transformers")
     directory = leave_run(tmp_path / "elsewhere", plan)
     text = (directory / "config.yaml").read_text()
     models = plan.spec.models.model_copy(

@@ -16,6 +16,7 @@ from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.generation_order import received_share
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
+from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
@@ -361,8 +362,8 @@ def test_a_cut_distribution_goes_without_a_gate() -> None:
 
 
 def graph_of(*overrides: str, is_remote: bool) -> Graph:
-    spec = spec_of(None, 2, *overrides)
-    return with_rollout(make_graph(spec), spec, is_remote)
+    resolved = resolve(spec_of(None, 2, *overrides))
+    return with_rollout(resolved.graph, resolved.spec, is_remote)
 
 
 def named(graph: Graph) -> dict[str, Operator]:

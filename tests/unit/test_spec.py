@@ -587,16 +587,19 @@ def test_a_ratio_vector_of_the_command_line() -> None:
     ("overrides", "sentence"),
     [
         (
-            ("rollout.tp=2",),
+            ("rollout.engine=transformers", "rollout.tp=2"),
             "rollout: tp goes with engine torch or vllm; transformers generates with the settings of models.actor: "
             "remove tp",
         ),
         (
-            ("rollout={kv_tokens: 64, sleep: false}",),
+            ("rollout={engine: transformers, kv_tokens: 64, sleep: false}",),
             "rollout: kv_tokens goes with engine torch or vllm; transformers generates with the settings of "
             "models.actor: remove kv_tokens, sleep",
         ),
-        (("rollout.engine=vlm",), "rollout.engine: expected one of 'transformers', 'torch' or 'vllm', found 'vlm'"),
+        (
+            ("rollout.engine=vlm",),
+            "rollout.engine: expected one of 'auto', 'transformers', 'torch' or 'vllm', found 'vlm'",
+        ),
         (
             ("rollout.dp=2",),
             "rollout: unknown key 'dp'; known: config, cuda_graphs, dtype, engine, kv_tokens, logprobs, noise, parity, "
@@ -638,7 +641,8 @@ def test_a_rollout_that_cannot_be_is_refused_in_plain_words(overrides: tuple[str
 
 
 def test_settings_as_by_default_go_with_transformers() -> None:
-    assert spec_of(None, 2, "rollout={engine: transformers, tp: 1, parity: {every: 10}}").rollout == spec_of().rollout
+    plain = spec_of(None, 2, "rollout.engine=transformers").rollout
+    assert spec_of(None, 2, "rollout={engine: transformers, tp: 1, parity: {every: 10}}").rollout == plain
 
 
 @pytest.mark.parametrize("setting", ["top_p=0.9", "top_k=5", "min_response_tokens=2"])

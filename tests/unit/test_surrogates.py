@@ -219,7 +219,7 @@ def test_what_is_rejected_is_in_no_denominator() -> None:
 
 
 def graph_of(*overrides: str) -> Graph:
-    spec = spec_of(None, 1, "algorithm.name=grpo", "reward={rule: gsm8k}", *overrides)
+    spec = spec_of(None, 1, "algorithm.name=grpo", "reward={rule: gsm8k}", "rollout.engine=transformers", *overrides)
     return with_rollout(make_graph(spec), spec, is_remote=False)
 
 

@@ -189,6 +189,7 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "no shadows": lambda reader: reader.plans("--set", "schedule.lag=1"),
     "top_p": lambda reader: reader.plans("--set", "algorithm.top_p=0.9"),
     "stage": lambda reader: reader.plans("--set", "models.actor.zero=1"),
+    "no such setting of an engine": lambda reader: reader.plans("--set", "rollout.tp=2"),
     "no data": lambda reader: reader.checks("data.path=x.jsonl"),
     "no model": lambda reader: reader.plans("--actor-model-path", "gpt"),
     "no tokenizer": lambda reader: reader.checks("data.tokenizer=null"),

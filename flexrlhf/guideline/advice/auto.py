@@ -16,4 +16,5 @@ def with_placement(spec: Spec) -> tuple[Spec, str]:
     source = costs_for(spec, None)
     best = advise(spec, source.costs, lengths_for(spec, None), SECONDS, source.accuracy.tie).best
     line = f"{spec.name}: placement auto is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
-    return best.candidate.spec, f"{line} by {source.name}"
+    chosen = best.candidate.spec
+    return chosen.model_copy(update={"rollout": chosen.rollout.as_written}), f"{line} by {source.name}"

@@ -81,7 +81,7 @@ class AdviceRequest:
         }
         if self.samples is not None:
             raw["algorithm"]["samples_per_prompt"] = self.samples
-        if self.rollout != "transformers" and generates:
+        if generates:
             raw["rollout"] = {"engine": self.rollout}
         for override in overrides:
             apply_override(raw, override)

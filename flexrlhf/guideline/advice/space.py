@@ -39,6 +39,7 @@ from flexrlhf.guideline.simulation.pricing import (
 from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.old_logprobs import recomputes_next_to_generation
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
@@ -111,8 +112,11 @@ class Space:
 
     @property
     def may_have_shadows(self) -> bool:
-        """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy."""
-        return self.graph.can_shadow and self.pool.num_devices > 1 and self.spec.rollout.engine != "torch"
+        """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy, and vLLM
+        where that copy has to compute log-probs."""
+        engine, spec = self.spec.rollout.engine, self.spec
+        is_apart = engine == "transformers" or (engine == "vllm" and not recomputes_next_to_generation(spec))
+        return self.graph.can_shadow and self.pool.num_devices > 1 and is_apart
 
     @property
     def must_have_shadows(self) -> bool:
@@ -494,20 +498,19 @@ def side_of(end: LinkEnd) -> MeshSide:
     return end.layout
 
 
-def make_space(
-    spec: Spec, costs: CostModel, lengths: TextLengths | None, may_generate_elsewhere: bool = False
-) -> Space:
+def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None, of_operators: bool = False) -> Space:
     """Return the space of ``spec`` without shadows. Raises UserError for models or devices that no plan could have.
 
-    lengths:                 tokens of prompts and responses; None: the longest.
-    may_generate_elsewhere:  whether a role may generate with another engine than its own.
+    lengths:       tokens of prompts and responses; None: the longest.
+    of_operators:  whether operators will be placed, so that a role may generate with another engine than its own, and
+                   no rollout engine does.
     """
-    resolved = resolve(spec)
+    resolved = resolve(spec, obstacle="operators are placed" if of_operators else "")
     spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, {})
-    _check_models(spec, shapes, graph.roles, None if may_generate_elsewhere else graph.generated)
+    _check_models(spec, shapes, graph.roles, None if of_operators else graph.generated)
     for role in resolved.roles.all:
         _check_settings(spec, role, resolved.roles)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
