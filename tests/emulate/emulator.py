@@ -162,7 +162,9 @@ class Rank:
                 weights = self._gathered(position, instruction.model, instruction.ranks, instruction, is_writer)
                 self._look("save", step, instruction, weights)
             case Offload():
-                self._weights(instruction.model)
+                # where ranks send on to each other, a copy is not stored for one of them
+                is_sent_on = instruction.model in self._sync_plans and self._sync_plans[instruction.model].is_sent_on
+                self._weights(instruction.model, is_stored=not is_sent_on)
                 self._check_nothing_begun(instruction.model)
                 self._offloaded.add(instruction.model)
             case Reload():
@@ -438,9 +440,9 @@ class Rank:
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    def _weights(self, model: str) -> Value:
-        """The weights that this rank's part belongs to."""
-        if ".shadow" in model or ".rollout" in model:
+    def _weights(self, model: str, is_stored: bool = True) -> Value:
+        """The weights that this rank's part belongs to. ``is_stored``: whether what has arrived is stored for this."""
+        if is_stored and (".shadow" in model or ".rollout" in model):
             self.trace.calls += self._unawaited.pop(model, ())
         assert model in self.trace.weights, f"{model} has no weights on rank {self.number}"
         assert model not in self._offloaded, f"{model} waits in host memory on rank {self.number}"
