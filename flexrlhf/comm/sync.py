@@ -154,7 +154,7 @@ class WeightMover:
         return _Exchange(channel, self._settings, self._wait, self._pool, sending).run(source, copy)
 
     def receive(self, channel: SyncChannel) -> Receipt:
-        """Begin to receive all weights of the next Sync of ``channel``, of ranks that the copy shares none with."""
+        """Begin to receive what the trained model's ranks send in the next Sync of ``channel``; the copy is on none."""
         return Receipt(_Exchange(channel, self._settings, self._wait, self._pool, deque()))
 
     def close(self) -> None:
@@ -407,7 +407,10 @@ class _Exchange:
 
 
 class Receipt:
-    """Weights that arrive while the copy that they are for is still in use."""
+    """Weights that arrive while the copy that they are for is still in use.
+
+    Where ranks of the copy send on to each other, all of them store before the same instruction.
+    """
 
     def __init__(self, exchange: _Exchange) -> None:
         """Begin to receive."""
@@ -415,7 +418,10 @@ class Receipt:
         self._arriving, self._sums = exchange.begin()
 
     def store(self, copy: Weights) -> None:
-        """Await the weights and write them into ``copy``, live local parts. Raises ChecksumError."""
+        """Await the weights, write them into ``copy``, live local parts, and exchange the rest with ranks next to it.
+
+        Raises ChecksumError.
+        """
         self._exchange.finish(self._arriving, self._sums, copy)
 
 

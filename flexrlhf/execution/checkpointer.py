@@ -133,8 +133,12 @@ class Checkpointer:
         for name in checkpointed_models(context.plan.placement, context.plan.spec):
             model = context.models.get(name)
             if model is not None:
-                made = trained_pieces if model.placed.trained else follower_pieces
-                files[piece_file(name, context.rank)] = made(model, context.rank)
+                file = piece_file(name, context.rank)
+                if model.placed.trained:
+                    files[file] = trained_pieces(model, context.rank)
+                else:
+                    with model.on_device():
+                        files[file] = follower_pieces(model, context.rank)
         return {name: pieces for name, pieces in files.items() if pieces}
 
     def _texts(self) -> dict[str, str]:

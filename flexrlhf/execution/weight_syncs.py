@@ -64,8 +64,8 @@ class WeightSyncs:
     def store_for(self, instruction: Instruction) -> None:
         """Store what has arrived for copies that ``instruction`` uses, once all of it has.
 
-        Ranks of a copy that send on to each other do so before the same instruction: not before each by itself offloads
-        it.
+        Ranks of a copy that send on to each other do so before the same instruction, so never before one that offloads
+        it, which each does by itself.
         """
         if self._unstored:
             is_alone = isinstance(instruction, Offload | Reload)

@@ -54,7 +54,7 @@ def sync_parts(
     A rank is counted as packing for every different part of the destination; of several replicas some pack less.
     """
     item = DTYPE_BYTES[sent_dtype(destination, settings.dtype)]
-    sizes = volumes(source, destination, shape, rank, node_of)
+    sizes = volumes(source, destination, shape, rank, node_of, overlaps)
     parts: dict[str, int | None] = {}
     if overlaps:
         parts[UNDER_WAY] = item * (sizes.packed + sizes.first)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.placement.dtypes import all_compute_in_bfloat16
+from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, need_text, replanned, tightest_rank
 
@@ -23,20 +23,20 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
 
     ``spec``: as a user has written it.
     """
-    if not all_compute_in_bfloat16(spec.cluster, plan.cluster):
+    if spec.cluster.device == "cpu" or not all(name in DEVICE_CLASSES for name in plan.cluster.classes):
         return plan, ""
-    written, changed, chosen = frozenset(_written(spec, plan.graph.roles)), plan, list[str]()
+    written, changed, chosen = frozenset(_written(spec, plan.graph.roles)), plan, dict[str, str]()
     for _ in range(MOST_ROUNDS):
         rank = tightest_rank(changed)
         size = changed.device_bytes(rank)
         if size is None or changed.memories[rank].peak_bytes <= size:
-            sentence = f"{plan.spec.name}: {' '.join(chosen)} chosen; else {need_text(plan)}" if chosen else ""
+            sentence = f"{plan.spec.name}: {' '.join(chosen.values())} chosen; else {need_text(plan)}" if chosen else ""
             return changed, sentence
         best = next((each for each in memory_suggestions(changed, rank, written) if each.suffices), None)
         if best is None or not best.same_numbers:
             break
         changed = replanned(changed, best.changes)
-        chosen.append(best.change)
+        chosen |= {change.setting: change.text for change in best.changes}
     return plan, ""
 
 
@@ -46,6 +46,8 @@ def _written(spec: Spec, roles: Iterable[str]) -> Iterator[str]:
         model = spec.models.of(role) or spec.models.all
         if model is not None:
             yield from _settings(f"models.{role}", model)
+            # a shadow has the settings of its role
+            yield from _settings(f"models.{role}.shadow", model)
             if model.shadow is not None:
                 yield from _settings(f"models.{role}.shadow", model.shadow)
     yield from _settings("rollout", spec.rollout)

@@ -96,13 +96,12 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
     if not all_compute_in_bfloat16(spec.cluster, cluster):
         return spec
     models = {
-        role: model.model_copy(update={"dtype": "bfloat16"})
-        for role, model in spec.models
         # DeepSpeed has no float32 gradients of 16-bit weights at stage 0
-        if model is not None
-        and model.share is None
-        and "dtype" not in model.model_fields_set
-        and (model.engine, model.zero) != ("deepspeed", 0)
+        role: model.model_copy(
+            update={"dtype": "float32" if (model.engine, model.zero) == ("deepspeed", 0) else "bfloat16"}
+        )
+        for role, model in spec.models
+        if model is not None and model.share is None and "dtype" not in model.model_fields_set
     }
     return spec.model_copy(update={"models": spec.models.model_copy(update=models)})
 

@@ -52,14 +52,14 @@ class MemorySuggestion:
     """
 
     change: str
-    changes: tuple[Change, ...]
+    changes: tuple[SettingChange, ...]
     freed: int
     same_numbers: bool = True
     suffices: bool = False
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A new value for a setting of ``section`` (sync, rollout), or of the model ``role`` (its shadow where
     ``of_shadow``).
     """
@@ -150,14 +150,14 @@ def memory_suggestions(plan: Plan, rank: int, written: frozenset[str] = frozense
     ]
 
 
-Changes = tuple[Change, ...]
+Changes = tuple[SettingChange, ...]
 
 
 def _keeps_numbers(changes: Changes) -> bool:
     return all(change.key in BY_TIME for change in changes)
 
 
-def _time_of(change: Change) -> int:
+def _time_of(change: SettingChange) -> int:
     return BY_TIME.index(change.key) if change.key in BY_TIME else len(BY_TIME)
 
 
@@ -196,9 +196,9 @@ def _tried(plan: Plan, rank: int, trials: Iterable[Changes]) -> list[tuple[Chang
     return found
 
 
-def _together(changes: Iterable[Change]) -> list[Changes]:
+def _together(changes: Iterable[SettingChange]) -> list[Changes]:
     """Return the same changes of several models; batches are halved, whatever their size."""
-    alike: dict[str, list[Change]] = defaultdict(list)
+    alike: dict[str, list[SettingChange]] = defaultdict(list)
     for change in changes:
         alike[change.key + ("" if change.key.endswith("_tokens") else change.shown)].append(change)
     return [tuple(members) for members in alike.values() if len(members) > 1]
@@ -244,7 +244,7 @@ def replanned(plan: Plan, changes: Changes) -> Plan:
     return plan_on(resolved, resolved.place(), shapes)
 
 
-def _candidates(plan: Plan, rank: int) -> Iterator[Change]:
+def _candidates(plan: Plan, rank: int) -> Iterator[SettingChange]:
     for model in plan.placement.on_rank(rank):
         if model.is_of_operators:
             continue  # it has the settings of its role
@@ -256,21 +256,21 @@ def _candidates(plan: Plan, rank: int) -> Iterator[Change]:
         if not model.is_shadow:
             changes |= _of_role(model, shape)
         for key, values in changes.items():
-            yield from (Change(key, value, "", model.role, model.is_shadow) for value in values)
+            yield from (SettingChange(key, value, "", model.role, model.is_shadow) for value in values)
     if any(isinstance(each, Sync) and each.overlaps for each in plan.schedule.instructions):
-        yield Change("overlap", False, "sync")
-    yield Change("bucket_mb", plan.spec.sync.bucket_bytes / 2e6, "sync")
+        yield SettingChange("overlap", False, "sync")
+    yield SettingChange("bucket_mb", plan.spec.sync.bucket_bytes / 2e6, "sync")
 
 
-def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[Change]:
+def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[SettingChange]:
     """Yield changes of a rollout engine: a smaller cache, tensor parallelism, fewer bits, sleep."""
     rollout = plan.spec.rollout
-    yield Change("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
-    yield Change("tp", 2 * rollout.tp, "rollout")
+    yield SettingChange("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
+    yield SettingChange("tp", 2 * rollout.tp, "rollout")
     if model.settings.dtype == "float32":
-        yield Change("dtype", "bfloat16", "rollout")
+        yield SettingChange("dtype", "bfloat16", "rollout")
     if not rollout.sleep:
-        yield Change("sleep", True, "rollout")
+        yield SettingChange("sleep", True, "rollout")
 
 
 def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:

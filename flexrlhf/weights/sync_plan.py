@@ -36,7 +36,7 @@ class RankBucket:
 
     @property
     def sends_on(self) -> bool:
-        """Whether it is of what has arrived on other ranks of the copy before."""
+        """Whether some of it has arrived on a rank of the copy before; in the background all of it has, or none."""
         return any(message.is_sent_on for message in (*self.sends, *self.receives))
 
 
@@ -215,9 +215,14 @@ class Volumes:
 
 
 def volumes(
-    source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int, node_of: NodeOf | None = None
+    source: PlacedModel,
+    destination: PlacedModel,
+    shape: ModelShape,
+    rank: int,
+    node_of: NodeOf | None = None,
+    overlaps: bool = False,
 ) -> Volumes:
-    """Return what crosses to and from ``rank`` in one Sync.
+    """Return what crosses to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work.
 
     It packs its part of a tensor once, and for each tensor-parallel rank where they store all of it; and once more
     where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
@@ -238,8 +243,11 @@ def volumes(
     nodes, receiving = ({node_of(each) for each in model.ranks} for model in (source, destination))
     packed += packed * (bool(nodes & receiving) and len(nodes | receiving) > 1)
     far = [*_crossing(source, destination, shape, rank, node_of)] if needed else []
-    pieces = sum(-(-elements // ranks) for elements, ranks in far)
-    return Volumes(packed, received - sum(elements for elements, _ in far) + pieces, received, pieces)
+    pieces = [(-(-elements // ranks), ranks) for elements, ranks in far]
+    first = received - sum(elements for elements, _ in far) + sum(size for size, _ in pieces)
+    # also to another node, where a chain has several
+    is_chained = not overlaps and len(receiving) > 1
+    return Volumes(packed, first, received, sum(size for size, ranks in pieces if ranks > 1 or is_chained))
 
 
 def _crossing(

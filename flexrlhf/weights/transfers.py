@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import ceil, prod
+from math import ceil, lcm, prod
 
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, cut_rows, intersection, num_rows, slabs
 from flexrlhf.weights.node_tree import Way, way_to
@@ -234,7 +234,7 @@ class _Planner:
                     for link in product(sources, group.ranks):
                         found[link] += len(names) * count(common) / len(sources)
             for (sources, receivers), crossing in far.items():
-                way = self._way(sources, receivers, range(max(map(len, receivers))))
+                way = self._way(sources, receivers, range(_num_pieces(receivers, 1)))
                 size = len(names) * count(crossing) / way.num_pieces
                 for hop in way.hops:
                     for link in product(hop.senders, hop.receivers):
@@ -254,8 +254,9 @@ class _Planner:
 
 def _num_pieces(receivers: Receivers, number: int) -> int:
     """Return the pieces of each of ``number`` lots that cross at a time, so that all ranks of a node receive alike."""
-    ranks = max(map(len, receivers))
-    return ranks if number <= EVEN else -(-EVEN * ranks // number)
+    widths = {len(ranks) for ranks in receivers}
+    ranks = min(lcm(*widths), EVEN * max(widths))
+    return ranks if number <= EVEN else -(-EVEN * max(widths) // number)
 
 
 def _pieces(regions: Sequence[Region], number: int) -> list[list[Region]]:

@@ -34,7 +34,18 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Release, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import (
+    Checkpoint,
+    Eval,
+    Instruction,
+    Move,
+    Offload,
+    Release,
+    Reload,
+    Run,
+    Save,
+    Sync,
+)
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import trained_parts
@@ -137,6 +148,7 @@ class Rank:
                 self._do(position, step, instruction)
             for rows in self._rows.values():
                 rows.land()
+            self._store(list(self._unawaited))
         except Stopped:
             pass
         except Exception as error:
@@ -148,6 +160,8 @@ class Rank:
         assert not is_of_batch or 0 <= step < self._plan.spec.steps, "no such batch"
         if self._mode == "rendezvous":
             self._fabric.meet(self.number, ("all", position), instruction.ranks, self._at)
+        if isinstance(instruction, Checkpoint | Eval):
+            self._store(instruction.models)
         match instruction:
             case Run():
                 self._run(position, step, instruction)
@@ -382,6 +396,8 @@ class Rank:
         self._sync_plans[sync.destination] = plan
         receivers = {rank for bucket in plan.buckets for message in bucket.sends for rank in message.destinations}
         senders = {message.source for bucket in plan.buckets for message in bucket.receives}
+        if self.number in destination.ranks and not sync.refills:
+            self._weights(sync.destination)
         if receivers or senders:
             assert {*receivers, *senders} <= set(sync.ranks), f"{sync.label} leaves {sync.ranks}"
             self._check_group(f"sync {sync.source}", sync.ranks, sync)
@@ -401,8 +417,6 @@ class Rank:
             return
         if sync.refills:
             assert sync.destination not in self.trace.weights, f"{sync.destination} has not been released"
-        else:
-            self._weights(sync.destination)
         self._check_nothing_begun(sync.destination)
         if self.number in without:
             arrived |= {self._weights_of(source.ranks[0], position, -1)}
@@ -442,11 +456,17 @@ class Rank:
 
     def _weights(self, model: str, is_stored: bool = True) -> Value:
         """The weights that this rank's part belongs to. ``is_stored``: whether what has arrived is stored for this."""
-        if is_stored and (".shadow" in model or ".rollout" in model):
-            self.trace.calls += self._unawaited.pop(model, ())
+        if is_stored:
+            self._store([model])
         assert model in self.trace.weights, f"{model} has no weights on rank {self.number}"
         assert model not in self._offloaded, f"{model} waits in host memory on rank {self.number}"
         return self.trace.weights[model]
+
+    def _store(self, models: Iterable[str]) -> None:
+        """Await what has arrived for copies."""
+        for model in models:
+            if ".shadow" in model or ".rollout" in model:
+                self.trace.calls += self._unawaited.pop(model, ())
 
     def _pass(self, key: tuple[object, ...], model: PlacedModel, instruction: Run, reads: object = None) -> Value:
         """Compute with ``model``: ranks that hold its weights together hand each other layers or activations.

@@ -2,7 +2,7 @@
 
 A communicator has one queue on each device, and what is in it runs in order: a batch of messages until each has met
 its other end, a collective until all its ranks run it. It begins after what the main stream awaited when it was posted.
-To await something holds up the main stream, and the host only where it reads a result.
+To await something holds up the main stream, and here the host, too, which waits with a deadline.
 
 Single messages have a queue for each pair of ranks, whose communicator is made at the first of them: there the host
 waits until the other rank is at one of this pair, too.
@@ -165,7 +165,10 @@ def find_block(calls: Mapping[int, Sequence[Call]], one_by_one: Order | None = N
 
 def _expanded(rank: int, calls: Iterable[Call], one_by_one: Order | None) -> Iterable[Call]:
     for call in calls:
-        if one_by_one is None or not isinstance(call, Post) or not call.messages:
+        if isinstance(call, Await) and call.key is not None:
+            # of the library's waits only the main stream would know, but ours have a deadline
+            yield from (call, Await())
+        elif one_by_one is None or not isinstance(call, Post) or not call.messages:
             yield call
         else:
             yield from (Post(call.key, call.group, (each,), True) for each in one_by_one(rank, call.messages))

@@ -99,7 +99,7 @@ def sync_traffic(
     On the same ranks each has its own shard already. To each node everything that it lacks crosses once; from there it
     goes from node to node in chains, unless the sync overlaps other work: then the source sends to all.
     """
-    if not weights.part:
+    if not weights.part or (relation == "same" and source.shards == 1):
         return Traffic(0, 0, 0)
     held = min(1.0, source.per_node / source.shards)
     stores = min(destination.per_node, max(destination.replica, destination.shards))
