@@ -52,8 +52,7 @@ def same(*arguments: object, **further: object) -> Pair:
 
 ALIKE = [
     same("two", "co-located", 2),
-    # copies that wait in host memory while a checkpoint is written and read
-    same("two", "six-tight", 2),
+    same("two", "lag", 2),
     same("corrected", "lag-every-3", 2),
     same("retokenized", "lag", 2),
     same("reinforce", "co-located", 2),
