@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from cases import Assets, Case
+from commands import start
 from comparison import deviations
 from launcher import Launches, Outcome, run_orders
 from peft import PeftModel
@@ -19,11 +21,14 @@ from typer.testing import CliRunner
 from flexrlhf.checkpoints.manifest import checkpoint_directory
 from flexrlhf.cli import app
 from flexrlhf.config.spec import CheckpointSpec, RolloutSpec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.data.quickstart import CORPUS
+from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.execution.rows_in_flight import steps_in_flight
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.strategies.instructions import Run
+from flexrlhf.strategies.instructions import Checkpoint, Offload, Reload, Run
 
 pytestmark = pytest.mark.timeout(3600)
 NEXT_STEP = 2
@@ -218,3 +223,45 @@ def test_an_export_merges_adapters(resumptions: Resumptions, tmp_path: Path) -> 
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     for (name, expected), found in zip(by_peft.state_dict().items(), ours.state_dict().values(), strict=True):
         torch.testing.assert_close(found, expected, msg=name)
+
+
+@pytest.mark.full
+def test_a_copy_that_waits_in_host_memory_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """Two nodes, of which the second cannot hold all of its models: a checkpoint finds a shadow in host memory."""
+    write_corpus(tmp_path / CORPUS)
+    small = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
+    small |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    large = small | {"hidden_size": 128, "intermediate_size": 256}
+    raw = {
+        "name": "away",
+        "algorithm": {"name": "ppo", "prompts_per_step": 8},
+        "models": {
+            "actor": {"init": small},
+            "ref": {"init": small},
+            "critic": {"init": large},
+            "reward": {"init": large},
+        },
+        "data": {"path": f"{CORPUS}/prompts.jsonl", "tokenizer": f"{CORPUS}/tokenizer", "max_response_tokens": 8},
+        "steps": 3,
+        "placement": [0.5] * 6,
+        "schedule": {"lag": 1},
+        "cluster": {"device": "cpu", "nodes": [{"devices": 1, "memory_gb": 50}, {"devices": 1, "memory_gb": 0.0068}]},
+        "checkpoint": {"every": 1},
+    }
+    config = tmp_path / "away.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    away, found = set[str](), set[str]()
+    for instruction in make_plan(parse_spec(raw)).schedule.for_rank(1):
+        match instruction:
+            case Offload():
+                away.add(instruction.model)
+            case Reload():
+                away.discard(instruction.model)
+            case Checkpoint():
+                found |= away & set(instruction.models)
+    assert found
+    checkpoint = checkpoint_directory(tmp_path / "runs" / "away", NEXT_STEP)
+    for options in ([], ["--resume", str(checkpoint)]):
+        process = start(["run", str(config), "--force", *options], tmp_path)
+        out, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, out[-3000:]
