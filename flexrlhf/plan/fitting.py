@@ -13,8 +13,8 @@ from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, need_text, replanned, tightest_rank
 
-MOST_ROUNDS = 4
-"""Ranks with different models that lack memory one after the other."""
+MOST_ROUNDS = 6
+"""Choices one after the other, of models or calls that lack memory in turn."""
 
 
 def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
@@ -32,8 +32,9 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
         if size is None or changed.memories[rank].peak_bytes <= size:
             sentence = f"{plan.spec.name}: {' '.join(chosen.values())} chosen; else {need_text(plan)}" if chosen else ""
             return changed, sentence
-        best = next((each for each in memory_suggestions(changed, rank, written) if each.suffices), None)
-        if best is None or not best.same_numbers:
+        # what suffices comes first, then what frees most: another call may then be the largest
+        best = next((each for each in memory_suggestions(changed, rank, written) if each.same_numbers), None)
+        if best is None:
             break
         changed = replanned(changed, best.changes)
         chosen |= {change.setting: change.text for change in best.changes}

@@ -34,6 +34,17 @@ def test_what_is_left_out_is_chosen_so_that_the_run_fits() -> None:
     assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).spec == plan.spec
 
 
+def test_calls_that_lack_memory_in_turn_are_mended_one_after_the_other() -> None:
+    """First training, and then generation, which needs another setting."""
+    nodes = "cluster={nodes: [{count: 8, devices: 8, class: A100-80G}]}"
+    data = "data={path: rows.jsonl, max_prompt_tokens: 1024, max_response_tokens: 4096}"
+    settings = ("algorithm={name: grpo, prompts_per_step: 64, kl: null}", "models.critic=null", "models.ref=null")
+    spec = spec_of(None, 8, *QWEN, *settings, nodes, data, "models.actor.init=qwen2.5-32b", "models.reward.zero=3")
+    plan, sentence = fitted(spec, make_plan(spec))
+    check_fits(plan)
+    assert "models.actor.zero=3" in sentence and "rollout.tp=2" in sentence
+
+
 @pytest.mark.parametrize("setting", ["models.actor.zero=0", "models.actor.micro_batch_tokens=8192"])
 def test_what_is_written_stays(setting: str) -> None:
     plan, sentence = chosen(setting)
@@ -47,7 +58,7 @@ def test_what_is_written_stays(setting: str) -> None:
 def test_what_cannot_fit_and_devices_of_no_class_stay_as_they_are() -> None:
     for settings in (
         ("models.actor.init=qwen2.5-72b",),
-        ("models.actor.zero=0", "models.critic.zero=0"),
+        ("models.all.zero=0", "models.all.tp=1"),
         ("cluster={devices: 8, memory_gb: 75}",),
         ("cluster={devices: 8, device: cpu}",),
     ):
