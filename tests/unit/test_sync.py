@@ -36,6 +36,11 @@ A_GROUP = cast(dist.ProcessGroup, "a group")
 SECONDS = 20
 
 
+def rarely(*layouts: dict[str, Any]) -> list[Any]:
+    """``layouts`` of the long matrix."""
+    return [pytest.param(layout, marks=pytest.mark.full) for layout in layouts]
+
+
 def wait(work: Waitable, ranks: tuple[int, ...]) -> None:
     work.wait()
 
@@ -277,9 +282,9 @@ def test_every_rank_of_the_shadow_gets_its_part(
         assert all((size - links[link]) % 8 == 0 for link, size in wires.num_bytes.items())
 
 
-@pytest.mark.parametrize("per_node", [1, 2, 3])
-@pytest.mark.parametrize("shadow", LAYOUTS + CUT, ids=str)
-@pytest.mark.parametrize("source", [{}, {"tp": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+@pytest.mark.parametrize("shadow", [{}, {"tp": 2}, *rarely(*LAYOUTS[1:], *CUT[1:])], ids=str)
+@pytest.mark.parametrize("source", [{}, {"zero": 3}, *rarely({"tp": 2})], ids=str)
 def test_weights_cross_to_a_node_once(
     source: dict[str, Any], shadow: dict[str, Any], per_node: int, wires: Wires
 ) -> None:
