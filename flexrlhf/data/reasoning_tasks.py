@@ -29,6 +29,8 @@ from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest, shown
 
 PREFIX = "reasoning-gym:"
+SECONDS = 600.0
+"""Longest time that rows may take."""
 
 
 def is_task(text: str) -> bool:
@@ -55,12 +57,16 @@ def _generated(text: str) -> str:
     settings = {"seed": 0, **dict(_setting(text, part) for part in query.split("&") if part)}
     if not isinstance(settings["seed"], int):
         raise UserError(f"{text}: seed must be an integer, found {shown(settings['seed'])}")
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, name, json.dumps(settings, default=str)],
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, name, json.dumps(settings, default=str)],
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{text}: no rows after {SECONDS:g} s; use a smaller size") from None
     if done.returncode:
         raise UserError(f"{text}: {(done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]}")
     return done.stdout
