@@ -95,8 +95,9 @@ def _without_checkpoint(path: Path) -> str:
 def _checked(plan: Plan, found: list[Path], continues: bool) -> Resumption:
     manifest = _first_readable(found)
     if manifest is not None:
-        _check_settings(plan, parse_spec(read_yaml(manifest.spec)), found[0])
-        _check_steps(plan, manifest.progress.next_step, found[0])
+        before = parse_spec(read_yaml(manifest.spec))
+        _check_settings(plan, before, found[0])
+        _check_steps(plan, before.steps, manifest.progress.next_step, found[0])
     return Resumption(plan, tuple(found), continues=continues)
 
 
@@ -110,7 +111,14 @@ def _first_readable(found: list[Path]) -> Manifest | None:
     return None
 
 
-def _check_steps(plan: Plan, next_step: int, where: Path) -> None:
+def _check_steps(plan: Plan, before: int, next_step: int, where: Path) -> None:
+    """Raise UserError for fewer steps than there are, and for more where none generated their rows. ``before``: steps
+    of the run that wrote the checkpoint."""
+    if plan.steps_in_flight(next_step).stop > before:
+        raise UserError(
+            f"--resume {where}: schedule.lag {plan.schedule.lag} trains on rows that are generated a step before, and "
+            f"the run of {before} steps generated none for a later one; go on from the checkpoint of an earlier step"
+        )
     if next_step > plan.spec.steps:
         raise UserError(
             f"--resume {where}: it comes after {next_step} steps, and this run has {plan.spec.steps}; "

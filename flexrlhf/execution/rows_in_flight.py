@@ -18,15 +18,10 @@ RowFile = dict[str, Tensor]
 """``<step>/<column>`` → values, and ``<step>/<column>/rows`` → their row numbers, int64."""
 
 
-def steps_in_flight(plan: Plan, next_step: int) -> range:
-    """Return the steps whose rows exist before ``next_step`` is trained on."""
-    return range(next_step, min(next_step + plan.schedule.lag, plan.spec.steps))
-
-
 def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowFile:
     """Return what operators on ``rank`` have written for steps in flight, copied to host memory."""
     file: RowFile = {}
-    for step in steps_in_flight(plan, next_step):
+    for step in plan.steps_in_flight(next_step):
         written: dict[str, set[int]] = defaultdict(set)
         for run in _generating_runs(plan, rank):
             if plan.placement[run.model].layout.is_first_of_replica(rank):
@@ -41,7 +36,7 @@ def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> Row
 
 def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step: int) -> None:
     """Put the rows in flight that this rank would have written or received into ``rows``."""
-    steps = steps_in_flight(plan, next_step)
+    steps = plan.steps_in_flight(next_step)
     if not steps:
         return
     stored = _read_all(checkpoint, steps)

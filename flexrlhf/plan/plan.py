@@ -90,6 +90,10 @@ class Plan:
         steps = max(0, self.spec.steps - self.graph.first_step(role))
         return steps * algorithm.num_mini_batches * algorithm.epochs
 
+    def steps_in_flight(self, next_step: int) -> range:
+        """Return the steps whose rows exist before ``next_step`` is trained on (``schedule.lag``)."""
+        return range(next_step, min(next_step + self.schedule.lag, self.spec.steps))
+
     def ahead(self, run: Run) -> list[range]:
         """Return the mini-batches of later chunks that the model of a generate ``run`` may start with; else none."""
         return later_chunks(self.schedule.instructions, run) if run.operator.kind == "generate" else []

@@ -24,7 +24,6 @@ from flexrlhf.config.spec import CheckpointSpec, RolloutSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
-from flexrlhf.execution.rows_in_flight import steps_in_flight
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
@@ -145,7 +144,7 @@ class Resumptions:
     def _copied(self, whole: Outcome, resumed: Outcome) -> Path:
         """Copy what the interrupted run would have left; the checkpoints of later steps are there, too."""
         shutil.copytree(whole.directory, resumed.directory)
-        in_flight = steps_in_flight(whole.plan, NEXT_STEP)
+        in_flight = whole.plan.steps_in_flight(NEXT_STEP)
         runs = [each for each in whole.plan.schedule.instructions if isinstance(each, Run)]
         generated = {run.operator.name for run in runs if run.lag < whole.plan.schedule.lag}
         for step in range(NEXT_STEP, whole.plan.spec.steps):

@@ -188,6 +188,19 @@ def test_a_change_of_numbers_is_refused_by_name(plan: Plan, override: str, sente
         resume_runs((plan_of(placement, 2, "steps=9", override),), "auto")
 
 
+def test_more_steps_need_the_rows_that_a_lag_generates_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def lagged(steps: int) -> Plan:
+        return plan_of([0.5] * 6, 2, "schedule.lag=1", "checkpoint.every=1", f"steps={steps}")
+
+    written_checkpoint(lagged(9), 9)
+    with pytest.raises(UserError, match="the run of 9 steps generated none for a later one; go on from the checkpoint"):
+        resume_runs((lagged(12),), "auto")
+    earlier = written_checkpoint(lagged(9), 8)
+    assert resume_runs((lagged(12),), str(earlier))[0].candidates == (earlier,)
+
+
 @pytest.mark.parametrize("override", ["models.actor.zero=3", "cluster.devices=4", "checkpoint.every=3", "steps=20"])
 def test_a_change_of_placement_is_free(plan: Plan, override: str) -> None:
     found = written_checkpoint(plan, 4)
