@@ -44,18 +44,24 @@ BY_TIME = (
 class MemorySuggestion:
     """A change of settings that frees memory.
 
-    change:        overrides as on the command line.
-    changes:       these as data.
-    freed:         bytes by which the rank's peak falls.
-    same_numbers:  whether results stay the same; else it changes what is trained, or the precision.
-    suffices:      whether the rank's models and calls then fit its device.
+    changes:   made together.
+    freed:     bytes by which the rank's peak falls.
+    suffices:  whether the rank's models and calls then fit its device.
     """
 
-    change: str
-    changes: tuple[SettingChange, ...]
+    changes: Changes
     freed: int
-    same_numbers: bool = True
-    suffices: bool = False
+    suffices: bool
+
+    @property
+    def change(self) -> str:
+        """Overrides as on the command line."""
+        return " ".join(change.text for change in self.changes)
+
+    @property
+    def same_numbers(self) -> bool:
+        """Whether results stay the same; else it changes what is trained, or the precision."""
+        return _keeps_numbers(self.changes)
 
 
 @dataclass(frozen=True)
@@ -142,12 +148,7 @@ def memory_suggestions(plan: Plan, rank: int, written: frozenset[str] = frozense
         slowest = max(map(_time_of, changes)) if suffices and lacking > 0 else 0
         return not _keeps_numbers(changes), not suffices, slowest, -freed
 
-    return [
-        MemorySuggestion(
-            " ".join(change.text for change in changes), changes, freed, _keeps_numbers(changes), freed >= lacking
-        )
-        for changes, freed in sorted(found, key=order)
-    ]
+    return [MemorySuggestion(changes, freed, freed >= lacking) for changes, freed in sorted(found, key=order)]
 
 
 Changes = tuple[SettingChange, ...]

@@ -161,9 +161,11 @@ class _Planner:
         stays: dict[int, list[Region]] = defaultdict(list)
         near, far = self._needs(regions)
         for group, sources, common in near:
-            for rank in group.ranks if group.ranks[0] in sources else ():
-                stays[rank] += common
-            for place, source in enumerate(sources if group.ranks[0] not in sources else ()):
+            if group.ranks[0] in sources:
+                for rank in group.ranks:
+                    stays[rank] += common
+                continue
+            for place, source in enumerate(sources):
                 # replicas of the source take turns, over the ranks of a group and over lots
                 if ranks := group.ranks[(place + turn) % len(sources) :: len(sources)]:
                     contents[0, source, ranks] += common
