@@ -43,11 +43,11 @@ from flexrlhf.text import bytes_text
 CHUNKED = 3
 """Results of a search that are also tried in chunks."""
 SECONDS = 15.0
-"""Seconds that all searches together may take, where nothing else is set."""
+"""Work of all searches together, in seconds of an ordinary core, where nothing else is set."""
 LEAST_SHARE = 1 / 15
 """Share of them that a search may take after others have taken all."""
 USUAL_SECONDS = 4.0
-"""Most seconds of the search for the settings of a usual placement."""
+"""Most work of the search for the settings of a usual placement."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class PlacementComparison:
     """Candidates and searches of one request so far.
 
     base:          the space without shadows, as the YAML has its schedule.
-    seconds_limit: seconds that all searches together may take.
-    seconds_left:  seconds of them that are left.
+    seconds_limit: work of all searches together, in seconds that it takes on an ordinary core.
+    seconds_left:  what is left of it.
     candidates:    all placements to compare.
     searches:      the spaces that were searched.
     """
@@ -115,9 +115,8 @@ class PlacementComparison:
 
     def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> SearchResult:
         """Search a space and add its best placement to the candidates."""
-        began = perf_counter()
         result = search(space.problem(), self._next_seconds, GAP, seeds=seeds)
-        self.seconds_left -= perf_counter() - began
+        self.seconds_left -= result.work
         self.searches.append(SpaceSearch(label, result))
         self.candidates.append(_by_search(space, label, result))
         return result
@@ -129,10 +128,7 @@ class PlacementComparison:
 
     def usual(self, plain: Space) -> list[Candidate]:
         """Return the usual placements of ``plain``."""
-        began = perf_counter()
-        found = list(usual(plain, min(USUAL_SECONDS, self._next_seconds), GAP))
-        self.seconds_left -= perf_counter() - began
-        return found
+        return list(usual(plain, min(USUAL_SECONDS, self._next_seconds), GAP))
 
 
 def advise(
@@ -148,7 +144,8 @@ def advise(
     costs:          cost model of calls and transfers; None: figures of the device classes, else this machine's
                     profile.
     lengths:        tokens of prompts and responses; None: the longest.
-    seconds_limit:  seconds that all searches together may take; a refusal may take ``refusal.SECONDS`` more.
+    seconds_limit:  work of all searches together, in seconds that it takes on an ordinary core: the same spec gets the
+                    same advice on every machine. A refusal may take ``refusal.SECONDS`` more.
     margin:         share of the fastest placement's seconds by which another one may be slower and count as equally
                     fast; None: what predictions of two placements must differ by to be distinguished.
 

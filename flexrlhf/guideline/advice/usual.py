@@ -21,7 +21,7 @@ def usual(space: Space, seconds: float, gap: float) -> Iterator[Candidate]:
     """Yield the placements: all models on all devices with the settings that are fastest, or those of DeepSpeed-Chat
     and OpenRLHF, HybridFlow's split and the symmetric heuristic of ReaL's comparison.
 
-    seconds:  seconds that the search for the settings of the first may take.
+    seconds:  work of the search for the settings of the first, in seconds that it takes on an ordinary core.
     gap:      share of its time by which it may miss the fastest settings.
     """
     roles, one = space.roles.all, Fraction(1)

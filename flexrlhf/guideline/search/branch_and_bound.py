@@ -36,7 +36,7 @@ MISSED = 0.002
 NEAR = 0.005
 """Relative difference of bounds that are near each other."""
 ROWS = 64
-"""Partial assignments that are expanded at once, each to thousands: more take gigabytes and overrun the time limit."""
+"""Partial assignments that are expanded at once, each to thousands: more take gigabytes and overrun the limit."""
 KEPT = 10
 """Assignments that are returned."""
 
@@ -50,17 +50,17 @@ def search(
 ) -> SearchResult:
     """Find the fastest assignment of the stated space.
 
-    After ``seconds_limit`` the best so far is returned, with the bound that is proven by then. But for that limit, the
-    same problem gives the same assignment.
+    At ``seconds_limit`` the best so far is returned, with the bound that is proven by then. The same problem gives the
+    same assignment on every machine.
 
-    seconds_limit:  seconds that the search may take.
+    seconds_limit:  work of the search, in seconds that it takes on an ordinary core.
     gap:            share of its time by which the result may miss the fastest; 0: it is the fastest.
     keep:           number of assignments to return.
     seeds:          assignments to begin from; those that fit are no faster than the result.
     """
     began = perf_counter()
     tables = tables_of(problem)
-    state = SearchState(tables, began + seconds_limit, gap, keep)
+    state = SearchState(tables, seconds_limit, gap, keep)
     if any(not len(part.options) for part in tables.parts):
         return state.result(np.inf, began, True)
     meshes = distinct_meshes(tables)
@@ -134,7 +134,7 @@ class _MeshSearch:
         return bool(missed.max() > MISSED * self.state.best)
 
     def run(self) -> float:
-        """Search until nothing is left. Least bound of what is left when the time is up, else infinite."""
+        """Search until nothing is left. Least bound of what is left at the limit, else infinite."""
         if self.floors is None:
             return np.inf
         least = self.floors.least_area[WHOLE]
@@ -142,7 +142,7 @@ class _MeshSearch:
         none = np.zeros((1, 0), dtype=np.int64)
         self._push(PartialAssignments((), none, none, none), self.floors)
         while self.branches:
-            if self.state.is_late:
+            if self.state.is_exhausted:
                 return min(branch.bound for branch in self.branches)
             left = self._step(heapq.heappop(self.branches))
             if np.isfinite(left):
@@ -150,7 +150,7 @@ class _MeshSearch:
         return np.inf
 
     def _step(self, branch: _Branch) -> float:
-        """Expand a branch. Least bound of what is left of it when the time is up, else infinite."""
+        """Expand a branch. Least bound of what is left of it at the limit, else infinite."""
         kept = self.state.below_goal(branch.bounds)
         partial = branch.partial.rows(kept)
         if not len(kept):
@@ -203,6 +203,7 @@ class _MeshSearch:
             parents, _ = with_options(self.tables, part, parents, shapes)
             starts, options = with_options(self.tables, part, starts, shapes)
             shapes = self.tables.parts[part].shape[options]
+        self.state.count(len(starts))
         children = PartialAssignments(
             (*partial.parts, part),
             np.concatenate([partial.starts[parents], starts[:, None]], axis=1),
@@ -216,6 +217,7 @@ class _MeshSearch:
 
     def _push(self, partial: PartialAssignments, floors: Floors) -> None:
         """Store rows below the goal as branches of at most ``ROWS``."""
+        self.state.count(len(partial))
         bounds = partial_bound(self.tables, floors, partial)
         fitting = np.isfinite(bounds)
         self.state.pruned_by_memory += int((~fitting).sum())
@@ -233,7 +235,7 @@ class _MeshSearch:
     def _finish(self, partial: PartialAssignments, bounds: Floats) -> float:
         """Search the options of rows with all meshes decided, the most promising first.
 
-        Least bound of what is left when the time is up, else infinite.
+        Least bound of what is left at the limit, else infinite.
         """
         columns = np.argsort(self.order)
         starts, shapes, options = partial.starts[:, columns], partial.shapes[:, columns], partial.options[:, columns]
@@ -242,7 +244,7 @@ class _MeshSearch:
             if bound >= self.state.goal:
                 self.state.drop(bound)
             elif keys[row] not in self.done:
-                if self.state.is_late:
+                if self.state.is_exhausted:
                     return float(bound)
                 self.done.add(keys[row])
                 meshes = mesh_assignment(self.tables, starts[row].tolist(), shapes[row].tolist(), options[row].tolist())

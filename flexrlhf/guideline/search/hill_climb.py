@@ -22,7 +22,7 @@ Height = tuple[float, float]
 def climb(state: SearchState, meshes: DistinctMeshes, spots: list[Spot]) -> None:
     """Change ``spots``, one a part, in place until no change of a single part helps."""
     best, part, since = (np.inf, np.inf), 0, 0
-    while since < len(spots) and not state.is_late:
+    while since < len(spots) and not state.is_exhausted:
         height, spot = best_of_part(state, meshes, spots, part)
         since += 1
         if height < best:

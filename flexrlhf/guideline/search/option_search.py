@@ -75,7 +75,8 @@ def _crowd(tables: Tables, starts: Sequence[int], sizes: Sequence[int], point: i
 
 
 def search_options(state: SearchState, meshes: MeshAssignment) -> float:
-    """Store the best assignments on ``meshes``. Least bound of what is left when the time is up, else infinite."""
+    """Store the best assignments on ``meshes``. Least bound of what is left at the limit, else infinite."""
+    state.count(1)
     sets = _fitting(meshes)
     if sets is None:
         state.pruned_by_memory += 1
@@ -86,7 +87,7 @@ def search_options(state: SearchState, meshes: MeshAssignment) -> float:
         return np.inf
     stack: list[tuple[int, Ints, Floats]] = [(0, _blank(sets), start)]
     while stack:
-        if state.is_late:
+        if state.is_exhausted:
             return float(min(bounds.min() for _, _, bounds in stack))
         level, rows, bounds = stack.pop()
         rows = rows[state.below_goal(bounds)]
@@ -96,6 +97,7 @@ def search_options(state: SearchState, meshes: MeshAssignment) -> float:
             _time(state, meshes, rows)
             continue
         rows = _expand(rows, order[level], sets[order[level]])
+        state.count(len(rows))
         fitting = _fits(meshes, sets, order[: level + 1], rows)
         state.pruned_by_memory += len(rows) - int(fitting.sum())
         rows = rows[fitting]

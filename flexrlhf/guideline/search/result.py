@@ -42,7 +42,8 @@ class SearchResult:
     pruned_by_memory:  sets of assignments that were left out at once because they do not fit.
     pruned_by_bound:   sets of assignments that were left out at once because their bound is too high.
     wall_seconds:      seconds that the search took.
-    is_finished:       whether it ended before its time was up.
+    work:              its work, in seconds that it takes on an ordinary core.
+    is_finished:       whether it ended before its work reached the limit.
     rejected:          some assignments that are faster but do not fit.
     meshes:            description of the meshes of the space.
     """
@@ -54,6 +55,7 @@ class SearchResult:
     pruned_by_memory: int
     pruned_by_bound: int
     wall_seconds: float
+    work: float
     is_finished: bool
     rejected: tuple[RejectedAssignment, ...] = ()
     meshes: str = ""

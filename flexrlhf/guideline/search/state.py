@@ -1,4 +1,7 @@
-"""State of a running search: the best assignments so far, what was pruned, and when to stop."""
+"""State of a running search: the best assignments so far, what was pruned, and when to stop.
+
+A limit is on the work of a search, not on its time: it finds the same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,10 @@ Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 NEAREST = 16
 """Assignments that are timed although they do not fit."""
+EVALUATION_SECONDS = 1.7e-3
+"""Seconds of evaluating some rows at once on an ordinary core, whatever their number."""
+CALL_SECONDS = 0.4e-6
+"""Seconds of each call of each of the rows in addition."""
 
 
 @dataclass
@@ -35,7 +42,7 @@ class SearchState:
     """Mutable state of a search.
 
     tables:            the problem.
-    deadline:          time (``perf_counter``) at which it stops.
+    seconds_limit:     work after which it stops.
     slack:             share of the best time that does not matter.
     keep:              number of assignments to return.
     fastest:           heap of the best assignments, the slowest on top.
@@ -46,10 +53,11 @@ class SearchState:
     pruned_by_bound:   sets of assignments that were left out because of their bound.
     pruned_floor:      the least bound of anything that was left out.
     best:              least seconds so far.
+    work:              work so far, in seconds that it takes on an ordinary core.
     """
 
     tables: Tables
-    deadline: float
+    seconds_limit: float
     slack: float
     keep: int
     fastest: list[tuple[float, Key]] = field(default_factory=list)
@@ -60,6 +68,7 @@ class SearchState:
     pruned_by_bound: int = 0
     pruned_floor: float = math.inf
     best: float = math.inf
+    work: float = 0.0
 
     @property
     def goal(self) -> float:
@@ -67,8 +76,13 @@ class SearchState:
         return self.best * (1 - max(self.slack, ROUNDING))
 
     @property
-    def is_late(self) -> bool:
-        return perf_counter() > self.deadline
+    def is_exhausted(self) -> bool:
+        """Whether its work is done, whether or not something is left to search."""
+        return self.work > self.seconds_limit
+
+    def count(self, rows: int) -> None:
+        """Count the work of evaluating ``rows`` assignments, whole or partial, at once."""
+        self.work += EVALUATION_SECONDS + CALL_SECONDS * rows * self.tables.graph.num_calls
 
     def below_goal(self, bounds: Floats) -> Ints:
         """Rows worth continuing with, the most promising first; the others are counted as pruned."""
@@ -89,6 +103,7 @@ class SearchState:
 
         Of those that do not fit the nearest and the fastest (call by call) are timed, to be reported.
         """
+        self.count(len(starts))
         over = assignments_over(self.tables, starts, options)
         fitting = fits(self.tables, over)
         seconds = np.full(len(over), np.inf)
@@ -143,6 +158,7 @@ class SearchState:
             pruned_by_memory=self.pruned_by_memory,
             pruned_by_bound=self.pruned_by_bound,
             wall_seconds=perf_counter() - began,
+            work=self.work,
             is_finished=is_finished,
             rejected=tuple(self._rejected(value, key) for value, key in misfits),
             meshes=self.tables.problem.meshes.about,
