@@ -22,7 +22,8 @@ from benchmarks.gpu.machine import device_name
 from benchmarks.gpu.results import LeftOut, Row
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.token_logprobs import token_logprobs
-from flexrlhf.execution.launch import DRIVER, why_no_gpu
+from flexrlhf.execution.launch import why_no_gpu
+from flexrlhf.placement.hosts import NVIDIA_DRIVER, has_nvidia_driver
 
 Found = tuple[str, str, dict[str, float]]
 """What was measured, the result in words, and its numbers."""
@@ -45,7 +46,7 @@ def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
 
 def of_device() -> Iterator[Found]:
     """Driver, CUDA, memory and the libraries that torch brings."""
-    driver = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else "none is loaded"
+    driver = NVIDIA_DRIVER.read_text().splitlines()[0] if has_nvidia_driver() else "none is loaded"
     yield "driver", driver, {}
     if not torch.cuda.is_available():
         yield "GPU", why_no_gpu() or "none", {}

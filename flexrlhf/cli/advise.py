@@ -42,7 +42,10 @@ MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a st
 Engine = Annotated[Text, typer.Option(help="training engine: torch, deepspeed or megatron; default: torch")]
 Rollout = Annotated[Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm")]
 Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
-Seconds = Annotated[float, typer.Option(min=0.1, help="work of the searches, in seconds of an ordinary core: every machine finds the same")]
+Seconds = Annotated[
+    float,
+    typer.Option(min=0.1, help="work of the searches, in seconds of an ordinary core: every machine finds the same"),
+]
 Tie = Annotated[
     float | None,
     typer.Option(

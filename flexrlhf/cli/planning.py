@@ -13,35 +13,21 @@ from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_lines import absent_line, data_line, data_warnings
 from flexrlhf.plan.data_sources import DataSource
-from flexrlhf.plan.fitting import fitted
-from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.present_data import absent_sources, present_inspections
 from flexrlhf.plan.suggestions import check_fits
 
 
 def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
-    """Plan the runs of a command; prints what is chosen: the placement of ``placement: auto``, and what else is left
-    out and makes a run fit.
-    """
-    chosen = [_with_chosen_placement(spec) for spec in specs]
+    """Plan the runs of a command; prints what is chosen of what their YAMLs leave out."""
+    from flexrlhf.guideline.advice.auto import planned
+
     with working("planning"):
-        fitting = [fitted(spec, plan) for spec, plan in zip(chosen, make_plans(chosen), strict=True)]
-    for _, sentence in fitting:
-        if sentence:
-            typer.echo(sentence + "\n")
-    return [plan for plan, _ in fitting]
-
-
-def _with_chosen_placement(spec: Spec) -> Spec:
-    if spec.placement != "auto":
-        return spec
-    from flexrlhf.guideline.advice.auto import with_placement
-
-    with working(f"{spec.name}: searching for a placement"):
-        chosen, sentence = with_placement(spec)
-    typer.echo(sentence + "\n")
-    return chosen
+        found = planned(specs)
+    for _, text in found:
+        if text:
+            typer.echo(text + "\n")
+    return [plan for plan, _ in found]
 
 
 def check_memory(plans: Sequence[Plan], force: bool) -> None:

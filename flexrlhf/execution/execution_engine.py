@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.run_arguments import argument_settings
-from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.execution.job import prepare_job
 from flexrlhf.execution.rank_factory import starting_factory
 from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.placement.hosts import Hosts, check_single_planner
-from flexrlhf.plan.fitting import fitted
-from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
 
 
@@ -68,10 +65,11 @@ class ExecutionEngine:
         spec = load_spec(config_path, settings)
         check_single_planner([spec], Hosts())
         self._resume = None if resume is None else str(resume)
-        chosen = _with_chosen_placement(spec)
-        self.plan, sentence = fitted(chosen, make_plan(chosen))
-        if sentence:
-            print(sentence)
+        from flexrlhf.guideline.advice.auto import planned
+
+        ((self.plan, text),) = planned([spec])
+        if text:
+            print(text)
         if not force:
             check_fits(self.plan)
 
@@ -82,13 +80,3 @@ class ExecutionEngine:
         directory = self.plan.spec.directory
         models = {role: directory / role for role in self.plan.graph.trained}
         return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)
-
-
-def _with_chosen_placement(spec: Spec) -> Spec:
-    if spec.placement != "auto":
-        return spec
-    from flexrlhf.guideline.advice.auto import with_placement
-
-    chosen, sentence = with_placement(spec)
-    print(sentence)
-    return chosen

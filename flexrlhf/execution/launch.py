@@ -33,7 +33,7 @@ from flexrlhf.execution.rank_watch import silence_limit
 from flexrlhf.execution.rendezvous import NodeRendezvous
 from flexrlhf.execution.run_order import OWN, SHARED, RunOrder, dump_orders
 from flexrlhf.execution.stop_requests import END_NOW
-from flexrlhf.placement.hosts import Hosts
+from flexrlhf.placement.hosts import NVIDIA_DRIVER, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted
 
@@ -45,13 +45,11 @@ SAVING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of schedulers before they end a job."""
 
 
-DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists where NVIDIA's driver is loaded."""
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest driver by the major version of CUDA (its release notes, table of minor version compatibility)."""
 
 
-def why_no_gpu(driver: Path = DRIVER, cuda: str | None = torch.version.cuda) -> str:
+def why_no_gpu(driver: Path = NVIDIA_DRIVER, cuda: str | None = torch.version.cuda) -> str:
     """Return why torch, built for ``cuda``, finds no GPU next to NVIDIA's driver; empty where none is loaded."""
     found = re.search(r"Kernel Module.*?(\d+)\.[\d.]+", driver.read_text()) if driver.is_file() else None
     if found is None:

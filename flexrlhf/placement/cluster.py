@@ -116,6 +116,11 @@ class Cluster:
         return tuple(each.own_speed or known.get(each.device_class, Fraction(1)) for each in self.devices)
 
 
+def has_known_gpus(spec: ClusterSpec, cluster: Cluster) -> bool:
+    """Whether all devices are GPUs of known classes. ``spec``: of ``cluster``."""
+    return spec.device != "cpu" and all(name in DEVICE_CLASSES for name in cluster.classes)
+
+
 def make_cluster(spec: ClusterSpec) -> Cluster:
     """Return the devices of ``spec``, numbered node by node. A cluster given as one number is one node.
 

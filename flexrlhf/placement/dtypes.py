@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flexrlhf.config.spec import ClusterSpec, Dtype, ModelSpec, ShadowSpec, Spec
-from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.cluster import Cluster, has_known_gpus
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.placement.placed import Placement
 
 
 def all_compute_in_bfloat16(spec: ClusterSpec, cluster: Cluster) -> bool:
     """Whether all devices are GPUs of known classes that compute in bfloat16. ``spec``: of ``cluster``."""
-    classes = [DEVICE_CLASSES.get(name) for name in cluster.classes]
-    return spec.device != "cpu" and all(each is not None and each.bf16 for each in classes)
+    return has_known_gpus(spec, cluster) and all(DEVICE_CLASSES[name].bf16 for name in cluster.classes)
 
 
 def lacks_bfloat16(rank: int, cluster: Cluster) -> DeviceClass | None:

@@ -6,12 +6,15 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.cluster import Cluster, has_known_gpus, make_cluster
 
 MOST_PORT = 65535
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists where NVIDIA's driver is loaded."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
@@ -107,12 +110,18 @@ def check_restarts(max_restarts: int) -> None:
         raise UserError(f"--max-restarts {max_restarts}: torchrun started this rank, so use its own --max-restarts")
 
 
+def has_nvidia_driver() -> bool:
+    """Whether this machine has NVIDIA's driver."""
+    return NVIDIA_DRIVER.is_file()
+
+
 def check_single_planner(specs: Iterable[Spec], hosts: Hosts) -> None:
-    """Raise UserError for ``placement: auto`` where several processes would each search for a placement."""
+    """Raise UserError for ``placement: auto`` where several processes would each search by measurements of their own
+    machine."""
     if hosts.nnodes == 1 and not under_torchrun():
         return
     for spec in specs:
-        if spec.placement == "auto":
+        if spec.placement == "auto" and not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
             raise UserError(
                 f"placement: auto of {spec.name} would be chosen by each of several processes; write it once with "
                 f"`flexrlhf advise CONFIG -o FILE` and run that file"

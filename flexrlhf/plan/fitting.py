@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.cluster import has_known_gpus
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, need_text, replanned, tightest_rank
 
@@ -23,7 +23,7 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
 
     ``spec``: as a user has written it.
     """
-    if spec.cluster.device == "cpu" or not all(name in DEVICE_CLASSES for name in plan.cluster.classes):
+    if not has_known_gpus(spec.cluster, plan.cluster):
         return plan, ""
     written, changed, chosen = frozenset(_written(spec, plan.graph.roles)), plan, dict[str, str]()
     for _ in range(MOST_ROUNDS):

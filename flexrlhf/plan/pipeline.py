@@ -7,7 +7,7 @@ All of it is pure: the same spec gives the same plan on every rank, and no plan 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +128,11 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obsta
     return plan
 
 
-def make_plans(specs: Sequence[Spec]) -> list[Plan]:
+Choose = Callable[[Spec, Mapping[Path, ModelSpec], str], Spec]
+"""Fills in what a spec leaves open before it is planned, given ``pending`` and ``obstacle`` of ``make_plan``."""
+
+
+def make_plans(specs: Sequence[Spec], choose: Choose = lambda spec, pending, obstacle: spec) -> list[Plan]:
     """Return the plans of the runs of one command, which share their ranks.
 
     Models that an earlier run writes need not exist yet. Raises UserError.
@@ -137,7 +141,8 @@ def make_plans(specs: Sequence[Spec]) -> list[Plan]:
     plans: list[Plan] = []
     for spec in specs:
         engines = {(made.spec.rollout.engine, made.spec.rollout.process) for made in plans}
-        made = make_plan(spec, pending, SECOND_VLLM if ("vllm", "inline") in engines else "")
+        obstacle = SECOND_VLLM if ("vllm", "inline") in engines else ""
+        made = make_plan(choose(spec, pending, obstacle), pending, obstacle)
         pending |= {path: made.model(role) for path, role in made.outputs.items()}
         plans.append(made)
     sizes = {made.placement.num_ranks: made.spec.name for made in plans}

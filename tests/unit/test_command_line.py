@@ -129,7 +129,7 @@ def test_the_models_of_a_run_are_given_on_the_command_line(invoke: Invoke) -> No
     script = invoke("slurm", "a.yaml", *words, "--placement-ratio", "1,1,0.5,0.5")
     assert "--set 'models.actor.path=\"actor\"'" in script and "--placement-ratio 1,1,0.5,0.5" in script
     plans = {
-        invoke(command, "a.yaml", *words, *further).partition("\n")[0]
+        invoke(command, "a.yaml", *words, "--placement-ratio", "1,1,0.5,0.5", *further).partition("\n")[0]
         for command, *further in (
             ("plan",),
             ("run", "--dry-run", *SHARED),

@@ -16,7 +16,7 @@ from flexrlhf.engines import capabilities
 from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise, write_advised
-from flexrlhf.guideline.advice.auto import with_placement
+from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.operator_space import advise_operators
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.placement.hosts import with_device
@@ -215,8 +215,7 @@ def test_advice_searches_with_the_choice_and_leaves_it_open(
 
 
 def test_a_placement_that_a_run_chooses_has_the_choice() -> None:
-    spec, _ = with_placement(spec_of("auto", 2, A100))
-    plan = make_plan(spec)
+    ((plan, _),) = planned([spec_of("auto", 2, A100)])
     assert choice_of(plan) == f"vllm, since {SERVED}"
 
 

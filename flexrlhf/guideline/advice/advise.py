@@ -5,12 +5,12 @@ What does not fit is listed with its reason. The one to use is planned and simul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import (
@@ -137,6 +137,9 @@ def advise(
     lengths: TextLengths | None = None,
     seconds_limit: float = SECONDS,
     margin: float | None = None,
+    pending: Mapping[Path, ModelSpec] | None = None,
+    obstacle: str = "",
+    explains: bool = True,
 ) -> Advice:
     """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.
 
@@ -148,6 +151,9 @@ def advise(
                     same advice on every machine. A refusal may take ``refusal.SECONDS`` more.
     margin:         share of the fastest placement's seconds by which another one may be slower and count as equally
                     fast; None: what predictions of two placements must differ by to be distinguished.
+    pending:        as of ``make_plan``.
+    obstacle:       as of ``make_plan``.
+    explains:       whether to search for what would help where nothing fits.
 
     Raises UserError where nothing fits, or the costs of a device are not known.
     """
@@ -156,13 +162,13 @@ def advise(
         source = costs_for(spec, None)
         costs, margin = source.costs, source.accuracy.tie if margin is None else margin
     margin = FIGURES.tie if margin is None else margin
-    base = make_space(spec.model_copy(update={"placement": None}), costs, lengths)
+    base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle)
     compared = PlacementComparison(base, seconds_limit)
     by_rules = _compare(compared, margin)
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
     if not feasible and (last := last_resort(base)) is not None:
         feasible, _ = ranked([last])
-    refusal = "" if feasible else refusal_text(base, rejected)
+    refusal = refusal_text(base, rejected) if explains and not feasible else ""
     advice = Advice(
         feasible, rejected, by_rules.rules, tuple(compared.searches), perf_counter() - began, margin, refusal
     )

@@ -1,20 +1,146 @@
-"""``placement: auto``: the placement that ``flexrlhf advise`` recommends."""
+"""Placements that a command searches for: of ``placement: auto``, and of a YAML that says nothing of a placement.
+
+The search is limited by its work, so every machine of a job finds the same.
+"""
 
 from __future__ import annotations
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.guideline.advice.advice_text import vector_text
-from flexrlhf.guideline.advice.advise import SECONDS, advise
-from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.placement.cluster import has_known_gpus, make_cluster
+from flexrlhf.placement.hosts import has_nvidia_driver
+from flexrlhf.plan.fitting import fitted
+from flexrlhf.plan.pipeline import make_plans
+from flexrlhf.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from flexrlhf.guideline.advice.advise import Advice
+    from flexrlhf.guideline.simulation.inputs import CostSource
+    from flexrlhf.guideline.simulation.pricing import TextLengths
+
+LEFT_OUT_SECONDS = 3.0
+"""Work of the search for a placement that is not written, in seconds that it takes on an ordinary core."""
+SETTINGS = (
+    "zero",
+    "tp",
+    "pp",
+    "micro_batch_tokens",
+    "generate_tokens",
+    "activation_checkpointing",
+    "offload_optimizer",
+)
+"""Settings of models that a search chooses."""
 
 
-def with_placement(spec: Spec) -> tuple[Spec, str]:
-    """Return ``spec`` with the placement to use, and a line that describes it. Settings in the YAML stay.
+def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
+    """Plan the runs of a command, with what their YAMLs leave out chosen: each with a text that says so, or none.
 
-    Raises UserError where no figures of the devices exist, or nothing fits.
+    Raises UserError as ``make_plans``, and where ``placement: auto`` finds nothing that fits.
     """
-    source = costs_for(spec, None)
-    best = advise(spec, source.costs, lengths_for(spec, None), SECONDS, source.accuracy.tie).best
-    line = f"{spec.name}: placement auto is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
-    chosen = best.candidate.spec
-    return chosen.model_copy(update={"rollout": chosen.rollout.as_written}), f"{line} by {source.name}"
+    chosen: list[tuple[Spec, str]] = []
+
+    def choose(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> Spec:
+        chosen.append(_with_placement(spec, pending, obstacle))
+        return chosen[-1][0]
+
+    fitting = [fitted(spec, plan) for plan, (spec, _) in zip(make_plans(specs, choose), chosen, strict=True)]
+    return [
+        (plan, "\n".join(filter(None, (searched, sentence))))
+        for (plan, sentence), (_, searched) in zip(fitting, chosen, strict=True)
+    ]
+
+
+def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
+    """Return ``spec`` with the placement to use, and what was chosen; as it is, and no text, where its own is used."""
+    is_open, has_gpus = (
+        "placement" not in spec.model_fields_set,
+        has_known_gpus(spec.cluster, make_cluster(spec.cluster)),
+    )
+    if spec.placement != "auto" and not (is_open and (has_gpus or _is_on_cpu(spec))):
+        return spec, ""
+    # what follows loads numpy and the tables of costs, which most commands do without
+    from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for, ordinary_cpu
+
+    source = costs_for(spec, None) if has_gpus or not is_open else ordinary_cpu(spec)
+    if not is_open:
+        advice = _searched(spec, source, lengths_for(spec, None, pending), pending, obstacle)
+        return _chosen(spec, advice, source)
+    try:
+        advice = _searched(spec, source, None, pending, obstacle)
+        return _chosen(spec, advice, source, has_settings=has_gpus)
+    except UserError as error:
+        return spec, f"{spec.name}: every model on all devices, since a search finds no placement that fits: {error}"
+
+
+def _is_on_cpu(spec: Spec) -> bool:
+    """Whether several models share several CPU ranks of one machine, in an engine and with settings that are
+    measured."""
+    cluster, roles = make_cluster(spec.cluster), make_graph(spec).roles
+    is_cpu = spec.cluster.device == "cpu" or (spec.cluster.device == "auto" and not has_nvidia_driver())
+    models = [model for _, model in spec.models if model is not None]
+    is_measured = spec.rollout.engine in ("auto", "transformers") and all(map(_is_plain, models))
+    return is_cpu and is_measured and len(cluster.devices) > 1 and cluster.num_nodes == 1 and len(roles) > 1
+
+
+def _is_plain(model: ModelSpec) -> bool:
+    return (model.engine, model.tp, model.pp, model.zero) == ("torch", 1, 1, 0)
+
+
+def _searched(
+    spec: Spec, source: CostSource, lengths: TextLengths | None, pending: Mapping[Path, ModelSpec], obstacle: str
+) -> Advice:
+    """Search for placements and settings of ``spec``; what is written stays. ``lengths``: None: the longest."""
+    from flexrlhf.guideline.advice.advise import SECONDS, advise
+
+    is_written = spec.placement == "auto"
+    limit = SECONDS if is_written else LEFT_OUT_SECONDS
+    return advise(spec, source.costs, lengths, limit, source.accuracy.tie, pending, obstacle, explains=is_written)
+
+
+def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool = True) -> tuple[Spec, str]:
+    """Return ``spec`` with the placement to use, and a text on it. Raises UserError where nothing fits.
+
+    ``has_settings``: whether models get settings, too, by the memory that devices have.
+    """
+    from flexrlhf.guideline.advice.advice_text import vector_text
+
+    best = advice.best
+    found = best.candidate.spec
+    chosen = found.model_copy(update={"rollout": found.rollout.as_written})
+    if not has_settings:
+        kept = {"placement": found.placement, "schedule": found.schedule, "sync": found.sync}
+        chosen = spec.model_copy(update=kept)
+    head = "placement auto is" if spec.placement == "auto" else "placement, which is not written, is"
+    line = f"{spec.name}: {head} {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
+    line += f" by {source.name}{_beside(advice)}"
+    settings = "; ".join(_settings(spec, chosen))
+    return chosen, f"{line}\n  with {settings}" if settings else line
+
+
+def _beside(advice: Advice) -> str:
+    """Return what a step takes with every model on all devices, where that is another placement."""
+    from flexrlhf.guideline.advice.usual import COLOCATED
+
+    seconds = [item.seconds for item in advice.feasible if item.candidate.name == COLOCATED]
+    is_other = advice.best.candidate.strategy != COLOCATED
+    return f", {seconds[0]:.3g} with every model on all devices" if seconds and is_other else ""
+
+
+def _settings(spec: Spec, chosen: Spec) -> Iterator[str]:
+    """Yield the settings of models that are chosen, each value with its models."""
+    models: dict[str, list[str]] = {}
+    for role, model in chosen.models:
+        written = spec.models.of(role) or spec.models.all
+        for name in SETTINGS if isinstance(model, ModelSpec) else ():
+            value = getattr(model, name)
+            is_chosen = written is None or getattr(written, name) != value
+            if is_chosen and value != ModelSpec.model_fields[name].default:
+                models.setdefault(f"{name}: {str(value).lower()}", []).append(role)
+    yield from (f"{setting} of {', '.join(roles)}" for setting, roles in models.items())
+    if chosen.rollout.tp != spec.rollout.tp:
+        yield f"rollout.tp: {chosen.rollout.tp}"

@@ -135,7 +135,7 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
 
 def make_planned(candidate: Candidate) -> PlannedCandidate:
     """Plan and simulate a candidate. Raises UserError where it cannot be planned."""
-    plan = make_plan(candidate.spec)
+    plan = make_plan(candidate.spec, candidate.space.pending)
     return PlannedCandidate(plan, simulate(plan, candidate.space.costs, candidate.space.lengths))
 
 

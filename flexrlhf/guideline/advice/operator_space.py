@@ -209,7 +209,7 @@ def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | Non
     """Return the space of ``spec``. Raises UserError for models or devices that no plan could have."""
     schedule = spec.schedule.model_copy(update={"num_chunks": 1, "lag": 0})
     plain = spec.model_copy(update={"placement": None, "schedule": schedule})
-    base = make_space(plain, costs, lengths, of_operators=True)
+    base = make_space(plain, costs, lengths, obstacle="operators are placed", of_operators=True)
     models = {role: _with_shared_settings(base.spec.models.of(role)) for role in base.roles.all}
     whole = base.spec.model_copy(update={"models": base.spec.models.model_copy(update=models)})
     enumerator = replace(base.enumerator, spec=whole, _options={}, _cache={})

@@ -52,7 +52,7 @@ def _first_that_fits(base: Space, series: Iterable[Change], until: float) -> Cha
 def _fits(base: Space, spec: Spec, until: float) -> bool:
     try:
         parse_spec(read_yaml(dump_spec(spec, short=True)))
-        return last_resort(make_space(spec, base.costs, base.lengths), until) is not None
+        return last_resort(make_space(spec, base.costs, base.lengths, base.pending), until) is not None
     except UserError:
         return False
 

@@ -6,9 +6,10 @@ The order of the calls is that of the strategies; a plan made from an assignment
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import gcd
+from pathlib import Path
 
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import MAX_PLANNED, Head, ModelSpec, Spec
@@ -89,6 +90,7 @@ class Space:
     enumerator:      makes the options of its models.
     has_shadows:     whether inference has copies of its own.
     fixed_schedule:  settings of the schedule that the YAML sets.
+    pending:         models that an earlier run of the command will write, by directory.
     offloaded:       models that are in host memory while others compute.
     usable:          share of a device's memory that a plan may take.
     """
@@ -103,6 +105,7 @@ class Space:
     enumerator: OptionEnumerator
     has_shadows: bool = False
     fixed_schedule: frozenset[str] = frozenset()
+    pending: Mapping[Path, ModelSpec] = field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
     usable: float = USABLE
 
@@ -498,24 +501,44 @@ def side_of(end: LinkEnd) -> MeshSide:
     return end.layout
 
 
-def make_space(spec: Spec, costs: CostModel, lengths: TextLengths | None, of_operators: bool = False) -> Space:
+def make_space(
+    spec: Spec,
+    costs: CostModel,
+    lengths: TextLengths | None,
+    pending: Mapping[Path, ModelSpec] | None = None,
+    obstacle: str = "",
+    of_operators: bool = False,
+) -> Space:
     """Return the space of ``spec`` without shadows. Raises UserError for models or devices that no plan could have.
 
     lengths:       tokens of prompts and responses; None: the longest.
+    pending:       as of ``make_plan``.
+    obstacle:      as of ``make_plan``.
     of_operators:  whether operators will be placed, so that a role may generate with another engine than its own, and
                    no rollout engine does.
     """
-    resolved = resolve(spec, obstacle="operators are placed" if of_operators else "")
+    resolved = resolve(spec, pending, obstacle)
     spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
-    shapes = model_shapes(spec, graph, {})
+    shapes = model_shapes(spec, graph, pending or {})
     _check_models(spec, shapes, graph.roles, None if of_operators else graph.generated)
     for role in resolved.roles.all:
         _check_settings(spec, role, resolved.roles)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
     fixed = frozenset(spec.schedule.model_fields_set)
-    return Space(spec, graph, resolved.roles, shapes, resolved.cluster, costs, texts, enumerator, fixed_schedule=fixed)
+    return Space(
+        spec,
+        graph,
+        resolved.roles,
+        shapes,
+        resolved.cluster,
+        costs,
+        texts,
+        enumerator,
+        fixed_schedule=fixed,
+        pending=pending or {},
+    )
 
 
 def _check_settings(spec: Spec, role: str, roles: Roles) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError, shown
+from flexrlhf.guideline import costs
 from flexrlhf.guideline.costs.accuracy import FIGURES, MEASUREMENTS, Accuracy
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -24,6 +25,8 @@ from flexrlhf.plan.plan import Plan
 
 PROFILE = "profile.json"
 """File in the directory of the runs that ``flexrlhf profile`` writes."""
+ORDINARY_CPU = Path(costs.__file__).with_name("ordinary_cpu.json")
+"""Such a file of two cores with AVX-512, by the quick start's models."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,24 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
     return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}", MEASUREMENTS)
 
 
-def lengths_for(spec: Spec, mean_response: float | None) -> TextLengths:
+def ordinary_cpu(spec: Spec) -> CostSource:
+    """Return the costs of CPU ranks by measurements of another machine: which of two placements is the faster."""
+    costs = load_costs(ORDINARY_CPU, len(make_cluster(spec.cluster).devices))
+    return CostSource(costs, "measurements of an ordinary CPU", MEASUREMENTS)
+
+
+def lengths_for(
+    spec: Spec, mean_response: float | None, pending: Mapping[Path, ModelSpec] | None = None
+) -> TextLengths:
     """Return prompts of the maximum length and responses of ``mean_response`` tokens: exponentially distributed with
     that mean, truncated at the longest. Without it the lengths in the data, if that exists already; else the longest.
 
-    Raises UserError for a mean that no responses can have.
+    ``pending``: as of ``make_plan``. Raises UserError for a mean that no responses can have.
     """
     longest = spec.data.max_response_tokens
     paths = [spec.data.path] if spec.data.path is not None else [source.path for source in spec.data.sources]
     if mean_response is None and is_present(paths[0]):
-        return lengths_in_data(make_plan(spec.model_copy(update={"placement": None})))
+        return lengths_in_data(make_plan(spec.model_copy(update={"placement": None}), pending))
     if mean_response is None or mean_response == longest:
         return TextLengths(spec.data.max_prompt_tokens, (longest,))
     if not mean_response < longest:
