@@ -783,8 +783,8 @@ class Spec(StrictModel):
     cluster: ClusterSpec = ClusterSpec()
     placement: Literal["auto"] | tuple[Exact, ...] | PlacementMap | None = Field(
         None,
-        description="null: every model on all devices; auto: the first choice of `flexrlhf advise`; a vector such as "
-        "1,1,0.5,0.5 of ratios; or ratios, ranks and more by model, or by operator",
+        description="null: every model on all devices; auto, or where it is left out: the first choice of "
+        "`flexrlhf advise`; a vector such as 1,1,0.5,0.5 of ratios; or ratios, ranks and more by model, or by operator",
         json_schema_extra=_vector_text,
     )
     schedule: ScheduleSpec = ScheduleSpec()

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from fractions import Fraction
+from pathlib import Path
+
 import pytest
 from small_runs import plan_of, spec_of
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice import advise as advise_module
+from flexrlhf.guideline.advice import auto
+from flexrlhf.guideline.advice.advice_text import vector_text
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.auto import planned
+from flexrlhf.guideline.advice.space import make_space
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.search import branch_and_bound, state
+from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.plan.fitting import fitted
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -71,3 +87,97 @@ def test_a_run_that_fits_is_left_alone() -> None:
     spec = spec_of(None, 8, "cluster={nodes: [{devices: 8, class: A100-80G}]}")
     plan = plan_of(None, 8, "cluster={nodes: [{devices: 8, class: A100-80G}]}")
     assert fitted(spec, plan) == (plan, "")
+
+
+PPO = (
+    "models={actor: {init: qwen2.5-1.5b}, reward: {init: qwen2.5-1.5b}}",
+    "data={path: rows.jsonl, max_prompt_tokens: 1024, max_response_tokens: 1024}",
+    "algorithm={name: ppo, prompts_per_step: 64, num_mini_batches: 4}",
+)
+NODES = {
+    "one class": "cluster={nodes: [{devices: 4, class: A100-80G}]}",
+    "two classes": "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]}",
+}
+
+
+def unwritten(*settings: str) -> Spec:
+    """A spec that says nothing of a placement."""
+    raw = read_yaml(dump_spec(spec_of(None, 2, *settings), short=True))
+    return parse_spec({key: value for key, value in raw.items() if key != "placement"})
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_a_placement_that_is_not_written_is_that_of_advise(nodes: str) -> None:
+    spec = unwritten(*PPO, nodes)
+    ((plan, text),) = planned([spec])
+    check_fits(plan)
+    best = advise(spec, AnalyticCosts()).best
+    assert (plan.placement, plan.schedule) == (best.plan.placement, best.plan.schedule)
+    first, settings = text.splitlines()
+    chosen = f"placement, which is not written, is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s"
+    assert f"{chosen} a step by figures of the device classes" in first and "micro_batch_tokens: " in settings
+    # the YAML of the run has it
+    assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).placement == plan.placement
+
+
+def test_a_placement_that_is_written_stays() -> None:
+    for placement in (None, (1, 1, 1, 1)):
+        spec = unwritten(*PPO, NODES["one class"]).model_copy(update={"placement": placement})
+        ((plan, text),) = planned([spec])
+        assert {model.ranks for model in plan.placement.models} == {(0, 1, 2, 3)}
+        assert "placement" not in text
+
+
+def test_settings_that_are_written_stay_in_a_search() -> None:
+    spec = unwritten(*PPO, NODES["one class"], "models.actor.zero=3", "rollout={engine: vllm, tp: 2}")
+    ((plan, text),) = planned([spec])
+    assert (plan.model("actor").zero, plan.spec.rollout.tp) == (3, 2)
+    assert "rollout.tp" not in text
+
+
+def test_a_run_goes_on_with_models_that_an_earlier_one_writes(tmp_path: Path) -> None:
+    run = f"runs={tmp_path}", NODES["one class"]
+    first = unwritten("algorithm={name: sft}", "models={actor: {init: qwen2.5-1.5b}}", "name=sft", *run)
+    second = unwritten(*PPO, *run, f"models.actor={{path: {tmp_path}/sft/actor}}")
+    found = planned([first, second])
+    assert all("placement, which is not written, is" in text for _, text in found)
+
+
+def test_what_fits_nowhere_keeps_every_model_on_all_devices() -> None:
+    ((plan, text),) = planned([unwritten(*PPO, "cluster={nodes: [{devices: 1, class: V100-16G}]}")])
+    assert "every model on all devices, since a search finds no placement that fits" in text
+    with pytest.raises(UserError, match="memory: rank 0 needs"):
+        check_fits(plan)
+
+
+def test_cpu_ranks_get_a_placement_and_models_keep_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eight lines of README without their placement."""
+    tiny = ("algorithm.prompts_per_step=64", "algorithm.num_mini_batches=4", "cluster={devices: 2, device: cpu}")
+    spec = unwritten(*tiny, "data={path: rows.jsonl, max_prompt_tokens: 16, max_response_tokens: 20}")
+    ((plan, text),) = planned([spec])
+    assert plan.spec.placement == (Fraction(1, 2),) * 4
+    assert plan.spec.models == make_plan(spec).spec.models
+    assert "by measurements of an ordinary CPU" in text.splitlines()[-1]
+    # a search whose devices may be GPUs of no known class, and one of settings that are not measured
+    monkeypatch.setattr(auto, "has_nvidia_driver", lambda: True)
+    apart = "cluster={nodes: [{count: 2, devices: 1}]}"
+    for setting in ("cluster.device=auto", "models.actor.zero=3", "cluster.devices=1", apart):
+        ((plan, text),) = planned([unwritten(*tiny, setting)])
+        assert (text, plan.spec.placement) == ("", None)
+
+
+def test_a_search_depends_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = unwritten(*PPO, NODES["one class"])
+    own = planned([spec])
+    ticks = itertools.count(step=1000)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    for module in (state, branch_and_bound, advise_module):
+        monkeypatch.setattr(module, "perf_counter", time.perf_counter)
+    assert planned([spec]) == own
+
+
+def test_a_search_ends_at_its_work() -> None:
+    space = make_space(unwritten(*PPO, NODES["one class"]), AnalyticCosts(), None)
+    short, long = (search(space.problem(), limit) for limit in (0.05, 5.0))
+    assert 0.05 <= short.work < 0.1 < long.work and not short.is_finished and long.is_finished
+    assert search(space.problem(), 0.05).best == short.best
