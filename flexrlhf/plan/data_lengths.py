@@ -18,22 +18,22 @@ MAX_ROWS = 2000
 def response_lengths(plan: Plan) -> tuple[int, ...]:
     """Return tokens of a sample of responses, end tokens included, at most ``data.max_response_tokens``, sorted.
 
-    From the responses in the run's data file, else in its evaluation file; where neither has any (or they do not exist
-    yet) every response has the largest length.
+    From the responses in the run's data file, else in its evaluation file; none where neither has any, or they do not
+    exist yet.
     """
     for source in data_sources(plan):
         if source.is_training or source.key == "eval":
             examples = _examples(plan, source, with_responses=True)
             if examples:
                 return tuple(sorted(len(example.responses[0]) for example in examples))
-    return (plan.lengths.response,)
+    return ()
 
 
 def prompt_lengths(plan: Plan) -> tuple[int, ...]:
-    """Return tokens of a sample of the prompts in the run's data files, sorted."""
+    """Return tokens of a sample of the prompts in the run's data files, sorted; none where they do not exist yet."""
     training = [source for source in data_sources(plan) if source.is_training]
     examples = [example for source in training for example in _examples(plan, source, with_responses=False)]
-    return tuple(sorted(len(example.prompt) for example in examples)) or (plan.lengths.prompt,)
+    return tuple(sorted(len(example.prompt) for example in examples))
 
 
 def _examples(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:

@@ -137,12 +137,8 @@ def _spread(ordered: Sequence[int], count: int) -> list[int]:
 
 def length_sample(plan: Plan) -> LengthSample:
     """Return the lengths in the run's data files or, without any, those from half of the maximum to the maximum."""
-    prompts, responses = prompt_lengths(plan), response_lengths(plan)
-    if prompts == (plan.lengths.prompt,):
-        prompts = _upper_half(plan.lengths.prompt)
-    if responses == (plan.lengths.response,):
-        responses = _upper_half(plan.lengths.response)
-    return LengthSample(prompts, responses)
+    prompts = prompt_lengths(plan) or _upper_half(plan.lengths.prompt)
+    return LengthSample(prompts, response_lengths(plan) or _upper_half(plan.lengths.response))
 
 
 def _upper_half(maximum: int) -> tuple[int, ...]:

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import Result
-from small_runs import PPO, TINY, plan_of, whole_plan_of
+from small_runs import PPO, TINY, plan_of, spec_of, whole_plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
+from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.simulation.compare import compare, read_run
-from flexrlhf.guideline.simulation.inputs import CostSource
+from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, is_rare, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
@@ -541,3 +542,23 @@ def test_every_kind_of_plan_can_be_printed(plan: Plan) -> None:
     costs = Fixed(moved=0.5, synced=1)
     text = format_simulation(simulate(plan, costs), CostSource(costs, "fixed costs", FIGURES))
     assert text.startswith("test: ppo, ")
+
+
+def test_responses_that_no_data_has_are_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have the lengths in the data, responses an exponential distribution that their limit cuts."""
+    monkeypatch.chdir(tmp_path)
+    corpus = "runs/quickstart-corpus"
+    limits = "max_prompt_tokens: 16, max_response_tokens"
+
+    def lengths(file: str, limit: int) -> TextLengths:
+        data = f"data={{path: {corpus}/{file}.jsonl, tokenizer: {corpus}/tokenizer, {limits}: {limit}}}"
+        return lengths_for(spec_of(None, 1, data), None)
+
+    assert lengths("prompts", 4096) == TextLengths(16, (4096,))
+    prepare_corpus()
+    found = lengths("prompts", 4096)
+    assert found.is_assumed and len(set(found.prompts)) > 2 and max(found.prompts) == found.prompt <= 16
+    means = {limit: lengths("prompts", limit).mean_response for limit in (8, 512, 4096)}
+    assert 7.5 < means[8] < 8 and 200 < means[512] < 300 and 950 < means[4096] < 1024
+    known = lengths("sft", 4096)
+    assert not known.is_assumed and known.mean_response < 20

@@ -56,8 +56,9 @@ def _head(advice: Advice, source: CostSource) -> str:
 
 def _mean(advice: Advice) -> str:
     """Mean length of responses, where they are shorter than the longest."""
-    mean = advice.best.candidate.space.lengths.mean_response
-    return f", responses of {mean:.4g} tokens on average" if mean < advice.best.plan.lengths.response else ""
+    lengths, longest = advice.best.candidate.space.lengths, advice.best.plan.lengths.response
+    text = f", responses of {lengths.mean_response:.4g} tokens on average{lengths.assumption}"
+    return text if lengths.mean_response < longest else ""
 
 
 def _titled(title: str, lines: Iterable[str]) -> str:

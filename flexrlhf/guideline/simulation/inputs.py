@@ -23,6 +23,12 @@ from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
+USUAL_TOKENS, USUAL_SHARE = 300.0, 0.25
+"""Mean response, or share of the limit where that is more: answers of an instruct model have 204 tokens on the average
+(Llama 3 8B on ShareGPT, LambdaLabsML/vllm-benchmark), texts that reason grow with the room that they have (a share
+that is assumed)."""
+_QUANTILES = tuple(-math.log(1 - (index + 0.5) / 64) for index in range(64))
+"""Of an exponential distribution with mean 1."""
 PROFILE = "profile.json"
 """File in the directory of the runs that ``flexrlhf profile`` writes."""
 ORDINARY_CPU = Path(costs.__file__).with_name("ordinary_cpu.json")
@@ -89,23 +95,33 @@ def lengths_for(
 
 
 def lengths_in_data(plan: Plan) -> TextLengths:
-    """Return a sample of the lengths in the data, with the longest prompt."""
+    """Return a sample of the lengths in the data, with the longest prompt: of responses that it lacks usual ones, and
+    without data the longest."""
     from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 
-    prompts = prompt_lengths(plan)
-    return TextLengths(max(prompts), response_lengths(plan), prompts)
+    prompts, responses = prompt_lengths(plan), response_lengths(plan)
+    if not prompts:
+        return TextLengths(plan.lengths.prompt, responses or (plan.lengths.response,))
+    usual = () if responses else usual_responses(plan.lengths.response)
+    return TextLengths(max(prompts), responses or usual, prompts, is_assumed=not responses)
 
 
-def truncated_exponential(mean: float, longest: float, number: int = 64) -> tuple[float, ...]:
+def usual_responses(longest: float) -> tuple[float, ...]:
+    """Return a sample of lengths of which nothing is known but their limit: exponentially distributed, those above the
+    limit cut there."""
+    scale = max(USUAL_TOKENS, USUAL_SHARE * longest)
+    return tuple(min(longest, max(1.0, scale * quantile)) for quantile in _QUANTILES)
+
+
+def truncated_exponential(mean: float, longest: float) -> tuple[float, ...]:
     """Return a sample of lengths with this mean, including the longest: quantiles of a truncated exponential
     distribution."""
-    quantiles = [-math.log(1 - (index + 0.5) / number) for index in range(number)]
     low, high = 0.0, 100.0 * longest
     for _ in range(60):
         scale = (low + high) / 2
-        reached = sum(min(longest, max(1.0, scale * q)) for q in quantiles) / number
+        reached = sum(min(longest, max(1.0, scale * q)) for q in _QUANTILES) / len(_QUANTILES)
         low, high = (scale, high) if reached < mean else (low, scale)
-    return tuple(min(longest, max(1.0, low * q)) for q in quantiles)
+    return tuple(min(longest, max(1.0, low * q)) for q in _QUANTILES)
 
 
 def read_lengths(text: str | None, plan: Plan, mean_response: float | None = None) -> TextLengths:

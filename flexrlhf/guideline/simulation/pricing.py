@@ -58,18 +58,25 @@ UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s
 class TextLengths:
     """Tokens of the texts of a step.
 
-    prompt:     longest prompt, to which padded rows are as wide
-    responses:  a sample of response lengths
-    prompts:    a sample of prompt lengths; empty: all are as long as the longest
+    prompt:      longest prompt, to which padded rows are as wide
+    responses:   a sample of response lengths
+    prompts:     a sample of prompt lengths; empty: all are as long as the longest
+    is_assumed:  whether nothing is known of responses but their limit
     """
 
     prompt: float
     responses: tuple[float, ...]
     prompts: tuple[float, ...] = ()
+    is_assumed: bool = False
 
     @property
     def mean_response(self) -> float:
         return sum(self.responses) / len(self.responses)
+
+    @property
+    def assumption(self) -> str:
+        """Hint to print next to the mean of responses of which nothing is known."""
+        return " (assumed; --mean-response says it)" if self.is_assumed else ""
 
     @property
     def mean_prompt(self) -> float:

@@ -45,7 +45,8 @@ def _head(simulation: Simulation, source: CostSource) -> list[str]:
         f"{plan.spec.name}: {plan.spec.algorithm.name}, {plan.strategy} on {ranks} devices "
         f"({', '.join(plan.cluster.classes)}), by {source.name}",
         f"  {seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
-        f"{lengths.mean_prompt:g} prompt tokens and {lengths.mean_response:g} of the response{_passes(simulation)}",
+        f"{lengths.mean_prompt:.4g} prompt tokens and {lengths.mean_response:.4g} of the response{lengths.assumption}"
+        f"{_passes(simulation)}",
         f"  {range_text(source.accuracy, simulation.seconds)}",
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
