@@ -317,7 +317,7 @@ def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
         few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
         raise UserError(
             f"{model.key('shard')}: node needs as many replicas of {model.name} on each of its nodes, found {least} on "
-            f"node {few} and {most} on node {many}; use all, or place {least} on each"
+            f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each"
         )
     if most == 1:
         raise UserError(

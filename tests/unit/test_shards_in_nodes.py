@@ -95,7 +95,7 @@ def test_communicators_of_shards_and_copies_are_counted() -> None:
         (
             ("models.actor={zero: 3, shard: node}", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),
             "models.actor.shard: node needs as many replicas of actor on each of its nodes, found 1 on node 1 and 3 on "
-            "node 0; use all, or place 1 on each",
+            "node 0; use all, or place 2 on each",
         ),
         (
             ("models.actor={zero: 3, shard: node, tp: 2}",),

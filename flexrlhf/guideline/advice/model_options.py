@@ -382,7 +382,8 @@ class OptionEnumerator:
         state_key, layout, zero = self._state_key(placed, mesh), placed.layout, placed.settings.zero
         # the stages of a rollout engine work in turn
         split = layout.dp, layout.tp, 1 if model.is_rollout else layout.pp
-        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, placed.sharded_over)
+        over = placed.sharded_over
+        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, stages_spread=True, sharded_over=over)
         for call in model.calls:
             kind = call.kind
             if kind == "switch":
