@@ -88,6 +88,7 @@ class LoraSpec(StrictModel):
 Dtype = Literal["float32", "bfloat16", "float16"]
 SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
+Shard = Literal["all", "node"]
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call: what it computes."""
 Head = Literal["causal", "scalar", "both"]
@@ -99,6 +100,7 @@ class ShadowSpec(StrictModel):
 
     engine: str | None = Field(None, description="torch, deepspeed or megatron")
     zero: Zero | None = Field(None, description="3: weights sharded; otherwise each replica has all of them")
+    shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
     dtype: Dtype | None = Field(None, description="type of weights and passes")
@@ -154,6 +156,11 @@ class ModelSpec(StrictModel):
     engine: str = Field("torch", description="torch, deepspeed or megatron")
     zero: Zero = Field(
         0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
+    )
+    shard: Shard = Field(
+        "all",
+        description="ranks over which ZeRO shards: all of the model, or those of one node, with a copy on every node "
+        "(torch, zero 2 and 3)",
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
     pp: int = Field(1, ge=1, description="pipeline stages of a replica, of equally many layers (megatron)")
@@ -239,12 +246,12 @@ class ModelSpec(StrictModel):
         """Return the settings of a copy that is not trained and has ``own`` ones, without those for training or for
         another engine's library.
 
-        Of another engine it has one pipeline stage, unless its own settings have more.
+        Of another engine it has one pipeline stage and is sharded over all ranks, unless its own settings differ.
         """
         dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
         is_other = own.get("engine", self.engine) != self.engine
         if is_other:
-            dropped |= {"config": {}, "pp": own.get("pp", 1)}
+            dropped |= {"config": {}, "pp": own.get("pp", 1), "shard": own.get("shard", "all")}
         if is_other or own.get("zero", self.zero) != 3:
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})
@@ -458,13 +465,14 @@ class OperatorPlacement(PlacementEntry):
 
     engine: str | None = Field(None, description="torch, deepspeed or megatron")
     zero: Zero | None = Field(None, description="ZeRO stage")
+    shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that are given."""
-        given = {name: getattr(self, name) for name in ("engine", "zero", "tp", "pp")}
+        given = {name: getattr(self, name) for name in ("engine", "zero", "shard", "tp", "pp")}
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -169,6 +169,18 @@ class StageRanks:
 
 
 @dataclass(frozen=True)
+class ShardRanks:
+    """Parts of the data-parallel group of a model whose state is sharded in each node.
+
+    shards: ranks of this node, which store different parts.
+    copies: ranks of other nodes that store the same part, and this one.
+    """
+
+    shards: RankGroup
+    copies: RankGroup
+
+
+@dataclass(frozen=True)
 class EngineContext:
     """Arguments of an engine's constructor, which all ranks of the placed model call.
 
@@ -186,6 +198,7 @@ class EngineContext:
     timeout_seconds: longest wait of these groups.
     pad_token_id:    of the run; None: the run has no data.
     stages:          groups of an engine with pipeline stages.
+    in_node:         groups of a model that is sharded in each node; None: it is sharded over ``dp``, or not at all.
     """
 
     placed: PlacedModel
@@ -202,6 +215,7 @@ class EngineContext:
     timeout_seconds: float = 1800.0
     pad_token_id: int | None = None
     stages: StageRanks | None = None
+    in_node: ShardRanks | None = None
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class EngineCapabilities:
 
     kinds:   kinds of operators that it runs: generate, forward, train.
     zero:    ZeRO stages.
+    node:    whether it can shard over the ranks of one node.
     tp:      whether it has tensor parallelism.
     pp:      whether it has pipeline stages.
     lora:    whether it trains adapters.
@@ -50,6 +51,7 @@ class EngineCapabilities:
 
     kinds: frozenset[str]
     zero: tuple[int, ...]
+    node: bool = False
     tp: bool = False
     pp: bool = False
     lora: bool = True
@@ -60,7 +62,7 @@ class EngineCapabilities:
 
 ALL_KINDS = frozenset({"generate", "forward", "train"})
 CAPABILITIES: dict[str, EngineCapabilities] = {
-    "torch": EngineCapabilities(ALL_KINDS, zero=(0, 2, 3), tp=True),
+    "torch": EngineCapabilities(ALL_KINDS, zero=(0, 2, 3), node=True, tp=True),
     "deepspeed": EngineCapabilities(
         ALL_KINDS, zero=(0, 1, 2, 3), offload=True, config=True, package=Package("deepspeed", "deepspeed")
     ),
@@ -196,6 +198,13 @@ def _check_sharding(model: PlacedModel) -> None:
             f"{model.key('zero')}: 0 in {settings.dtype} has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
             f"dtype float32, or engine torch"
         )
+    if settings.shard == "node" and not capabilities.node:
+        raise UserError(
+            f"{model.key('shard')}: engine {model.engine} shards over all ranks of a model, found node; use all"
+            + _or_engines(lambda other: other.node)
+        )
+    if settings.shard == "node" and settings.zero == 0 and not model.follows:
+        raise UserError(f"{model.key('shard')}: node needs zero 2 or 3, found 0; use zero 3, or shard all")
     if settings.tp > 1 and not capabilities.tp:
         raise UserError(
             f"{model.key('tp')}: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"

@@ -11,11 +11,19 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, StageRanks
+from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, ShardRanks, StageRanks
 from flexrlhf.engines.factory import make_engine
 from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.errors import UserError
-from flexrlhf.placement.groups import ends_of, has_model_group, model_purpose, replica_purpose
+from flexrlhf.placement.groups import (
+    COPIES,
+    SHARD,
+    ends_of,
+    has_model_group,
+    is_sharded_in_nodes,
+    model_purpose,
+    replica_purpose,
+)
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
@@ -134,9 +142,19 @@ def load_model_on_rank(
             timeout_seconds=plan.spec.timeout_seconds,
             pad_token_id=pad_token_id,
             stages=stages,
+            in_node=_shard_ranks(model, rank, ranks_of),
         )
     )
     return LoadedModel(model, engine, dp, stages.replica, _shape(plan, model, engine.weights(), rank))
+
+
+def _shard_ranks(
+    model: PlacedModel, rank: int, ranks_of: Callable[[str, tuple[int, ...]], RankGroup]
+) -> ShardRanks | None:
+    """Return the groups of ``rank`` that follow from sharding in each node."""
+    if not is_sharded_in_nodes(model):
+        return None
+    return ShardRanks(ranks_of(SHARD, model.shard_set(rank)), ranks_of(COPIES, model.copy_set(rank)))
 
 
 def stage_ranks(

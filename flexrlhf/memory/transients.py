@@ -16,6 +16,7 @@ from flexrlhf.memory.states import deepspeed_elements, is_bf16_optimizer, item_b
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.buckets import GRADIENT_BUCKET_BYTES
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Parameters
 from flexrlhf.weights.stages import shape_of_stage
 
@@ -128,7 +129,7 @@ def gathered_bytes(model: PlacedModel, shape: ModelShape, rank: int, activations
     if model.engine == "deepspeed":
         return item * _zero3_gathered(model, units)
     # a unit arrives in one buffer and is copied from there; float32 shards are sent as a 16-bit copy
-    cast = model.layout.dp if model.trained and item < 4 else 0
+    cast = model.num_shards if model.trained and item < 4 else 0
     at_first = 2 * units.root + 2 * units.layer + (units.root // cast if cast else 0)
     later = units.root + 3 * units.layer if model.settings.zero == 3 else units.total + 2 * units.layer
     return max(item * (later + (units.layer // cast if cast else 0)), item * at_first - activations)
@@ -190,9 +191,18 @@ def update_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
         part = -(-trained.total // model.layout.dp) if model.settings.zero else trained.total
         return 4 * max(part, trained.largest)
     if model.split != "whole":
-        return max(UNREDUCED_BYTES * trained.root, 8 * trained.largest // model.layout.dp)
+        scattered, stepped = UNREDUCED_BYTES * trained.root, 8 * trained.largest // model.num_shards
+        return max(scattered, stepped, _summed_shards(model, trained))
     summed = 4 * trained.largest if model.layout.dp > 1 else 0
     return max(summed, 8 * trained.largest if model.layout.tp > 1 else 4 * trained.total)
+
+
+def _summed_shards(model: PlacedModel, trained: Units) -> int:
+    """Return the bytes of the largest bucket of gradients that is summed over nodes."""
+    if model.num_shards == model.layout.dp:
+        return 0
+    most, largest = (-(-4 * elements // model.num_shards) for elements in (trained.total, trained.largest))
+    return max(min(GRADIENT_BUCKET_BYTES, most), largest)
 
 
 def _deepspeed_update(model: PlacedModel, trained: Units) -> int:

@@ -9,12 +9,14 @@ from flexrlhf.placement.placed import PlacedModel
 
 WITH_GROUPS_OF_ONE = ("deepspeed", "megatron")
 """Engines whose libraries require a group where a rank is alone."""
+SHARD, COPIES = "shard", "copies"
+"""Purposes of groups inside a data-parallel group: ranks that store different parts, ranks that store the same one."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose: compute, tp, pp, ends, replica, model (of a placed model), move, sync or
-    gather.
+    """Ranks that communicate for one purpose: compute, shard, copies, tp, pp, ends, replica, model (of a placed model),
+    move, sync or gather.
 
     A single rank needs none, unless a library requires one (``alone``).
     """
@@ -38,6 +40,7 @@ def compute_groups(model: PlacedModel) -> list[Group]:
     pipelines = tuple(dict.fromkeys(map(layout.pp_set, model.ranks)))
     purposes: list[tuple[str, tuple[int, ...]]] = [
         *(("compute", ranks) for ranks in dict.fromkeys(map(layout.dp_set, model.ranks))),
+        *_shard_purposes(model),
         *(("tp", ranks) for ranks in layout.tp_sets),
         *(("pp", ranks) for ranks in pipelines),
         *(ends_of(ranks) for ranks in pipelines),
@@ -49,6 +52,20 @@ def compute_groups(model: PlacedModel) -> list[Group]:
     if model.engine in WITH_GROUPS_OF_ONE:
         groups += [Group("alone", (rank,), alone=True) for rank in model.ranks]
     return groups
+
+
+def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the groups of a model with several copies of its shards: ranks that gather, ranks that store the same."""
+    if not is_sharded_in_nodes(model):
+        return []
+    return [(SHARD, ranks) for ranks in dict.fromkeys(map(model.shard_set, model.ranks))] + [
+        (COPIES, ranks) for ranks in dict.fromkeys(map(model.copy_set, model.ranks))
+    ]
+
+
+def is_sharded_in_nodes(model: PlacedModel) -> bool:
+    """Whether parts of a data-parallel group, such as the ranks of a node, each store all of the model's state."""
+    return 1 < model.num_shards < model.layout.dp
 
 
 def has_model_group(model: PlacedModel) -> bool:

@@ -17,7 +17,7 @@ from flexrlhf.placement.dtypes import on_devices
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, PlacedOperator, Placement
-from flexrlhf.placement.ratios import Roles, assign_ranks, check_classes, make_layout
+from flexrlhf.placement.ratios import Roles, assign_ranks, check_classes, make_layout, sharded_as_set
 
 Entries = Mapping[str, OperatorPlacement]
 Way = tuple[Layout, ModelSpec]
@@ -60,7 +60,8 @@ def _copies(
         settings = settings if is_own else settings.of_copy({})
         settings = on_devices(settings, settings.fallback_dtype, layout.ranks, cluster)
         trained = is_own and role in roles.trained
-        yield PlacedModel(name, layout, trained, settings, head=roles.heads[role], operator=first), names
+        model = PlacedModel(name, layout, trained, settings, head=roles.heads[role], operator=first)
+        yield sharded_as_set(model, cluster), names
 
 
 def _way(
@@ -69,7 +70,7 @@ def _way(
     model = spec.models.of(operator.role)
     assert model is not None, f"{operator.role} is resolved"
     is_other = entry.engine not in (None, model.engine)
-    dropped = {"config": {}, "pp": 1} if is_other else {}
+    dropped = {"config": {}, "pp": 1, "shard": "all"} if is_other else {}
     settings = model.model_copy(update={**dropped, **entry.settings})
     section = f"placement.operators.{operator.name}"
     layout = make_layout(operator.name, section, entry, ranks, (settings.tp, settings.pp), cluster)

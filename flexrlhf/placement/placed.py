@@ -36,14 +36,15 @@ class PlacedOperator(Protocol):
 class PlacedModel:
     """One copy of a role's weights on given ranks.
 
-    name:       role and copy.
-    layout:     its ranks, and how they form replicas.
-    trained:    whether it has an optimizer; other copies of a role follow by Sync.
-    settings:   how this copy computes.
-    rollout:    settings of a copy that only generates.
-    head:       follows from what its operators compute.
-    operator:   the first operator that it computes, where operators are placed; else nothing.
-    is_hybrid:  whether it is filled to generate on the ranks of the trained copy, and freed afterwards.
+    name:         role and copy.
+    layout:       its ranks, and how they form replicas.
+    trained:      whether it has an optimizer; other copies of a role follow by Sync.
+    settings:     how this copy computes.
+    rollout:      settings of a copy that only generates.
+    head:         follows from what its operators compute.
+    operator:     the first operator that it computes, where operators are placed; else nothing.
+    is_hybrid:    whether it is filled to generate on the ranks of the trained copy, and freed afterwards.
+    sharded_over: replicas of a node, over which its state is sharded; 0: all replicas.
     """
 
     name: ModelName
@@ -54,6 +55,7 @@ class PlacedModel:
     head: Head = "causal"
     operator: str = ""
     is_hybrid: bool = False
+    sharded_over: int = 0
 
     @property
     def role(self) -> str:
@@ -69,9 +71,26 @@ class PlacedModel:
         return "whole" if self.layout.dp == 1 else _SPLITS.get((self.engine, self.settings.zero), "whole")
 
     @property
+    def num_shards(self) -> int:
+        """Replicas that store different parts of the weights between passes."""
+        return 1 if self.split == "whole" else self.sharded_over or self.layout.dp
+
+    def shard_set(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the data-parallel group of ``rank`` that together store what it computes with."""
+        first = self.layout.replica(rank) // self.num_shards * self.num_shards
+        return self.layout.dp_set(rank)[first : first + self.num_shards]
+
+    def copy_set(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the data-parallel group of ``rank`` that store the same part as it."""
+        return self.layout.dp_set(rank)[self.layout.replica(rank) % self.num_shards :: self.num_shards]
+
+    @property
     def gather_sets(self) -> tuple[tuple[int, ...], ...]:
         """Smallest sets of ranks that together store all weights."""
-        return self.layout.replica_sets if self.split == "whole" else (self.ranks,)
+        replicas, number = self.layout.replica_sets, self.num_shards
+        if number == self.layout.dp:
+            return (self.ranks,)
+        return tuple(sum(replicas[first : first + number], ()) for first in range(0, len(replicas), number))
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ a training side (first ranks) and an inference side (the rest); FlexRLHF, sectio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -299,7 +300,31 @@ def _placed(
         return PlacedModel(name, layout, False, settings, spec.rollout)
     settings = on_devices(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks, cluster)
     layout = make_layout(name, f"models.{name}", entry, ranks, (settings.tp, settings.pp), cluster)
-    return PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
+    placed = PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
+    return sharded_as_set(placed, cluster)
+
+
+def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
+    """Return ``model`` with the number of replicas over which its state is sharded by its setting ``shard``.
+
+    Raises UserError unless every node has equally many of its replicas, and several.
+    """
+    if model.settings.shard == "all" or model.split == "whole":
+        return model
+    counts = Counter(cluster.node_of(ranks[0]) for ranks in model.layout.replica_sets)
+    least, most = min(counts.values()), max(counts.values())
+    if least < most:
+        few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
+        raise UserError(
+            f"{model.key('shard')}: node needs as many replicas of {model.name} on each of its nodes, found {least} on "
+            f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each"
+        )
+    if most == 1:
+        raise UserError(
+            f"{model.key('shard')}: node needs several replicas of {model.name} on each of its nodes, found 1; "
+            f"use all, or a smaller tp"
+        )
+    return replace(model, sharded_over=0 if len(counts) == 1 else most)
 
 
 def make_layout(

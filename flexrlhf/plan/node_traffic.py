@@ -109,7 +109,7 @@ def _gradients(plan: Plan, node: int) -> float:
             model = plan.placement[run.model]
             if model.role in plan.shapes and not _gathers(model):
                 updates = len(run.mini_batches) * plan.spec.algorithm.epochs
-                total += updates * sum(_ring_bytes(plan, model, ranks) for ranks in _dp_sets(model, node, plan))
+                total += updates * sum(_ring_bytes(plan, model, ranks) for ranks in _summing(model, node, plan))
     return total
 
 
@@ -117,21 +117,27 @@ def _ring_bytes(plan: Plan, model: PlacedModel, ranks: tuple[int, ...]) -> float
     nodes = len(set(map(plan.cluster.node_of, ranks)))
     stored = [trained_parts(model, plan.shapes[model.role], rank) for rank in ranks]
     elements = [part_elements(parts, list(parts)) for parts in stored]
-    return 2 * (nodes - 1) / nodes * 4 * (elements[0] if model.split == "whole" else sum(elements))
+    return 2 * (nodes - 1) / nodes * 4 * (sum(elements) if _is_sharded_over_all(model) else elements[0])
 
 
-def _dp_sets(model: PlacedModel, node: int, plan: Plan) -> set[tuple[int, ...]]:
-    """Return the data-parallel groups of a model with a rank on ``node``."""
-    return {model.layout.dp_set(rank) for rank in model.ranks if plan.cluster.node_of(rank) == node}
+def _summing(model: PlacedModel, node: int, plan: Plan) -> set[tuple[int, ...]]:
+    """Return the ranks, some on ``node``, that exchange gradients: a data-parallel group, or ranks of different nodes
+    that store the same shards."""
+    sets = model.layout.dp_set if _is_sharded_over_all(model) else model.copy_set
+    return {sets(rank) for rank in model.ranks if plan.cluster.node_of(rank) == node}
+
+
+def _is_sharded_over_all(model: PlacedModel) -> bool:
+    return model.num_shards == model.layout.dp > 1
 
 
 def _gathers(model: PlacedModel) -> bool:
-    """Whether every pass gathers weights."""
-    return model.split != "whole" and model.settings.zero == 3
+    """Whether every pass gathers weights over all replicas."""
+    return _is_sharded_over_all(model) and model.settings.zero == 3
 
 
 def _gathered(plan: Plan, node: int) -> Iterator[str]:
     for model in plan.placement.models:
-        sets = _dp_sets(model, node, plan) if _gathers(model) else set()
+        sets = _summing(model, node, plan) if _gathers(model) else set()
         if any(len(set(map(plan.cluster.node_of, ranks))) > 1 for ranks in sets):
             yield model.name

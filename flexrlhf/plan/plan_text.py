@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.memory_text import planned_memory
@@ -172,11 +173,16 @@ def computing_text(model: PlacedModel) -> str:
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
     shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
     shown += [f"pp {layout.pp}"] if layout.pp > 1 else []
-    shown += [f"zero {settings.zero}"] if settings.zero else []
+    shown += [f"zero {zero_text(model)}"] if settings.zero else []
     shown += [settings.dtype] if settings.dtype != "float32" else []
     shown += ["lora"] if settings.lora is not None else []
     shown += ["child process"] if model.rollout is not None and model.rollout.process == "child" else []
     return " ".join([settings.engine, *shown])
+
+
+def zero_text(model: PlacedModel) -> str:
+    """Return the ZeRO stage, and whether each node stores all shards."""
+    return f"{model.settings.zero}" + " in each node" * is_sharded_in_nodes(model)
 
 
 def _shared(plan: Plan) -> dict[str, str]:

@@ -16,6 +16,7 @@ from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Compute
 from flexrlhf.operators.registry import make_graph
+from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import padded_row
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
@@ -34,8 +35,8 @@ REPLANNED_RANKS = 4096
 COMBINED = 8
 """Changes of which two or three are tried together where none suffices alone: those that free most."""
 BY_TIME = (
-    *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "activation_checkpointing"),
-    *("tp", "pp", "overlap", "offload_optimizer", "offload_parameters"),
+    *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "shard"),
+    *("activation_checkpointing", "tp", "pp", "overlap", "offload_optimizer", "offload_parameters"),
 )
 """Settings that leave learning as it is, by the time that they usually cost."""
 
@@ -278,6 +279,7 @@ def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
     """Return changes that any copy allows: more sharding and stages, fewer bits."""
     settings = model.settings
     return {
+        "shard": ["all"] if is_sharded_in_nodes(model) else [],
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
         "tp": [2 * settings.tp],
         "pp": [2 * settings.pp] if CAPABILITIES[model.engine].pp else [],

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from flexrlhf.weights.shards import Parts
 
+GRADIENT_BUCKET_BYTES = 25_000_000
+"""Bytes of gradients in one collective; DistributedDataParallel's default."""
+
 
 def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
     """Return ranges of tensor indices of at most ``bucket_bytes`` together; a larger tensor is a bucket of its own."""

@@ -64,15 +64,15 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a rank in a pipeline stage: ``replica`` of ``dp``, ``tp_index`` of ``tp``.
+    """Position of a rank in a pipeline stage: ``shard`` of ``num_shards`` replicas, ``tp_index`` of ``tp``.
 
     ``vocabulary_multiple``: embeddings are split along the vocabulary, padded to a multiple of so many rows; 0: whole.
     """
 
     split: Split
-    dp: int
+    num_shards: int
     tp: int
-    replica: int
+    shard: int
     tp_index: int
     vocabulary_multiple: int
 
@@ -80,10 +80,10 @@ class _Position:
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
         match self.split:
             case "rows":
-                inner = _share(len(box[0]), self.dp, self.replica)
+                inner = _share(len(box[0]), self.num_shards, self.shard)
                 box[0] = box[0][inner.start : inner.stop]
             case "flat":
-                return Part(size, tuple(box), _share(math.prod(map(len, box)), self.dp, self.replica))
+                return Part(size, tuple(box), _share(math.prod(map(len, box)), self.num_shards, self.shard))
         return Part(size, tuple(box))
 
     def _slice(self, name: str, size: tuple[int, ...]) -> list[range]:
@@ -114,10 +114,10 @@ def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
 
 def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
     """Return the part on ``rank`` of each of ``parameters``, which are in the pipeline stage of the rank, by name."""
-    layout, split = model.layout, model.split
-    replica = 0 if split == "whole" else layout.replica(rank)
-    multiple = _VOCABULARY_MULTIPLES.get(model.engine, 0)
-    return _parts(_Position(split, layout.dp, layout.tp, replica, layout.tp_index(rank), multiple), parameters)
+    layout, num_shards = model.layout, model.num_shards
+    shard, multiple = layout.replica(rank) % num_shards, _VOCABULARY_MULTIPLES.get(model.engine, 0)
+    position = _Position(model.split, num_shards, layout.tp, shard, layout.tp_index(rank), multiple)
+    return _parts(position, parameters)
 
 
 def part_elements(parts: Parts, names: Sequence[str]) -> int:

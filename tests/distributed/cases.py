@@ -326,6 +326,16 @@ OPERATORS: dict[str, Raw] = {
         "train_critic": {**LEFT, "zero": 3},
     },
 }
+# copies of shards on two nodes, from which weights go to slices and to shards of all ranks
+IN_NODE = {**ALL, "zero": 3, "shard": "node"}
+OPERATORS["operators-nodes"] = {
+    "generate": {**ALL, "tp": 2},
+    "ref_logprobs": IN_NODE,
+    "values": {**ALL, "zero": 3},
+    "scores": {**ALL, "zero": 2, "shard": "node"},
+    "train_actor": IN_NODE,
+    "train_critic": {**ALL, "zero": 2, "shard": "node"},
+}
 STAGED = {"engine": "megatron", "pp": 2}
 OPERATORS["operators-stages"] = {
     # weights go from stages to slices, from stages to stages and from parts to stages
@@ -340,6 +350,7 @@ OPERATORS["operators-stages"] = {
 SHAPES |= {name: {"placement": {"operators": entries}} for name, entries in OPERATORS.items()}
 # copies that DeepSpeed shards anew in every step: the second one shows it
 SHAPES["operators-engines"]["steps"] = 2
+SHAPES["operators-nodes"]["cluster"] = {"nodes": [{"count": 2, "devices": 2}]}
 SHAPES["operators-chunks"] = {**SHAPES["operators-lanes"], "schedule": {"num_chunks": 2}}
 CONFIGS = Path(__file__).parents[2] / "configs"
 HALF = {"0-7": "0-3", "0-3": "0-1", "4-7": "2-3"}
@@ -623,6 +634,7 @@ DEFAULT = [
     Case("uneven", "span", 4),
     Case("uneven", "real-7b-searched", 4),
     Case("two", "operators-engines", 4),
+    Case("uneven", "operators-nodes", 4),
     Case("samples", "classes-six", 4),
     Case("bootstrap", "six-uneven", 4),
     Case("normed", "shares", 4),

@@ -29,7 +29,7 @@ from symbolic import (
     written,
 )
 
-from flexrlhf.placement.groups import WITH_GROUPS_OF_ONE, Group, ends_of
+from flexrlhf.placement.groups import COPIES, SHARD, WITH_GROUPS_OF_ONE, Group, ends_of, is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import Plan
@@ -485,6 +485,10 @@ class Rank:
             self._check_group(f"{ends[0]} {model.name}", ends[1], instruction)
         if model.split != "whole":
             self._agree((*key, "dp"), f"compute {model.name}", layout.dp_set(self.number), instruction, weights)
+        if is_sharded_in_nodes(model):
+            sets = {SHARD: model.shard_set(self.number), COPIES: model.copy_set(self.number)}
+            for purpose in (SHARD, COPIES) if instruction.operator.kind == "train" else (SHARD,):
+                self._agree((*key, purpose), f"{purpose} {model.name}", sets[purpose], instruction, weights)
         return weights
 
     def _agree(
@@ -577,4 +581,4 @@ def shard_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
     part.
     """
     layout = model.layout
-    return layout.stage(rank), layout.tp_index(rank), 0 if model.split == "whole" else layout.replica(rank)
+    return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % model.num_shards

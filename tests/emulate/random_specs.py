@@ -14,6 +14,7 @@ from residency_rules import least_and_most
 from flexrlhf.config.spec import PlacementMap
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
+from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -63,7 +64,7 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
             plan = make_plan(parse_spec(raw))
             if chance(rng, 0.7) and add_tensor_parallel(rng, raw, plan):
                 plan = make_plan(parse_spec(raw))
-            raw, plan = with_rollout_stages(*with_stages(raw, plan))
+            raw, plan = with_rollout_stages(*with_stages(*with_shards_in_nodes(raw, plan)))
             if chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
                 plan = make_plan(parse_spec(raw))
@@ -194,6 +195,19 @@ def add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
     return changed
 
 
+def with_shards_in_nodes(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Shard some models inside nodes, where each node has several of their replicas."""
+    for model in plan.placement.models:
+        if plan.cluster.num_nodes > 1 and model.split == "rows" and not model.follows:
+            changed = deepcopy(raw)
+            changed["models"][model.role]["shard"] = "node"
+            try:
+                raw, plan = changed, make_plan(parse_spec(changed))
+            except UserError:
+                continue
+    return raw, plan
+
+
 def with_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     """Put some models on Megatron, in pipeline stages, by numbers of its own; as they are where that is not valid."""
     rng, staged = Random(repr(raw)), deepcopy(raw)
@@ -234,6 +248,7 @@ def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel)
     stages = [number for number in (2, 4) if len(model.ranks) // model.layout.tp % number == 0]
     is_adam = settings.get("optimizer", {}).get("name") != "sgd"
     settings |= {"engine": "megatron", "zero": rng.choice((0, 1)) if is_adam else 0}
+    settings.pop("shard", None)
     if stages:
         settings["pp"] = rng.choice((*stages, stages[-1]))
     if f"{model.role}.shadow" in plan.placement and chance(rng, 0.7):
@@ -388,6 +403,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "moves": [i.primitive for i in plan.schedule.instructions if isinstance(i, Move)],
         "engine": [f"{m.engine}-{m.settings.zero}" for m in placement.models],
         "weights": [f"{m.split} of {'tp' if m.layout.tp > 1 else 'one'}" for m in placement.models if len(m.ranks) > 1],
+        "sharded in nodes": [m.split for m in placement.models if is_sharded_in_nodes(m)],
         "tensor parallel": [str(m.layout.tp) for m in placement.models],
         "pipeline stages": [f"{m.layout.pp} of {'a copy' if m.is_shadow else 'a role'}" for m in placement.models],
         "adapters": _adapters(plan),

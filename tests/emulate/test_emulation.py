@@ -182,6 +182,7 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
         "moves": (10, ["all_gather", "all_to_all", "point_to_point"]),
         "algorithm": (5, ["ppo", "sft", "reward"]),
         "engine": (50, [f"{engine}-{zero}" for engine in ("torch", "deepspeed") for zero in (0, 2, 3)]),
+        "sharded in nodes": (5, ["rows"]),
         "weights": (10, ["whole of one", "whole of tp", "rows of one", "rows of tp", "flat of one"]),
         "tensor parallel": (5, ["1", "2", "4"]),
         "pipeline stages": (5, ["2 of a role", "4 of a role"]),

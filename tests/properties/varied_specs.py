@@ -117,7 +117,9 @@ EXAMPLES: Examples = {
     **dict.fromkeys([f"RolloutSpec.{name}" for name in ("engine", "tp", "process", "dtype", "kv_tokens")], NOTHING),
     # where it is placed, and on which engine: random_specs
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
-    **dict.fromkeys([f"ModelSpec.{name}" for name in ("tp", "pp", "lora", "config", "shadow", "dtype")], NOTHING),
+    **dict.fromkeys(
+        [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "lora", "config", "shadow", "dtype")], NOTHING
+    ),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens")], NOTHING),
 }

@@ -45,6 +45,16 @@ def test_shards_that_passes_gather_are_named() -> None:
     assert "each of nodes 0-1 sends" in format_plan(plan) and "shards of critic in every pass" in format_plan(plan)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_shards_in_nodes_send_their_gradients_once_and_no_weights(zero: int) -> None:
+    """Each rank of a node sends its half, which makes all of them."""
+    plan = plan_of(
+        [1, 1, 1, 1], 4, TWO_NODES, f"models.critic={{zero: {zero}, shard: node}}", "models.ref={zero: 3, shard: node}"
+    )
+    size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
+    assert sent_bytes(plan) == {node: SentBytes(gradients=plan.batch.num_mini_batches * size) for node in (0, 1)}
+
+
 def test_tensor_parallel_ranks_share_the_link() -> None:
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "models.critic.tp=2")
     whole = plan_of([1, 1, 1, 1], 4, TWO_NODES)

@@ -23,16 +23,20 @@ LAYOUTS = [
     ("torch", 3, 1),
     ("torch", 3, 2),
     ("torch", 2, 3),
+    ("torch in nodes", 3, 1),
+    ("torch in nodes", 2, 2),
     ("deepspeed", 2, 1),
     ("deepspeed", 3, 1),
 ]
-"""Engine, ZeRO stage and tensor-parallel ranks."""
+"""Engine, ZeRO stage and tensor-parallel ranks; in nodes: half of the replicas are on one, where they are several."""
 NAMES = ("q_proj.weight", "q_proj.bias", "o_proj.weight", "o_proj.bias", "norm.weight", "lm_head.weight")
 
 
 def placed(engine: str, zero: int, tp: int, dp: int) -> PlacedModel:
     """On ranks that neither begin with 0 nor follow each other."""
-    return placed_model("actor", tuple(range(3, 3 + 2 * tp * dp, 2)), engine=engine, zero=zero, tp=tp)
+    name, _, in_nodes = engine.partition(" in ")
+    model = placed_model("actor", tuple(range(3, 3 + 2 * tp * dp, 2)), engine=name, zero=zero, tp=tp)
+    return replace(model, sharded_over=dp // 2) if in_nodes and dp % 2 == 0 and dp > 2 else model
 
 
 def numbers(part: Part) -> list[int]:
@@ -60,7 +64,7 @@ def copies(model: PlacedModel, name: str, size: tuple[int, ...]) -> int:
     """How many ranks hold a number of this tensor."""
     layout = model.layout
     is_cut = layout.tp > 1 and tensor_parallel_dim(name, size, layout.tp) is not None
-    return (1 if is_cut else layout.tp) * (layout.dp if model.split == "whole" else 1)
+    return (1 if is_cut else layout.tp) * layout.dp // model.num_shards
 
 
 # --- all ranks together
@@ -247,6 +251,7 @@ def test_how_replicas_share_the_weights(engine: str, zero: int, dp: int, split: 
         ("torch", 0, 2, ((3, 5), (7, 9))),
         ("torch", 3, 1, ((3, 5, 7, 9),)),
         ("torch", 3, 2, ((3, 5, 7, 9),)),
+        ("torch in nodes", 3, 1, ((3, 5), (7, 9))),
         ("deepspeed", 2, 1, ((3,), (5,), (7,), (9,))),
         ("deepspeed", 3, 1, ((3, 5, 7, 9),)),
     ],

@@ -322,7 +322,7 @@ def test_every_field_of_the_optimizer_is_read() -> None:
         (
             "models.actor.shadow.lora={}",
             "models.actor.shadow: unknown key 'lora'; known: dtype, engine, generate_tokens, micro_batch_tokens, "
-            "pp, tp, zero",
+            "pp, shard, tp, zero",
         ),
     ],
 )

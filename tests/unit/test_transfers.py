@@ -29,10 +29,10 @@ LAYERS = 4
 
 
 def holdings(
-    layout: Layout, shape: ModelShape, engine: str = "torch", zero: int = 0, rollout: bool = False
+    layout: Layout, shape: ModelShape, engine: str = "torch", zero: int = 0, rollout: bool = False, over: int = 0
 ) -> Holdings:
-    settings = ModelSpec(engine=engine, zero=zero)
-    model = PlacedModel(ModelName("actor"), layout, True, settings, RolloutSpec(engine="vllm") if rollout else None)
+    settings, engine_of_rollout = ModelSpec(engine=engine, zero=zero), RolloutSpec(engine="vllm") if rollout else None
+    model = PlacedModel(ModelName("actor"), layout, True, settings, engine_of_rollout, sharded_over=over)
     return {rank: parts_on(model, shape, rank) for rank in layout.ranks}
 
 
@@ -56,7 +56,8 @@ def drawn_holdings(draw: random.Random, shape: ModelShape) -> Holdings:
     dp = draw.randint(1, max(1, 8 // (tp * pp)))
     ranks = tuple(draw.sample(range(max(8, tp * pp * dp)), tp * pp * dp))
     engine, zero = draw.choice(SPLITS) if pp == 1 and (tp == 1 or dp == 1) else ("torch", draw.choice((0, 3)))
-    return holdings(Layout(ranks, tp, pp), shape, engine, zero, rollout=draw.random() < 0.2)
+    over = draw.choice([0, *(number for number in range(2, dp) if dp % number == 0)])
+    return holdings(Layout(ranks, tp, pp), shape, engine, zero, rollout=draw.random() < 0.2, over=over)
 
 
 class Counts:

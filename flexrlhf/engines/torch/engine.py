@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import (
     WEIGHTS,
     Batch,
@@ -78,11 +79,17 @@ class TorchEngine:
             live[name].register_post_accumulate_grad_hook(_accumulate_into(master))
         return Update(
             settings.optimizer,
-            Gradients(trained, context.dp, context.tp, self._is_sharded),
+            Gradients(trained, context.dp, context.tp, self._copies(context)),
             context.num_updates,
             is_scaled=settings.dtype == "float16",
             changed=self._publish_masters,
         )
+
+    def _copies(self, context: EngineContext) -> RankGroup | None:
+        """Ranks that store the same part of the model; None: this one alone."""
+        if not self._is_sharded:
+            return context.dp
+        return None if context.in_node is None else context.in_node.copies
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         self.num_requests += len(batch)

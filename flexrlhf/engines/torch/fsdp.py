@@ -2,6 +2,11 @@
 
 ZeRO 3 frees the gathered weights of a layer after every pass of the layer, ZeRO 2 at the end of a call; between calls
 both keep shards of weights, gradients and optimizer state alone (Rajbhandari et al. 2020; Zhao et al. 2023).
+
+With ``shard: node`` FSDP2 shards over the ranks of a node, and ``gradients.py`` sums shards over the nodes once in an
+optimizer step (hybrid sharding). On its own mesh of two dims FSDP2 would sum them for every micro-batch; what it adds
+up instead (``set_requires_all_reduce``) needs micro-batches that all reach the same parameters, which losses of
+different heads do not.
 """
 
 from __future__ import annotations
@@ -30,11 +35,13 @@ _PARTIAL = "replicated_with_grad_allreduce"
 
 
 def make_meshes(context: EngineContext) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return the meshes of the data-parallel and the tensor-parallel group; None for a group of one rank."""
-    device_type, dp, tp = context.device.type, context.dp.group, context.tp.group
+    """Return the meshes of the ranks that FSDP2 shards over and of the tensor-parallel group; None for one rank."""
+    device_type, tp = context.device.type, context.tp.group
+    sharing = context.dp if context.in_node is None else context.in_node.shards
+    dp = sharing.group
     if tp is not None and dp is not None:
         names = _axis("dp", dp), _axis("tp", tp)
-        ranks = torch.tensor(context.placed.layout.tp_sets)
+        ranks = torch.tensor([each for each in context.placed.layout.tp_sets if set(each) & set(sharing.ranks)])
         mesh = DeviceMesh.from_group([dp, tp], device_type, mesh=ranks, mesh_dim_names=names)
         return mesh[names[0]], mesh[names[1]]
     return _one_axis("dp", dp, device_type), _one_axis("tp", tp, device_type)

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.optimizers import local
-from flexrlhf.weights.buckets import make_buckets
-
-BUCKET_BYTES = 25_000_000
-"""Bytes of gradients in one collective; DistributedDataParallel's default."""
+from flexrlhf.weights.buckets import GRADIENT_BUCKET_BYTES, make_buckets
 
 
 @dataclass(frozen=True)
@@ -41,21 +38,22 @@ class TrainedParameter:
 class Gradients:
     """All gradients of one model on this rank.
 
-    trained:    the trained parameters, in the same order on all ranks.
-    dp:         data-parallel group.
-    tp:         tensor-parallel group.
-    is_sharded: whether FSDP2 shards the parameters over ``dp``; it has then summed the gradients over it already.
+    trained: the trained parameters, in the same order on all ranks.
+    dp:      data-parallel group.
+    tp:      tensor-parallel group.
+    copies:  ranks of ``dp`` that store the same part of each parameter; FSDP2 has summed over the others already.
+             None: this rank alone.
     """
 
     trained: Sequence[TrainedParameter]
     dp: RankGroup
     tp: RankGroup
-    is_sharded: bool
+    copies: RankGroup | None
 
     def reduce(self) -> Tensor:
         """Sum over all ranks that computed summands; return the global norm (), the same on all of them."""
-        if not self.is_sharded:
-            self._sum_buckets([item.gradient for item in self.trained], self.dp)
+        if self.copies is not None:
+            self._sum_buckets([item.gradient for item in self.trained], self.copies)
         self._sum_buckets([item.gradient for item in self.trained if item.is_partial], self.tp)
         return self._norm()
 
@@ -78,7 +76,7 @@ class Gradients:
         """Sum ``gradients`` over ``ranks``, in place, bucket by bucket."""
         if ranks.group is None:
             return
-        for bucket in make_buckets([gradient.nbytes for gradient in gradients], BUCKET_BYTES):
+        for bucket in make_buckets([gradient.nbytes for gradient in gradients], GRADIENT_BUCKET_BYTES):
             members = [gradients[index] for index in bucket]
             total = ranks.sum(torch.cat([member.reshape(-1) for member in members]))
             for member, part in zip(members, total.split([member.numel() for member in members]), strict=True):
@@ -89,7 +87,11 @@ class Gradients:
         tp_shards = self._square_sum([item.gradient for item in self.trained if item.is_tp_shard])
         replicated = self._square_sum([item.gradient for item in self.trained if not item.is_tp_shard])
         total = self.tp.sum(tp_shards) + replicated
-        return (self.dp.sum(total) if self.is_sharded else total).sqrt().float()
+        copies = 1 if self.copies is None else len(self.copies.ranks)
+        if copies < len(self.dp.ranks):
+            # over all ranks, which so get the same bits
+            total = self.dp.sum(total) / copies
+        return total.sqrt().float()
 
     def _square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """Sum of squares, float64 ()."""

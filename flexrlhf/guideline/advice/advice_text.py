@@ -17,6 +17,7 @@ from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.plan_text import zero_text
 from flexrlhf.strategies.instructions import Offload, Run
 from flexrlhf.text import bytes_text, ranks_text, table
 
@@ -144,7 +145,7 @@ def _settings_of(model: PlacedModel, item: FeasibleCandidate, has_stages: bool) 
     decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
     recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
     stages = (layout.pp,) if has_stages else ()
-    split = (str(number) for number in (layout.dp, layout.tp, *stages, settings.zero))
+    split = (*(str(number) for number in (layout.dp, layout.tp, *stages)), zero_text(model))
     return (model.name, ranks_text(model.ranks), *split, tokens, decoded, recompute)
 
 

@@ -27,6 +27,7 @@ LEFT_OUT_SECONDS = 3.0
 """Work of the search for a placement that is not written, in seconds that it takes on an ordinary core."""
 SETTINGS = (
     "zero",
+    "shard",
     "tp",
     "pp",
     "micro_batch_tokens",

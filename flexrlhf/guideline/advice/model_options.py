@@ -165,7 +165,7 @@ class OptionEnumerator:
         """Option of a model with ``settings``, which are those of an option with other calls."""
         layout = _layout(mesh.size, settings.tp, settings.pp)
         rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
-        return self._option(model, mesh, PlacedModel(model.name, layout, model.trained, settings, rollout, model.head))
+        return self._option(model, mesh, _on(model, mesh, layout, settings, rollout))
 
     def _placed(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
         """Place the model on the first devices, once with each of its settings."""
@@ -187,9 +187,10 @@ class OptionEnumerator:
             else:
                 own = base.of_shadow if model.is_shadow else base
                 settings = own.model_copy(update={"zero": zero, "tp": tp, "pp": pp})
-                placed = PlacedModel(model.name, layout, model.trained, settings, head=model.head)
-                for change in self._offloads(model, base, zero):
-                    yield from self._with_batch_sizes(model, mesh, _with(placed, change))
+                for sharded in self._shards(model, mesh, layout, settings):
+                    placed = _on(model, mesh, layout, sharded)
+                    for change in self._offloads(model, base, zero):
+                        yield from self._with_batch_sizes(model, mesh, _with(placed, change))
 
     def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int]]:
         """(ZeRO stage, tp, pp) of the ways to shard the model."""
@@ -200,6 +201,18 @@ class OptionEnumerator:
                 for zero in self._stages(model, base, serves.zero):
                     if zero == least or tp * pp < mesh.size:
                         yield zero, tp, pp
+
+    def _shards(
+        self, model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec
+    ) -> Iterator[ModelSpec]:
+        """``settings`` with the ranks over which ZeRO shards: of all nodes, and of each of several whole nodes."""
+        written = settings.shard if "shard" in self._fixed(model) else None
+        if written != "node":
+            yield settings.model_copy(update={"shard": "all"}) if settings.shard == "node" else settings
+        if CAPABILITIES[settings.engine].node and settings.zero and written != "all":
+            is_of_nodes = mesh.size % mesh.per_node == 0 and mesh.per_node > layout.tp
+            if is_of_nodes if mesh.size > mesh.per_node else written == "node":
+                yield settings.model_copy(update={"shard": "node"})
 
     def _offloads(self, model: SearchModel, base: ModelSpec, zero: int) -> Iterator[dict[str, object]]:
         """Settings of where the optimizer's state is: as in the YAML, and in host memory where the engine can."""
@@ -358,7 +371,8 @@ class OptionEnumerator:
         """Key of all that the bytes of the model's state depend on."""
         where = mesh.size, mesh.per_node, mesh.device.name
         layout = placed.layout
-        settings = placed.settings.zero, placed.settings.offload_optimizer, _cache_tokens(placed)
+        sharding = placed.settings.zero, placed.sharded_over
+        settings = sharding, placed.settings.offload_optimizer, _cache_tokens(placed)
         return placed.role, placed.trained, where, layout.tp, layout.pp, settings
 
     def _calls(
@@ -368,7 +382,8 @@ class OptionEnumerator:
         state_key, layout, zero = self._state_key(placed, mesh), placed.layout, placed.settings.zero
         # the stages of a rollout engine work in turn
         split = layout.dp, layout.tp, 1 if model.is_rollout else layout.pp
-        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, stages_spread=True)
+        over = placed.sharded_over
+        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, stages_spread=True, sharded_over=over)
         for call in model.calls:
             kind = call.kind
             if kind == "switch":
@@ -444,6 +459,15 @@ class OptionEnumerator:
     def _own_lengths(self) -> dict[str, SequenceLengths]:
         """Lengths by role, for models with a tokenizer of their own."""
         return own_texts(Lengths.of(self.spec), self._lengths)
+
+
+def _on(
+    model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec, rollout: RolloutSpec | None = None
+) -> PlacedModel:
+    """Place ``model`` on ``mesh``."""
+    in_nodes = settings.shard == "node" and mesh.size > mesh.per_node
+    over = mesh.per_node // layout.tp if in_nodes else 0
+    return PlacedModel(model.name, layout, model.trained, settings, rollout, model.head, sharded_over=over)
 
 
 def _with(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:

@@ -161,6 +161,7 @@ class OperatorSpace(Space):
             ranks=tuple(range(choice.start, choice.start + choice.size)),
             engine=None if settings.engine == model.engine else settings.engine,
             zero=settings.zero,
+            shard=None if settings.shard == model.shard else settings.shard,
             tp=settings.tp,
             pp=settings.pp if CAPABILITIES[settings.engine].pp else None,
         )

@@ -14,6 +14,7 @@ from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
+from flexrlhf.plan.plan_text import zero_text
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import bytes_text, span_of, table
 
@@ -50,7 +51,7 @@ def _operators(advice: OperatorAdvice) -> Iterator[str]:
 
 def _settings(model: PlacedModel) -> tuple[str, str, str, str, str, str, str]:
     layout = model.layout
-    degrees = f"{layout.dp}", f"{layout.tp}", f"{layout.pp}", f"{model.settings.zero}"
+    degrees = f"{layout.dp}", f"{layout.tp}", f"{layout.pp}", zero_text(model)
     return span_of(model.ranks), model.engine, *degrees, model.name
 
 

@@ -39,7 +39,8 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
         else:
             models[name.role] = settings
     for role, shadow in shadows.items():
-        models[role] = models[role].model_copy(update={"shadow": shadow})
+        shard = None if shadow.shard == models[role].shard else shadow.shard
+        models[role] = models[role].model_copy(update={"shadow": shadow.model_copy(update={"shard": shard})})
     changes: dict[str, object] = {
         "models": space.spec.models.model_copy(update=models),
         "rollout": rollout,
@@ -67,6 +68,7 @@ def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
     """Chosen settings of a shadow, in addition to those in the YAML (its engine, its type)."""
     names = (
         "zero",
+        "shard",
         "tp",
         *(("pp",) if CAPABILITIES[settings.engine].pp else ()),
         "micro_batch_tokens",

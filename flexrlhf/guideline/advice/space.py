@@ -447,7 +447,9 @@ class Space:
         if (follower.name, side) not in self._weights_cache:
             layout = Layout(tuple(range(side.size)), side.tp, side.pp)
             settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
-            model = PlacedModel(follower.name, layout, False, settings, follower.rollout, follower.head)
+            over = side.shards // side.replica
+            kind = follower.rollout, follower.head
+            model = PlacedModel(follower.name, layout, False, settings, *kind, sharded_over=over)
             self._weights_cache[follower.name, side] = synced_weights(
                 model, self.shapes[follower.role], self.spec, self.has_shadows and syncs_overlap(self.spec)
             )

@@ -38,6 +38,7 @@ class Mesh:
     pp:             pipeline stages
     per_node:       devices of the mesh in each node that it spans
     zero:           ZeRO stage over the replicas
+    sharded_over:   replicas of a node, over which ZeRO shards; 0: all replicas
     stages_spread:  whether all replicas of a stage are next to each other, and the next stage behind them; else all
                     stages of a replica are
     """
@@ -50,6 +51,7 @@ class Mesh:
     per_node: int = 1
     zero: int = 0
     stages_spread: bool = False
+    sharded_over: int = 0
 
     @property
     def size(self) -> int:
@@ -58,6 +60,11 @@ class Mesh:
     @property
     def spans_nodes(self) -> bool:
         return self.size > self.per_node
+
+    @property
+    def num_shards(self) -> int:
+        """Replicas over which ZeRO shards."""
+        return self.sharded_over or self.dp
 
     @property
     def between_replicas(self) -> int:

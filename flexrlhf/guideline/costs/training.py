@@ -125,16 +125,20 @@ def _with_traffic(parts: dict[str, float], traffic: dict[str, float], overlap: f
 
 
 def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batches: int) -> dict[str, float]:
-    """Return the seconds of gathering weights and reducing gradients over replicas (ZeRO, section 7)."""
+    """Return the seconds of gathering weights and reducing gradients over replicas (ZeRO, section 7).
+
+    Where nodes have copies of the shards, gradients are summed over these once in an update.
+    """
     gradients = call.item * call.model.trained_parameters / (mesh.tp * mesh.pp)
+    across = call.updates * _copies_sum_seconds(gradients / mesh.num_shards, mesh)
     if mesh.zero == 3:
         gather = 2 * micro_batches * gather_weights_seconds(call, mesh, profile)
         layers = ceil(call.model.layers / mesh.pp)
-        return {"gather": gather, "gradients": micro_batches * _gather(gradients, mesh, profile, layers)}
+        return {"gather": gather, "gradients": micro_batches * _gather(gradients, mesh, profile, layers) + across}
     if mesh.zero:
         gather = call.updates * _gather(gradients, mesh, profile)
         reductions = micro_batches if mesh.zero == 2 else call.updates
-        return {"gather": gather, "gradients": reductions * _gather(gradients, mesh, profile)}
+        return {"gather": gather, "gradients": reductions * _gather(gradients, mesh, profile) + across}
     return {"gradients": call.updates * replica_sum_seconds(gradients, mesh)}
 
 
@@ -151,6 +155,12 @@ def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACR
     return all_reduce_seconds(size, mesh.dp, per_node, mesh.links, groups, figures)
 
 
+def _copies_sum_seconds(size: float, mesh: Mesh) -> float:
+    """Return the seconds of a sum of ``size`` bytes on each rank over the nodes that each store all shards."""
+    groups, per_node = _groups(mesh)
+    return all_reduce_seconds(size, mesh.dp // mesh.num_shards, 1, mesh.links, groups * per_node)
+
+
 def _groups(mesh: Mesh) -> tuple[int, int]:
     """Return the number of data-parallel groups that share a node's link, and the ranks of each in a node."""
     groups = min(mesh.between_replicas, mesh.per_node)
@@ -159,7 +169,7 @@ def _groups(mesh: Mesh) -> tuple[int, int]:
 
 def _gather(size: float, mesh: Mesh, profile: EngineProfile, pieces: int = 1) -> float:
     groups, per_node = _groups(mesh)
-    return gather_seconds(size, mesh.dp, per_node, mesh.links, groups, pieces, _reached(mesh.links, profile))
+    return gather_seconds(size, mesh.num_shards, per_node, mesh.links, groups, pieces, _reached(mesh.links, profile))
 
 
 @lru_cache(maxsize=256)
@@ -171,7 +181,7 @@ def _reached(links: Links, profile: EngineProfile) -> Figures:
 
 
 def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
-    shard = mesh.dp if mesh.zero else 1
+    shard = mesh.num_shards if mesh.zero else 1
     parameters = call.model.trained_parameters / (mesh.tp * mesh.pp * shard)
     if not call.offload_optimizer:
         return elements_seconds(OPTIMIZER_BYTES * parameters, mesh.device)

@@ -290,6 +290,7 @@ class Pricer:
             per_node=self._per_node(model),
             zero=model.settings.zero,
             stages_spread=True,
+            sharded_over=model.sharded_over,
         )
 
     def _move(self, move: Move) -> Cost:
