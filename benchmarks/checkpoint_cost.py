@@ -26,7 +26,7 @@ def run(name: str, steps: int) -> Path:
     """Run once; return its directory."""
     changes = (f"name=checkpoint-cost-{name}", f"steps={steps}", "eval=null", *NAMES[name])
     words = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(config_paths()[-1]), *words]
+    command = [sys.executable, "-m", "flexrlhf", "run", str(config_paths()[-1]), *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return Path("runs") / f"checkpoint-cost-{name}"
 

@@ -177,7 +177,7 @@ def _run(name: str, way: Raw, directory: Path, steps: int) -> Raw:
 
 def run(config: Path) -> Result:
     """Train by a YAML and return its measurements. Raises CalledProcessError with its output."""
-    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(config)]
+    command = [sys.executable, "-m", "flexrlhf", "run", str(config)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     plan = make_plan(load_spec(config))

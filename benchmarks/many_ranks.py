@@ -93,7 +93,7 @@ def measure(config: Path) -> Result:
     began = time.perf_counter()
     plan = make_plan(load_spec(config))
     planned = time.perf_counter() - began
-    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(config)]
+    command = [sys.executable, "-m", "flexrlhf", "run", str(config)]
     began, moments = time.perf_counter(), []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

@@ -83,7 +83,7 @@ def start(arguments: list[str], directory: Path, node: int, group: Path) -> subp
 
     options = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{PORT}", "--node-rank", str(node)]
     return subprocess.Popen(
-        [sys.executable, "-m", "flexrlhf.cli", *arguments, *options],
+        [sys.executable, "-m", "flexrlhf", *arguments, *options],
         cwd=directory,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

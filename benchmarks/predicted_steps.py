@@ -57,7 +57,7 @@ def spec_of(name: str, vector: str, steps: int, model: str) -> Spec:
 
 
 def command(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "flexrlhf.cli", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "flexrlhf", *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def settings(changes: Iterable[str]) -> tuple[str, ...]:

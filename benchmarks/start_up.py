@@ -33,7 +33,7 @@ def command(ranks: int, *arguments: str, **changes: Any) -> Iterator[subprocess.
     with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         path = write_config(Path(directory), "co-located", ranks)
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))
-        words = [sys.executable, "-m", "flexrlhf.cli", "run", str(path), *arguments]
+        words = [sys.executable, "-m", "flexrlhf", "run", str(path), *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

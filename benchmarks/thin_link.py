@@ -133,7 +133,7 @@ def measure_profile(config: Path) -> Path:
     command = [
         sys.executable,
         "-m",
-        "flexrlhf.cli",
+        "flexrlhf",
         "profile",
         str(config),
         "--set",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAM = ("-m", "flexrlhf.cli")
+PROGRAM = ("-m", "flexrlhf")
 NO_ONE = "02:00:00:00:00:99"
 """Hardware address of no host: packets to it are lost without a word."""
 

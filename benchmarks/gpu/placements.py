@@ -21,7 +21,7 @@ from flexrlhf.plan.pipeline import make_plan
 
 STAGE = "placements"
 RANKS = 2
-COMMAND = (sys.executable, "-m", "flexrlhf.cli")
+COMMAND = (sys.executable, "-m", "flexrlhf")
 
 
 def run_placements(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:

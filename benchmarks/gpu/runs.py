@@ -19,7 +19,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload
 
-COMMAND = (sys.executable, "-m", "flexrlhf.cli")
+COMMAND = (sys.executable, "-m", "flexrlhf")
 TIGHT = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 """Shares of the memory that everything takes together, of which a run has the first that is enough."""
 ENGINES: dict[str, dict[str, Any]] = {

@@ -80,7 +80,7 @@ def _fitting(algorithm: str, directory: Path, scale: Scale, device: str) -> dict
 def _measured(algorithm: str, path: Path, budget: TimeBudget, peak: float) -> Iterator[Row]:
     plan = make_plan(load_spec(path, ()))
     # one that takes too long leaves time for the others
-    budget.run([sys.executable, "-m", "flexrlhf.cli", "run", str(path)], most=budget.left / 2)
+    budget.run([sys.executable, "-m", "flexrlhf", "run", str(path)], most=budget.left / 2)
     directory = plan.spec.directory
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
     lengths = [step["response_length"] for step in steps]

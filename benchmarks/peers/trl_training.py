@@ -104,7 +104,7 @@ def trace_flexrlhf(comparison: Comparison, model: Path, rows: Sequence[Row], dir
     }
     config = directory / f"{comparison.name}.yaml"
     config.write_text(yaml.safe_dump(spec))
-    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(config)]
+    command = [sys.executable, "-m", "flexrlhf", "run", str(config)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = (directory / "runs" / comparison.name / "metrics.jsonl").read_text().splitlines()
     return [(step[comparison.loss], step[comparison.norm]) for step in map(json.loads, lines)]

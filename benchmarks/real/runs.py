@@ -49,7 +49,7 @@ def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome
     """Run in the directory ``work``, where paths of the configs lead to data and models; ends as the command does."""
     shutil.rmtree(work / name, ignore_errors=True)
     words = [word for change in (f"name={name}", *stage.changes, *changes) for word in ("--set", change)]
-    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(CONFIGS / f"{stage.name}.yaml"), *words]
+    command = [sys.executable, "-m", "flexrlhf", "run", str(CONFIGS / f"{stage.name}.yaml"), *words]
     begin = time.monotonic()
     code = subprocess.run(command, cwd=work).returncode
     if code:

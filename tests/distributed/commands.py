@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forked import RANK_ENVIRONMENT, Forked
 
-PROGRAM = ("-m", "flexrlhf.cli")
+PROGRAM = ("-m", "flexrlhf")
 
 
 def start(

@@ -80,7 +80,7 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path) -> None:
     with (second / "flexrlhf" / "text.py").open("a") as file:
         file.write("# patched\n")
     port = free_port()
-    command = [sys.executable, "-m", "flexrlhf.cli", "doctor", *two_nodes(config, port), "1", "--set", "seed=3"]
+    command = [sys.executable, "-m", "flexrlhf", "doctor", *two_nodes(config, port), "1", "--set", "seed=3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(second)}
     other = subprocess.Popen(
         command, cwd=second, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -157,7 +157,7 @@ def test_a_job_is_submitted(assets: Assets, tmp_path: Path, monkeypatch: pytest.
     config = write_config(assets, tmp_path, TWO)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with ray_cluster(dashboard=True) as cluster:
-        program = [sys.executable, "-m", "flexrlhf.cli", "run", config, "--set", f"runs={tmp_path / 'runs'}"]
+        program = [sys.executable, "-m", "flexrlhf", "run", config, "--set", f"runs={tmp_path / 'runs'}"]
         submit = ["job", "submit", "--address", f"http://{cluster.dashboard}", "--"]
         output = NO_AGENT
         began = time.monotonic()

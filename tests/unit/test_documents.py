@@ -240,7 +240,7 @@ def check_torchrun(arguments: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(arguments)
-    assert (parsed.module, parsed.training_script) == (True, "flexrlhf.cli")
+    assert (parsed.module, parsed.training_script) == (True, "flexrlhf")
     command, *rest = parsed.training_script_args
     assert command == "run"
     dry_run(rest)

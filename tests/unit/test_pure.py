@@ -100,7 +100,7 @@ def test_advice_loads_arrays_and_nothing_heavier(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [("--help",), ("plan", "--help"), ("run", "--help")])
 def test_help_starts_and_names_the_options(command: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "flexrlhf.cli", *command], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, "-m", "flexrlhf", *command], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     if len(command) > 1:

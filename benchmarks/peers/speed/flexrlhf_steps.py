@@ -55,7 +55,7 @@ def seconds(job: PeerJob, name: str) -> list[float]:
     """Return the seconds of each step behind the first, of a run of that name."""
     config = job.directory / "flexrlhf.yaml"
     config.write_text(yaml.safe_dump(spec_of(job, name)))
-    command = [sys.executable, "-m", "flexrlhf.cli", "run", str(config)]
+    command = [sys.executable, "-m", "flexrlhf", "run", str(config)]
     run_quietly(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, job.directory / "flexrlhf.log")
     lines = (job.directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["seconds"] for line in lines][1:]

@@ -1,4 +1,4 @@
-"""``python -m flexrlhf.cli``."""
+"""``python -m flexrlhf``."""
 
 from flexrlhf.cli import main
 
