@@ -55,6 +55,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     settings = ModelSpec(
         path=model.path,
         init=model.init,
+        lora=model.lora if rollout.adapters == "separate" else None,
         engine=rollout.engine,
         tp=rollout.tp,
         pp=rollout.pp,

@@ -494,6 +494,8 @@ ROLLOUTS: dict[str, Raw] = {
     # a row at a time, of which nothing is kept for the next sample of its prompt
     "vllm-narrow": _vllm(kv_tokens=32, prefix_caching=False),
     "vllm-awake": _vllm(sleep=False),
+    # of its layers that are one in vLLM some have no adapters, and its ranks are padded
+    "vllm-adapters": _vllm(adapters="separate", tp=2),
     # the hybrid engine: in another layout on the same ranks
     "torch": _torch(),
     "torch-tp": _torch(tp=2),
@@ -643,6 +645,7 @@ DEFAULT = [
     Case("four", "lag-chunks", 2, rollout="vllm-child"),
     Case("still", "co-located", 2, rollout="vllm-tp"),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
+    Case("adapters", "co-located", 2, "torch-3", "vllm-adapters"),
 ]
 """What `make test` runs: each shape and engine once, and the pairs of covering.py, on as few ranks as show them."""
 
