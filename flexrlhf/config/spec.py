@@ -673,9 +673,8 @@ class RolloutSpec(StrictModel):
     )
     adapters: Literal["merged", "separate"] = Field(
         "merged",
-        description="of an actor with lora: merged: a sync sends the weights that its adapters change, with these added; "
-        "separate: it sends the adapters alone, which vLLM adds in every pass, for models whose weights take long to "
-        "send",
+        description="of an actor with lora: merged: a sync sends the weights that they change, with them added; "
+        "separate: it sends the adapters alone, which vLLM adds in every pass, for weights that take long to send",
     )
     prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")

@@ -100,6 +100,11 @@ def as_vllm_allocates(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShap
     return with_adapters(role, with_adapters_merged(shape), allocated)
 
 
+def num_adapters_in_vllm(role: str, shape: ModelShape, lora: LoraSpec | None) -> int:
+    """Return the adapters that a pass of vLLM adds, of all layers."""
+    return 0 if lora is None else len(as_vllm_allocates(role, shape, lora).adapters) // 2
+
+
 def rank_in_vllm(lora: LoraSpec) -> int:
     """Return the rank of the adapters that vLLM has memory for; rows and columns above ``lora.rank`` stay 0."""
     return next(rank for rank in VLLM_RANKS if rank >= lora.rank)

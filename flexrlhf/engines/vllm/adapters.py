@@ -47,4 +47,4 @@ def _add_adapters(
     The arguments are those of vLLM's method that it replaces.
     """
     for part, down, up in zip(outputs.split(list(widths), -1), a, b, strict=True):
-        part.add_(linear(linear(inputs, down[0, 0]), up[0, 0]), alpha=scale)
+        part.addmm_(linear(inputs, down[0, 0]), up[0, 0].t(), alpha=scale)
