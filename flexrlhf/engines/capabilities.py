@@ -18,7 +18,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.dtypes import lacks_bfloat16
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.adapter_files import has_adapters
-from flexrlhf.weights.lora import VLLM_RANKS
+from flexrlhf.weights.lora import rank_in_vllm
 from flexrlhf.weights.shapes import ModelShape, Sizes
 from flexrlhf.weights.shards import VOCABULARY_MULTIPLE
 
@@ -193,11 +193,7 @@ def _check_separate(trained: PlacedModel) -> None:
             f"rollout.adapters: separate sends the adapters of models.{trained.role}, which has none; set "
             f"{trained.key('lora')}, or use merged"
         )
-    if lora.rank > VLLM_RANKS[-1]:
-        raise UserError(
-            f"{trained.key('lora')}.rank: vLLM adds adapters of rank {VLLM_RANKS[-1]} at most, found {lora.rank}; use "
-            f"{VLLM_RANKS[-1]}, or rollout.adapters: merged"
-        )
+    rank_in_vllm(trained.role, lora)
 
 
 def _check_sharding(model: PlacedModel) -> None:

@@ -96,7 +96,7 @@ def as_vllm_allocates(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShap
     targets = (
         None if lora.targets is None else tuple(dict.fromkeys(name for each in lora.targets for name in _fused(each)))
     )
-    allocated = LoraSpec(rank=rank_in_vllm(lora), targets=targets)
+    allocated = LoraSpec(rank=rank_in_vllm(role, lora), targets=targets)
     return with_adapters(role, with_adapters_merged(shape), allocated)
 
 
@@ -105,8 +105,16 @@ def num_adapters_in_vllm(role: str, shape: ModelShape, lora: LoraSpec | None) ->
     return 0 if lora is None else len(as_vllm_allocates(role, shape, lora).adapters) // 2
 
 
-def rank_in_vllm(lora: LoraSpec) -> int:
-    """Return the rank of the adapters that vLLM has memory for; rows and columns above ``lora.rank`` stay 0."""
+def rank_in_vllm(role: str, lora: LoraSpec) -> int:
+    """Return the rank of the adapters that vLLM has memory for; rows and columns above ``lora.rank`` stay 0.
+
+    Raises UserError for a rank that it has not.
+    """
+    if lora.rank > VLLM_RANKS[-1]:
+        raise UserError(
+            f"models.{role}.lora.rank: vLLM adds adapters of rank {VLLM_RANKS[-1]} at most, found {lora.rank}; use "
+            f"{VLLM_RANKS[-1]}, or rollout.adapters: merged"
+        )
     return next(rank for rank in VLLM_RANKS if rank >= lora.rank)
 
 

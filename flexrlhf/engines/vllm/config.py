@@ -74,7 +74,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         # vLLM's check of free memory assumes that the device is not shared
         "gpu_memory_utilization": 0.01,
         **rollout.config,
-        **({} if settings.lora is None else _adapter_arguments(settings.lora)),
+        **({} if settings.lora is None else _adapter_arguments(model.role, settings.lora)),
         "runner": "generate",
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tp,
@@ -98,12 +98,12 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
     }
 
 
-def _adapter_arguments(lora: LoraSpec) -> dict[str, Any]:
+def _adapter_arguments(role: str, lora: LoraSpec) -> dict[str, Any]:
     """Return arguments for room of the adapters of ``lora``, next to the layers that they change."""
     targets = lora.targets or (*COLUMNWISE, *ROWWISE)
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": rank_in_vllm(lora),
+        "max_lora_rank": rank_in_vllm(role, lora),
         "lora_target_modules": list(targets),
     }
