@@ -1,4 +1,4 @@
-"""Runs that a GPU may break: one that offloads and is resumed, and vLLM without and with graphs and sleep."""
+"""Runs that a GPU may break: one that offloads and is resumed, and vLLM without and with graphs, sleep and adapters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from flexrlhf.strategies.instructions import Offload
 COMMAND = (sys.executable, "-m", "flexrlhf")
 TIGHT = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 """Shares of the memory that everything takes together, of which a run has the first that is enough."""
-ENGINES: dict[str, dict[str, Any]] = {
-    "without graphs and sleep": {"cuda_graphs": False, "sleep": False},
-    "without sleep": {"sleep": False},
-    "with graphs and sleep": {},
+ENGINES: dict[str, tuple[str, ...]] = {
+    "without graphs and sleep": ("rollout.cuda_graphs=false", "rollout.sleep=false"),
+    "without sleep": ("rollout.sleep=false",),
+    "with graphs and sleep": (),
+    "with adapters of its own": ("models.actor.lora={}", "rollout.adapters=separate"),
 }
+"""Settings of the runs with vLLM, by what they try."""
 
 
 def run_offloading(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
@@ -66,15 +68,16 @@ def run_vllm(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> 
     if find_spec("vllm") is None:
         yield LeftOut("vllm", "GRPO with vLLM", "vllm is not installed")
         return
-    for name, settings in ENGINES.items() if device == "cuda" else [("on CPUs", {})]:
-        rollout = {"engine": "vllm", "parity": {"every": 1}, **settings}
+    for name, settings in ENGINES.items() if device == "cuda" else [("on CPUs", ())]:
+        rollout = {"engine": "vllm", "parity": {"every": 1}}
         path = run_config(f"grpo-vllm-{name.replace(' ', '-')}", directory, scale, scale.small, device, rollout=rollout)
         try:
-            budget.run([*COMMAND, "run", str(path)], most=budget.left / 2)
+            further = (word for setting in settings for word in ("--set", setting))
+            budget.run([*COMMAND, "run", str(path), *further], most=budget.left / 2)
         except Unfinished as error:
             yield LeftOut("vllm", f"GRPO with vLLM {name}", str(error))
             continue
-        steps = _metrics(make_plan(load_spec(path, ())).spec.directory)
+        steps = _metrics(make_plan(load_spec(path, settings)).spec.directory)
         figures = {key: max(step[key] for step in steps) for key in ("parity_mean", "parity_p999", "parity_max")}
         figures["seconds"] = min(step["seconds"] for step in steps[1:])
         found = f"{figures['seconds']:.2f} s a step, log-probs {figures['parity_mean']:.2g} nats off in the mean, "

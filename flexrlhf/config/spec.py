@@ -679,6 +679,11 @@ class RolloutSpec(StrictModel):
         ge=1,
         description="tokens whose keys and values fit in the cache; null: models.actor.generate_tokens (torch too)",
     )
+    adapters: Literal["merged", "separate"] = Field(
+        "merged",
+        description="of an actor with lora: merged: a sync sends the weights that they change, with them added; "
+        "separate: it sends the adapters alone, which vLLM adds in every pass, for weights that take long to send",
+    )
     prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")
     sleep: bool = Field(True, description="co-located: free the engine's memory while other models run (torch too)")

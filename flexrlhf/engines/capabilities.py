@@ -18,6 +18,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.dtypes import lacks_bfloat16
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.weights.adapter_files import has_adapters
+from flexrlhf.weights.lora import rank_in_vllm
 from flexrlhf.weights.shapes import ModelShape, Sizes
 from flexrlhf.weights.shards import VOCABULARY_MULTIPLE
 
@@ -172,6 +173,8 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
         )
     for name in sorted(OWN_ARGUMENTS & set(rollout.config)):
         raise UserError(f"rollout.config.{name}: is set by the run; remove it")
+    if rollout.adapters == "separate":
+        _check_separate(trained)
     for name in ("tp", "pp"):
         if rollout.process == "child" and (degree := getattr(rollout, name)) > 1:
             raise UserError(
@@ -182,6 +185,17 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
             "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement "
             "with shadows"
         )
+
+
+def _check_separate(trained: PlacedModel) -> None:
+    """Raise UserError where the actor has no adapters that vLLM could add by itself."""
+    lora = trained.settings.lora
+    if lora is None:
+        raise UserError(
+            f"rollout.adapters: separate sends the adapters of models.{trained.role}, which has none; set "
+            f"{trained.key('lora')}, or use merged"
+        )
+    rank_in_vllm(trained.role, lora)
 
 
 def _check_sharding(model: PlacedModel) -> None:
@@ -220,7 +234,7 @@ def _check_sharding(model: PlacedModel) -> None:
             f"{model.key('lora')}: engine {model.engine} trains no adapters; remove it"
             + _or_engines(lambda other: other.lora)
         )
-    if settings.tp > 1 and settings.lora is not None:
+    if settings.tp > 1 and settings.lora is not None and model.rollout is None:
         raise UserError(
             f"{model.key('tp')}: adapters (lora) go with tp 1 alone, found {settings.tp}; use 1 with zero 3"
         )

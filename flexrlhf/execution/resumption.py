@@ -97,8 +97,19 @@ def _checked(plan: Plan, found: list[Path], continues: bool) -> Resumption:
     if manifest is not None:
         before = parse_spec(read_yaml(manifest.spec))
         _check_settings(plan, before, found[0])
+        _check_copies(plan, before, found[0])
         _check_steps(plan, before.steps, manifest.progress.next_step, found[0])
     return Resumption(plan, tuple(found), continues=continues)
+
+
+def _check_copies(plan: Plan, before: Spec, where: Path) -> None:
+    """Raise UserError for a rollout engine whose own weights are in the checkpoint, with adapters in another form."""
+    was, now = before.rollout.adapters, plan.spec.rollout.adapters
+    if was != now and any(model.rollout is not None for model in plan.checkpointed):
+        raise UserError(
+            f"--resume {where}: rollout.adapters was {was} and is {now} now, and with schedule.lag or sync.every the "
+            f"checkpoint has the engine's weights as they were stored; use {was}"
+        )
 
 
 def _first_readable(found: list[Path]) -> Manifest | None:

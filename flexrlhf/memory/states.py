@@ -14,8 +14,9 @@ from functools import lru_cache
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
 from flexrlhf.memory.kv_cache import kv_cache_bytes
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.lora import as_vllm_allocates
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import parts_of, shape_on
+from flexrlhf.weights.shards import last_words, parts_of, shape_on
 
 DEEPSPEED_ELEMENTS = {
     "reduce_bucket_size": 50_000_000,
@@ -119,7 +120,8 @@ def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     if model.rollout is not None:
         # a child process goes on decoding while other models compute
         stays, cache = model.rollout.process == "child", kv_cache_bytes(model, shape) if model.has_cache else 0
-        state = _frozen_state(model, shape, rank)
+        lora = model.settings.lora
+        state = _frozen_state(model, shape if lora is None else as_vllm_allocates(model.role, shape, lora), rank)
         return replace(state, cache=cache, stays=stays, transient=model.is_transient)
     if not model.trained:
         return replace(_frozen_state(model, shape, rank), transient=model.is_transient)
@@ -275,5 +277,5 @@ def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> in
 
 @lru_cache(maxsize=256)
 def _kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
-    """Count parameters that are split alike: layers repeat, and a split depends on shape and the last two names."""
-    return Counter((".".join(name.split(".")[-2:]), size) for name, size in parameters)
+    """Count parameters that are split alike: layers repeat, and a split depends on shape and the end of a name."""
+    return Counter((last_words(name), size) for name, size in parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.spec import LoraSpec, ModelSpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import BatchShape, Layout
 
@@ -55,6 +55,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     settings = ModelSpec(
         path=model.path,
         init=model.init,
+        lora=own_adapters(model, rollout),
         engine=rollout.engine,
         tp=rollout.tp,
         pp=rollout.pp,
@@ -62,6 +63,11 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
         generate_tokens=min(tokens, row * _most_rows(layout, spec)),
     )
     return settings if rollout.engine == "vllm" else settings.model_copy(update=_kept(model))
+
+
+def own_adapters(model: ModelSpec, rollout: RolloutSpec) -> LoraSpec | None:
+    """Return the adapters that the engine stores next to the weights of ``model``; None: none, or merged into them."""
+    return model.lora if rollout.adapters == "separate" else None
 
 
 def _kept(model: ModelSpec) -> dict[str, Any]:

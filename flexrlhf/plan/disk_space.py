@@ -7,7 +7,6 @@ from pathlib import Path
 
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.text import bytes_text
 
 
@@ -64,10 +63,9 @@ def planned_disk(plan: Plan) -> DiskNeed:
 
 
 def _checkpoint_bytes(plan: Plan) -> int:
-    models = [plan.placement[name] for name in checkpointed_models(plan.placement, plan.spec)]
     return sum(
         copied_bytes(model, plan.shapes[model.role], rank)
-        for model in models
+        for model in plan.checkpointed
         if model.role in plan.shapes
         for rank in model.ranks
     )

@@ -151,6 +151,11 @@ class Plan:
         mine = self.schedule.for_rank(rank)
         return rank_memory(self.sizing, rank, workload(mine, self.placement, self.batch, rank), self._start(rank))
 
+    @property
+    def checkpointed(self) -> tuple[PlacedModel, ...]:
+        """Placed models whose tensors a checkpoint contains."""
+        return tuple(self.placement[name] for name in checkpointed_models(self.placement, self.spec))
+
     def _start(self, rank: int) -> Start | None:
         """Return how models come onto a rank that offloads some; None for another one."""
         offloads = [each for each in self.schedule.for_rank(rank) if isinstance(each, Offload)]
@@ -160,7 +165,7 @@ class Plan:
         kept = {each.model for each in offloads if not each.is_refilled}.union(self.offloaded.get(rank, ()))
         models = self.placement.on_rank(rank)
         away = {model.name for model in models if model.is_transient}.union(self.offloaded.get(rank, ()))
-        read = {model.name for model in models if model.trained}.union(checkpointed_models(self.placement, self.spec))
+        read = {model.name for model in models if model.trained}.union(model.name for model in self.checkpointed)
         loaded = [model.name for model in self.loaded_on(rank)]
         return Start(loaded, frozenset(away), movable, frozenset(kept), frozenset(read))
 

@@ -1,6 +1,7 @@
 """Parameters of a model with low-rank adapters, named and shaped as peft makes them (Hu et al. 2022).
 
-A rollout engine stores the same model merged: of each target one weight, W + alpha / rank * B A, under its plain name.
+A rollout engine without adapters of its own stores the same model merged: of each target one weight,
+W + alpha / rank * B A, under its plain name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from flexrlhf.weights.shapes import ModelShape
 ADAPTER = "default"
 """The name that peft gives an adapter by itself."""
 BASE = ".base_layer."
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM 0.32 has memory for."""
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _HEADS = ("embed_tokens", "lm_head", "score")
 
 
@@ -61,12 +65,12 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
 
 def is_merged(model: PlacedModel, shape: ModelShape) -> bool:
     """Whether ``model`` stores the adapters of its role merged into the weights that they change."""
-    return model.rollout is not None and bool(shape.adapters)
+    return model.rollout is not None and model.settings.lora is None and bool(shape.adapters)
 
 
 def adapters_to_merge(source: PlacedModel, destination: PlacedModel) -> LoraSpec | None:
     """Return the adapters of ``source`` that a rollout engine stores inside the weights that they change."""
-    return source.settings.lora if destination.rollout is not None else None
+    return source.settings.lora if destination.rollout is not None and destination.settings.lora is None else None
 
 
 def shape_of(model: PlacedModel, shape: ModelShape) -> ModelShape:
@@ -87,9 +91,52 @@ def with_adapters_merged(shape: ModelShape) -> ModelShape:
 
 
 @lru_cache(maxsize=16)
+def as_vllm_allocates(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
+    """Return ``shape``, which has the adapters of ``lora``, with those that vLLM has memory for."""
+    targets = (
+        None if lora.targets is None else tuple(dict.fromkeys(name for each in lora.targets for name in _fused(each)))
+    )
+    allocated = LoraSpec(rank=rank_in_vllm(role, lora), targets=targets)
+    return with_adapters(role, with_adapters_merged(shape), allocated)
+
+
+def num_adapters_in_vllm(role: str, shape: ModelShape, lora: LoraSpec | None) -> int:
+    """Return the adapters that a pass of vLLM adds, of all layers."""
+    return 0 if lora is None else len(as_vllm_allocates(role, shape, lora).adapters) // 2
+
+
+def rank_in_vllm(role: str, lora: LoraSpec) -> int:
+    """Return the rank of the adapters that vLLM has memory for; rows and columns above ``lora.rank`` stay 0.
+
+    Raises UserError for a rank that it has not.
+    """
+    if lora.rank > VLLM_RANKS[-1]:
+        raise UserError(
+            f"models.{role}.lora.rank: vLLM adds adapters of rank {VLLM_RANKS[-1]} at most, found {lora.rank}; use "
+            f"{VLLM_RANKS[-1]}, or rollout.adapters: merged"
+        )
+    return next(rank for rank in VLLM_RANKS if rank >= lora.rank)
+
+
+def _fused(target: str) -> tuple[str, ...]:
+    """Return the layers that vLLM computes as one with ``target``; if one of them has an adapter it makes all."""
+    return next((layers for layers in _FUSED if target in layers), (target,))
+
+
+@lru_cache(maxsize=16)
 def _without_scalar_head(shape: ModelShape) -> ModelShape:
     parameters = tuple((name, size) for name, size in shape.parameters if name != SCALAR_HEAD)
     return replace(shape, parameters=parameters, adapters=shape.adapters - {SCALAR_HEAD})
+
+
+def without_adapter(name: str) -> tuple[str, str]:
+    """Return the name without what peft adds to it, and ``lora_A`` or ``lora_B`` of a parameter of an adapter, else
+    nothing.
+    """
+    for matrix in ("lora_A", "lora_B"):
+        if (words := f".{matrix}.{ADAPTER}.") in name:
+            return name.replace(words, "."), matrix
+    return name.replace(BASE, "."), ""
 
 
 def merged_from(name: str) -> tuple[str, str, str]:

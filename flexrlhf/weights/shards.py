@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from flexrlhf.placement.placed import PlacedModel, Split
-from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.lora import shape_of, without_adapter
 from flexrlhf.weights.shapes import ModelShape, Parameters
 from flexrlhf.weights.stages import shape_of_stage
 
@@ -55,11 +55,13 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     """Return the dim of parameter ``name`` that tensor parallelism splits; None where every rank stores all of it.
 
     The language head is split along the vocabulary where that divides; a tied one is the embedding and stays whole.
+    Of an adapter only the matrix is split that has the outputs, or inputs, which are.
     """
-    *_, module, kind = ("", *name.split("."))
+    plain, matrix = without_adapter(name)
+    *_, module, kind = ("", *plain.split("."))
     if module in COLUMNWISE or (name == "lm_head.weight" and size[0] % tp == 0):
-        return 0
-    return 1 if module in ROWWISE and kind == "weight" else None
+        return None if matrix == "lora_A" else 0
+    return 1 if module in ROWWISE and kind == "weight" and matrix != "lora_B" else None
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,12 @@ def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str,
     return {name: parts[name] for name, _ in shape_of(model, shape).trained if name in parts}
 
 
+def last_words(name: str) -> str:
+    """Return the end of a parameter's name from that of its layer on."""
+    plain, _ = without_adapter(name)
+    return name[len(plain.rpartition(".")[0].rpartition(".")[0]) :].removeprefix(".")
+
+
 @lru_cache(maxsize=1024)
 def _parts(position: _Position, parameters: Parameters) -> Mapping[str, Part]:
     # layers have the same parts, which are worth sharing: searches of large models make many of them
@@ -141,9 +149,9 @@ def _parts(position: _Position, parameters: Parameters) -> Mapping[str, Part]:
 
 
 def _part_key(name: str, size: tuple[int, ...]) -> tuple[object, ...]:
-    """Return all that a position's part depends on: the last two words of a name, and whether it has no others."""
-    words = name.rsplit(".", 2)
-    return (*words[-2:], len(words) > 2, size)
+    """Return all that a position's part depends on: the end of a name, and whether that is all of it."""
+    end = last_words(name)
+    return end, end == name, size
 
 
 def _share(size: int, count: int, index: int) -> range:

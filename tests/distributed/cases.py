@@ -495,6 +495,8 @@ def _rollout(engine: str, **settings: Any) -> Raw:
 _vllm, _torch = partial(_rollout, "vllm"), partial(_rollout, "torch")
 
 
+ADAPTERS = "vllm-adapters"
+"""For settings with adapters alone."""
 ROLLOUTS: dict[str, Raw] = {
     "transformers": {},
     "vllm": _vllm(),
@@ -505,6 +507,8 @@ ROLLOUTS: dict[str, Raw] = {
     # a row at a time, of which nothing is kept for the next sample of its prompt
     "vllm-narrow": _vllm(kv_tokens=32, prefix_caching=False),
     "vllm-awake": _vllm(sleep=False),
+    # of its layers that are one in vLLM some have no adapters, and its ranks are padded
+    ADAPTERS: _vllm(adapters="separate", tp=2),
     # the hybrid engine: in another layout on the same ranks
     "torch": _torch(),
     "torch-tp": _torch(tp=2),
@@ -655,6 +659,7 @@ DEFAULT = [
     Case("four", "lag-chunks", 2, rollout="vllm-child"),
     Case("still", "co-located", 2, rollout="vllm-tp"),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
+    Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
 ]
 """What `make test` runs: each shape and engine once, and the pairs of covering.py, on as few ranks as show them."""
 
@@ -729,7 +734,7 @@ def _every_rollout() -> list[Case]:
             cases.append(Case("two", shape, 4, compute, "vllm-pp"))
         for compute in ("replicas", *STAGES):
             settings = ("adapters", "shared", "one-trunk-adapters")
-            cases += [Case(setting, shape, 4, compute, "vllm") for setting in settings]
+            cases += [Case(setting, shape, 4, compute, way) for setting in settings for way in ("vllm", ADAPTERS)]
     return [case for case in cases if _chunks_divide(case.setting, case.shape) and not _lacks_copy(case)]
 
 
@@ -754,7 +759,7 @@ def _every_hybrid() -> list[Case]:
 
 def _rollouts_of(shape: str) -> list[str]:
     """Versions of vLLM with a reference; on the ranks of the trained actor none has a process of its own."""
-    left_out = ("vllm-engine", *(("vllm-child",) if shape in ("co-located", "halves") else ("vllm-tp-pp",)))
+    left_out = ("vllm-engine", ADAPTERS, *(("vllm-child",) if shape in ("co-located", "halves") else ("vllm-tp-pp",)))
     return [name for name in ROLLOUTS if name.startswith("vllm") and name not in left_out]
 
 

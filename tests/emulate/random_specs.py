@@ -124,12 +124,14 @@ def _set_logprobs(rng: Random, spec: Raw) -> None:
 
 def _set_rollout_engine(rng: Random, spec: Raw, shadows: bool) -> None:
     """Let torch generate in place of vLLM in some specs without shadows, by numbers of its own, and nearly always with
-    settings that it has."""
+    settings that it has; let vLLM add adapters itself in half of the specs that have any."""
     rollout = spec["rollout"]
     if rollout.get("engine") == "vllm" and chance(rng, 0.02 if shadows else 0.5):
         rollout["engine"] = "torch"
         if chance(rng, 0.95):
             rollout.pop("process", None)
+    elif rollout.get("engine") == "vllm" and "lora" in spec["models"]["actor"] and chance(rng, 0.5):
+        rollout["adapters"] = "separate"
 
 
 def chance(rng: Random, probability: float) -> bool:
@@ -180,7 +182,8 @@ def add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
     for model in plan.placement.models:
         entry = plan.spec.placement.models.get(model.name) if isinstance(plan.spec.placement, PlacementMap) else None
         given = entry is not None and entry.row_shares is not None
-        cannot = given or model.engine == "deepspeed" or model.settings.lora or raw["rollout"].get("process") == "child"
+        is_adapted = model.settings.lora is not None and model.rollout is None
+        cannot = given or model.engine == "deepspeed" or is_adapted or raw["rollout"].get("process") == "child"
         sizes = [] if cannot else _tensor_parallel_sizes(plan, model)
         tp = rng.choice(sizes) if sizes and chance(rng, 0.8) else 1
         settings = raw["models"].setdefault(model.role, {})
@@ -415,7 +418,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "gate": [_gate(plan)],
         "log-probs": [_logprobs(plan)] if plan.graph.generated else [],
         "importance": [getattr(getattr(algorithm, "importance", None), "level", "none")],
-        "merged": ["some" if _is_merged(plan) else "none"],
+        "adapters of a rollout engine": [_rollout_adapters(plan)],
         "begun ahead": ["some" if any(map(plan.ahead, _runs(plan))) else "none"],
         "evaluation": [_evaluation(plan)],
         "saves": ["several ranks" if len(x.ranks) > 1 else "one rank" for x in _saves(plan)],
@@ -456,8 +459,11 @@ def _gate(plan: Plan) -> str:
     return "at step 0" if gate.every >= plan.spec.steps else f"every {gate.every}"
 
 
-def _is_merged(plan: Plan) -> bool:
-    return any(model.rollout and plan.placement[model.role].settings.lora for model in plan.placement.models)
+def _rollout_adapters(plan: Plan) -> str:
+    engine = next((model for model in plan.placement.models if model.rollout is not None), None)
+    if engine is None or plan.placement[engine.role].settings.lora is None:
+        return "none"
+    return "merged" if engine.settings.lora is None else "separate"
 
 
 def _runs(plan: Plan) -> list[Run]:

@@ -200,7 +200,7 @@ def test_random_specs_cover_what_a_user_may_ask_for() -> None:
         "gate": (15, ["none", "every 1", "every 2", "at step 0"]),
         "log-probs": (10, ["forward", "generate", "train"]),
         "importance": (30, ["none", "token", "sequence"]),
-        "merged": (20, ["none", "some"]),
+        "adapters of a rollout engine": (10, ["none", "merged", "separate"]),
         "begun ahead": (50, ["none", "some"]),
     }
     assert specs.valid_share >= 0.6

@@ -39,12 +39,15 @@ from vllm_models import (  # noqa: E402
     sampling,
 )
 
+from flexrlhf.config.spec import LoraSpec  # noqa: E402
 from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
 from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
 from flexrlhf.engines.vllm.child import RolloutProcessError  # noqa: E402
 from flexrlhf.engines.vllm.engine import VllmEngine  # noqa: E402
 from flexrlhf.execution.checkpoint import save_model  # noqa: E402
+from flexrlhf.memory.states import model_state  # noqa: E402
+from flexrlhf.weights.lora import with_adapters  # noqa: E402
 from flexrlhf.weights.shapes import model_shape  # noqa: E402
 from flexrlhf.weights.shards import parts_on  # noqa: E402
 
@@ -367,6 +370,39 @@ def comes(about: Callable[[], bool], seconds: float = 20) -> bool:
     while not about() and time.monotonic() < deadline:
         time.sleep(0.05)
     return about()
+
+
+# --- adapters that are not merged
+
+
+@pytest.mark.parametrize("process", ["inline", "child"])
+def test_adapters_alone_change_the_policy(process: str) -> None:
+    """Of three layers that are one in vLLM one has an adapter, with 3 of the 8 rows that vLLM allocates."""
+    lora = LoraSpec(rank=3, alpha=5, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+    plain, batch = placed(QWEN2, process=process), prompts(4)
+    model = replace(plain, settings=plain.settings.model_copy(update={"lora": lora}))
+    shape = model_shape("actor", model.settings)
+    assert shape is not None
+    adapted, trained = with_adapters("actor", shape, lora), load_model(model, SEED)
+    made = VllmEngine(engine_context(model))
+    check(made.generate(batch, sampling()), batch, reference(load_model(plain, SEED), batch, sampling()))
+    sizes = {name: tuple(tensor.shape) for name, tensor in made.weights().items()}
+    assert sizes == dict(adapted.parameters)
+    assert made.memory_usage().weights == model_state(model, adapted, 0).weights
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if name in adapted.adapters:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    made.load_weights({name: tensor for name, tensor in flat(trained).items() if name in adapted.adapters})
+    expected = reference(trained, batch, sampling())
+    check(made.generate(batch, sampling()), batch, expected)
+    assert not same(expected, reference(load_model(plain, SEED), batch, sampling()))
+    if process == "inline":
+        made.offload()
+        assert {tensor.untyped_storage().nbytes() for tensor in made.weights().values()} == {0}
+        made.reload()
+        check(made.generate(batch, sampling()), batch, expected)
+    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,7 @@ ALGORITHMS = {
         "rollout.engine=vllm",
     ),
     IN_STAGES: ("rollout={engine: vllm, pp: 2}",),
+    "grpo with separate adapters": ("models.actor.lora={rank: 8}", "rollout={engine: vllm, adapters: separate}"),
     "dpo": (),
     "kto": (),
     "simpo": (),

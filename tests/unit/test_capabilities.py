@@ -562,6 +562,28 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
             "models.reward.engine: engine vllm does not support forward; use torch or deepspeed here, "
             "and rollout.engine: vllm to generate with it",
         ),
+        (
+            None,
+            ("rollout.adapters=separate",),
+            "rollout.adapters: separate sends the adapters of models.actor, which has none; set models.actor.lora, or "
+            "use merged",
+        ),
+        (
+            None,
+            ("rollout.adapters=separate", "models.actor.lora={rank: 600}"),
+            "models.actor.lora.rank: vLLM adds adapters of rank 512 at most, found 600; use 512, or rollout.adapters: "
+            "merged",
+        ),
+        (
+            None,
+            ("rollout.adapters=separate", "models.actor.lora={targets: [qproj]}"),
+            "models.actor.lora.targets: no module 'qproj' (did you mean 'q_proj'?); candidates: down_proj, gate_proj, "
+            "up_proj, k_proj, o_proj, q_proj, v_proj",
+        ),
+        *(
+            (None, (f"rollout.config={{{name}: 1}}",), f"rollout.config.{name}: is set by the run; remove it")
+            for name in ("enable_lora", "max_lora_rank", "lora_target_modules")
+        ),
     ],
 )
 def test_what_a_rollout_engine_cannot_do(placement: object, overrides: tuple[str, ...], sentence: str) -> None:
@@ -600,6 +622,8 @@ def test_heads_of_other_models_do_not_concern_vllm() -> None:
         ("rollout.config={max_num_seqs: 4}",),
         ("rollout.dtype=bfloat16", "rollout.noise=engine"),
         ("models.actor.lora={}", "rollout.tp=2"),
+        ("models.actor.lora={rank: 512}", "rollout.adapters=separate", "rollout.tp=2"),
+        ("models.actor.lora={targets: [k_proj]}", "rollout.adapters=separate"),
         ("models.actor.tp=2",),
         (DEEPSPEED, "models.actor.zero=3", "rollout.tp=2"),
         ("rollout.cuda_graphs=false", "rollout.prefix_caching=false", "rollout.sleep=false"),

@@ -201,6 +201,22 @@ def test_more_steps_need_the_rows_that_a_lag_generates_before(tmp_path: Path, mo
     assert resume_runs((lagged(12),), str(earlier))[0].candidates == (earlier,)
 
 
+def test_an_engine_behind_its_actor_keeps_the_form_of_its_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def adapted(adapters: str, *overrides: str) -> Plan:
+        engine = f"rollout={{engine: vllm, adapters: {adapters}}}"
+        return plan_of([0.5] * 6, 2, engine, "models.actor.lora={}", "checkpoint.every=1", "steps=9", *overrides)
+
+    found = written_checkpoint(adapted("merged"), 4)
+    assert resume_runs((adapted("separate"),), "auto")[0].candidates == (found,)
+    written_checkpoint(adapted("separate", "schedule.lag=1"), 5)
+    with pytest.raises(UserError, match="rollout.adapters was separate and is merged now, .* stored; use separate$"):
+        resume_runs((adapted("merged", "schedule.lag=1"),), "auto")
+
+
 @pytest.mark.parametrize("override", ["models.actor.zero=3", "cluster.devices=4", "checkpoint.every=3", "steps=20"])
 def test_a_change_of_placement_is_free(plan: Plan, override: str) -> None:
     found = written_checkpoint(plan, 4)

@@ -18,6 +18,7 @@ from flexrlhf.guideline.costs.batching import EVEN_BINS, TAIL_BINS, decode_phase
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.decoders import host_factor
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
+from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.overheads import NONE
 from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -184,6 +185,12 @@ def test_launches_hide_behind_a_busy_device() -> None:
     large = one_step(call_of("transformers", model=SEVENTY), mesh, 32, 4000)
     assert small.largest == "launch"
     assert large.parts["launch"] == 0
+
+
+def test_adapters_of_their_own_start_two_kernels_in_every_step() -> None:
+    plain, apart = (one_step(call_of(adapters_apart=number), mesh_of(), 16, 500) for number in (0, 7 * 32))
+    assert apart.seconds - plain.seconds == pytest.approx(2 * 7 * 32 * FIGURES.start_seconds)
+    assert apart.parts | {"layers": 0} == plain.parts | {"layers": 0}
 
 
 def test_a_pipeline_decodes_no_faster() -> None:

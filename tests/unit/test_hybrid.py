@@ -188,6 +188,12 @@ def test_advice_generates_on_the_ranks_that_train() -> None:
         ),
         (
             None,
+            ("rollout.adapters=separate", "models.actor.lora={}"),
+            "rollout: adapters goes with engine vllm; torch generates with the settings of models.actor: remove "
+            "adapters",
+        ),
+        (
+            None,
             ("rollout.process=child",),
             "rollout: process goes with engine vllm; torch generates with the settings of models.actor: remove process",
         ),

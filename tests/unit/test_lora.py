@@ -13,11 +13,13 @@ from flexrlhf.config.spec import LoraSpec, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.weights.lora import (
+    as_vllm_allocates,
     lora_candidates,
     merged_from,
     shape_of,
     with_adapters,
     with_adapters_merged,
+    without_adapter,
 )
 from flexrlhf.weights.shapes import ModelShape, count_elements, model_shape
 from flexrlhf.weights.shards import trained_parts
@@ -203,3 +205,53 @@ def test_only_the_weights_that_adapters_change_travel_to_an_engine() -> None:
     plan = plan_of([0.5] * 6, 2, "rollout={engine: vllm, dtype: bfloat16}", "models.actor.lora={rank: 2}")
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == "actor")
     assert plan.sync_bytes(sync) == 2 * (4 * 8 * 8 + 3 * 8 * 16)
+
+
+# --- apart, in an engine that adds them itself
+
+SEPARATE = "rollout={engine: vllm, adapters: separate, dtype: bfloat16}"
+
+
+def test_only_adapters_travel_to_an_engine_that_adds_them() -> None:
+    """One layer, in 2 bytes; of the actor's value head nothing, which generation has no use for."""
+    plan = plan_of([0.5] * 6, 2, SEPARATE, "models.actor.lora={rank: 2}")
+    sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == "actor")
+    assert plan.sync_bytes(sync) == 2 * 2 * (4 * (8 + 8) + 3 * (8 + 16)) and not sync.gathers
+    engine, shape = plan.placement["actor.rollout"], plan.shapes["actor"]
+    assert shape_of(engine, shape) is shape and set(trained_parts(engine, shape, 1)) == shape.adapters
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensor_parallel_ranks_get_their_part_of_a_or_b(tp: int, zero: int) -> None:
+    """A of q, k, v, gate and up, and B of o and down, are whole on each; nothing crosses where ranks train all."""
+    plan = plan_of(None, 2, SEPARATE, f"rollout.tp={tp}", "models.actor.lora={rank: 2}", f"models.actor.zero={zero}")
+    engine, shape = plan.placement["actor.rollout"], plan.shapes["actor"]
+    whole, split = 2 * (5 * 8 + 2 * 8), 2 * (3 * 8 + 2 * 16 + 8 + 16)
+    stored = [sum(p.num_elements for p in trained_parts(engine, shape, rank).values()) for rank in (0, 1)]
+    assert stored == [whole + split // tp] * 2
+    sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
+    assert (plan.sync_bytes(sync) == 0) == (zero == 0)
+    # each rank lacks half of what it generates with
+    assert zero == 0 or tp == 2 or plan.sync_bytes(sync) == 2 * (whole + split)
+
+
+@pytest.mark.parametrize(
+    ("lora", "allocated"),
+    [
+        ({}, LINEAR),
+        ({"targets": ("q_proj", "down_proj")}, ["q_proj", "k_proj", "v_proj", "down_proj"]),
+        ({"targets": ("up_proj", "gate_proj")}, ["up_proj", "gate_proj"]),
+    ],
+)
+@pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8), (8, 8), (65, 128), (512, 512)])
+def test_vllm_allocates_padded_ranks_and_whole_groups(
+    lora: dict[str, Any], allocated: list[str], rank: int, padded: int
+) -> None:
+    shape = adapted("actor", SMALL, rank=rank, **lora)
+    sizes = dict(as_vllm_allocates("actor", shape, LoraSpec(rank=rank, **lora)).parameters)
+    matrices = {name: size for name, size in sizes.items() if without_adapter(name)[1]}
+    assert {name.split(".")[-4] for name in matrices} == set(allocated)
+    assert {size[0 if "lora_A" in name else 1] for name, size in matrices.items()} == {padded}
+    base = {name: size for name, size in sizes.items() if name not in matrices}
+    assert {without_adapter(name)[0]: size for name, size in base.items()} == dict(plain("actor", SMALL).parameters)

@@ -797,6 +797,16 @@ def test_an_engine_holds_adapters_merged() -> None:
     assert more > state_of(plan_of(None, 2, VLLM), "actor").weights
 
 
+def test_an_engine_that_adds_adapters_stores_them_next_to_its_weights() -> None:
+    """With 8 rows of A, and columns of B, for adapters of rank 4; on 2 ranks one of both is halved."""
+    settings = (VLLM, "models.actor.lora={rank: 4}", "rollout.adapters=separate")
+    merged = state_of(plan_of(None, 2, *settings[:2])).weights
+    assert state_of(plan_of(None, 2, *settings)).weights == merged + 4 * 8 * (4 * (8 + 8) + 3 * (8 + 16))
+    pair = [state_of(plan_of(None, 2, *each, "rollout.tp=2"), rank=1).weights for each in (settings[:2], settings)]
+    whole, split = 5 * 8 + 2 * 8, 3 * 8 + 2 * 16 + 8 + 16
+    assert pair[1] == pair[0] + 4 * 8 * (whole + split // 2)
+
+
 def test_offloading_loses_keys_and_values_and_parks_the_rest() -> None:
     state = State(weights=100, optimizer=10, buffers=7, cache=30)
     assert (state.resting, state.freed, state.offloaded, state.training) == (147, 140, 110, 117)

@@ -164,6 +164,15 @@ def test_tensor_parallel_comes_before_shards() -> None:
         ("lm_head.weight", (33, 8), None),
         ("score.weight", (1, 8), None),
         ("weight", (8, 8), None),
+        # the outputs of a layer that is split along them are those of B, the inputs of another those of A
+        ("model.layers.0.self_attn.q_proj.base_layer.weight", (8, 8), 0),
+        ("model.layers.0.self_attn.q_proj.base_layer.bias", (8,), 0),
+        ("model.layers.0.self_attn.q_proj.lora_A.default.weight", (2, 8), None),
+        ("model.layers.0.self_attn.q_proj.lora_B.default.weight", (8, 2), 0),
+        ("model.layers.0.mlp.down_proj.base_layer.weight", (8, 16), 1),
+        ("model.layers.0.mlp.down_proj.base_layer.bias", (8,), None),
+        ("model.layers.0.mlp.down_proj.lora_A.default.weight", (2, 16), 1),
+        ("model.layers.0.mlp.down_proj.lora_B.default.weight", (8, 2), None),
     ],
 )
 def test_the_dim_that_tensor_parallelism_cuts(name: str, size: tuple[int, ...], dim: int | None) -> None:

@@ -333,6 +333,15 @@ def test_adapters_and_rollout_engines_are_told() -> None:
     assert (found.engine, found.decode_rows) == ("vllm", 8)
 
 
+@pytest.mark.parametrize(("targets", "added"), [("null", 7), ("[q_proj, down_proj]", 4)])
+def test_adapters_that_vllm_adds_are_told_with_those_that_are_one_with_them(targets: str, added: int) -> None:
+    plans = [
+        plan_of([0.5] * 6, 2, *VLLM, f"models.actor.lora={{targets: {targets}}}", f"rollout.adapters={adapters}")
+        for adapters in ("merged", "separate")
+    ]
+    assert [asked(plan)["generate"][0][0].adapters_apart for plan in plans] == [0, added]
+
+
 FUNCTION = "{function: 'a.py:f', batch_size: 2, workers: 2, seconds: 3}"
 
 

@@ -602,8 +602,8 @@ def test_a_ratio_vector_of_the_command_line() -> None:
         ),
         (
             ("rollout.dp=2",),
-            "rollout: unknown key 'dp'; known: config, cuda_graphs, dtype, engine, kv_tokens, logprobs, noise, parity, "
-            "pp, prefix_caching, process, sleep, tp",
+            "rollout: unknown key 'dp'; known: adapters, config, cuda_graphs, dtype, engine, kv_tokens, logprobs, "
+            "noise, parity, pp, prefix_caching, process, sleep, tp",
         ),
         (
             ("rollout.engine=torch", "rollout.pp=2"),

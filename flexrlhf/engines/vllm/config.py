@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexrlhf.config.spec import LoraSpec
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import KV_BLOCK_TOKENS, most_rows_at_once, most_step_tokens
+from flexrlhf.weights.lora import rank_in_vllm
+from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -18,16 +21,23 @@ OWN_ARGUMENTS = frozenset(
         "disable_log_stats",
         "distributed_executor_backend",
         "dtype",
+        "enable_lora",
         "enable_prefix_caching",
         "enable_sleep_mode",
         "enforce_eager",
+        "fully_sharded_loras",
         "generation_config",
         "hf_overrides",
         "kv_cache_memory_bytes",
         "load_format",
         "logits_processors",
         "logprobs_mode",
+        "lora_dtype",
+        "lora_target_modules",
+        "max_cpu_loras",
         "max_logprobs",
+        "max_lora_rank",
+        "max_loras",
         "max_model_len",
         "model",
         "model_impl",
@@ -64,6 +74,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         # vLLM's check of free memory assumes that the device is not shared
         "gpu_memory_utilization": 0.01,
         **rollout.config,
+        **({} if settings.lora is None else _adapter_arguments(model.role, settings.lora)),
         "runner": "generate",
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tp,
@@ -84,4 +95,15 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,
+    }
+
+
+def _adapter_arguments(role: str, lora: LoraSpec) -> dict[str, Any]:
+    """Return arguments for room of the adapters of ``lora``, next to the layers that they change."""
+    targets = lora.targets or (*COLUMNWISE, *ROWWISE)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": rank_in_vllm(role, lora),
+        "lora_target_modules": list(targets),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,6 +78,7 @@ class VllmEngine:
             if context.placed.settings.pp > 1:
                 self._join_stages()
             self._views: dict[str, Tensor] = self._call("weight_views") if self._child is None else self._child.views()
+            self._padding_bytes: int = self._call("padding_bytes")
             self._sleep_mode = SleepMode(self._engine, context.device)
         self._responses: dict[RequestKey, PartialResponse] = {}
         self._running: dict[str, RequestKey] = {}  # by vLLM's request id
@@ -126,10 +128,11 @@ class VllmEngine:
         core = self._engine.engine_core.engine_core
         core.batch_queue, core.step_fn = None, core.step
 
-    def _worker_config(self) -> dict[str, int]:
+    def _worker_config(self) -> dict[str, Any]:
         """Return ``additional_config`` of ``RankExecutor``."""
-        rank = 0 if self._groups is None else self._groups.rank
-        return {"rank": rank, "local_rank": self._context.device.index or 0}
+        rank, lora = 0 if self._groups is None else self._groups.rank, self._context.placed.settings.lora
+        adapters = {} if lora is None else {"lora": lora.model_dump(mode="json")}
+        return {"rank": rank, "local_rank": self._context.device.index or 0, **adapters}
 
     @contextmanager
     def _calling_vllm(self) -> Iterator[None]:
@@ -210,7 +213,7 @@ class VllmEngine:
         self._has_stale_cache = False
 
     def memory_usage(self) -> MemoryUsage:
-        weights = sum(view.nbytes for view in self._views.values())
+        weights = sum(view.nbytes for view in self._views.values()) + self._padding_bytes
         asleep = self._sleep_mode
         return MemoryUsage(weights, 0, 0, host=asleep.num_host_bytes, unmapped=asleep.num_unmapped_bytes)
 
@@ -286,7 +289,9 @@ def _model_directory(context: EngineContext) -> Iterator[str]:
         yield path
         return
     with TemporaryDirectory() as directory:
-        model = load_model(placed, context.seed)
+        # adapters add nothing before the first sync: vLLM's own are 0
+        settings = placed.settings.model_copy(update={"lora": None})
+        model = load_model(replace(placed, settings=settings), context.seed)
         model.config.save_pretrained(directory)
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}
         save_file(own, Path(directory) / "model.safetensors", {"format": "pt"})

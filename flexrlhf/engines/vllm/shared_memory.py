@@ -21,7 +21,7 @@ SharedViews = dict[str, Any]
 """``dtype``; ``buffers``: (path or handle, bytes) of each; ``views``: name → (buffer, offset, shape, strides)."""
 
 
-def move_to_shared(parameters: Sequence[torch.nn.Parameter]) -> str:
+def move_to_shared(parameters: Sequence[Tensor]) -> str:
     """Move ``parameters`` (CPU, of one dtype) into one anonymous file. Returns the path by which others open it."""
     sizes = [-(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT for parameter in parameters]
     descriptor = os.memfd_create("flexrlhf-weights")

@@ -22,10 +22,13 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from flexrlhf.config.spec import LoraSpec
 from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.engines.vllm.adapters import add_in_every_pass, stored_adapters
 from flexrlhf.engines.vllm.child import PARENT
 from flexrlhf.engines.vllm.shared_memory import SharedViews, describe, move_to_shared
 from flexrlhf.engines.vllm.weights import named_views
+from flexrlhf.weights.lora import without_adapter
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +36,8 @@ _PR_SET_PDEATHSIG = 1
 class RankExecutor(UniProcExecutor):
     """Executor of the one worker of this process.
 
-    ``additional_config`` has the ``rank`` in the replica and the ``local_rank`` (index of the device).
+    ``additional_config`` has the ``rank`` in the replica, the ``local_rank`` (index of the device), and of a copy with
+    adapters their settings (``lora``).
     """
 
     supports_pp = True
@@ -47,6 +51,9 @@ class RankExecutor(UniProcExecutor):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with _patched_vllm():
             super()._init_executor()
+        if (lora := lora_of(self.vllm_config)) is not None:
+            # before it is compiled
+            add_in_every_pass(self.driver_worker.worker.model_runner.model, lora.alpha / lora.rank)
 
     def _distributed_args(self) -> tuple[str, int, int]:
         """Return the rendezvous address of the world, which exists already, the rank and the device index.
@@ -101,10 +108,17 @@ def _use_own_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+def lora_of(config: Any) -> LoraSpec | None:
+    """Return the adapters of a copy from its VllmConfig."""
+    found = config.additional_config.get("lora")
+    return None if found is None else LoraSpec(**found)
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker; ``VllmEngine`` calls them by name."""
 
     model_runner: Any
+    vllm_config: Any
 
     def use_rollout_sampler(self, is_exact: bool) -> None:
         """Replace vLLM's sampler."""
@@ -123,18 +137,23 @@ class WorkerExtension:
 
     def weight_views(self) -> dict[str, Tensor]:
         """Return the weights by their Hugging Face names."""
-        return named_views(self.model_runner.model)
+        return named_views(self.model_runner.model, lora_of(self.vllm_config))
 
     def share_weights(self) -> SharedViews:
         """Move the weights to shared memory; describe them for another process."""
-        model = self.model_runner.model
-        parameters = list(model.parameters())
-        path = None if parameters[0].is_cuda else move_to_shared(parameters)
-        return describe(named_views(model), path)
+        weights = [*self.model_runner.model.parameters(), *stored_adapters(self.model_runner.model)]
+        path = None if weights[0].is_cuda else move_to_shared(weights)
+        return describe(self.weight_views(), path)
 
     def parameters(self) -> list[Tensor]:
-        """Return vLLM's own parameters, fused and padded."""
-        return [parameter.detach() for parameter in self.model_runner.model.parameters()]
+        """Return vLLM's own parameters and adapters, fused and padded."""
+        model = self.model_runner.model
+        return [*(parameter.detach() for parameter in model.parameters()), *stored_adapters(model)]
+
+    def padding_bytes(self) -> int:
+        """Return the bytes of adapters that no name has: of padded ranks, and of layers next to adapted ones."""
+        named = (view.nbytes for name, view in self.weight_views().items() if without_adapter(name)[1])
+        return sum(each.nbytes for each in stored_adapters(self.model_runner.model)) - sum(named)
 
     def caches(self) -> list[Tensor]:
         """Return the tensors of the KV cache."""

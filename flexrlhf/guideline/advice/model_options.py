@@ -241,7 +241,7 @@ class OptionEnumerator:
     def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, can: bool) -> Iterator[int]:
         """Sizes of tensor-parallel groups that mesh and heads allow; the one in the YAML alone, if there is one.
 
-        Adapters are trained with one rank; a rollout engine, which receives them merged, has any number.
+        Adapters are trained with one rank; a rollout engine has any number.
 
         ``can``: whether the engine has tensor parallelism.
         """

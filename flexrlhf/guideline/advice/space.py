@@ -48,6 +48,7 @@ from flexrlhf.placement.names import ROLLOUT, ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.placement.relation import Relation
+from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.run_graph import run_graph
@@ -157,7 +158,8 @@ class Space:
         rollout = self.spec.rollout if name.is_rollout else None
         own = settings.of_shadow if name.is_shadow else settings
         if rollout is not None:
-            own = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype)
+            lora = own_adapters(settings, rollout)
+            own = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype, lora=lora)
         return PlacedModel(name, Layout((rank,)), name in self.roles.trained, own, rollout, self._head(name))
 
     def _head(self, name: ModelName) -> Head:

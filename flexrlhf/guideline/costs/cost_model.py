@@ -122,6 +122,7 @@ class Call:
     cache_item:         bytes of one number of a key or value
     passes:             forward and training passes of texts of several lengths; None: ``micro_rows`` rows of ``width``
     prompt_samples:     rows that a generation reads one prompt for
+    adapters_apart:     adapters of all layers that a step of decoding adds by kernels of their own
     """
 
     kind: CallKind
@@ -140,6 +141,7 @@ class Call:
     cache_item: int = 2
     passes: MeanPass | None = None
     prompt_samples: int = 1
+    adapters_apart: int = 0
 
     @property
     def prompts(self) -> int:

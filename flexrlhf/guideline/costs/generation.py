@@ -53,9 +53,12 @@ def _layer_launch_seconds(mesh: Mesh, profile: DecodeProfile) -> float:
 
 
 def _layers_seconds(call: Call, mesh: Mesh, profile: DecodeProfile) -> float:
-    """Return the seconds of one step's layers that are neither matrix, attention nor collective."""
+    """Return the seconds of one step's layers that are neither matrix, attention nor collective, and of two small
+    products for each adapter.
+    """
     pace = host_factor(mesh.device) if profile.host_paced else 1.0
-    return pace * call.model.layers * profile.layer_seconds / profile.reached
+    adapters = 2 * call.adapters_apart * FIGURES.start_seconds
+    return (pace * call.model.layers * profile.layer_seconds + adapters) / profile.reached
 
 
 @lru_cache(maxsize=4096)

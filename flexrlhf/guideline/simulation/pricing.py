@@ -44,7 +44,7 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
-from flexrlhf.weights.lora import is_merged, shape_of
+from flexrlhf.weights.lora import is_merged, num_adapters_in_vllm, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Sizes, count_elements
 from flexrlhf.weights.shards import shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
@@ -164,6 +164,7 @@ class CallMaker:
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
             passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts, compares),
+            adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
             prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
         )
 
