@@ -2,9 +2,9 @@
 
     python -m benchmarks.recipes
 
-Prints two tables of predicted steps, at the longest prompts and responses. The first has sixteen YAMLs of algorithm,
-models, data and cluster alone. The second has runs of public recipes: each with the recipe's batch, lengths and GPUs,
-planned once with the recipe's execution settings and once without any.
+Prints two tables of predicted steps, at the longest prompts and responses. The first has YAMLs of algorithm, models,
+data and cluster alone: sixteen, and two of them with another engine. The second has runs of public recipes: each with
+the recipe's batch, lengths and GPUs, planned once with the recipe's execution settings and once without any.
 
 A recipe's micro-batch of n sequences on a GPU is ``micro_batch_tokens`` of n times the longest prompt and response.
 vLLM's share of a GPU is a cache of the memory that the weights leave of it. Ranks that share a sequence are
@@ -384,6 +384,10 @@ def step_seconds(plan: Plan) -> float:
     return simulate(plan, AnalyticCosts(), TextLengths(plan.lengths.prompt, (plan.lengths.response,))).seconds
 
 
+def _text(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 1000 else f"{seconds:,.0f}"
+
+
 def fits(plan: Plan) -> bool:
     """Return whether every rank has room for ``plan``."""
     rank = tightest_rank(plan)
@@ -396,19 +400,20 @@ def run_row(run: Run) -> str:
     found, advice = chosen(run), advise(parse_spec(run.sections, run.title), AnalyticCosts(), explains=False)
     if not advice.feasible:
         return f"| {run.title} | {run.hardware} | fits nowhere | | | {found.seconds:.1f} |"
-    advised = f"{advice.best.seconds:.3g} ({advice.comparable[0].seconds:.3g})"
-    step = step_seconds(found.plan)
-    return f"| {run.title} | {run.hardware} | {found.text} | {step:.3g} | {advised} | {found.seconds:.1f} |"
+    advised = f"{_text(advice.best.seconds)} ({_text(advice.comparable[0].seconds)})"
+    step = _text(step_seconds(found.plan))
+    return f"| {run.title} | {run.hardware} | {found.text} | {step} | {advised} | {found.seconds:.1f} |"
 
 
 def recipe_row(recipe: Recipe) -> str:
-    """Return a row of the second table."""
+    """Return a row of the second table; a star marks a recipe that needs more memory than planned for."""
     run, plan, found = recipe.run, recipe_plan(recipe), chosen(recipe.run)
     batch = plan.batch
     rows = f"{batch.num_prompts} x {batch.samples_per_prompt} of {run.tokens[0]} + {run.tokens[1]}"
     theirs, ours = step_seconds(plan), step_seconds(found.plan)
-    source = f"{recipe.source} `{recipe.file}`" + (f" ({recipe.note})" if recipe.note else "")
-    times = f"{theirs:.3g}{'' if fits(plan) else ' *'} | {ours:.3g} | {ours / theirs:.2f} | {found.seconds:.1f}"
+    source = f"{recipe.source}: {recipe.file}" + (f" ({recipe.note})" if recipe.note else "")
+    mark = "" if fits(plan) else " *"
+    times = f"{_text(theirs)}{mark} | {_text(ours)} | {ours / theirs:.2f} | {found.seconds:.1f}"
     return f"| {run.title} | {run.hardware} | {rows} | {source} | {times} |"
 
 
