@@ -40,7 +40,7 @@ PlacedCallKind = OperatorKind | Literal["switch"]
 TENSOR_PARALLEL = (1, 2, 4, 8)
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
-PASS_TOKENS = (0, 8192, 32768)
+PASS_TOKENS = (0, 4096, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one text's."""
 DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """All rows decoded together, half of them, a fourth ..."""

@@ -43,6 +43,7 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.old_logprobs import recomputes_next_to_generation
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ROLLOUT, ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
@@ -522,7 +523,8 @@ def make_space(
                    no rollout engine does.
     """
     resolved = resolve(spec, pending, obstacle)
-    spec, graph, longest = resolved.spec, resolved.graph, Lengths.of(spec)
+    graph, longest = resolved.graph, Lengths.of(spec)
+    spec = _with_types_of_stages(spec, resolved.spec, resolved.cluster)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, pending or {})
@@ -543,6 +545,19 @@ def make_space(
         fixed_schedule=fixed,
         pending=pending or {},
     )
+
+
+def _with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
+    """Return ``spec`` with models of DeepSpeed in bfloat16 where their type and ZeRO stage are open: of the stages only
+    0 has float32, and others are chosen."""
+    if not all_compute_in_bfloat16(spec.cluster, cluster):
+        return spec
+    changed = {}
+    for role, model in spec.models:
+        own = written.models.of(role) or written.models.all or ModelSpec()
+        if model is not None and model.engine == "deepspeed" and not {"zero", "dtype"} & own.model_fields_set:
+            changed[role] = model.model_copy(update={"dtype": "bfloat16"})
+    return spec.model_copy(update={"models": spec.models.model_copy(update=changed)})
 
 
 def _check_settings(spec: Spec, role: str, roles: Roles) -> None:
