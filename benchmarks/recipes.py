@@ -3,7 +3,7 @@
     python -m benchmarks.recipes
 
 Prints two tables of predicted steps, at the longest prompts and responses. The first has YAMLs of algorithm, models,
-data and cluster alone: sixteen, and two of them with another engine. The second has runs of public recipes: each with
+data and cluster alone. The second has runs of public recipes: each with
 the recipe's batch, lengths and GPUs, planned once with the recipe's execution settings and once without any.
 
 A recipe's micro-batch of n sequences on a GPU is ``micro_batch_tokens`` of n times the longest prompt and response.
@@ -49,7 +49,6 @@ class Run:
     tokens:     longest prompt and response.
     roles:      models that the YAML names.
     lag:        batches by which generation is ahead.
-    engine:     of every model; None: left out, too.
     """
 
     title: str
@@ -60,14 +59,12 @@ class Run:
     tokens: tuple[int, int] = (1024, 1024)
     roles: tuple[str, ...] = ("actor",)
     lag: int = 0
-    engine: str | None = None
 
     @property
     def sections(self) -> dict[str, Any]:
         """Sections of the YAML."""
         has_rule = self.algorithm["name"] in ("ppo", "grpo") and "reward" not in self.roles
-        settings = {"lora": self.lora and {"rank": self.lora}, "engine": self.engine}
-        shared = {"init": self.model, **{name: value for name, value in settings.items() if value}}
+        shared = {"init": self.model, **({"lora": {"rank": self.lora}} if self.lora else {})}
         return {
             "name": self.title.lower().replace(", ", "-").replace(" ", "-"),
             "algorithm": self.algorithm,
@@ -135,9 +132,7 @@ RUNS = (
     Run("SFT 7B", {"name": "sft", **STEP}, "qwen2.5-7b", ((8, A100),)),
     Run("SFT 7B, LoRA", {"name": "sft", **STEP}, "qwen2.5-7b", ((1, RTX4090),), lora=8),
     Run("SFT 1.5B", {"name": "sft", **STEP}, "qwen2.5-1.5b", ((1, RTX4090),)),
-    Run("SFT 1.5B, DeepSpeed", {"name": "sft", **STEP}, "qwen2.5-1.5b", ((1, RTX4090),), engine="deepspeed"),
     Run("SFT 32B", {"name": "sft", **STEP}, "qwen2.5-32b", ((8, H100),)),
-    Run("SFT 32B, DeepSpeed", {"name": "sft", **STEP}, "qwen2.5-32b", ((8, H100),), engine="deepspeed"),
     Run("DPO 7B", {"name": "dpo", **STEP}, "qwen2.5-7b", ((8, A100),)),
     Run("DPO 32B, LoRA", {"name": "dpo", **STEP}, "qwen2.5-32b", ((8, H100),), lora=8),
     Run("reward 7B", {"name": "reward", **STEP}, "qwen2.5-7b", ((8, A100),), roles=("reward",)),

@@ -66,7 +66,8 @@ def test_a_rank_holds_its_part_of_what_the_stage_splits(launches: Launches, case
         for kind in SPLIT.get((model.engine, model.settings.zero), ()):
             if whole(outcome, model)[kind]:
                 found = shares(outcome, model, kind)
-                right = all(abs(share * model.num_shards - 1) <= TOLERANCE for share in found)
+                number = model.sharded_over or model.layout.dp
+                right = all(abs(share * number - 1) <= TOLERANCE for share in found)
                 assert right, f"{case.name}: {kind} of {model.name}: {found}"
 
 

@@ -150,6 +150,23 @@ def test_what_fits_nowhere_keeps_every_model_on_all_devices() -> None:
         check_fits(plan)
 
 
+def test_optimizer_states_go_to_host_memory_where_nothing_fits_otherwise() -> None:
+    settings = "algorithm={name: sft}", "models={actor: {init: qwen2.5-1.5b}}", PPO[1]
+    card = "cluster={nodes: [{devices: 1, class: RTX4090-24G}]}"
+    spec = unwritten(*settings, card)
+    ((plan, text),) = planned([spec])
+    check_fits(plan)
+    assert (
+        spec.models.actor is not None
+        and plan.model("actor").engine == "deepspeed"
+        and plan.model("actor").offload_optimizer
+    )
+    assert "engine: deepspeed of actor" in text
+    own = spec.models.actor.model_copy(update={"engine": "torch"})
+    ((plan, text),) = planned([spec.model_copy(update={"models": spec.models.model_copy(update={"actor": own})})])
+    assert "since a search finds no placement that fits" in text and plan.model("actor").engine == "torch"
+
+
 def test_cpu_ranks_get_a_placement_and_models_keep_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eight lines of README without their placement."""
     tiny = ("algorithm.prompts_per_step=64", "algorithm.num_mini_batches=4", "cluster={devices: 2, device: cpu}")

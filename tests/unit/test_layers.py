@@ -60,6 +60,7 @@ LAYERS = (
         f"cli display execution.lifetime execution.rank_factory plan {PURE_ENGINES} strategies memory {PLANNING}",
         lazily="execution guideline preflight profiling report side_by_side verification",
     ),
+    Layer("__main__", "cli"),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
     Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),

@@ -215,7 +215,7 @@ def test_errors_are_one_sentence(
     arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    raw = {**PPO, "cluster": {"devices": 2}}
+    raw = {**PPO, "cluster": {"devices": 2}, "placement": [1, 1, 1, 1]}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(raw))
     (tmp_path / "b.yaml").write_text(yaml.safe_dump({**raw, "algorithm": {**PPO["algorithm"], "gamma": 0.5}}))
     result = CliRunner().invoke(app, ["verify", "a.yaml", *arguments])

@@ -35,6 +35,8 @@ from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import TextLengths
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
 from flexrlhf.strategies.schedule import syncs_overlap
@@ -168,11 +170,28 @@ def advise(
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
     if not feasible and (last := last_resort(base)) is not None:
         feasible, _ = ranked([last])
+    if not feasible and (other := _on_deepspeed(spec)) is not spec:
+        found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, explains=False)
+        if found.feasible:
+            return found
     refusal = refusal_text(base, rejected) if explains and not feasible else ""
     advice = Advice(
         feasible, rejected, by_rules.rules, tuple(compared.searches), perf_counter() - began, margin, refusal
     )
     return _with_checked_choice(advice)
+
+
+def _on_deepspeed(spec: Spec) -> Spec:
+    """Return ``spec`` with the engine whose optimizer states can be in host memory, for trained models whose engine is
+    not written; itself where there is none, and on devices that are no GPUs of known classes."""
+    of_all, trained = spec.models.all, make_graph(spec).trained
+    models = {role: spec.models.of(role) or ModelSpec() for role in trained}
+    opened = {role: model for role, model in models.items() if "engine" not in model.model_fields_set}
+    is_written = of_all is not None and "engine" in of_all.model_fields_set
+    if is_written or not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
+        return spec
+    changed = {role: model.model_copy(update={"engine": "deepspeed"}) for role, model in opened.items()}
+    return spec.model_copy(update={"models": spec.models.model_copy(update=changed)})
 
 
 def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:

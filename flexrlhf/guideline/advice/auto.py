@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LEFT_OUT_SECONDS = 3.0
 """Work of the search for a placement that is not written, in seconds that it takes on an ordinary core."""
 SETTINGS = (
+    "engine",
     "zero",
     "shard",
     "tp",
