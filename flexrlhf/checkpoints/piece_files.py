@@ -21,6 +21,11 @@ from flexrlhf.weights.pieces import covers, dump_part, load_part, may_overlap
 from flexrlhf.weights.shards import Part, whole
 
 
+def piece_key(kind: str, name: str) -> str:
+    """Return the key of a tensor: its kind, then the parameter's Hugging Face name."""
+    return f"{kind}/{name}"
+
+
 @dataclass(frozen=True)
 class Piece:
     """One piece of a tensor.

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field
 
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.config.user_paths import UserPath
-from flexrlhf.data.forms import Form
 from flexrlhf.data.templates import check_template
 
+Form = Literal["prompt", "messages", "conversations", "pairs", "instruction", "question", "input", "text"]
 FormSetting = Literal["auto", Form]
 TextForm = Literal["auto", "prompt", "messages", "conversations", "instruction", "question", "input", "text"]
 """Forms of rows with one response."""

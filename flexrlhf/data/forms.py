@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any, Literal, get_args
 
+from flexrlhf.config.rows import Form
 from flexrlhf.data.columns import RowLayout, absent_columns, keys, missing, text_column
 from flexrlhf.data.files import Row
 from flexrlhf.data.messages import (
@@ -39,8 +40,6 @@ from flexrlhf.errors import UserError, nearest
 
 Needs = Literal["prompts", "responses", "pairs"]
 """Responses that an algorithm needs with each prompt: none, one, or a chosen and a rejected one."""
-Form = Literal["prompt", "messages", "conversations", "pairs", "instruction", "question", "input", "text"]
-
 FORMS: tuple[str, ...] = get_args(Form)
 NUM_RESPONSES: dict[Needs, int] = {"prompts": 0, "responses": 1, "pairs": 2}
 OR_TEXT: dict[Needs, str] = {"prompts": "", "responses": ", or 'text'", "pairs": ""}

@@ -11,17 +11,9 @@ import torch
 from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.execution.rank_context import RankContext
+from flexrlhf.execution.recorded_columns import ARRIVAL_PREFIX, DIRECTORY, STATISTICS
 from flexrlhf.metrics import Triple
 from flexrlhf.strategies.instructions import Move, Run
-
-DIRECTORY = "columns"
-"""Directory of these files in that of the run."""
-EVALUATION_PREFIX = "held-out-"
-"""Begins the names of files with rows of the evaluation set."""
-ARRIVAL_PREFIX = "arrived-"
-"""Begins the names of files with columns that an operator read after a move."""
-STATISTICS = "statistics.jsonl"
-"""File with the statistics of each step, from which its metrics are computed."""
 
 
 def record_columns(

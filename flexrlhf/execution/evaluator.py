@@ -7,9 +7,10 @@ from dataclasses import replace
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Moments, add_moments
-from flexrlhf.execution.column_files import EVALUATION_PREFIX, record_columns
+from flexrlhf.execution.column_files import record_columns
 from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.execution.rank_context import RankContext
+from flexrlhf.execution.recorded_columns import EVALUATION_PREFIX
 from flexrlhf.execution.recorder import Recorder
 from flexrlhf.execution.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.execution.samples import collect_samples

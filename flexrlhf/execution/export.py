@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from flexrlhf.checkpoints.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
-from flexrlhf.checkpoints.piece_files import PieceReader
+from flexrlhf.checkpoints.piece_files import PieceReader, piece_key
 from flexrlhf.checkpoints.weight_writer import ModelFiles, TensorForm, forms_of
 from flexrlhf.comm.weights import merged
 from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, SavedDtype, Spec
@@ -29,7 +29,6 @@ from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.execution.checkpoint import TOKENIZER_FILES, save_adapters
-from flexrlhf.execution.model_pieces import piece_key
 from flexrlhf.execution.run_directory import replace_directory
 from flexrlhf.plan.end_tokens import end_tokens, usage_files
 from flexrlhf.plan.inputs import load_tokenizer

@@ -6,16 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flexrlhf.checkpoints.piece_files import Piece
+from flexrlhf.checkpoints.piece_files import Piece, piece_key
 from flexrlhf.engines.base import WEIGHTS, StateTensor
 from flexrlhf.execution.loaded_models import LoadedModel
 from flexrlhf.weights.pieces import written_names
 from flexrlhf.weights.shards import Part, Parts, trained_parts
-
-
-def piece_key(kind: str, name: str) -> str:
-    """Return the key of a tensor: its kind, then the parameter's Hugging Face name."""
-    return f"{kind}/{name}"
 
 
 def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:

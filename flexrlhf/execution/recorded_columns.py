@@ -13,9 +13,16 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.errors import UserError
-from flexrlhf.execution.column_files import ARRIVAL_PREFIX, DIRECTORY
 from flexrlhf.operators.graph import Operator
 
+DIRECTORY = "columns"
+"""Directory of these files in that of the run."""
+EVALUATION_PREFIX = "held-out-"
+"""Begins the names of files with rows of the evaluation set."""
+ARRIVAL_PREFIX = "arrived-"
+"""Begins the names of files with columns that an operator read after a move."""
+STATISTICS = "statistics.jsonl"
+"""File with the statistics of each step, from which its metrics are computed."""
 FILE_NAME = re.compile(r"step\d+-(?P<operator>.+)-chunk\d+-rank(?P<rank>\d+)\.safetensors")
 NOT_REPLAYED = ("policy_version",)
 """Columns of a generate that say who generated, not what."""

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from flexrlhf.checkpoints.piece_files import PieceReader
+from flexrlhf.checkpoints.piece_files import PieceReader, piece_key
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.errors import UserError
 from flexrlhf.execution.checkpointer import RunState
 from flexrlhf.execution.loaded_models import LoadedModel
-from flexrlhf.execution.model_pieces import part_of, piece_key
+from flexrlhf.execution.model_pieces import part_of
 from flexrlhf.execution.rank_context import RankContext
 from flexrlhf.execution.rows_in_flight import load_rows
 from flexrlhf.execution.starting_point import StartingPoint

@@ -11,8 +11,14 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from flexrlhf.execution.column_files import DIRECTORY, STATISTICS
-from flexrlhf.execution.recorded_columns import Arrival, RecordedColumn, read_arrivals, read_columns
+from flexrlhf.execution.recorded_columns import (
+    DIRECTORY,
+    STATISTICS,
+    Arrival,
+    RecordedColumn,
+    read_arrivals,
+    read_columns,
+)
 from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flexrlhf.errors import RankFailure
-from flexrlhf.execution.column_files import EVALUATION_PREFIX
 from flexrlhf.execution.launch import launch
+from flexrlhf.execution.recorded_columns import EVALUATION_PREFIX
 from flexrlhf.execution.run_directory import prepare_directory, read_lines
 from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.placement.hosts import Hosts
