@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from flexrlhf.data.quickstart import config_paths
-from flexrlhf.execution.run_directory import read_lines
+from flexrlhf.runs.run_directory import read_lines
 
 NAMES = {"without": (), "with": ("checkpoint.every=1",)}
 

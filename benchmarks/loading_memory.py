@@ -81,8 +81,8 @@ def write_checkpoint(directory: Path, parameters: float) -> int:
     import torch
     from transformers import AutoConfig
 
-    from flexrlhf.checkpoints.weight_writer import TensorForm
-    from flexrlhf.execution.checkpoint import model_writer
+    from flexrlhf.runs.checkpoint import model_writer
+    from flexrlhf.runs.weight_writer import TensorForm
     from flexrlhf.weights.shapes import count_elements, llama_like_shapes
 
     config = model_config(parameters)
@@ -198,9 +198,9 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
 
 def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: bool) -> None:
     """Gather the weights bucket by bucket; the first rank writes them, all at the end if ``is_whole``."""
-    from flexrlhf.checkpoints.weight_writer import TensorForm
     from flexrlhf.comm.weights import WeightGather
-    from flexrlhf.execution.checkpoint import model_writer, save_model
+    from flexrlhf.runs.checkpoint import model_writer, save_model
+    from flexrlhf.runs.weight_writer import TensorForm
     from flexrlhf.weights.buckets import bucket_names
     from flexrlhf.weights.shapes import model_shape
     from flexrlhf.weights.shards import parts_on

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexrlhf.config.spec_file import load_spec
-    from flexrlhf.execution.execution_engine import ExecutionEngine
     from flexrlhf.guideline.advice.advise import advise
     from flexrlhf.guideline.simulation.simulate import simulate
+    from flexrlhf.launch.execution_engine import ExecutionEngine
     from flexrlhf.plan.pipeline import make_plan
 
 __all__ = ["ExecutionEngine", "advise", "load_spec", "make_plan", "simulate"]
 _MODULES = {
-    "ExecutionEngine": "flexrlhf.execution.execution_engine",
+    "ExecutionEngine": "flexrlhf.launch.execution_engine",
     "advise": "flexrlhf.guideline.advice.advise",
     "load_spec": "flexrlhf.config.spec_file",
     "make_plan": "flexrlhf.plan.pipeline",

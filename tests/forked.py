@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.execution.rank_factory import LOADED, RankFactory
+from flexrlhf.launch.rank_factory import LOADED, RankFactory
 
 PATH = [str(Path(__file__).parent / folder) for folder in ("megatron_on_cpu", "distributed", "engines", "")]
 RANK_ENVIRONMENT = {

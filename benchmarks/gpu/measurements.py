@@ -22,7 +22,7 @@ from benchmarks.gpu.machine import device_name
 from benchmarks.gpu.results import LeftOut, Row
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.token_logprobs import token_logprobs
-from flexrlhf.execution.launch import why_no_gpu
+from flexrlhf.launch.start import why_no_gpu
 from flexrlhf.placement.hosts import NVIDIA_DRIVER, has_nvidia_driver
 
 Found = tuple[str, str, dict[str, float]]

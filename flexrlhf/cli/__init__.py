@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexrlhf.cli.app import app
-from flexrlhf.execution.lifetime import ending
+from flexrlhf.launch.lifetime import ending
 
 __all__ = ["app", "main"]
 

@@ -18,8 +18,8 @@ def compare(runs: Runs, all_: All = False) -> None:
 
     How far their metrics differ, and where the time of a step goes.
     """
-    from flexrlhf.side_by_side.recorded import read_steps
-    from flexrlhf.side_by_side.tables import format_runs
+    from flexrlhf.report.comparison import format_runs
+    from flexrlhf.report.recorded_steps import read_steps
 
     if len(runs) < 2:
         raise UserError(f"compare: expected two runs or more, found {runs[0]} alone; give another run's directory")

@@ -23,7 +23,7 @@ from flexrlhf.cli.planning import plan_runs
 from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.rank_factory import RankFactory, starting_factory
+from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.placement.hosts import Hosts, check_single_planner
 from flexrlhf.plan.plan import Plan
 
@@ -71,12 +71,12 @@ def run_preflight(
     factory: RankFactory | None = None,
 ) -> None:
     """Check everything before ``plans`` run, and print a table on node 0; raises RunStopped where a check fails."""
-    from flexrlhf.execution.lifetime import quiet_torch
+    from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()
-    from flexrlhf.execution.resumption import resume_runs
-    from flexrlhf.preflight.checks import closing_line, failed, format_checks
-    from flexrlhf.preflight.command import Waits, preflight
+    from flexrlhf.measure.checks import closing_line, failed, format_checks
+    from flexrlhf.measure.doctor import Waits, preflight
+    from flexrlhf.runs.resumption import resume_runs
 
     runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
     if not runs:

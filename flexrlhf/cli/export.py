@@ -31,7 +31,7 @@ def export(
 
     Of the newest one of a run, or of a checkpoint.
     """
-    from flexrlhf.execution.export import export, find_trained_model
+    from flexrlhf.runs.export import export, find_trained_model
 
     found = find_trained_model(run, model)
     export(found, output, merge_adapters, dtype, force)

@@ -22,13 +22,13 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     No config is needed here, only models and data.
     """
     Hosts(nnodes=2, rdzv_endpoint=rdzv_endpoint)
-    from flexrlhf.execution.lifetime import quiet_torch
+    from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()
-    from flexrlhf.execution.job import checked_job
-    from flexrlhf.execution.job_offer import find_job
-    from flexrlhf.execution.rendezvous import JOIN_SECONDS, endpoint_at
-    from flexrlhf.execution.resumption import resumed
+    from flexrlhf.launch.job import checked_job
+    from flexrlhf.launch.job_offer import find_job
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at
+    from flexrlhf.runs.resumption import resumed
 
     job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)
     orders = job.offer.orders

@@ -51,8 +51,8 @@ def profile(
         if not hosts.is_first_node:
             typer.echo(f"slowest link between machines: {network:.3g} GB/s; node 0 measures the rest")
             return
-    from flexrlhf.profiling.command import profile
-    from flexrlhf.profiling.table import format_measurements
+    from flexrlhf.measure.profile import profile
+    from flexrlhf.measure.profile_text import format_measurements
 
     measured_plans = plans
     if not paths:
@@ -65,10 +65,10 @@ def profile(
 
 def _network(plan: Plan, hosts: Hosts) -> float:
     """Measure the links between all machines with all their ranks; return GB/s."""
-    from flexrlhf.execution.lifetime import quiet_torch
+    from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()
-    from flexrlhf.execution.rendezvous import JOIN_SECONDS
-    from flexrlhf.preflight.command import Waits, measure_network
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS
+    from flexrlhf.measure.doctor import Waits, measure_network
 
     return measure_network(plan, hosts, Waits(JOIN_SECONDS, plan.spec.timeout_seconds))

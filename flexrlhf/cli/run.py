@@ -30,7 +30,7 @@ from flexrlhf.cli.working import working
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import UserError
-from flexrlhf.execution.rank_factory import RankFactory, starting_factory
+from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
 from flexrlhf.placement.slurm import hosts_of
 from flexrlhf.plan.memory_text import measured_memory, memory_note
@@ -103,7 +103,7 @@ def run(
         _check(plans, resume, is_quickstart=not paths)
         return
     with starting_factory(not under_ray, is_copied=True) as factory:
-        from flexrlhf.execution.job import prepare_job
+        from flexrlhf.launch.job import prepare_job
 
         if preflight:
             _preflight(plans, hosts, is_quickstart=not paths, resume=resume, factory=factory)
@@ -124,8 +124,8 @@ def _check_fresh(fresh: bool, configs: Sequence[Path] | None, resume: str | None
 
 
 def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
-    from flexrlhf.execution.resumption import resume_runs
     from flexrlhf.plan.inputs import check_runs
+    from flexrlhf.runs.resumption import resume_runs
 
     resume_runs(tuple(plans), resume)
     files = []
@@ -142,7 +142,7 @@ def _preflight(
     """Check everything before a rank trains. Raises RunStopped where a check fails."""
     from flexrlhf.cli.doctor import run_preflight
     from flexrlhf.data.quickstart import prepare_corpus
-    from flexrlhf.execution.rendezvous import JOIN_SECONDS
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS
 
     if is_quickstart:
         prepare_corpus()
@@ -167,7 +167,7 @@ def _print_summaries(plans: Sequence[Plan]) -> None:
 
 def _print_summary(plan: Plan) -> str:
     """Print what a run has come to; return the device of its ranks, cpu or cuda."""
-    from flexrlhf.execution.run_directory import read_facts, read_lines
+    from flexrlhf.runs.run_directory import read_facts, read_lines
 
     directory = plan.spec.directory
     rows, samples = read_lines(directory / "metrics.jsonl"), read_lines(directory / "samples.jsonl")

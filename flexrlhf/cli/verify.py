@@ -20,7 +20,7 @@ from flexrlhf.config.run_arguments import read_vector
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
 from flexrlhf.errors import UserError
-from flexrlhf.execution.rank_factory import starting_factory
+from flexrlhf.launch.rank_factory import starting_factory
 from flexrlhf.plan.plan import Plan
 
 Config = Annotated[
@@ -137,7 +137,7 @@ def _directory(keep: Path | None) -> Iterator[Path]:
 
 def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, force: bool) -> list[Plan]:
     """Return the plan of the first side and those of ``sides``. Raises UserError where their numbers must differ."""
-    from flexrlhf.verification.sides import check_comparable, short_spec
+    from flexrlhf.verify.sides import check_comparable, short_spec
 
     names = [side.name if len(sides) == 1 else f"{side.name}-{number}" for number, side in enumerate(sides, 1)]
     specs = [short_spec(first, "as-given", directory, steps)]
@@ -153,8 +153,8 @@ def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, forc
 def _verify(plans: Sequence[Plan], sides: Sequence[Side]) -> bool:
     """Run and compare all sides; return whether all have the numbers of the first."""
     with starting_factory(is_copied=True) as factory:
-        from flexrlhf.verification.command import run_side, verify_side
-        from flexrlhf.verification.sides import side_text
+        from flexrlhf.verify.sides import side_text
+        from flexrlhf.verify.verify import run_side, verify_side
 
         for plan in plans:
             typer.echo(side_text(plan, plans[0]))

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from flexrlhf.config.strict_model import Exact, StrictModel
+from flexrlhf.config.templates import check_template
 from flexrlhf.config.user_paths import UserPath
-from flexrlhf.data.templates import check_template
 
 Form = Literal["prompt", "messages", "conversations", "pairs", "instruction", "question", "input", "text"]
 FormSetting = Literal["auto", Form]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexrlhf.config.templates import render, template_fields
 from flexrlhf.data.files import Row, json_type
-from flexrlhf.data.templates import render, template_fields
 from flexrlhf.errors import UserError, nearest
 
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import DTYPES
-from flexrlhf.engines.packing import PackedPass, Place, TextGroup, Unit, may_pack, packed, united, units_of
+from flexrlhf.memory.packed_rows import PackedPass, Place, TextGroup, Unit, may_pack, packed, united, units_of
 from flexrlhf.operators.columns import Lengths
 
 

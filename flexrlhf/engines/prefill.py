@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from flexrlhf.engines.growing_cache import GrowingLayer, growing_cache
-from flexrlhf.engines.packing import TextGroup, packed
+from flexrlhf.memory.packed_rows import TextGroup, packed
 
 
 @dataclass(frozen=True)

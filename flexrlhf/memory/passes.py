@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import ceil
 
 from flexrlhf.config.spec import ModelSpec
-from flexrlhf.engines.packing import WIDTHS, TextGroup, may_pack, units_of
+from flexrlhf.memory.packed_rows import WIDTHS, TextGroup, may_pack, units_of
 from flexrlhf.weights.shapes import ModelShape
 
 

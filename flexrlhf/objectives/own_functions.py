@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flexrlhf.config.algorithms import AlgorithmSpec
+from flexrlhf.config.user_code.loading import load_function
 from flexrlhf.engines.base import Batch, Loss
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.context import Columns
@@ -16,7 +17,6 @@ from flexrlhf.objectives.functions import COMBINES, LOSSES, Combine
 from flexrlhf.operators.columns import Width, column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.own_graph import is_own
-from flexrlhf.user_code.loading import load_function
 
 
 def make_loss(function: str, algorithm: AlgorithmSpec) -> Loss:

@@ -14,11 +14,11 @@ from typing import get_args
 
 from flexrlhf.config.algorithms import AlgorithmSpec
 from flexrlhf.config.spec import FURTHER_MODELS, ModelsSpec
+from flexrlhf.config.user_code.checks import check_function
+from flexrlhf.config.user_code.loading import line_of, load_module
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, plain
 from flexrlhf.operators.graph import Graph, Operator, OperatorKind
-from flexrlhf.user_code.checks import check_function
-from flexrlhf.user_code.loading import line_of, load_module
 
 KEY = "algorithm.graph"
 ENTRY_POINTS = "flexrlhf.graphs"

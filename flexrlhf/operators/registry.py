@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.config.user_code.checks import check_function
 from flexrlhf.operators.ac_share import ac_share
 from flexrlhf.operators.dpo import dpo
 from flexrlhf.operators.graph import Graph, share_weights
@@ -22,7 +23,6 @@ from flexrlhf.operators.reward import reward
 from flexrlhf.operators.safe_rlhf import safe_rlhf
 from flexrlhf.operators.sft import sft
 from flexrlhf.operators.sources import with_sources
-from flexrlhf.user_code.checks import check_function
 
 GRAPHS: dict[str, Callable[[Any], Graph]] = {
     "ppo": ppo,

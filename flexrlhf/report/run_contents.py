@@ -12,8 +12,8 @@ from typing import Any, Literal
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.execution.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
-from flexrlhf.execution.run_directory import LOCK, STATUS, read_status
+from flexrlhf.runs.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
+from flexrlhf.runs.run_directory import LOCK, STATUS, read_status
 from flexrlhf.text import counted
 from flexrlhf.timeline import Span, read_trace
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url
+from flexrlhf.config.user_code.checks import check_function, definitions, python_file
 from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.rewards.signatures import FORMS, form_of, required_columns
-from flexrlhf.user_code.checks import check_function, definitions, python_file
 
 OWN_COLUMNS = ("num_tokens",)
 """What a function may take in addition to the columns of the data."""

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from flexrlhf.config.user_code.loading import line_of, load_function
 from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure, failed_reply
 from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
 from flexrlhf.rewards.signatures import FORMS, LEFT_OUT, accepted_names, by_place, form_of
-from flexrlhf.user_code.loading import line_of, load_function
 
 
 def load(reference: str) -> ScoreFailure | None:

@@ -12,10 +12,10 @@ from typing import Any
 import host_accelerator
 import torch.distributed as dist
 
-from flexrlhf.execution import worker
-from flexrlhf.execution.run_order import RunOrder, load_orders
-from flexrlhf.execution.trainer import Trainer
+from flexrlhf.launch import worker
+from flexrlhf.runs.run_order import RunOrder, load_orders
 from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.trainer.trainer import Trainer
 
 
 class CountingTrainer(Trainer):

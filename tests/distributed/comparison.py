@@ -21,7 +21,7 @@ from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, SampledSpec
 from flexrlhf.config.number_settings import OF_MODELS, OF_RUN
 from flexrlhf.config.spec import Spec
 from flexrlhf.metrics import TIMES
-from flexrlhf.verification.tolerances import FLOAT32
+from flexrlhf.verify.tolerances import FLOAT32
 
 RELATIVE = FLOAT32.numbers
 EXACT = (

@@ -31,8 +31,8 @@ from drilled import GO, REACHED, Planned
 from safetensors.torch import load_file
 
 from benchmarks.two_hosts import can_link
-from flexrlhf.checkpoints.manifest import checkpoints_of
 from flexrlhf.metrics import TIMES
+from flexrlhf.runs.manifest import checkpoints_of
 
 START_SECONDS = 150.0
 FIRST_ROUND = 2.0

@@ -122,12 +122,12 @@ def with_fault(execute: Callable[..., None]) -> Callable[..., None]:
 
 
 def rank_main(orders_file: str, stop_file: str, directories: str) -> None:
-    """Run the orders as flexrlhf/execution/rank.py does, but for the fault."""
-    from flexrlhf.execution.lifetime import end_with_launcher
+    """Run the orders as flexrlhf/launch/rank.py does, but for the fault."""
+    from flexrlhf.launch.lifetime import end_with_launcher
 
     end_with_launcher()
-    from flexrlhf.execution import worker
-    from flexrlhf.execution.trainer import Trainer
+    from flexrlhf.launch import worker
+    from flexrlhf.trainer.trainer import Trainer
 
     with patch.object(Trainer, "_execute", with_fault(Trainer._execute)):
         worker.main(orders_file, stop_file, directories)
@@ -135,11 +135,11 @@ def rank_main(orders_file: str, stop_file: str, directories: str) -> None:
 
 def launcher_main() -> None:
     """Run the command, whose ranks are those of this module."""
-    from flexrlhf.execution.lifetime import quiet_torch
+    from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()
     from flexrlhf.cli import main
-    from flexrlhf.execution import launch
+    from flexrlhf.launch import start as launch
 
     start_ranks = launch.start_ranks
 

@@ -22,14 +22,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flexrlhf.errors import RankFailure
-from flexrlhf.execution.launch import launch
-from flexrlhf.execution.recorded_columns import EVALUATION_PREFIX
-from flexrlhf.execution.run_directory import prepare_directory, read_lines
-from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.runs.recorded_columns import EVALUATION_PREFIX
+from flexrlhf.runs.run_directory import prepare_directory, read_lines
+from flexrlhf.runs.run_order import RunOrder
 
 
 @dataclass(frozen=True)

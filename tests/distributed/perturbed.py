@@ -15,19 +15,19 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.display.events import discard
-from flexrlhf.execution.flight_record import FlightRecord
-from flexrlhf.execution.memory_meter import MemoryMeter
-from flexrlhf.execution.run_directory import prepare_directory
-from flexrlhf.execution.run_files import RunFiles
-from flexrlhf.execution.stop_requests import StopRequests
-from flexrlhf.execution.trainer import Trainer
 from flexrlhf.plan.inputs import load_run_data
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_files import RunFiles
+from flexrlhf.trainer.flight_record import FlightRecord
+from flexrlhf.trainer.memory_meter import MemoryMeter
+from flexrlhf.trainer.stop_requests import StopRequests
+from flexrlhf.trainer.trainer import Trainer
 
 
 def run(spec: Spec, world: World, name: str, amount: float) -> None:
-    """As flexrlhf/execution/worker.py does it, but for the weight."""
+    """As flexrlhf/launch/worker.py does it, but for the weight."""
     plan = make_plan(spec)
     prepare_directory(plan, format_plan(plan), continues=False).close()
     flight = FlightRecord(plan, world, spec.directory)

@@ -1,6 +1,6 @@
 """Ranks of several runs, of which some have a bug that is planted here: those whose name is that of one of ``BUGS``.
 
-``python -m planted ORDERS STOP DIRECTORIES``: as flexrlhf/execution/rank.py, but for the bugs.
+``python -m planted ORDERS STOP DIRECTORIES``: as flexrlhf/launch/rank.py, but for the bugs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from flexrlhf.comm.move import RowPacking
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines import passes
 from flexrlhf.engines.base import Totals
-from flexrlhf.execution import run_operator, worker
-from flexrlhf.execution.run_order import RunOrder
-from flexrlhf.execution.weight_syncs import WeightSyncs
+from flexrlhf.launch import worker
 from flexrlhf.objectives import advantages
+from flexrlhf.runs.run_order import RunOrder
+from flexrlhf.trainer import run_operator
+from flexrlhf.trainer.weight_syncs import WeightSyncs
 
 Planted = AbstractContextManager[Any]
 

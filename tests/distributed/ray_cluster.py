@@ -43,7 +43,7 @@ class RayCluster:
         """Processes of each rank and of its actor. Only those that this cluster has started."""
         found = {}
         for pid in descendants(self.process.pid):
-            if "flexrlhf.execution.rank" in name_of(pid):
+            if "flexrlhf.launch.rank" in name_of(pid):
                 variables = dict(line.partition("=")[::2] for line in environment_of(pid))
                 parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
                 found[int(variables["RANK"])] = (pid, parent)

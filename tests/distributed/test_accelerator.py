@@ -21,13 +21,13 @@ from comparison import deviations
 from forked import run_ranks
 from launcher import Outcome, params
 
-from flexrlhf.checkpoints.manifest import checkpoint_directory
 from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.execution.run_directory import prepare_directory
-from flexrlhf.execution.run_order import RunOrder, dump_orders
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.runs.manifest import checkpoint_directory
+from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_order import RunOrder, dump_orders
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Run, Save, Sync
 
 pytestmark = [

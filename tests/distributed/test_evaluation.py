@@ -20,11 +20,11 @@ from torch import Tensor
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.execution.launch import launch
-from flexrlhf.execution.run_directory import prepare_directory, read_lines
-from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.runs.run_directory import prepare_directory, read_lines
+from flexrlhf.runs.run_order import RunOrder
 
 Raw = dict[str, Any]
 STEPS, BEST_STEP = 3, 1

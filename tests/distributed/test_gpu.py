@@ -20,11 +20,11 @@ from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.execution.device_clock import DeviceClock
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.timeline import Timeline
+from flexrlhf.trainer.device_clock import DeviceClock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 EQUAL = [

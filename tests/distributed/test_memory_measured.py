@@ -11,12 +11,12 @@ from cases import DEVICE, Case
 from launcher import Launches, Outcome
 
 from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.execution.launch import launch
-from flexrlhf.execution.run_directory import prepare_directory
-from flexrlhf.execution.run_order import RunOrder
+from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_order import RunOrder
 
 pytestmark = pytest.mark.timeout(900)
 INIT = {

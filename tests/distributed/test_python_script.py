@@ -14,8 +14,8 @@ from cases import Case, make_assets
 from commands import PROGRAM, start
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.execution.run_directory import read_lines
 from flexrlhf.metrics import TIMES
+from flexrlhf.runs.run_directory import read_lines
 
 SECONDS = 90
 SCRIPT = """

@@ -15,7 +15,7 @@ import pytest
 from commands import children_of, comm_of, is_alive
 
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.rank_factory import RankFactory
+from flexrlhf.launch.rank_factory import RankFactory
 
 PROBE = """
 import json, os, signal, sys, threading
@@ -25,7 +25,7 @@ def report():
     facts = {
         "argv": sys.argv[1:], "name": __name__, "parent": os.getppid(), "session": os.getsid(0) == os.getpid(),
         "variables": {key: os.environ.get(key) for key in ("RANK", "OPENBLAS_NUM_THREADS")},
-        "loaded": "flexrlhf.execution.worker" in sys.modules, "directory": os.getcwd(),
+        "loaded": "flexrlhf.launch.worker" in sys.modules, "directory": os.getcwd(),
         "comm": Path("/proc/self/comm").read_text().strip(),
         "sockets": [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and is_open(name)],
         "handlers": [signal.getsignal(each) is signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGUSR1)],
@@ -146,7 +146,7 @@ def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(tmp_path:
 
 LAUNCHER = """
 import os, sys, time
-from flexrlhf.execution.rank_factory import RankFactory
+from flexrlhf.launch.rank_factory import RankFactory
 factory = RankFactory(is_copied=sys.argv[1] == "copied", modules=["torch"])
 factory.start()
 print(os.getpid(), flush=True)
@@ -161,7 +161,7 @@ time.sleep(60)
 def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
     """Also of one that is killed before its factory has loaded its modules."""
     (tmp_path / "probe.py").write_text(
-        f"from flexrlhf.execution.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}"
+        f"from flexrlhf.launch.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}"
     )
     for lines in (1, 2):
         command, pipes = [sys.executable, "-c", LAUNCHER, way], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -183,8 +183,8 @@ def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
 
 FORKABLE = """
 import os, sys
-from flexrlhf.execution.fork_server import problem_after
-from flexrlhf.execution.rank_factory import LOADED
+from flexrlhf.launch.fork_server import problem_after
+from flexrlhf.launch.rank_factory import LOADED
 print([problem_after(LOADED), len(os.listdir("/proc/self/task")), sys.modules["torch"].distributed.is_initialized()])
 print(*sys.modules)
 """
@@ -193,8 +193,8 @@ import torch
 looked = []
 for name in ("is_available", "device_count", "_lazy_init", "init", "current_device"):
     setattr(torch.cuda, name, lambda *_, name=name, true=getattr(torch.cuda, name): looked.append(name) or true())
-from flexrlhf.execution.fork_server import problem_after
-from flexrlhf.execution.rank_factory import LOADED
+from flexrlhf.launch.fork_server import problem_after
+from flexrlhf.launch.rank_factory import LOADED
 print([problem_after(LOADED), looked])
 """
 

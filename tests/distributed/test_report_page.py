@@ -15,8 +15,8 @@ import yaml
 from commands import start
 from toys import copying, write_toys
 
-from flexrlhf.execution.run_directory import read_facts, read_lines
 from flexrlhf.report.command import write_report
+from flexrlhf.runs.run_directory import read_facts, read_lines
 from flexrlhf.timeline import read_trace
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")

@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from flexrlhf.checkpoints.manifest import checkpoint_directory
 from flexrlhf.cli import app
 from flexrlhf.config.spec import CheckpointSpec, RolloutSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
-from flexrlhf.execution.run_order import RunOrder
 from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.runs.manifest import checkpoint_directory
+from flexrlhf.runs.run_order import RunOrder
 from flexrlhf.strategies.instructions import Checkpoint, Offload, Reload, Run
 
 pytestmark = pytest.mark.timeout(3600)

@@ -18,7 +18,7 @@ from cases import Case, make_assets
 from test_nodes import free_port
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.execution.run_directory import read_lines, read_status
+from flexrlhf.runs.run_directory import read_lines, read_status
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munge", "unmunge")
 SECONDS = 120

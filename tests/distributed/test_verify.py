@@ -17,19 +17,19 @@ from forked import RANK_ENVIRONMENT, warm_factory
 
 from flexrlhf.config.spec import DebugSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.execution.launch import start_ranks
-from flexrlhf.execution.run_directory import prepare_directory
-from flexrlhf.execution.run_order import SHARED, RunOrder, dump_orders
+from flexrlhf.launch.start import start_ranks
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.verification.command import first_tie
-from flexrlhf.verification.comparison import compare_runs
-from flexrlhf.verification.comparison_text import format_verdict
-from flexrlhf.verification.deviation import Deviation, first_beyond
-from flexrlhf.verification.recorded_run import RecordedRun
-from flexrlhf.verification.tolerances import BITWISE, FLOAT32, Limits
+from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_order import SHARED, RunOrder, dump_orders
+from flexrlhf.verify.comparison import compare_runs
+from flexrlhf.verify.comparison_text import format_verdict
+from flexrlhf.verify.deviation import Deviation, first_beyond
+from flexrlhf.verify.recorded_run import RecordedRun
+from flexrlhf.verify.tolerances import BITWISE, FLOAT32, Limits
+from flexrlhf.verify.verify import first_tie
 
 pytestmark = pytest.mark.timeout(600)
 SECONDS = 240

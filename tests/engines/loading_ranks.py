@@ -27,11 +27,11 @@ from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext
 from flexrlhf.engines.factory import make_engine
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.weight_files import PartReader
-from flexrlhf.execution.model_pieces import part_of
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.trainer.model_pieces import part_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Parts, parts_on
 

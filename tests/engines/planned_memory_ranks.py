@@ -20,12 +20,12 @@ from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs
 from flexrlhf.engines.factory import make_engine
-from flexrlhf.execution.loaded_models import stage_ranks
 from flexrlhf.operators.columns import Column, Lengths, column_of
 from flexrlhf.placement.groups import compute_groups
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.trainer.loaded_models import stage_ranks
 
 LENGTHS, ROWS, VOCABULARY, SECONDS = Lengths(24, 40), 16, 2000, 100.0
 LLAMA = {

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from flexrlhf.engines.base import Loss
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.execution.checkpoint import save_adapters
 from flexrlhf.operators.columns import COLUMNS
+from flexrlhf.runs.checkpoint import save_adapters
 
 peft = pytest.importorskip("peft")
 

@@ -34,11 +34,11 @@ from flexrlhf.engines.models import load_model
 from flexrlhf.engines.readout import totals_of
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.engines.value_head import HeadsOutput, saved_value_head
-from flexrlhf.execution.checkpoint import save_adapters, save_model
 from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.runs.checkpoint import save_adapters, save_model
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape
 

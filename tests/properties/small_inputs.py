@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexrlhf.checkpoints.manifest import Manifest, Progress, checkpoint_directory, write_durably, write_manifest
-from flexrlhf.checkpoints.piece_files import Piece, piece_file, write_pieces
 from flexrlhf.config.spec_file import dump_spec, load_spec
 from flexrlhf.config.yaml_io import write_yaml
 from flexrlhf.data.quickstart.corpus import build_tokenizer
-from flexrlhf.execution.run_directory import RunStatus, write_status
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.runs.manifest import Manifest, Progress, checkpoint_directory, write_durably, write_manifest
+from flexrlhf.runs.piece_files import Piece, piece_file, write_pieces
+from flexrlhf.runs.run_directory import RunStatus, write_status
 from flexrlhf.weights.shapes import llama_like_shapes
 from flexrlhf.weights.shards import whole
 

@@ -9,7 +9,7 @@ import pytest
 from mutated_files import damage_directory, damage_rows
 from outcomes import Case, run_cases
 
-from flexrlhf.execution.run_directory import RunStatus, write_status
+from flexrlhf.runs.run_directory import RunStatus, write_status
 
 SAMPLE, ALL = 50, 800
 FULL = [pytest.mark.full, pytest.mark.timeout(1800)]

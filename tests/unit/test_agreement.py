@@ -12,14 +12,14 @@ import torch.distributed as dist
 from small_runs import plan_of
 
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.execution import agreement, shared_directories
-from flexrlhf.execution.agreement import Member, agree
-from flexrlhf.execution.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
-from flexrlhf.execution.job_offer import JobOffer, OpenJob, dump_offer, load_offer
-from flexrlhf.execution.run_order import RunOrder
-from flexrlhf.execution.shared_directories import Sharing
-from flexrlhf.execution.terms import Sides, Terms, difference, dump_terms, load_terms
+from flexrlhf.launch import agreement, shared_directories
+from flexrlhf.launch.agreement import Member, agree
+from flexrlhf.launch.job_offer import JobOffer, OpenJob, dump_offer, load_offer
+from flexrlhf.launch.shared_directories import Sharing
+from flexrlhf.launch.terms import Sides, Terms, difference, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
+from flexrlhf.runs.run_order import RunOrder
 
 TERMS = Terms(3, 0, ("seed: 0\n",), {"torch": "2.13.0"}, {"errors.py": "1"}, {"data.path rows.jsonl": "ab"})
 ENDINGS = {

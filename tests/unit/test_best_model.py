@@ -13,14 +13,14 @@ from small_runs import plan_of
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.world import World
 from flexrlhf.display.events import discard
-from flexrlhf.execution.recorder import Outlets, Recorder, make_report
-from flexrlhf.execution.run_files import RunFiles
-from flexrlhf.execution.work_time import WorkTime
 from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.strategies.instructions import Eval, Run, Save
 from flexrlhf.timeline import Timeline
+from flexrlhf.trainer.recorder import Outlets, Recorder, make_report
+from flexrlhf.trainer.work_time import WorkTime
 
 Publish = Callable[[int, float], None]
 

@@ -14,7 +14,11 @@ import torch.distributed as dist
 from small_runs import plan_of
 from test_shards import LAYOUTS, drawn_shape, placed
 
-from flexrlhf.checkpoints.manifest import (
+from flexrlhf.comm.weights import cut
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import UserError
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.manifest import (
     Manifest,
     Progress,
     checkpoint_directory,
@@ -24,13 +28,9 @@ from flexrlhf.checkpoints.manifest import (
     write_durably,
     write_manifest,
 )
-from flexrlhf.checkpoints.piece_files import Piece, PieceReader, piece_file, write_pieces
-from flexrlhf.comm.weights import cut
-from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.errors import UserError
-from flexrlhf.execution.checkpointer import merged_progress
-from flexrlhf.execution.resumption import resume_runs
-from flexrlhf.execution.run_directory import (
+from flexrlhf.runs.piece_files import Piece, PieceReader, piece_file, write_pieces
+from flexrlhf.runs.resumption import resume_runs
+from flexrlhf.runs.run_directory import (
     RunStatus,
     moved_run,
     prepare_directory,
@@ -38,10 +38,10 @@ from flexrlhf.execution.run_directory import (
     trim_lines,
     write_status,
 )
-from flexrlhf.execution.stop_requests import StopRequests
-from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Checkpoint
 from flexrlhf.strategies.schedule import rounds, walk_round
+from flexrlhf.trainer.checkpointer import merged_progress
+from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.weights.pieces import dump_part, load_part, written_names
 from flexrlhf.weights.shards import Part, trained_parts, whole
 

@@ -16,11 +16,11 @@ from small_runs import plan_of
 
 from flexrlhf.config.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.controller_states import make_controller_states
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.controllers import State, first_state, next_state
 from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.strategies.instructions import Run
+from flexrlhf.trainer.controller_states import make_controller_states
 
 
 def triple(values: list[float]) -> Triple:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.run_directory import writing_to
+from flexrlhf.runs.run_directory import writing_to
+from flexrlhf.runs.tensor_files import save_tensors
 
 
 def test_a_file_of_the_run_is_named(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def check_manifest(written: dict[str, Any]) -> None:
 @pytest.mark.parametrize("block", in_language("python"))
 def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to where it would start ranks; ``tests/distributed/test_python_script.py`` does that."""
-    from flexrlhf.execution.execution_engine import ExecutionEngine, RunResult
+    from flexrlhf.launch.execution_engine import ExecutionEngine, RunResult
 
     def called(engine: ExecutionEngine) -> RunResult:
         return RunResult(engine.plan.spec.directory, [METRICS], {})

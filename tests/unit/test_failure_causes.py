@@ -20,8 +20,8 @@ from flexrlhf.comm.progress import Beat, RankProgress, beat_key
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
 from flexrlhf.comm.world import World
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.execution.failures import Failure, FailureReporter, Kind, root_cause, write_error
-from flexrlhf.execution.flight_log import (
+from flexrlhf.launch.failures import Failure, FailureReporter, Kind, root_cause, write_error
+from flexrlhf.runs.flight_log import (
     ENDED,
     FlightLog,
     read_flight,

@@ -24,7 +24,7 @@ from flexrlhf.engines.non_finite import (
     forbid_update,
 )
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.finite_guard import FiniteGuard, RareWarnings
+from flexrlhf.trainer.finite_guard import FiniteGuard, RareWarnings
 
 ROWS = torch.tensor([7, 3, 9, 5])
 WRONG = (math.nan, math.inf, -math.inf)

@@ -15,11 +15,11 @@ from flexrlhf.comm.interfaces import interface_to
 from flexrlhf.comm.store import Endpoint, serve_store
 from flexrlhf.comm.world import cuda_backend
 from flexrlhf.errors import UserError
-from flexrlhf.execution import node_watch
-from flexrlhf.execution.failures import Failure
-from flexrlhf.execution.launch import choose_device, why_no_gpu
-from flexrlhf.execution.node_watch import NodeWatch
-from flexrlhf.execution.rendezvous import NodeRendezvous
+from flexrlhf.launch import node_watch
+from flexrlhf.launch.failures import Failure
+from flexrlhf.launch.node_watch import NodeWatch
+from flexrlhf.launch.rendezvous import NodeRendezvous
+from flexrlhf.launch.start import choose_device, why_no_gpu
 from flexrlhf.placement.hosts import Hosts, check_restarts, rank_notice
 
 NAMES = ("node 0 (host a; ranks 0)", "node 1 (host b; ranks 1)")

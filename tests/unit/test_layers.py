@@ -33,124 +33,89 @@ class Layer:
     arrays: bool = False
 
 
-PLANNING = "weights placement operators rewards user_code data config errors metrics text"
+PLANNING = "weights memory placement operators rewards data config errors metrics text"
 """The folders that planning is made of, and the modules next to them."""
 PURE_ENGINES = "engines.capabilities engines.deepspeed.config engines.megatron_checks engines.vllm.config"
+PURE_RUNS = (
+    "runs.fingerprints runs.flight_log runs.free_space runs.kept_runs runs.library_versions runs.manifest "
+    "runs.resumption runs.run_directory runs.run_order"
+)
+PURE_LAUNCH = (
+    "launch.execution_engine launch.fork_server launch.job launch.lifetime launch.rank launch.rank_factory "
+    "launch.shared_directories launch.terms"
+)
 LAYERS = (
     # planned and printed without torch
     Layer("errors metrics text timeline"),
     Layer("display", "display metrics text"),
-    Layer("config data", "config data errors"),
-    Layer("user_code", "user_code config.user_paths errors"),
-    Layer("rewards", "rewards user_code config errors"),
+    Layer("config", "config errors"),
+    Layer("data", "data config errors"),
+    Layer("rewards", "rewards config errors"),
     Layer("loggers", "loggers config errors"),
-    Layer("operators", "operators user_code config data errors metrics"),
+    Layer("operators", "operators config data errors metrics"),
     Layer("placement", "placement config errors"),
-    # how texts lie in the rows of a pass: plain numbers, for engines and for plans
-    Layer("engines.packing", "engines.packing"),
-    Layer("weights memory", "engines.packing weights memory placement config errors"),
+    Layer("weights memory", "weights memory placement config errors"),
     Layer("strategies", "strategies memory weights placement operators config errors"),
     Layer(PURE_ENGINES, f"{PURE_ENGINES} placement operators memory weights config errors"),
-    Layer("plan", f"plan {PURE_ENGINES} strategies memory {PLANNING}"),
+    Layer("plan", f"plan {PURE_ENGINES} strategies {PLANNING}"),
+    Layer("guideline", f"guideline plan {PURE_ENGINES} strategies timeline {PLANNING}", arrays=True),
+    # a config is checked, and ranks are forked, before torch is loaded
+    Layer(PURE_RUNS, f"{PURE_RUNS} plan {PURE_ENGINES} timeline {PLANNING}"),
     Layer(
-        "guideline", f"guideline plan engines.packing {PURE_ENGINES} strategies memory timeline {PLANNING}", arrays=True
+        PURE_LAUNCH,
+        f"{PURE_LAUNCH} {PURE_RUNS} loggers plan {PURE_ENGINES} {PLANNING}",
+        lazily="launch guideline.advice",
     ),
     Layer(
         "cli",
-        f"cli display execution.lifetime execution.rank_factory plan {PURE_ENGINES} strategies memory {PLANNING}",
-        lazily="execution guideline preflight profiling report side_by_side verification",
+        f"cli display launch.lifetime launch.rank_factory plan {PURE_ENGINES} strategies {PLANNING}",
+        lazily="launch runs guideline measure report verify",
     ),
     Layer("__main__", "cli"),
     # loaded by the ranks
     Layer("comm", "comm strategies.instructions weights placement operators.columns config errors text", torch=True),
-    Layer("checkpoints", "checkpoints comm.weights weights placement errors", torch=True),
     Layer("engines", "engines comm.reduce memory weights placement operators config errors", torch=True),
+    Layer("objectives", "objectives engines.base engines.hashing operators config metrics errors", torch=True),
+    Layer("runs", f"runs engines comm plan strategies timeline {PLANNING}", torch=True),
     Layer(
-        "objectives", "objectives engines.base engines.hashing operators user_code config metrics errors", torch=True
-    ),
-    Layer(
-        "execution",
-        f"execution display loggers objectives engines checkpoints comm plan strategies memory timeline {PLANNING}",
+        "trainer",
+        f"trainer display loggers objectives runs engines comm plan strategies timeline {PLANNING}",
         torch=True,
     ),
+    Layer("launch", f"launch trainer runs display loggers engines comm plan {PLANNING}", torch=True),
     Layer(
-        "profiling",
-        f"profiling display guideline.costs guideline.simulation.pass_counts execution engines comm plan strategies "
-        f"memory {PLANNING}",
+        "measure",
+        f"measure display guideline.costs guideline.simulation.pass_counts launch trainer runs engines comm plan "
+        f"strategies {PLANNING}",
         torch=True,
     ),
-    Layer("preflight", f"preflight execution engines.capabilities comm plan {PLANNING}", torch=True),
-    Layer("verification", f"verification execution engines plan strategies {PLANNING}", torch=True),
+    Layer("verify", f"verify launch runs engines plan strategies {PLANNING}", torch=True),
     # reads what runs have written
-    Layer("report", f"report execution guideline plan strategies memory timeline {PLANNING}"),
-    Layer(
-        "side_by_side",
-        "side_by_side report.run_contents report.step_times operators config metrics text timeline errors",
-    ),
+    Layer("report", f"report runs guideline plan strategies timeline {PLANNING}"),
 )
 """A row a folder, lower rows import upper ones. ``RULES`` has what holds inside a folder."""
 RULES = (
     # loaded by the processes that call a user's code
     Layer(
-        "rewards.base rewards.worker_calls rewards.replies rewards.signatures rewards.steps",
-        "rewards.base rewards.replies rewards.signatures rewards.steps user_code.loading",
+        "config.user_code.loading rewards.base rewards.worker_calls rewards.replies rewards.signatures rewards.steps",
+        "config.user_code.loading rewards.base rewards.replies rewards.signatures rewards.steps",
     ),
-    Layer("user_code.loading"),
     # costs take no plans, and the search takes neither plans nor costs
     Layer("guideline.costs", "guideline.costs memory weights placement config errors"),
-    Layer(
-        "guideline.simulation",
-        f"guideline.costs guideline.simulation engines.packing plan strategies memory timeline {PLANNING}",
-    ),
-    Layer("guideline.simulation.walk"),
+    Layer("guideline.simulation", f"guideline.costs guideline.simulation plan strategies timeline {PLANNING}"),
     Layer("guideline.search", "guideline.search guideline.simulation.walk placement.relation", arrays=True),
     Layer(
-        "guideline.search.problem guideline.search.graph guideline.search.evaluate",
-        "guideline.search.problem guideline.search.graph guideline.search.evaluate guideline.simulation.walk "
+        "guideline.simulation.walk guideline.search.problem guideline.search.graph guideline.search.evaluate",
+        "guideline.simulation.walk guideline.search.problem guideline.search.graph guideline.search.evaluate "
         "placement.relation",
     ),
-    # an engine imports no other engine
-    Layer("engines.torch", "engines comm.reduce weights placement operators config", torch=True),
-    # run again by the processes that a rank starts, so without torch
-    Layer("execution.rank", lazily="execution.worker execution.lifetime"),
-    Layer("execution.lifetime", "rewards.processes"),
-    Layer("execution.fork_server", "execution.lifetime rewards.processes text"),
-    Layer("execution.rank_factory", "execution.fork_server execution.lifetime placement.hosts errors"),
-    Layer("execution.flight_log", "timeline"),
-    Layer("checkpoints.manifest", "errors"),
-    Layer("execution.run_directory", "checkpoints.manifest plan config errors"),
-    Layer("execution.run_order", "config"),
+    # facts are judged, and figures compared, without torch
     Layer(
-        "execution.resumption", "execution.run_directory execution.run_order checkpoints.manifest plan config errors"
+        "measure.checks measure.facts measure.libraries measure.pairs measure.host_checks measure.job_checks "
+        "measure.doctor_report measure.profiled_models measure.profile_text verify.sides verify.tolerances "
+        "verify.deviation",
+        f"measure verify guideline.costs {PURE_LAUNCH} {PURE_RUNS} plan {PURE_ENGINES} {PLANNING}",
     ),
-    Layer(
-        "execution.kept_runs",
-        "execution.resumption execution.run_directory weights.model_files plan config errors",
-    ),
-    Layer("execution.library_versions", "data.reasoning_tasks engines.capabilities plan"),
-    Layer(
-        "execution.fingerprints execution.terms execution.shared_directories",
-        f"execution.fingerprints execution.library_versions plan {PLANNING}",
-    ),
-    Layer("execution.free_space", "execution.resumption checkpoints.manifest plan errors text"),
-    # a config is checked before torch is loaded
-    Layer(
-        "execution.job execution.execution_engine",
-        "execution.job execution.run_directory execution.run_order execution.resumption execution.kept_runs "
-        "execution.free_space execution.rank_factory "
-        f"checkpoints.manifest loggers.packages {PURE_ENGINES} plan {PLANNING}",
-        lazily="execution guideline.advice",
-    ),
-    # facts are judged without torch
-    Layer(
-        "preflight.checks preflight.facts preflight.libraries preflight.pairs preflight.host_checks "
-        "preflight.job_checks preflight.report",
-        f"preflight {PURE_ENGINES} execution.free_space execution.library_versions execution.shared_directories "
-        f"execution.terms plan {PLANNING}",
-    ),
-    # what may differ, and how far, is data
-    Layer("verification.sides verification.tolerances verification.deviation", f"plan {PLANNING}"),
-    Layer("profiling.profiled_models profiling.table", f"profiling guideline.costs plan {PLANNING}"),
 )
 
 
@@ -259,8 +224,8 @@ def test_a_layer_has_modules(layer: Layer) -> None:
         ("strategies.overlap", "import torch", False),
         ("plan.inputs", "from transformers import AutoTokenizer", False),
         ("plan.inputs", "def load():\n    from transformers import AutoTokenizer", True),
-        ("cli", "from flexrlhf.execution.launch import launch", False),
-        ("cli", "def run():\n    from flexrlhf.execution import launch", True),
+        ("cli", "from flexrlhf.launch.start import launch", False),
+        ("cli", "def run():\n    from flexrlhf.launch import start", True),
         ("guideline.search.bounds", "import numpy", True),
         ("guideline.search.problem", "import numpy", False),
         ("guideline.simulation.walk", "import numpy", False),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexrlhf.data.examples import Example
-from flexrlhf.execution.input_columns import input_columns
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.plan.inputs import RunData, data_digest
+from flexrlhf.trainer.input_columns import input_columns
 
 
 def test_columns_have_the_mask_of_what_is_trained_on() -> None:

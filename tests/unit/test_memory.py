@@ -15,10 +15,10 @@ from small_runs import placed_model, plan_of
 
 from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
 from flexrlhf.engines.deepspeed.config import deepspeed_config
-from flexrlhf.engines.packing import TextGroup
 from flexrlhf.guideline.simulation.pass_counts import TextLayout
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, Start, rank_memory
+from flexrlhf.memory.packed_rows import TextGroup
 from flexrlhf.memory.passes import largest_pass, packs_texts
 from flexrlhf.memory.states import (
     DEEPSPEED_ELEMENTS,

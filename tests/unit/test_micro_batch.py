@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
-from flexrlhf.engines.packing import packed
+from flexrlhf.memory.packed_rows import packed
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS = Lengths(prompt=4, response=6)

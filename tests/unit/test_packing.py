@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from flexrlhf.engines.packing import PackedPass, TextGroup, may_pack, packed, shared, units_of
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, may_pack, packed, shared, units_of
 
 BUDGET = 8192
 

@@ -15,17 +15,12 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
-from flexrlhf.execution import shared_directories as directories
-from flexrlhf.execution.free_space import check_free_space, disk_demands, disk_space
-from flexrlhf.execution.library_versions import needed_extras, needed_libraries
-from flexrlhf.execution.resumption import Resumption
-from flexrlhf.execution.shared_directories import Sharing, look_for_probes, probed_directories
-from flexrlhf.execution.terms import Terms
-from flexrlhf.memory.transfers import saved_bytes
-from flexrlhf.plan.disk_space import planned_disk
-from flexrlhf.plan.plan import Plan
-from flexrlhf.preflight.checks import Check, closing_line, format_checks, united
-from flexrlhf.preflight.facts import (
+from flexrlhf.launch import shared_directories as directories
+from flexrlhf.launch.shared_directories import Sharing, look_for_probes, probed_directories
+from flexrlhf.launch.terms import Terms
+from flexrlhf.measure.checks import Check, closing_line, format_checks, united
+from flexrlhf.measure.doctor_report import judge
+from flexrlhf.measure.facts import (
     ClockFacts,
     GroupFacts,
     HostFacts,
@@ -36,10 +31,15 @@ from flexrlhf.preflight.facts import (
     dump_job,
     load_job,
 )
-from flexrlhf.preflight.host import available_memory
-from flexrlhf.preflight.libraries import judge_libraries
-from flexrlhf.preflight.pairs import partner_of, rounds_of_pairs
-from flexrlhf.preflight.report import judge
+from flexrlhf.measure.host import available_memory
+from flexrlhf.measure.libraries import judge_libraries
+from flexrlhf.measure.pairs import partner_of, rounds_of_pairs
+from flexrlhf.memory.transfers import saved_bytes
+from flexrlhf.plan.disk_space import planned_disk
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.free_space import check_free_space, disk_demands, disk_space
+from flexrlhf.runs.library_versions import needed_extras, needed_libraries
+from flexrlhf.runs.resumption import Resumption
 
 OK = Check("disk space", "ok", "enough")
 GB = 10**9

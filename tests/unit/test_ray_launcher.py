@@ -12,11 +12,11 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.errors import UserError
-from flexrlhf.execution.failures import FailureReporter
-from flexrlhf.execution.rank_environment import Meeting, RankPlace, passed_on, rank_variables
-from flexrlhf.execution.ray_job.actor import RankActor
-from flexrlhf.execution.ray_job.cluster import check_address, ray_device, require_ray
-from flexrlhf.execution.ray_job.ranks import reason
+from flexrlhf.launch.failures import FailureReporter
+from flexrlhf.launch.rank_environment import Meeting, RankPlace, passed_on, rank_variables
+from flexrlhf.launch.ray_job.actor import RankActor
+from flexrlhf.launch.ray_job.cluster import check_address, ray_device, require_ray
+from flexrlhf.launch.ray_job.ranks import reason
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.ray_bundles import check_capacity, class_resources, node_bundles, resources_text
@@ -112,7 +112,7 @@ def test_options_of_other_launchers_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr("flexrlhf.execution.ray_job.cluster.find_spec", lambda _: None)
+    monkeypatch.setattr("flexrlhf.launch.ray_job.cluster.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"needs the package ray, .*; pip install 'flexrlhf\[ray\]'$"):
         require_ray()
 

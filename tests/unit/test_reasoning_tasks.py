@@ -18,12 +18,12 @@ from flexrlhf.config.reward_sources import RuleSource
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import Row, is_present, read_rows
 from flexrlhf.errors import UserError
-from flexrlhf.execution.library_versions import needed_extras
 from flexrlhf.plan.data_lines import absent_line
 from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.scorer import Scorer
+from flexrlhf.runs.library_versions import needed_extras
 
 STAND_INS = Path(__file__).parents[1] / "fixtures" / "stand_ins"
 SUMS = "reasoning-gym:sums?size=4&largest=5"

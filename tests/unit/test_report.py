@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
-from flexrlhf.execution.flight_log import FlightLog, write_record
-from flexrlhf.execution.run_directory import RunStatus, lock_directory, write_status
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_timeline
 from flexrlhf.metrics import METRICS
@@ -33,6 +31,8 @@ from flexrlhf.report.samples_table import sample_groups, spread
 from flexrlhf.report.settings_table import differences
 from flexrlhf.report.step_times import SHARES, WAITING, StepTime, last_steps, step_times, time_shares
 from flexrlhf.report.timeline_picture import lanes_of
+from flexrlhf.runs.flight_log import FlightLog, write_record
+from flexrlhf.runs.run_directory import RunStatus, lock_directory, write_status
 from flexrlhf.strategies.instructions import Move, Sync
 from flexrlhf.timeline import Span
 

@@ -21,7 +21,6 @@ from small_runs import TINY, plan_of, spec_of
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSource
 from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
-from flexrlhf.execution.external_scores import make_external_scorers
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.rewards import workers
@@ -29,6 +28,7 @@ from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer
+from flexrlhf.trainer.external_scores import make_external_scorers
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from flexrlhf.errors import RunStopped
-from flexrlhf.execution.file_server import serve_files
-from flexrlhf.execution.remote_files import RemoteFiles
-from flexrlhf.execution.run_files import RunFiles
+from flexrlhf.runs.file_server import serve_files
+from flexrlhf.runs.remote_files import RemoteFiles
+from flexrlhf.runs.run_files import RunFiles
 
 
 @pytest.fixture

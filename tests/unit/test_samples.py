@@ -11,15 +11,15 @@ from torch import distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.display.events import discard
-from flexrlhf.execution.recorder import Outlets, Recorder, make_report
-from flexrlhf.execution.run_directory import read_lines
-from flexrlhf.execution.run_files import RunFiles
-from flexrlhf.execution.samples import merged_samples, sample_rows
-from flexrlhf.execution.work_time import WorkTime
 from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Timeline
+from flexrlhf.trainer.recorder import Outlets, Recorder, make_report
+from flexrlhf.trainer.samples import merged_samples, sample_rows
+from flexrlhf.trainer.work_time import WorkTime
 
 TEXT = {"prompt": "a", "response": "b", "length": 2, "finished": True, "weights_version": 3}
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from flexrlhf.data.examples import Example
 from flexrlhf.data.messages import Message
 from flexrlhf.engines.base import Batch, Moments
-from flexrlhf.execution.external_scores import ExternalScorers, make_external_scorers
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.registry import make_graph
+from flexrlhf.trainer.external_scores import ExternalScorers, make_external_scorers
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 TRL_FUNCTIONS = Path(__file__).with_name("trl_reward_functions.py")

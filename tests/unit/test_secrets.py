@@ -13,7 +13,6 @@ import torch
 from reward_server import RewardServer
 from small_runs import PPO
 
-from flexrlhf.checkpoints.tensor_files import save_tensors
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import dump_spec, parse_spec
@@ -23,6 +22,7 @@ from flexrlhf.rewards.checks import check_sources
 from flexrlhf.rewards.limits import Deadline
 from flexrlhf.rewards.services import HttpService
 from flexrlhf.rewards.warn_once import WarnOnce
+from flexrlhf.runs.tensor_files import save_tensors
 
 SECRET = "s3cr/t@x"
 SAMPLES = [Sample("a", "b", 1, {})]

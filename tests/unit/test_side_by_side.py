@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.side_by_side.differences import metric_differences
-from flexrlhf.side_by_side.settings import setting_lines
-from flexrlhf.side_by_side.times import mean_times
+from flexrlhf.report.metric_differences import metric_differences
+from flexrlhf.report.setting_lines import setting_lines
+from flexrlhf.report.times_by_kind import mean_times
 from flexrlhf.timeline import Span, write_trace
 
 KINDS: Any = {"generate": "generate", "scores": "forward", "train_actor": "train"}

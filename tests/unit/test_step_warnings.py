@@ -8,9 +8,9 @@ import random
 import pytest
 
 from flexrlhf.config.guards import GuardsSpec
-from flexrlhf.execution.finite_guard import RareWarnings
-from flexrlhf.execution.step_warnings import LEAST, StepWarnings
 from flexrlhf.metrics import evaluate
+from flexrlhf.trainer.finite_guard import RareWarnings
+from flexrlhf.trainer.step_warnings import LEAST, StepWarnings
 
 Rows = list[dict[str, float]]
 

@@ -26,14 +26,14 @@ from flexrlhf.comm.world import World
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.data.quickstart import CORPUS, prepare_corpus
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.execution.controller_states import make_controller_states
-from flexrlhf.execution.failures import FailureReporter
-from flexrlhf.execution.finite_guard import FiniteGuard
-from flexrlhf.execution.flight_log import FlightLog
-from flexrlhf.execution.run_directory import RunStatus, moved_run, prepare_directory, write_status
-from flexrlhf.execution.step_warnings import StepWarnings
+from flexrlhf.launch.failures import FailureReporter
+from flexrlhf.runs.flight_log import FlightLog
+from flexrlhf.runs.run_directory import RunStatus, moved_run, prepare_directory, write_status
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Span
+from flexrlhf.trainer.controller_states import make_controller_states
+from flexrlhf.trainer.finite_guard import FiniteGuard
+from flexrlhf.trainer.step_warnings import StepWarnings
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
@@ -107,7 +107,7 @@ def dropped_prompts(reader: Reader) -> str:
 
 
 def changed_seed(_: Reader) -> str:
-    from flexrlhf.execution.resumption import resume_runs
+    from flexrlhf.runs.resumption import resume_runs
 
     written_checkpoint(plan_of([1, 1, 1, 1], 2, "steps=9"), 4)
     return sentence(UserError, lambda: resume_runs((plan_of([1, 1, 1, 1], 2, "steps=9", "seed=5"),), "auto"))

@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.execution.recorded_columns import RecordedColumn
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.verification.comparison import _column as compare_column
-from flexrlhf.verification.comparison_text import format_table
-from flexrlhf.verification.deviation import Deviation, first_beyond
-from flexrlhf.verification.sides import short_spec, side_text
-from flexrlhf.verification.ties import find_tie
-from flexrlhf.verification.tolerances import (
+from flexrlhf.runs.recorded_columns import RecordedColumn
+from flexrlhf.verify.comparison import _column as compare_column
+from flexrlhf.verify.comparison_text import format_table
+from flexrlhf.verify.deviation import Deviation, first_beyond
+from flexrlhf.verify.sides import short_spec, side_text
+from flexrlhf.verify.ties import find_tie
+from flexrlhf.verify.tolerances import (
     BFLOAT16,
     BITWISE,
     COUNTED,

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from small_runs import plan_of
 
 from flexrlhf.comm.world import World
-from flexrlhf.execution.work_time import KINDS, WorkClock, WorkTime, counter_of, time_statistics
 from flexrlhf.metrics import METRICS, evaluate
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.timeline import Span, Timeline
+from flexrlhf.trainer.work_time import KINDS, WorkClock, WorkTime, counter_of, time_statistics
 
 
 def instructions() -> list[Instruction]:

@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import chain
 from math import gcd
 
-from flexrlhf.engines.packing import PackedPass, TextGroup, Unit, packed, units_of
 from flexrlhf.guideline.costs.cost_model import MeanPass
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, Unit, packed, units_of
 
 MOST_TEXTS = 256
 """Texts that are laid out for a price; of more, passes are in proportion."""

@@ -1,1 +1,0 @@
-"""Checkpoints: files from which a run goes on under any placement, number of ranks, engine and ZeRO stage."""

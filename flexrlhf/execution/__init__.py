@@ -1,1 +1,0 @@
-"""A run on its ranks: launch, worker, trainer, and what a rank writes."""

@@ -1,0 +1,137 @@
+"""Agreement of the machines of a job before anything is written: each compares its terms with those of node 0.
+
+Node 0 publishes its terms and the directories of the runs in the job's store, every other node its verdict on them, and
+then all go on or all end with the same sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from flexrlhf.comm.store import Notice, await_keys
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes, probed_directories
+from flexrlhf.launch.terms import Sides, Terms, difference, dump_terms, load_terms
+from flexrlhf.plan.plan import Plan
+
+LAST_WORD_SECONDS = 10.0
+"""Time in which the other nodes read why a job does not start, before node 0 closes the store."""
+_DIRECTORIES = TypeAdapter(tuple[DirectoryFacts, ...])
+
+
+@dataclass(frozen=True)
+class Member:
+    """A machine that comes to an agreement, through one of its processes.
+
+    number:   0 for the one whose terms count.
+    members:  how many there are.
+    host:     name of the machine.
+    noun:     of the process, for messages: ``node``, or ``rank`` where another launcher starts the ranks.
+    """
+
+    number: int
+    members: int
+    host: str
+    noun: str = "node"
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"{self.noun} {self.number} (host {self.host})"
+
+    @property
+    def first(self) -> str:
+        """Number 0, for messages that name no host."""
+        return f"{self.noun} 0"
+
+
+def agree(
+    store: dist.Store, member: Member, plans: Sequence[Plan], make_terms: Callable[[], Terms] | None, seconds: float
+) -> bool:
+    """Compare the terms of all members with those of number 0, and look whether they share its directories of runs.
+
+    Returns whether this member's machine shares them; meaningless without terms.
+
+    make_terms: returns the terms of this member; None where another member of its machine compares them.
+    seconds:    longest wait for another member.
+
+    Raises UserError on all members with the first difference, RunStopped where a member does not come.
+    """
+    shares = True
+    try:
+        if member.number == 0:
+            assert make_terms is not None, "the terms of number 0 count"
+            sentence = _judge(store, member, plans, make_terms(), seconds)
+        else:
+            sentence, shares = _compare(store, member, plans, make_terms, seconds)
+    except RuntimeError as error:
+        # as torch reports a store that is closed
+        raise RunStopped(f"{member.name}: {member.first} has ended before the job began") from error
+    if sentence:
+        raise UserError(sentence)
+    return shares
+
+
+def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Terms, seconds: float) -> str:
+    """Return, on number 0, the first difference that another member has found."""
+    others = range(1, member.members)
+    with probed_directories(plans, makes_probes=True) as directories:
+        store.set("host", member.host)
+        store.set("directories", _DIRECTORIES.dump_json(tuple(directories)).decode())
+        store.set("terms", dump_terms(terms))
+        notice = Notice(f"{member.name} compares settings, versions and files")
+        await_keys(store, {f"verdict/{each}": f"{member.noun} {each}" for each in others}, seconds, notice)
+    unwritable = [f"runs: {each.place} cannot be written ({each.problem})" for each in directories if each.problem]
+    found = [*unwritable, *(store.get(f"verdict/{each}").decode() for each in others)]
+    sentence = next(filter(None, found), "")
+    store.set("result", sentence)
+    if sentence:
+        _await_readers(store, member)
+    return sentence
+
+
+def _await_readers(store: dist.Store, member: Member) -> None:
+    readers = {f"read/{each}": f"{member.noun} {each}" for each in range(1, member.members)}
+    try:
+        await_keys(store, readers, LAST_WORD_SECONDS, Notice(f"{member.name} waits for the others", prints=False))
+    except RunStopped:
+        # a member that is gone needs no word
+        return
+
+
+def _compare(
+    store: dist.Store, member: Member, plans: Sequence[Plan], make_terms: Callable[[], Terms] | None, seconds: float
+) -> tuple[str, bool]:
+    """Return what this member, or another one, has found to differ from number 0, and whether it shares directories."""
+    own, shares = "", True
+    if make_terms is not None:
+        terms, first = make_terms(), {"terms": member.first}
+        await_keys(store, first, seconds, Notice(f"{member.name} waits for the terms of {member.first}"))
+        sides = Sides(f"{member.first} (host {store.get('host').decode()})", member.name)
+        own = difference(load_terms(store.get("terms")), terms, sides)
+        if not own:
+            sharing = _directories(store, member, plans)
+            own, shares = sharing.problem, sharing.shares
+    store.set(f"verdict/{member.number}", own)
+    if not own:
+        notice = Notice(f"{member.name} waits for the comparison of the others", prints=make_terms is not None)
+        await_keys(store, {"result": member.first}, seconds, notice)
+    sentence = own or store.get("result").decode()
+    store.set(f"read/{member.number}", "")
+    return sentence, shares
+
+
+def _directories(store: dist.Store, member: Member, plans: Sequence[Plan]) -> Sharing:
+    """Return whether this machine shares the directories of number 0, or what is wrong with them or its own ones."""
+    first = [each for each in _DIRECTORIES.validate_json(store.get("directories")) if not each.problem]
+    found = look_for_probes([(each.path, each.probe) for each in first], member.number)
+    if found.shares or found.problem:
+        return Sharing(found.shares, f"runs: {member.name} {found.problem}" if found.problem else "")
+    with probed_directories(plans, makes_probes=True) as directories:
+        unwritable = [each for each in directories if each.problem]
+    problems = [f"runs: {each.place} on {member.name} cannot be written ({each.problem})" for each in unwritable]
+    return Sharing(False, next(iter(problems), ""))

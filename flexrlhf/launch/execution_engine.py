@@ -1,0 +1,82 @@
+"""The Python interface (FlexRLHF, Fig. 5): ``ExecutionEngine(config_path, ...)()`` does what ``flexrlhf run`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.run_arguments import argument_settings
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.launch.job import prepare_job
+from flexrlhf.launch.rank_factory import starting_factory
+from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.plan.suggestions import check_fits
+from flexrlhf.runs.run_directory import read_lines
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run.
+
+    directory:  where its config, plan, metrics, samples, timeline and models are
+    metrics:    the rows of ``metrics.jsonl``, one for each step; none on a node without that directory
+    models:     directory of each trained model, by role
+    """
+
+    directory: Path
+    metrics: list[dict[str, Any]]
+    models: dict[str, Path]
+
+
+class ExecutionEngine:
+    """A run that starts when the engine is called.
+
+    From plain Python the call starts the ranks of this machine as processes of their own, as ``flexrlhf run`` does;
+    the script needs no ``if __name__ == "__main__"``. In a script that torchrun starts, each process is a rank. Reward
+    functions run in processes that load the script again: under torchrun, guard the call there.
+    A later release adds to this interface; what is here stays.
+    """
+
+    def __init__(
+        self,
+        config_path: str | Path,
+        actor_model_path: str | Path | None = None,
+        critic_model_path: str | Path | None = None,
+        placement_ratio: Sequence[float] | str | None = None,
+        *,
+        devices: int | None = None,
+        overrides: Sequence[str] = (),
+        force: bool = False,
+        resume: str | Path | None = None,
+    ) -> None:
+        """Load and plan the run of a YAML file. Raises UserError; ``plan`` has the result.
+
+        actor_model_path, critic_model_path:  model directories, instead of ``models.*.path`` or ``init``
+        placement_ratio:  such as ``[1, 1, 0.5, 0.5]``, or the same as a string
+        devices:          number of ranks, instead of ``cluster.devices``
+        overrides:        further settings, as of the option ``--set``
+        force:            whether a plan may exceed the memory of its devices
+        resume:           ``auto``, or the directory of a run or a checkpoint: go on from there
+        """
+        paths = {"actor": actor_model_path, "critic": critic_model_path}
+        settings = (*overrides, *argument_settings(paths, placement_ratio, devices))
+        spec = load_spec(config_path, settings)
+        check_single_planner([spec], Hosts())
+        self._resume = None if resume is None else str(resume)
+        from flexrlhf.guideline.advice.auto import planned
+
+        ((self.plan, text),) = planned([spec])
+        if text:
+            print(text)
+        if not force:
+            check_fits(self.plan)
+
+    def __call__(self) -> RunResult:
+        """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
+        with starting_factory() as factory:
+            prepare_job([self.plan], Hosts(), resume=self._resume).start(factory=factory)
+        directory = self.plan.spec.directory
+        models = {role: directory / role for role in self.plan.graph.trained}
+        return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)

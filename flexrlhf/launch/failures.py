@@ -1,0 +1,163 @@
+"""Failures of ranks, as launchers exchange them: which one ended the run, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from flexrlhf.comm.deadlines import DeadlineError
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.flight_log import ENDED, FAILURE, Flight, complete_records, read_flight, running_directory
+from flexrlhf.trainer.flight_record import model_names
+
+Kind = Literal["killed", "user", "error", "node", "waited", "closed", "ended"]
+_ORDER: tuple[Kind, ...] = ("killed", "user", "error", "node", "waited", "closed", "ended")
+"""Kinds, most telling first: a rank that ended by itself before one that waited for it or that was ended."""
+_AGENT_SECONDS = 5.0
+"""Time in which agents notice a killed rank; a SIGKILL of their own comes half a minute after the first failure."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """End of a rank or of a node.
+
+    kind:      ``killed`` by a signal; an error of the ``user`` or another ``error``; a ``node`` that is lost; a rank
+               that ``waited`` in vain, or whose connection ``closed``; one that was ``ended`` by the launcher.
+    sentence:  what a user reads.
+    time:      seconds since the epoch.
+    """
+
+    kind: Kind
+    sentence: str
+    time: float
+
+    def dump(self) -> dict[str, Any]:
+        """Return the failure as JSON's types; ``Failure(**...)`` reads it."""
+        return asdict(self)
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """Return the failure of a rank that failed by itself, not of one that waited for it or was ended afterwards."""
+    found = list(failures)
+    first = min(failure.time for failure in found)
+    late = [each for each in found if each.kind == "killed" and each.time > first + _AGENT_SECONDS]
+    return min((each for each in found if each not in late), key=lambda each: (_ORDER.index(each.kind), each.time))
+
+
+def write_error(error: BaseException) -> None:
+    """Write the error of this rank to the file that its launcher reads; nothing without one."""
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        return
+    now = time.time()
+    trace = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": trace, "timestamp": str(int(now))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    # whole or not at all: the launcher reads whatever is there
+    temporary = Path(f"{path}.{os.getpid()}")
+    temporary.write_text(
+        json.dumps({"message": message, "kind": _kind(error), "text": sentence_of(error), "time": now})
+    )
+    temporary.replace(path)
+
+
+class ErrorReport:
+    """Context whose error is written to the file that the launcher reads."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            write_error(error)
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the first line of an error, behind the name of its type unless it is a sentence for users."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if isinstance(error, UserError | RunStopped) else f"{type(error).__name__}: {lines[0]}"
+
+
+class FailureReporter:
+    """Records of the ranks of this machine in the directory of the run that failed.
+
+    record:  directory of the records, once a rank has failed.
+    """
+
+    def __init__(
+        self, plan: Plan, directories: Sequence[Path], ranks: Sequence[int], hosts: Mapping[int, str] | None = None
+    ) -> None:
+        """Report on ``ranks``, of the runs in ``directories``. ``hosts``: of the ranks; None: all are on this one."""
+        self.record: Path | None = None
+        self._hosts = hosts or {}
+        self._plan, self._directories, self._ranks = plan, directories, ranks
+
+    def report(self, failures: Mapping[int, ProcessFailure]) -> list[Failure]:
+        """Write the records that ranks could not write themselves; return the failures, one for each failed rank."""
+        directory = running_directory(self._directories)
+        flights = {rank: read_flight(directory, rank) if directory is not None else None for rank in self._ranks}
+        found = {rank: self._failure(rank, failure, flights.get(rank)) for rank, failure in failures.items()}
+        if directory is not None:
+            reasons = {rank: found[rank].sentence if rank in found else ENDED for rank in self._ranks}
+            complete_records(directory, reasons)
+            self.record = directory / FAILURE
+        return list(found.values())
+
+    def place(self) -> str:
+        """Return what the first rank of this machine did last, such as ``rank 2 was at step 3, ...``; may be empty."""
+        directory, rank = running_directory(self._directories), self._ranks[0]
+        place = read_flight(directory, rank).place if directory is not None else ""
+        return f"rank {rank} was at {place}" if place else ""
+
+    def lost(self, rank: int, how: str, kind: Kind) -> Failure:
+        """Return the failure of a rank of which nothing but its loss is seen. ``how``: it was lost."""
+        directory = running_directory(self._directories)
+        flight = read_flight(directory, rank) if directory is not None else None
+        return Failure(kind, self._ended(rank, flight, how), time.time())
+
+    def _ended(self, rank: int, flight: Flight | None, how: str) -> str:
+        """Return that a rank ended the run, with its models and host and what it did last."""
+        models = (flight.header.get("models") if flight else None) or model_names(self._plan, rank) or "no model"
+        at = f" at {flight.place}" if flight and flight.place else ""
+        return f"rank {rank} ({models}; host {self._hosts.get(rank) or socket.gethostname()}) ended the run{at}, {how}"
+
+    def _failure(self, rank: int, failure: ProcessFailure, flight: Flight | None) -> Failure:
+        """Return the failure of a rank, with what it did last and the first line of its error."""
+        data: Mapping[str, Any] = failure.error_file_data if failure.exitcode > 0 else {}
+        text = str(data.get("text", ""))
+        # a failed wait names its rank by itself
+        is_whole = text.startswith(f"rank {rank} (")
+        how = f"{_exit(failure)}{': ' if text else ''}{text}"
+        sentence = text if is_whole else self._ended(rank, flight, how)
+        return Failure(_kind_of_exit(failure, data), sentence, float(data.get("time", failure.timestamp)))
+
+
+def _kind(error: BaseException) -> Kind:
+    if isinstance(error, DeadlineError):
+        return "waited" if error.cause == "expired" else "closed"
+    return "user" if isinstance(error, UserError) else "error"
+
+
+def _kind_of_exit(failure: ProcessFailure, data: Mapping[str, Any]) -> Kind:
+    if failure.exitcode < 0:
+        return "ended" if failure.exitcode == -signal.SIGTERM else "killed"
+    kind: Kind = data.get("kind", "error")
+    return kind
+
+
+def _exit(failure: ProcessFailure) -> str:
+    return f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"

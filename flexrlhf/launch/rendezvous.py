@@ -1,0 +1,138 @@
+"""Rendezvous of the launchers of a job: a store on the first node, and a word on the nodes that are missing.
+
+The job's store listens on the loopback address with one node and on the address of ``--rdzv-endpoint`` with several.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
+from flexrlhf.errors import UserError
+from flexrlhf.launch.agreement import Member, agree
+from flexrlhf.launch.job_offer import OFFER, JobOffer, agreement_store, dump_offer, taken_key
+from flexrlhf.launch.terms import Terms
+from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.plan import Plan
+
+LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 900.0
+"""Longest wait for the launchers of all nodes."""
+
+
+class NodeRendezvous(RendezvousHandler):
+    """Meeting of the launchers of fixed nodes, once for every attempt to run the ranks."""
+
+    def __init__(self, hosts: Hosts, join_seconds: float = JOIN_SECONDS) -> None:
+        """Meet nobody yet. ``join_seconds``: longest wait for the launchers of all nodes."""
+        self._hosts, self._join_seconds = hosts, join_seconds
+        self._sign: socket.socket | None = None
+        self._attempt = -1
+        self._endpoint = endpoint_of(hosts)
+        self.store: dist.TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """Return the name of this rendezvous."""
+        return "nodes"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks connect to the store of the launchers."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store of the next attempt once the launchers of all nodes have come to it.
+
+        Raises RunStopped when one is missing for too long, and UserError where the store cannot be served.
+        """
+        self._attempt += 1
+        hosts = self._hosts
+        store = dist.PrefixStore(f"nodes/{self._attempt}", self._opened())
+        self._join(store)
+        port = self._opened().port if hosts.nnodes == 1 else self._endpoint.port
+        return RendezvousInfo(store, hosts.node_rank, hosts.nnodes, RendezvousStoreInfo(self._endpoint.host, port))
+
+    def agree(self, offer: JobOffer, plans: Sequence[Plan], make_terms: Callable[[], Terms]) -> bool:
+        """Publish the job on node 0, and compare the terms of all nodes before the first attempt.
+
+        Returns and raises as ``agreement.agree`` does.
+        """
+        hosts, store = self._hosts, agreement_store(self._opened())
+        self._take_number(store)
+        if hosts.is_first_node:
+            store.set(OFFER, dump_offer(offer))
+        member = Member(hosts.node_rank, hosts.nnodes, socket.gethostname())
+        return agree(store, member, plans, make_terms, self._join_seconds)
+
+    def _opened(self) -> dist.TCPStore:
+        """Return the store of the job, which node 0 serves from here on."""
+        if self.store is None:
+            self.store = self._open()
+        return self.store
+
+    def _open(self) -> dist.TCPStore:
+        if self._hosts.is_first_node:
+            return serve_store(self._endpoint, self._hosts.nnodes > 1, self._join_seconds)
+        notice = Notice(f"node {self._hosts.node_rank} waits for node 0 at {self._endpoint}")
+        store = connect_store(self._endpoint, self._join_seconds, notice)
+        with suppress(OSError):
+            self._sign = socket.create_connection((self._endpoint.host, self._endpoint.port))
+        return store
+
+    def await_end(self, seconds: float) -> None:
+        """Wait until node 0 no longer serves the store, so that the next job of this command joins a new one."""
+        if self._sign is None:
+            return
+        with self._sign as sign, suppress(OSError):
+            sign.settimeout(seconds)
+            sign.recv(1)
+
+    def _join(self, store: dist.Store) -> None:
+        """Wait for the launchers of all nodes. Raises UserError where two have the same number."""
+        hosts = self._hosts
+        self._take_number(store)
+        store.set(f"node/{hosts.node_rank}", socket.gethostname())
+        keys = {f"node/{node}": f"node {node}" for node in range(hosts.nnodes)}
+        await_keys(store, keys, self._join_seconds, Notice(f"node {hosts.node_rank} waits for the other nodes"))
+
+    def _take_number(self, store: dist.Store) -> None:
+        if store.add(taken_key(self._hosts.node_rank), 1) > 1:
+            raise UserError(f"--node-rank {self._hosts.node_rank}: another machine has joined under this number")
+
+    def is_closed(self) -> bool:
+        """Return False: the nodes of a job are fixed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: the nodes of a job are fixed."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no node joins later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the job."""
+        return "flexrlhf"
+
+    def shutdown(self) -> bool:
+        """Drop the store; node 0's server ends with it."""
+        self.store = None
+        return True
+
+
+def endpoint_of(hosts: Hosts) -> Endpoint:
+    """Return where the store of a job is served: on the loopback address with one node."""
+    if hosts.nnodes == 1:
+        return Endpoint("loopback", LOOPBACK, 0)
+    return endpoint_at(hosts.rdzv_endpoint)
+
+
+def endpoint_at(address: str) -> Endpoint:
+    """Return the endpoint of ``HOST:PORT``, of which ``Hosts`` has checked the form."""
+    host, _, port = address.rpartition(":")
+    return Endpoint("--rdzv-endpoint", host, int(port))

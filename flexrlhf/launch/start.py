@@ -1,0 +1,254 @@
+"""Start the ranks of a job on this node through torch's elastic launcher, and report the rank that ended it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from socket import gethostname
+from tempfile import TemporaryDirectory
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from flexrlhf.display.captured import is_terminal
+from flexrlhf.display.live_display import live_display
+from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
+from flexrlhf.launch.agent import RankAgent
+from flexrlhf.launch.failures import Failure, FailureReporter
+from flexrlhf.launch.lifetime import LAUNCHER, changed_environment
+from flexrlhf.launch.node_watch import NodeWatch
+from flexrlhf.launch.rank_factory import RankFactory
+from flexrlhf.launch.rank_watch import silence_limit
+from flexrlhf.launch.rendezvous import NodeRendezvous
+from flexrlhf.placement.hosts import NVIDIA_DRIVER, Hosts
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.run_order import OWN, SHARED, RunOrder, dump_orders
+from flexrlhf.text import counted
+from flexrlhf.trainer.stop_requests import END_NOW
+
+STOPPED = "stopped; all ranks have ended"
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals for which the elastic agent installs handlers of its own."""
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+SAVING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of schedulers before they end a job."""
+
+
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""Oldest driver by the major version of CUDA (its release notes, table of minor version compatibility)."""
+
+
+def why_no_gpu(driver: Path = NVIDIA_DRIVER, cuda: str | None = torch.version.cuda) -> str:
+    """Return why torch, built for ``cuda``, finds no GPU next to NVIDIA's driver; empty where none is loaded."""
+    found = re.search(r"Kernel Module.*?(\d+)\.[\d.]+", driver.read_text()) if driver.is_file() else None
+    if found is None:
+        return ""
+    if cuda is None:
+        return "NVIDIA's driver is loaded, but torch is built for CPUs; install it from an index of a CUDA build"
+    oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(found[1]) < oldest:
+        return (
+            f"torch is built for CUDA {cuda}, which needs NVIDIA's driver {oldest}, found {found[1]}; update it, or "
+            f"install torch from the index of an older CUDA"
+        )
+    return "NVIDIA's driver is loaded, but no GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def choose_device(setting: str, num_local: int) -> str:
+    """Return ``cpu`` or ``cuda`` for all ranks, given ``cluster.device`` and the number of ranks on this node.
+
+    ``auto`` is CUDA when every rank of this node has a device of its own; with ``cuda`` several ranks may share one,
+    over gloo. Raises UserError for ``cuda`` without any.
+    """
+    count = torch.cuda.device_count()
+    reason = "" if count else why_no_gpu()
+    if setting == "cuda" and count == 0:
+        found = reason or "found 0; use cpu"
+        raise UserError(f"cluster.device: cuda needs a CUDA device on this node, {found}")
+    if setting == "auto" and reason:
+        print(f"flexrlhf: running on CPU: {reason}", file=sys.stderr)
+    if setting == "cuda" and count < num_local:
+        print(f"flexrlhf: {num_local} ranks on {count} CUDA devices of this node: over gloo", file=sys.stderr)
+    if setting == "auto" and 0 < count < num_local:
+        print(f"flexrlhf: {num_local} ranks but {count} CUDA devices on this node: running on CPU", file=sys.stderr)
+    return setting if setting != "auto" else "cuda" if count >= num_local else "cpu"
+
+
+def launch(
+    orders: Sequence[RunOrder],
+    plan: Plan,
+    hosts: Hosts,
+    max_restarts: int = 0,
+    rendezvous: NodeRendezvous | None = None,
+    shares: bool = True,
+    factory: RankFactory | None = None,
+) -> bool:
+    """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
+
+    ``max_restarts``, ``rendezvous``, ``factory``: as of ``start_ranks``. ``shares``: as of ``work``. Returns whether a
+    signal has made the ranks save and end.
+    """
+    directories = [order.spec.directory for order in orders]
+    with TemporaryDirectory(prefix="flexrlhf-") as directory:
+        file, stop, events = (Path(directory) / name for name in ("orders.json", "stop", "events.jsonl"))
+        file.write_text(dump_orders(orders))
+        saves = all(order.spec.checkpoint.on_signal for order in orders)
+        with saving_on_signals(stop, saves):
+            ranks = ["flexrlhf.launch.rank", str(file), str(stop), SHARED if shares else OWN]
+            with _displayed(events, plan, hosts) as further:
+                ranks += further
+                others = SAVING if saves else ()
+                start_ranks(ranks, plan, hosts, directories, max_restarts, others, rendezvous, factory)
+        return stop.exists()
+
+
+@contextmanager
+def _displayed(events: Path, plan: Plan, hosts: Hosts) -> Iterator[list[str]]:
+    """Show the runs on the terminal of the first node; yield the further arguments of the ranks for it."""
+    what = f"starting {counted(plan.placement.num_ranks, 'rank')}"
+    if not hosts.is_first_node:
+        yield []
+    elif is_terminal():
+        with live_display(events, what):
+            yield [str(events)]
+    else:
+        print(what, flush=True)
+        yield []
+
+
+@contextmanager
+def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
+    """Make the first signal of ``SAVING`` create the file ``stop``; a second SIGTERM ends the ranks at once."""
+    if not is_enabled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def request(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTERM and stop.exists():
+            stop.write_text(END_NOW)
+            raise SignalException("ended by a second SIGTERM", signal.SIGTERM)
+        stop.touch()
+
+    before = {number: signal.signal(number, request) for number in SAVING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start_ranks(
+    module: Sequence[str],
+    plan: Plan,
+    hosts: Hosts,
+    directories: Sequence[Path] = (),
+    max_restarts: int = 0,
+    others_signals: Sequence[signal.Signals] = (),
+    rendezvous: NodeRendezvous | None = None,
+    factory: RankFactory | None = None,
+) -> None:
+    """Run ``module``, with its arguments, on every rank of this node and wait. Raises as ``launch`` does.
+
+    directories:     of the runs, in order; that of the run that fails gets the records of its ranks.
+    max_restarts:    how often all ranks are started again after one has failed.
+    others_signals:  those that the caller handles; all others end the ranks.
+    rendezvous:      of the launchers; None: one that waits as long as a run does.
+    factory:         of the caller, that may have been started before; None: one of this call.
+    """
+    _silence_agent()
+    reporter = FailureReporter(plan, directories, hosts.local_ranks(plan.cluster))
+    with TemporaryDirectory(prefix="flexrlhf-") as log_directory, ExitStack() as stack:
+        agent = RankAgent(
+            _worker_spec(module, plan, hosts, max_restarts, rendezvous or NodeRendezvous(hosts)),
+            factory or stack.enter_context(RankFactory()),
+            log_directory,
+            lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), _silence(plan)),
+            reporter.report,
+        )
+        ending = [number.name for number in HANDLED if number not in others_signals]
+        with changed_environment({LAUNCHER: str(os.getpid()), SIGNALS_VARIABLE: ",".join(ending)}):
+            _run_agent(agent, hosts, reporter)
+
+
+def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> None:
+    """Run the ranks to their end. Raises as ``launch`` does."""
+    try:
+        with signal_handlers_restored():
+            result = agent.run()
+    except (SignalException, KeyboardInterrupt):
+        agent.close(Failure("user", f"node {hosts.node_rank} (host {gethostname()}) was stopped", time.time()))
+        reporter.report({})
+        raise Interrupted(STOPPED) from None
+    except RunStopped as error:
+        raise RankFailure(str(error)) from None
+    agent.close()
+    if result.is_failed():
+        _raise(agent.cause, result, reporter)
+
+
+def _raise(cause: Failure | None, result: RunResult, reporter: FailureReporter) -> None:
+    """Raise the end of a job, with what this machine did when another one failed, and where its records are."""
+    if any(failure.exitcode == -signal.SIGINT for failure in result.failures.values()):
+        raise Interrupted(STOPPED)
+    assert cause is not None, "an attempt that failed has a cause"
+    place = reporter.place() if cause.kind == "node" else ""
+    record = f"record: {reporter.record}" if reporter.record is not None else ""
+    raise RankFailure("; ".join(filter(None, (cause.sentence, place, record))))
+
+
+def _worker_spec(
+    module: Sequence[str], plan: Plan, hosts: Hosts, max_restarts: int, rendezvous: NodeRendezvous
+) -> WorkerSpec:
+    return WorkerSpec(
+        role="rank",
+        local_world_size=hosts.num_local_ranks(plan.cluster),
+        entrypoint=module[0],
+        args=tuple(module[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=max_restarts,
+        monitor_interval=0.2,
+    )
+
+
+def _silence(plan: Plan) -> float:
+    return silence_limit(plan.spec.timeout_seconds)
+
+
+def _node_names(store: dist.Store, plan: Plan, hosts: Hosts) -> list[str]:
+    """Return names of all nodes: number, host and ranks."""
+    names = []
+    for node in range(hosts.nnodes):
+        ranks = ", ".join(map(str, plan.cluster.ranks_on_node(node))) if hosts.nnodes > 1 else ""
+        names.append(f"node {node} (host {store.get(f'node/{node}').decode()}; ranks {ranks})")
+    return names
+
+
+@contextmanager
+def signal_handlers_restored() -> Iterator[None]:
+    """Restore the signal handlers of the calling script, which continues after its ranks have ended."""
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    try:
+        yield
+    finally:
+        # other threads may not set handlers, and the agent sets none there
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _silence_agent() -> None:
+    """Silence the agent's log: three paragraphs for each rank, which repeat the closing sentence."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,0 +1,162 @@
+"""Terms of a job: what all its machines must have in common for the replicas of a model to stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from flexrlhf.config.number_settings import differences
+from flexrlhf.config.secrets import without_secrets
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import shown
+from flexrlhf.placement.hosts import with_device
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.fingerprints import input_digests
+from flexrlhf.runs.library_versions import needed_versions
+from flexrlhf.text import counted
+
+MOST_NAMED = 3
+SAME_COMMAND = "start the same command with the same files on all machines"
+SAME_VERSIONS = "install the same versions on all machines"
+SAME_INPUTS = "copy models and data to all machines"
+_PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms of a job on one machine.
+
+    nodes:     machines of the job
+    restarts:  how often all ranks are started again after one has failed
+    specs:     resolved YAML of each run; empty where they are those of node 0
+    versions:  of Python, this package and its libraries
+    sources:   digest of each file of this package; empty where they are those of node 0
+    inputs:    digest of each file of models and data, by setting and path
+    """
+
+    nodes: int
+    restarts: int
+    specs: tuple[str, ...]
+    versions: dict[str, str]
+    sources: dict[str, str]
+    inputs: dict[str, str]
+
+    def without_equals(self, first: Terms) -> Terms:
+        """Return these terms without the files and settings that are those of ``first``: they are long."""
+        sources = {} if self.sources == first.sources else self.sources
+        return replace(self, sources=sources, specs=() if self.specs == first.specs else self.specs)
+
+
+_TERMS = TypeAdapter(Terms)
+
+
+def terms_of(plans: Sequence[Plan], device: str, nodes: int, restarts: int = 0) -> Terms:
+    """Return the terms of this machine. ``device``: of its ranks."""
+    return Terms(
+        nodes=nodes,
+        restarts=restarts,
+        specs=tuple(dump_spec(with_device(plan.spec, device)) for plan in plans),
+        versions=needed_versions(plans),
+        sources=source_digests(_PACKAGE),
+        inputs=input_digests(plans),
+    )
+
+
+def dump_terms(terms: Terms) -> str:
+    """Return terms as JSON."""
+    return _TERMS.dump_json(terms).decode()
+
+
+def load_terms(text: str | bytes) -> Terms:
+    """Return terms from JSON."""
+    return _TERMS.validate_json(text)
+
+
+def source_digests(package: Path) -> dict[str, str]:
+    """Return a digest of each source file, by its path in the package."""
+    files = sorted(package.rglob("*.py"))
+    return {str(file.relative_to(package)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Two machines that are compared, by their names for messages."""
+
+    first: str
+    other: str
+
+    def differ(self, what: str, here: object, there: object) -> str:
+        """Return that something differs between them."""
+        return f"{what} is {here} on {self.first} and {there} on {self.other}"
+
+
+def difference(first: Terms, other: Terms, sides: Sides) -> str:
+    """Return what differs between the terms of two machines, and what mends it; empty where nothing does."""
+    checks = (
+        (_option_difference, SAME_COMMAND),
+        (setting_difference, SAME_COMMAND),
+        (version_difference, SAME_VERSIONS),
+        (input_difference, SAME_INPUTS),
+    )
+    return next((f"{found}; {advice}" for check, advice in checks if (found := check(first, other, sides))), "")
+
+
+def _option_difference(first: Terms, other: Terms, sides: Sides) -> str:
+    options = {"--nnodes": (first.nodes, other.nodes), "--max-restarts": (first.restarts, other.restarts)}
+    return next((sides.differ(name, *pair) for name, pair in options.items() if pair[0] != pair[1]), "")
+
+
+def version_difference(first: Terms, other: Terms, sides: Sides) -> str:
+    """Return what differs in Python, libraries and files of this package; empty where nothing does."""
+    named = [
+        sides.differ(name, here or "missing", there or "missing")
+        for name, here, there in _differing(first.versions, other.versions)
+    ][:MOST_NAMED]
+    files = list(_differing(first.sources, other.sources or first.sources))
+    if files:
+        more = f" and {counted(len(files) - 1, 'more file')} differ" if len(files) > 1 else " differs"
+        named.append(f"flexrlhf/{files[0][0]}{more} on {sides.first} and {sides.other}")
+    return "; ".join(named)
+
+
+def setting_difference(first: Terms, other: Terms, sides: Sides) -> str:
+    """Return what differs in the resolved settings; empty where nothing does."""
+    if not other.specs:
+        return ""
+    if len(first.specs) != len(other.specs):
+        return f"{counted(len(first.specs), 'run')} on {sides.first} and {len(other.specs)} on {sides.other}"
+    found = [
+        sides.differ(each.key, _value(each.first), _value(each.second))
+        for here, there in zip(first.specs, other.specs, strict=True)
+        if here != there
+        for each in differences(read_yaml(here), read_yaml(there))
+    ]
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return ", ".join(found[:MOST_NAMED]) + more
+
+
+def input_difference(first: Terms, other: Terms, sides: Sides) -> str:
+    """Return which files of models and data differ; empty where none does."""
+    found = [
+        f"{file} differs between {sides.first} ({here or 'missing'}) and {sides.other} ({there or 'missing'})"
+        for file, here, there in _differing(first.inputs, other.inputs)
+    ]
+    more = f", and {counted(len(found) - 1, 'more file')}" if len(found) > 1 else ""
+    return found[0] + more if found else ""
+
+
+def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in {**first, **other}:
+        here, there = first.get(name, ""), other.get(name, "")
+        if here != there:
+            yield name, here, there
+
+
+def _value(setting: Any) -> str:
+    return shown(without_secrets(setting))

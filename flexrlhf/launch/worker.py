@@ -1,0 +1,248 @@
+"""One rank: join the job, then execute its runs one after another.
+
+Started by ``launch`` through torch's elastic agent, or by torchrun. Every rank makes the plan again; it is a pure
+function of the spec.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from flexrlhf.comm.world import World, open_world
+from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
+from flexrlhf.display.plain_lines import print_plainly
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.launch.agreement import Member, agree
+from flexrlhf.launch.failures import ErrorReport
+from flexrlhf.launch.hub_commits import check_commits
+from flexrlhf.launch.launchers.job_start import JobStart
+from flexrlhf.launch.rank_watch import RankWatch
+from flexrlhf.plan.data_lines import data_line, data_warnings
+from flexrlhf.plan.data_sources import data_sources
+from flexrlhf.plan.inputs import RunData, load_run_data
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.places import places_of, title_of
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.manifest import checkpoints_of
+from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, writing_to
+from flexrlhf.runs.run_files import RunFiles, open_run_files
+from flexrlhf.runs.run_order import OWN, RunOrder, dump_orders, load_orders
+from flexrlhf.trainer.flight_record import FlightRecord
+from flexrlhf.trainer.memory_meter import MemoryMeter
+from flexrlhf.trainer.starting_point import choose_start
+from flexrlhf.trainer.stop_requests import StopRequests
+from flexrlhf.trainer.trainer import Trainer
+
+
+def work(
+    orders: Sequence[RunOrder],
+    stop_file: Path | None = None,
+    begin: JobStart | None = None,
+    shares: bool = True,
+    events_file: Path | None = None,
+) -> bool:
+    """Execute runs in order on this rank; all runs of a command share the job's ranks.
+
+    Returns whether all have finished; else a request has stopped them.
+
+    stop_file:  exists once the launcher has received a signal to save and end; None: signals come to this process.
+    begin:      of a job without a launcher of ours: its ranks agree by themselves before anything is written.
+    shares:     whether this machine mounts the directories of rank 0's; without ``begin``, which finds it out.
+    events_file:  where the launcher reads what to display; None: rank 0 prints plain lines.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    timeout_seconds = max(order.spec.timeout_seconds for order in orders)
+    with (
+        open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world,
+        RankWatch(world, timeout_seconds, stop_file) as watch,
+        ExitStack() as stack,
+    ):
+        stops = StopRequests(world.store, stop_file)
+        if begin is not None:
+            shares = stack.enter_context(_agreed(begin, world))
+            orders = _orders_of_first(orders, world, timeout_seconds)
+        files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
+        send = _sender(world, events_file)
+        rank = _Rank(world, files, MemoryMeter(world.device), stops, watch, send)
+        if stop_file is None:
+            stops.install_handlers()
+        for index, order in enumerate(orders):
+            # between runs most objects are those of libraries: a run's collections of garbage need not search them
+            gc.collect()
+            gc.freeze()
+            earlier = [each.spec.directory for each in orders[:index]]
+            found = _found(order, world)
+            next_step = order.spec.steps if found.is_finished else _run(found.order, earlier, rank)
+            # the next run may read what a rank of this one has just written
+            world.meet(f"the end of {order.spec.name}", order.spec.timeout_seconds)
+            files.clear(order.spec.directory)
+            if next_step < order.spec.steps:
+                return False
+    return True
+
+
+@contextmanager
+def _agreed(job: JobStart, world: World) -> Iterator[bool]:
+    """Make the directories of the runs once all machines agree, and yield whether this one mounts those of rank 0.
+
+    One rank of each machine compares.
+    """
+    store, seconds = dist.PrefixStore("agreement", world.store), job.plans[0].spec.timeout_seconds
+    first, compares = world.first_here, world.rank == world.first_here
+    member = Member(world.rank, world.size, world.host, "rank")
+    shares = agree(store, member, job.plans, job.make_terms if compares else None, seconds)
+    if compares:
+        store.set(f"shares/{first}", str(int(shares)))
+    else:
+        world.wait_for(store, {f"shares/{first}": f"rank {first}"}, "the directories of the runs", seconds)
+        shares = bool(int(store.get(f"shares/{first}")))
+    with job.directories(world.rank == 0 or (compares and not shares)):
+        world.meet("the directories of the runs", seconds)
+        yield shares
+
+
+def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:
+    """Return rank 0's orders: a machine with directories of its own has not found the checkpoints."""
+    if world.rank == 0:
+        world.store.set("orders", dump_orders(orders))
+        return orders
+    world.wait_for(world.store, {"orders": "rank 0"}, "the orders of rank 0", seconds)
+    return load_orders(world.store.get("orders").decode())
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Parts of a rank that all its runs share."""
+
+    world: World
+    files: RunFiles
+    meter: MemoryMeter
+    stops: StopRequests
+    watch: RankWatch
+    send: Send
+
+
+def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
+    """Plan and execute one run; afterwards nothing refers to its trainer. Returns the step that it has come to.
+
+    ``earlier``: directories of the runs before it.
+    """
+    world, files, directory = rank.world, rank.files, order.spec.directory
+    files.receive_inputs(order.spec, earlier, world)
+    plan = make_plan(order.spec)
+    name, send = plan.spec.name, rank.send
+    flight = FlightRecord(plan, world, directory)
+    with rank.watch.over(flight), writing_to(directory):
+        send(RunBegins(name, title_of(plan, world.device.type), places_of(plan), plan.spec.steps))
+        send(Doing(name, "reading the data"))
+        data = load_run_data(plan)
+        check_commits(plan, world)
+        start = choose_start(plan, world, data, files, order.candidates)
+        if world.rank == 0:
+            _send_counts(plan, data, send)
+        send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
+        torch.backends.cuda.enable_cudnn_sdp(plan.spec.debug.cudnn_attention)
+        trainer = Trainer(plan, world, data, rank.meter, rank.stops, flight, files, send, start)
+        if start is not None:
+            files.remove_checkpoint(plan, world)
+        next_step = trainer.run()
+        trainer.close()
+    send(RunEnds(name, next_step))
+    if files.keeps:
+        is_finished = next_step == plan.spec.steps
+        status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps)
+        with writing_to(directory):
+            write_status(directory, status)
+    return next_step
+
+
+def _sender(world: World, events_file: Path | None) -> Send:
+    """Return what takes the events of this rank: those of rank 0 are displayed, others not."""
+    if world.rank != 0:
+        return discard
+    return print_plainly() if events_file is None else EventFile(events_file)
+
+
+def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
+    """Send what the limits do to the rows of each data file."""
+    for source in data_sources(plan):
+        send(Note(plan.spec.name, data_line(source, data.counts[source.key])))
+        for warning in data_warnings(source, data.counts[source.key]):
+            print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
+
+
+def is_restarted() -> bool:
+    """Return whether the elastic agent has started this rank again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A run as the attempts before this one have left it.
+
+    order:        with the checkpoints that they have written.
+    is_finished:  whether they have come to its end.
+    """
+
+    order: RunOrder
+    is_finished: bool
+
+
+def _found(order: RunOrder, world: World) -> _Found:
+    """Return what rank 0 finds of a run in its directory; all ranks call this."""
+    if not is_restarted():
+        return _Found(order, False)
+    directory, key = order.spec.directory, f"found/{order.spec.name}"
+    if world.rank == 0:
+        status = read_status(directory)
+        is_finished = status is not None and status.state == "finished"
+        world.store.set(
+            key, json.dumps({"is_finished": is_finished, "names": list(map(str, checkpoints_of(directory)))})
+        )
+    world.wait_for(world.store, {key: "rank 0"}, f"what is there of {order.spec.name}", order.spec.timeout_seconds)
+    found = json.loads(world.store.get(key))
+    return _Found(replace(order, candidates=(*map(Path, found["names"]), *order.candidates)), found["is_finished"])
+
+
+def main(orders_file: str, stop_file: str, directories: str, events_file: str = "") -> None:
+    """Execute the runs of a file of orders; ``launch`` reports an error by its first line.
+
+    ``directories``: ``own`` where this machine does not mount those of rank 0's. ``events_file``: where the launcher
+    reads what to display; empty: rank 0 prints plain lines.
+    """
+    # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.excepthook = _print_traceback
+    # extensions report objects that are frozen at the exit as leaks
+    atexit.register(gc.unfreeze)
+    # FSDP2 and DeepSpeed use names of torch that it has renamed: nothing that a user could correct
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # schedulers signal every process; the launcher makes one request of it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    faulthandler.enable(all_threads=True)
+    with ErrorReport():
+        events = Path(events_file) if events_file else None
+        shares = directories != OWN
+        work(load_orders(Path(orders_file).read_text()), Path(stop_file), shares=shares, events_file=events)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a traceback, except for errors that the launcher prints as one sentence."""
+    if not issubclass(kind, UserError | RunStopped):
+        sys.__excepthook__(kind, error, trace)

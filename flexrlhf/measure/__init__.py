@@ -1,0 +1,1 @@
+"""Measurements of machines: their speed for the cost model (``profile``), and checks before a run (``doctor``)."""

@@ -1,0 +1,208 @@
+"""One rank of a preflight: join the job, collect facts with all other ranks; the first rank of every machine writes
+them for its launcher, after each part, so that what was seen before a failure is not lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flexrlhf.comm.world import World, local_device, open_world
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.launch.failures import ErrorReport
+from flexrlhf.launch.lifetime import end_with_launcher
+from flexrlhf.launch.rank_watch import RankWatch
+from flexrlhf.launch.shared_directories import look_for_probes, sees_rank
+from flexrlhf.measure.facts import (
+    ClockFacts,
+    JobFacts,
+    RankFacts,
+    SharedFacts,
+    SurveyRequest,
+    dump_host,
+    dump_job,
+    dump_rank,
+    load_host,
+    load_job,
+    load_rank,
+    read_request,
+)
+from flexrlhf.measure.network import Network
+from flexrlhf.measure.reach import unreachable
+from flexrlhf.measure.speed import measured_tflops
+from flexrlhf.plan.pipeline import make_plans
+
+NUM_PINGS = 5
+"""Readings of a clock, of which the fastest counts."""
+
+
+def survey(request: SurveyRequest, result: Path) -> None:
+    """Collect the facts of all machines with all other ranks. Raises RunStopped with the rank that is missing."""
+    with open_world("cpu", request.seconds) as world, RankWatch(world, request.seconds):
+        Survey(world, request, result).collect()
+        world.meet("the end of the preflight", request.seconds)
+
+
+class Survey:
+    """Parts of a preflight on this rank, in order."""
+
+    def __init__(self, world: World, request: SurveyRequest, result: Path) -> None:
+        """Collect nothing yet. ``result``: file for the launcher of this machine."""
+        self._world, self._request, self._result = world, request, result
+        self._store = dist.PrefixStore("preflight", world.store)
+        self._part = 0
+
+    def collect(self) -> None:
+        """Collect facts, first those that need no connections between the ranks."""
+        job = self._shared(self._gathered())
+        job = self._shared(replace(job, clocks=self._clocks(job)))
+        job = self._shared(replace(job, directories=self._directories(job)))
+        job = self._shared(replace(job, unreachable=self._unreachable(job)))
+        if job.unreachable:
+            return
+        same = not any(host.terms.specs for host in job.hosts[1:])
+        plans = make_plans([parse_spec(read_yaml(text)) for text in self._request.host.terms.specs]) if same else []
+        network = Network(self._world_of_device(job), self._store, job.hosts, self._request.seconds)
+        links = network.check_pairs() if self._world.size > 1 else []
+        job = self._shared(replace(job, links=tuple(links)))
+        self._shared(replace(job, groups=network.check_groups(plans)))
+
+    def _shared(self, job: JobFacts) -> JobFacts:
+        """Return the facts of rank 0 on every rank; the first rank of a machine writes them for its launcher."""
+        self._part += 1
+        key = f"facts/{self._part}"
+        if self._world.rank == 0:
+            self._store.set(key, dump_job(job))
+        self._await({key: "rank 0"}, "the facts of rank 0", 2)
+        text = self._store.get(key)
+        if self._world.local_rank == 0:
+            fresh = self._result.with_suffix(".writing")
+            fresh.write_bytes(text)
+            fresh.replace(self._result)
+        return load_job(text)
+
+    def _gathered(self) -> JobFacts:
+        """Return the facts of all machines and ranks on rank 0, elsewhere those of this machine."""
+        host, rank = self._request.host, self._world.rank
+        self._store.set(f"rank/{rank}", dump_rank(self._rank_facts()))
+        if self._world.local_rank == 0:
+            self._store.set(f"host/{host.node}", dump_host(host))
+        if rank != 0:
+            return JobFacts((host,))
+        nodes = {f"host/{node}": f"node {node}" for node in range(self._request.nodes)}
+        ranks = {f"rank/{each}": f"rank {each}" for each in range(self._world.size)}
+        self._await({**nodes, **ranks}, "the facts of all ranks")
+        first, *others = (load_host(self._store.get(key)) for key in nodes)
+        return JobFacts(
+            (first, *(other.without_equals(first) for other in others)),
+            tuple(load_rank(self._store.get(key)) for key in ranks),
+        )
+
+    def _rank_facts(self) -> RankFacts:
+        facts = RankFacts(self._world.rank, self._request.host.node)
+        if self._request.host.device != "cuda":
+            return replace(facts, tflops=measured_tflops(torch.device("cpu"), torch.float32))
+        torch.cuda.set_device(local_device("cuda"))
+        free, total = torch.cuda.mem_get_info()
+        # a type that all classes compute in
+        tflops = measured_tflops(local_device("cuda"), torch.float16)
+        return replace(facts, device=torch.cuda.get_device_name(), total=total, free=free, tflops=tflops)
+
+    def _world_of_device(self, job: JobFacts) -> World:
+        """Return the world with the back end of the run, unless machines differ in their devices.
+
+        Ranks that share a GPU send through host memory, by gloo.
+        """
+        are_shared = any(len(host.ranks) > host.devices for host in job.hosts)
+        if {host.device for host in job.hosts} != {"cuda"} or are_shared:
+            return self._world
+        return replace(self._world, device=local_device("cuda"), backend="nccl")
+
+    def _clocks(self, job: JobFacts) -> tuple[ClockFacts, ...]:
+        """Return the clocks of all other machines, on rank 0."""
+        others = [host for host in job.hosts if host.node != 0]
+        if self._world.rank == 0:
+            return tuple(self._clock(host.node, host.ranks[0]) for host in others)
+        if self._world.local_rank == 0 and self._request.host.node != 0:
+            for number in range(NUM_PINGS):
+                key = f"{self._request.host.node}/{number}"
+                self._await({f"ping/{key}": "rank 0"}, "the clock of rank 0", 2)
+                self._store.set(f"pong/{key}", repr(time.time()))
+        return ()
+
+    def _clock(self, node: int, rank: int) -> ClockFacts:
+        """Return the clock of a node, read halfway between request and response; the fastest reading is the best."""
+        readings = []
+        for number in range(NUM_PINGS):
+            before = time.time()
+            self._store.set(f"ping/{node}/{number}", "")
+            self._await({f"pong/{node}/{number}": f"rank {rank}"}, f"the clock of node {node}")
+            after = time.time()
+            theirs = float(self._store.get(f"pong/{node}/{number}"))
+            readings.append(ClockFacts(node, theirs - (before + after) / 2, (after - before) / 2))
+        return min(readings, key=lambda each: each.uncertainty)
+
+    def _directories(self, job: JobFacts) -> SharedFacts:
+        """Return what ranks see of the directories of rank 0, on rank 0."""
+        probes = [
+            (mine, first)
+            for mine, first in zip(self._request.host.directories, job.hosts[0].directories, strict=False)
+            if first.probe
+        ]
+        sharing = look_for_probes([(mine.path, first.probe) for mine, first in probes], self._world.rank)
+        self._store.set(f"seen/{self._world.rank}", json.dumps(asdict(sharing)))
+        if self._world.rank != 0:
+            return SharedFacts()
+        keys = {f"seen/{rank}": f"rank {rank}" for rank in range(self._world.size)}
+        self._await(keys, "the run directory")
+        found = {rank: json.loads(self._store.get(key)) for rank, key in enumerate(keys)}
+        wrong = {rank: each["problem"] for rank, each in found.items()}
+        for rank in [rank for rank, each in found.items() if rank != 0 and each["shares"] and not each["problem"]]:
+            if not all(sees_rank(mine, rank, first.probe) for mine, first in probes):
+                wrong[rank] = f"what it wrote is not seen by rank 0 in {job.hosts[0].directories[0].place}"
+        apart = tuple(rank for rank, each in found.items() if not each["shares"])
+        return SharedFacts({rank: problem for rank, problem in wrong.items() if problem}, apart)
+
+    def _unreachable(self, job: JobFacts) -> tuple[str, ...]:
+        """Return sentences about machines that do not reach each other, on rank 0."""
+        host = self._request.host
+        if len(job.hosts) == 1:
+            return ()
+        if self._world.local_rank == 0:
+            problem = unreachable(self._world, self._store, host, job.hosts, self._request.seconds)
+            self._store.set(f"reach/{host.node}", json.dumps(problem))
+        if self._world.rank != 0:
+            return ()
+        keys = {f"reach/{each.node}": f"rank {each.ranks[0]}" for each in job.hosts}
+        self._await(keys, "the connections between machines", 2)
+        return tuple(filter(None, (json.loads(self._store.get(key)) for key in keys)))
+
+    def _await(self, keys: Mapping[str, str], what: str, times: int = 1) -> None:
+        """Wait for keys; what rank 0 has to collect first, ``times`` as long, so that it names who is missing."""
+        self._world.wait_for(self._store, keys, what, times * self._request.seconds)
+
+
+def main(request_file: str, result: str) -> None:
+    """Collect facts as a request file says, for the launcher of this machine."""
+    # as in execution/worker.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with ErrorReport():
+            survey(read_request(Path(request_file)), Path(result))
+    except (RunStopped, UserError):
+        # the launcher prints the sentence
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    end_with_launcher()
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,102 @@
+"""Facts of this machine, measured by its launcher before ranks start."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexrlhf.engines.capabilities import check_device
+from flexrlhf.errors import UserError
+from flexrlhf.launch.terms import terms_of
+from flexrlhf.measure.facts import UNLIMITED, HostFacts
+from flexrlhf.measure.job_checks import check_disk
+from flexrlhf.measure.libraries import check_libraries
+from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.inputs import check_runs
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.free_space import disk_demands
+from flexrlhf.runs.resumption import Resumption
+
+SHARED_MEMORY = Path("/dev/shm")
+_MEMORY = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Files with the limit of a container and what it uses, of both versions of control groups."""
+UNLIMITED_BYTES = 2**50
+"""Bytes from which a limit of memory is none."""
+
+
+def host_facts(runs: Sequence[Resumption], hosts: Hosts) -> HostFacts:
+    """Return the facts of this machine for ``runs``."""
+    plans = [run.plan for run in runs]
+    device, devices, problem = _device(plans[0], hosts)
+    return HostFacts(
+        node=hosts.node_rank,
+        host=socket.gethostname(),
+        ranks=hosts.local_ranks(plans[0].cluster),
+        terms=terms_of(plans, device, hosts.nnodes),
+        libraries=check_libraries(plans),
+        input_problem=_input_problem(plans, device),
+        device=device,
+        devices=devices,
+        problem=problem,
+        cores=len(os.sched_getaffinity(0)),
+        memory=available_memory(_MEMORY.read_text(), _CGROUP),
+        shared=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
+        open_files=_open_files(),
+        disk=check_disk(disk_demands(runs)),
+    )
+
+
+def available_memory(meminfo: str, cgroup: Path) -> int:
+    """Return the bytes of host memory that are free, by the kernel and by the limit of this container."""
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+    free = 1024 * int(fields["MemAvailable"].split()[0])
+    for limit, usage in _LIMITS:
+        most, used = _number(cgroup / limit), _number(cgroup / usage)
+        if most is not None and used is not None and most < UNLIMITED_BYTES:
+            free = min(free, max(0, most - used))
+    return free
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file of the kernel; None where it has none, such as ``max``."""
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _device(plan: Plan, hosts: Hosts) -> tuple[str, int, str]:
+    """Return the device of the ranks of this machine, its number of CUDA devices, and why it cannot be that of the
+    cluster."""
+    import torch
+
+    from flexrlhf.launch.start import choose_device
+
+    count = torch.cuda.device_count()
+    try:
+        return choose_device(plan.spec.cluster.device, hosts.num_local_ranks(plan.cluster)), count, ""
+    except UserError as error:
+        return "cpu", count, str(error)
+
+
+def _input_problem(plans: Sequence[Plan], device: str) -> str:
+    """Return why a model or the data of a run cannot be used on this machine; empty where all can."""
+    try:
+        for plan in plans:
+            check_device(plan.placement, plan.shapes, device)
+        check_runs(plans)
+    except UserError as error:
+        return str(error)
+    return ""

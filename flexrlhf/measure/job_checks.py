@@ -1,0 +1,197 @@
+"""Checks of all machines together: the same software and settings, shared directories, clocks, connections, links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from flexrlhf.launch.terms import (
+    MOST_NAMED,
+    SAME_INPUTS,
+    SAME_VERSIONS,
+    Sides,
+    Terms,
+    input_difference,
+    setting_difference,
+    version_difference,
+)
+from flexrlhf.measure.checks import Check, Result, united
+from flexrlhf.measure.facts import HostFacts, JobFacts, LinkFacts
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.runs.free_space import DiskDemand
+from flexrlhf.text import bytes_text, counted, ranks_text
+
+MOST_CLOCK_SECONDS = 1.0
+"""Difference of clocks from which causes of failures, compared by their times, are in doubt."""
+LEAST_LINK_SHARE = 0.5
+"""Share of a link's planned bandwidth that counts as it."""
+MOST_SPEED_SHARE = 0.25
+"""Difference of a measured speed from the one that rows are shared by, as a share."""
+_NOT_REACHED = "not reached"
+
+
+def check_versions(hosts: Sequence[HostFacts]) -> Check:
+    """Check that all hosts have the same Python, libraries and source files of this package as node 0."""
+    versions = hosts[0].terms.versions
+    found = ", ".join(f"{library} {versions.get(library, '?')}" for library in ("flexrlhf", "torch", "python"))
+    return _check_terms("same versions", hosts, version_difference, found, SAME_VERSIONS)
+
+
+def check_settings(hosts: Sequence[HostFacts]) -> Check:
+    """Check that all hosts have the same resolved settings as node 0."""
+    found, advice = (
+        counted(len(hosts[0].terms.specs), "run"),
+        "start the same command with the same files on all machines",
+    )
+    return _check_terms("same settings", hosts, setting_difference, found, advice)
+
+
+def check_same_inputs(hosts: Sequence[HostFacts]) -> Check:
+    """Check that the files of models and data are the same on all hosts."""
+    found = counted(len(hosts[0].terms.inputs), "file")
+    return _check_terms("same inputs", hosts, input_difference, found, SAME_INPUTS)
+
+
+def _check_terms(
+    name: str, hosts: Sequence[HostFacts], compare: Callable[[Terms, Terms, Sides], str], found: str, advice: str
+) -> Check:
+    """Compare the terms of every host with those of node 0. ``found``: what is the same where nothing differs."""
+    first = hosts[0]
+    parts = [compare(first.terms, host.terms, Sides(first.name, host.name)) for host in hosts[1:]]
+    if any(parts):
+        return Check(name, "FAILS", "; ".join(filter(None, parts)), advice)
+    return Check(name, "ok", f"{found} on {_machines(hosts)}")
+
+
+def check_reached(job: JobFacts, failure: str) -> Check:
+    """Check that all ranks have exchanged messages in every group. ``failure``: how the ranks ended, if early."""
+    name = "ranks"
+    if job.unreachable:
+        advice = "open the ports between the machines, or set GLOO_SOCKET_IFNAME to the interface of the job"
+        return Check(name, "FAILS", "; ".join(job.unreachable[:MOST_NAMED]), advice)
+    if failure:
+        return Check(name, "FAILS", failure)
+    if job.groups is None:
+        return Check(name, "skipped", _NOT_REACHED)
+    found, number = job.groups, len(job.ranks)
+    if number == 1:
+        return Check(name, "ok", "one rank")
+    made = f"{counted(found.groups, 'group')} of the plans made and summed over in {found.seconds:.1f} s"
+    pairs = f"{counted(found.pairs, 'pair')} of {number} ranks exchanged messages"
+    return Check(name, "ok", f"{found.backend}: {pairs}; {made if found.groups else 'no groups of the plans made'}")
+
+
+def check_directories(job: JobFacts) -> Check:
+    """Check that the directories of the runs can be written, and by which ranks they are shared."""
+    name, first = "run directory", job.hosts[0]
+    problems = [f"{each.place} cannot be written ({each.problem})" for each in first.directories if each.problem]
+    if problems:
+        return Check(name, "FAILS", "; ".join(problems), "set runs: to another directory, or free space there")
+    places = ", ".join(each.place for each in first.directories)
+    if job.directories is None:
+        return Check(name, "skipped", f"{places} can be written by node {first.node}; {_NOT_REACHED} by the ranks")
+    if job.directories.problems:
+        by_problem: dict[str, list[int]] = {}
+        for rank, problem in job.directories.problems.items():
+            by_problem.setdefault(problem, []).append(rank)
+        seen = "; ".join(f"{ranks_text(tuple(ranks))}: {problem}" for problem, ranks in by_problem.items())
+        return Check(name, "FAILS", seen, "set runs: to a directory that all machines mount, or to one that none does")
+    if apart := job.directories.apart:
+        other = f"{ranks_text(apart)} on machines with others, whose files are copied there"
+        return Check(name, "ok", f"{places} on node {first.node}; {other}")
+    return Check(name, "ok", f"{places} is read and written by all {len(job.ranks)} ranks")
+
+
+def check_disk(demands: Iterable[DiskDemand]) -> Check:
+    """Check the free space for checkpoints and saved models."""
+    return united("disk space", map(_disk, demands))
+
+
+def _disk(demand: DiskDemand) -> Check:
+    result: Result = "FAILS" if demand.missing else "warning" if demand.missing_on_signal else "ok"
+    if demand.missing:
+        advice = f"free {bytes_text(demand.missing)}, set runs: to another directory, or reduce checkpoint.keep_last"
+    else:
+        advice = f"free {bytes_text(demand.missing_on_signal)} for a checkpoint on a signal"
+    return Check("disk space", result, demand.text, "" if result == "ok" else advice)
+
+
+def check_clocks(job: JobFacts) -> Check:
+    """Check the differences of the hosts' clocks."""
+    name = "clocks"
+    if job.clocks is None:
+        return Check(name, "skipped", _NOT_REACHED)
+    if not job.clocks:
+        return Check(name, "ok", "one machine")
+    names = {host.node: host.name for host in job.hosts}
+    far = [each for each in job.clocks if abs(each.difference) - each.uncertainty > MOST_CLOCK_SECONDS]
+    if far:
+        seen = "; ".join(f"{names[each.node]} is {each.difference:+.1f} s from node 0" for each in far[:MOST_NAMED])
+        return Check(name, "warning", seen, "set the clocks by NTP: the cause of a failure is found by its time")
+    largest = max(job.clocks, key=lambda each: abs(each.difference))
+    seen = f"at most {1000 * abs(largest.difference):.0f} ms apart ({names[largest.node]})"
+    return Check(name, "ok", f"{seen}, measured to {1000 * max(each.uncertainty for each in job.clocks):.0f} ms")
+
+
+def check_speed(cluster: Cluster, job: JobFacts) -> Check:
+    """Check measured speeds against those by which rows are shared. The slowest rank of a node counts."""
+    name = "speed"
+    by_node = {host.node: [rank.tflops for rank in job.ranks if rank.node == host.node] for host in job.hosts}
+    found = {node: min(each for each in speeds if each) for node, speeds in by_node.items() if any(speeds)}
+    if not found:
+        return Check(name, "skipped", _NOT_REACHED)
+    seen = ", ".join(f"node {node} {tflops:.3g}" for node, tflops in found.items())
+    first = job.hosts[0].node
+    planned = {host.node: cluster.speed(host.ranks[0]) for host in job.hosts if host.ranks}
+    relative = {node: float(planned[node] / planned[first]) for node in found}
+    far = [node for node in found if abs(found[node] / found[first] / relative[node] - 1) > MOST_SPEED_SHARE]
+    text = f"{seen} TFLOP/s for a rank"
+    if not far:
+        return Check(name, "ok", text)
+    measured = ", ".join(f"{found[node] / found[first]:.2g}" for node in found)
+    shares = ", ".join(f"{relative[node]:.2g}" for node in found)
+    advice = f"set speed: of cluster.nodes to {measured}; rows are shared by {shares}"
+    return Check(name, "warning", text, advice)
+
+
+def check_links(cluster: Cluster, job: JobFacts) -> Check:
+    """Check measured bandwidths against those that the plan counts on."""
+    name = "links"
+    if job.links is None:
+        return Check(name, "skipped", _NOT_REACHED)
+    if not job.links:
+        return Check(name, "ok", "one rank")
+    within = [link for link in job.links if link.ends[0] == link.ends[1]]
+    across = [link for link in job.links if link.ends[0] != link.ends[1]]
+    lines = [_slowest(cluster, job, links) for links in (within, across) if links]
+    worst: Result = "warning" if any(result == "warning" for result, _ in lines) else "ok"
+    advice = "check cables, drivers and interfaces, or correct link_gb_s and network_gb_s in cluster.nodes"
+    return Check(name, worst, "; ".join(seen for _, seen in lines), advice if worst == "warning" else "")
+
+
+def _slowest(cluster: Cluster, job: JobFacts, links: Sequence[LinkFacts]) -> tuple[Result, str]:
+    """Return the result and text of the slowest of links of one kind."""
+    link = min(links, key=lambda each: each.gb_s)
+    first, second = link.ends
+    planned = planned_gb_s(cluster, job, link)
+    across = f"node {first} to node {second} by {counted(link.ranks, 'rank')}"
+    where = f"within node {first}" if first == second else across
+    of = "slowest " if len(links) > 1 else ""
+    seen = f"{of}{where} {link.gb_s:.3g} GB/s, {'no planned figure' if planned is None else f'planned {planned:g}'}"
+    return ("warning" if planned is not None and link.gb_s < LEAST_LINK_SHARE * planned else "ok"), seen
+
+
+def planned_gb_s(cluster: Cluster, job: JobFacts, link: LinkFacts) -> float | None:
+    """Return the bandwidth that the plan counts on for ``link``; None for devices without figures or given links."""
+    ranks = [rank for host in job.hosts if host.node in link.ends for rank in host.ranks if rank in cluster.ranks]
+    is_within = link.ends[0] == link.ends[1]
+    found = []
+    for rank in ranks:
+        device, figures = cluster.devices[rank], cluster.figures(rank)
+        given = device.link_gb_s if is_within else device.network_gb_s
+        found.append(given or (None if figures is None else figures.link_gb_s if is_within else figures.node_gb_s))
+    known = [figure for figure in found if figure is not None]
+    return min(known) if known else None
+
+
+def _machines(hosts: Sequence[HostFacts]) -> str:
+    return "one machine" if len(hosts) == 1 else f"all {len(hosts)} machines"

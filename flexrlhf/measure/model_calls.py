@@ -1,0 +1,227 @@
+"""Measure the calls of a model through the same functions as a run: operators on rows of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.engines.base import Sampling
+from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
+from flexrlhf.guideline.simulation.pass_counts import TextLayout
+from flexrlhf.measure.profiled_models import LengthSample, ProfiledModel, RowCounts, truncation_settings
+from flexrlhf.measure.stopwatch import Stopwatch, TimedCall, Timing
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup
+from flexrlhf.memory.passes import packs_texts, shares_prompts
+from flexrlhf.operators.columns import Column, Width, column_of
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.plan.plan import Plan
+from flexrlhf.trainer.controller_states import make_controller_states
+from flexrlhf.trainer.external_scores import ExternalScorers
+from flexrlhf.trainer.finite_guard import FiniteGuard
+from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.run_operator import OperatorContext, OperatorRun, run_operator
+
+NO_TOKEN = -1
+"""An end token that no response contains."""
+FULL, FIRST = "full responses", "first tokens"
+
+RowCalls = dict[tuple[str, int], TimedCall]
+"""Calls by kind and number of rows."""
+
+
+@dataclass(frozen=True)
+class ProfileContext:
+    """Arguments of every measurement on this rank.
+
+    plan:       with every model on all ranks
+    lengths:    lengths of the rows that calls are made with
+    stopwatch:  clock over all ranks
+    rank:       this rank
+    device:     device of this rank
+    budget:     seconds for the repetitions of one measurement
+    """
+
+    plan: Plan
+    lengths: LengthSample
+    stopwatch: Stopwatch
+    rank: int
+    device: torch.device
+    budget: float
+
+    def call(self, operator: Operator, loaded: LoadedModel, rows: int, sampling: Sampling | None = None) -> TimedCall:
+        """Return a call of ``operator`` on ``rows`` of each replica, whose columns are in the store."""
+        run, store = self._prepare(operator, loaded, rows)
+        context = self._operator_context(sampling or self.sampling((NO_TOKEN,)))
+        return lambda: run_operator(run, store, context)
+
+    def computed(self, loaded: LoadedModel, row_counts: Sequence[int]) -> tuple[int | None, dict[int, int]]:
+        """Return the mean width of the rows that forward and training passes compute (None without any), and the tokens
+        of all passes by number of texts."""
+        found = {rows: self._passes(loaded, rows) for rows in row_counts}
+        tokens = {rows: sum(each.tokens for each in passes) for rows, passes in found.items()}
+        pairs = sum(each.tokens * each.width for passes in found.values() for each in passes)
+        return round(pairs / sum(tokens.values())) if tokens else None, tokens
+
+    def _passes(self, loaded: LoadedModel, rows: int) -> tuple[PackedPass, ...]:
+        """Return the passes that the engine makes of ``rows`` texts of a call."""
+        model, samples = loaded.placed, self.plan.batch.samples_per_prompt
+        settings, lengths = model.settings, self.lengths.rows(rows, samples)
+        packs = packs_texts(settings, self.plan.shapes.get(model.role), self.plan.lengths.total)
+        groups = [
+            TextGroup(lengths[row][0], tuple(response for _, response in lengths[row : row + samples]))
+            for row in range(0, rows, samples)
+        ]
+        return TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings)).passes(groups)
+
+    def sampling(self, end_tokens: tuple[int, ...]) -> Sampling:
+        """Return the run's sampling settings with other end tokens."""
+        return Sampling(self.plan.spec.seed, 0, self.plan.temperature, end_tokens, 0, **truncation_settings(self.plan))
+
+    def first_tokens(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[int, ...]:
+        """Return the first tokens of the responses; noise is a function of the row, so they are always the same."""
+        run, store = self._prepare(operator, loaded, rows)
+        run_operator(run, store, self._operator_context(self.sampling((NO_TOKEN,))))
+        return tuple(sorted(set(store.get("tokens", run.rows)[:, self.plan.lengths.prompt].tolist())))
+
+    def _operator_context(self, sampling: Sampling) -> OperatorContext:
+        """Return the context of an operator, without scorers: no operator that is measured calls one."""
+        guard = FiniteGuard("stop", dist.HashStore(), 0)
+        return OperatorContext(self.plan.spec, sampling, self.device, ExternalScorers({}, str), str, guard)
+
+    def _prepare(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
+        samples = self.plan.batch.samples_per_prompt
+        shape = BatchShape(rows // samples * loaded.placed.layout.dp, samples)
+        state = make_controller_states(self.plan).state(operator)
+        run = OperatorRun(operator, loaded, shape, range(1), self.rank, state=state)
+        store = RowStore(self.plan.lengths, self.device)
+        for name in operator.reads:
+            values = self._column(column_of(name), len(run.rows), loaded.engine.config.vocab_size)
+            store.put(name, run.rows, values.to(self.device))
+        return run, store
+
+    def _column(self, column: Column, rows: int, vocab_size: int) -> Tensor:
+        """Return random values of a column; masks have several lengths, as padding makes attention slower."""
+        width = self.plan.lengths.width(column)
+        shape = (rows,) if width is None else (rows, width)
+        generator = torch.Generator().manual_seed(rows)
+        match column.dtype:
+            case "float32":
+                return torch.randn(shape, generator=generator)
+            case "int32":
+                values = torch.randint(0, vocab_size, shape, generator=generator, dtype=torch.int32)
+                return self._with_prompts(values) if column.width in ("prompt", "sequence") else values
+        return torch.ones(shape, dtype=torch.uint8) if width is None else self._mask(rows, column.width)
+
+    def _with_prompts(self, tokens: Tensor) -> Tensor:
+        """Return ``tokens`` with one prompt for all samples of it, as passes may share its copy."""
+        samples, prompt = self.plan.batch.samples_per_prompt, self.plan.lengths.prompt
+        tokens[:, :prompt] = tokens[::samples, :prompt].repeat_interleave(samples, 0)
+        return tokens
+
+    def _mask(self, rows: int, width: Width) -> Tensor:
+        """Return a mask of left-padded prompts, of right-padded responses, or of both."""
+        lengths, sample = self.plan.lengths, torch.tensor(self.lengths.rows(rows, self.plan.batch.samples_per_prompt))
+        prompt = torch.arange(lengths.prompt).flip(0) < sample[:, :1]
+        response = torch.arange(lengths.response) < sample[:, 1:]
+        parts = {"prompt": prompt, "response": response, "sequence": torch.cat([prompt, response], 1)}
+        return parts[width].to(torch.uint8).contiguous()
+
+
+def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedModel, counts: RowCounts) -> ModelTimes:
+    """Measure every call of the roles of a shape, with all ranks as replicas."""
+    calls: RowCalls = {}
+    for kind, operator in model.operators.items():
+        match kind:
+            case "forward":
+                calls |= {(kind, rows): context.call(operator, loaded, rows) for rows in counts.calls}
+            case "train":
+                calls |= {(kind, rows): context.call(operator, loaded, rows) for rows in counts.update}
+            case "generate":
+                calls |= _generate_calls(context, operator, loaded, counts)
+    timings = _time(context, calls)
+    prompt, dp = max(context.lengths.prompts), loaded.placed.layout.dp
+    row, tokens = context.computed(loaded, sorted({rows for kind, rows in calls if kind in ("forward", "train")}))
+    return ModelTimes(
+        model=model.transformer,
+        engine=model.engine,
+        item=model.item,
+        tp=model.tp,
+        width=prompt + max(context.lengths.responses),
+        prompt=prompt,
+        row=row,
+        forward=_points(timings, "forward", tokens),
+        prefill=_points(timings, FIRST),
+        step=_decode_steps(timings, context.plan.lengths.response),
+        train={dp: _points(timings, "train", tokens)} if "train" in model.operators else {},
+    )
+
+
+def measure_alone(context: ProfileContext, model: ProfiledModel, loaded: LoadedModel, counts: RowCounts) -> Points:
+    """Measure optimizer steps without another replica."""
+    operator = model.operators["train"]
+    calls = {("train", rows): context.call(operator, loaded, rows) for rows in counts.update}
+    return _points(_time(context, calls), "train", context.computed(loaded, counts.update)[1])
+
+
+def measure_combine(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> Points:
+    """Measure an operator that combines columns."""
+    calls = {("combine", rows): context.call(operator, loaded, rows) for rows in counts.calls}
+    return _points(_time(context, calls), "combine")
+
+
+def measure_contention(context: ProfileContext, operator: Operator, loaded: LoadedModel, rows: int) -> dict[int, float]:
+    """Return the time of a forward pass by number of ranks that compute at once, relative to one rank alone."""
+    ranks = context.stopwatch.all_ranks.ranks
+    call = context.call(operator, loaded, rows)
+    calls = {str(count): call for count in _powers_of_two(len(ranks))}
+    skipped = frozenset(name for name in calls if ranks.index(context.rank) >= int(name))
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    # a ratio below 1 is noise
+    return {int(name): max(1.0, timing.seconds / timings["1"].seconds) for name, timing in timings.items()}
+
+
+def _powers_of_two(maximum: int) -> list[int]:
+    """Return 1, 2, 4 ... and ``maximum``."""
+    return sorted({min(2**power, maximum) for power in range(maximum.bit_length() + 1)})
+
+
+def _generate_calls(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> RowCalls:
+    """Return calls whose responses all have the maximum length, and calls whose responses end with the first token."""
+    calls: RowCalls = {}
+    for rows in counts.decode:
+        calls[FULL, rows] = context.call(operator, loaded, rows)
+        end_tokens = context.first_tokens(operator, loaded, rows)
+        calls[FIRST, rows] = context.call(operator, loaded, rows, context.sampling(end_tokens))
+    return calls
+
+
+def _time(context: ProfileContext, calls: RowCalls) -> dict[tuple[str, int], Timing]:
+    named = {f"{kind}/{rows}": call for (kind, rows), call in calls.items()}
+    timings = context.stopwatch.time(named, context.budget)
+    return dict(zip(calls, timings.values(), strict=True))
+
+
+def _points(
+    timings: Mapping[tuple[str, int], Timing], kind: str, tokens: Mapping[int, int] = MappingProxyType({})
+) -> Points:
+    """Return the points of a kind of call. ``tokens``: computed by its passes, by number of rows."""
+    by_rows = {rows: timing for (name, rows), timing in timings.items() if name == kind}
+    return tuple(
+        Point(rows=rows, seconds=each.seconds, spread=each.spread, tokens=tokens.get(rows))
+        for rows, each in sorted(by_rows.items())
+    )
+
+
+def _decode_steps(timings: Mapping[tuple[str, int], Timing], longest: int) -> Points:
+    """Return the time of one decoding step: what full responses take after the first token, over their other tokens."""
+    first = {point.rows: point.seconds for point in _points(timings, FIRST)}
+    full = _points(timings, FULL)
+    steps = [(point, max(0.0, point.seconds - first[point.rows]) / (longest - 1)) for point in full if longest > 1]
+    return tuple(point.model_copy(update={"seconds": seconds}) for point, seconds in steps)

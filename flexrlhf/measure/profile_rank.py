@@ -1,0 +1,227 @@
+"""One rank of a profile: join the job, measure with all other ranks; rank 0 writes the measurements."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from flexrlhf.comm.progress import RankProgress
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
+from flexrlhf.launch.lifetime import end_with_launcher
+from flexrlhf.measure.model_calls import (
+    ProfileContext,
+    measure_alone,
+    measure_calls,
+    measure_combine,
+    measure_contention,
+)
+from flexrlhf.measure.profiled_models import (
+    LengthSample,
+    ProfiledModel,
+    first_combine,
+    profiled_models,
+    row_counts,
+)
+from flexrlhf.measure.stopwatch import Stopwatch
+from flexrlhf.measure.traffic import (
+    Channel,
+    measure_memory,
+    measure_moves,
+    measure_reduce,
+    measure_save,
+    measure_switch,
+    measure_sync,
+)
+from flexrlhf.placement.groups import Group
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.trainer.loaded_models import LoadedModel, load_model_on_rank
+
+SHARE_OF_OTHERS = 0.2
+"""Time for each measurement that is not of a model's calls, as a share of the time for those."""
+
+
+def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: float, path: Path) -> None:
+    """Measure the models of ``specs``, each with its ``lengths``, and their communication; rank 0 writes ``path``.
+
+    ``seconds``: time for which the calls of each model are repeated.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
+        plans = [make_plan(spec) for spec in specs]
+        profilers = [PlanProfiler(plan, sample, seconds, world) for plan, sample in zip(plans, lengths, strict=True)]
+        models = tuple(times for profiler in profilers for times in profiler.models())
+        measurements = profilers[0].measurements(models)
+        if world.rank == 0:
+            write_measurements(path, measurements)
+        for profiler in profilers:
+            profiler.close()
+        world.meet("the end of the profile", specs[0].timeout_seconds)
+
+
+class PlanProfiler:
+    """Measurements for one plan, whose models are on all ranks, one after the other."""
+
+    def __init__(self, plan: Plan, lengths: LengthSample, seconds: float, world: World) -> None:
+        self._plan, self._world = plan, world
+        ranks = tuple(range(world.size))
+        own = [Group("profile", ranks), Group("move", ranks), Group("sync", ranks)] if len(ranks) > 1 else []
+        self._groups: Groups = world.make_groups([*own, *plan.groups], plan.spec.timeout_seconds)
+        self._progress = RankProgress(world, f"profile/{plan.spec.name}", {}, plan.spec.timeout_seconds)
+        self._position = 0
+        all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._progress.wait)
+        shared = torch.cuda.device_count() if world.device.type == "cuda" else len(os.sched_getaffinity(0))
+        oversubscribed = world.size > shared
+        stopwatch = Stopwatch(all_ranks, world.rank, world.device, oversubscribed)
+        self._context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, seconds)
+        self._short_context = replace(self._context, budget=SHARE_OF_OTHERS * seconds)
+
+    def models(self) -> Iterator[ModelTimes]:
+        """Yield the times of one model after the other, so that only one is in memory."""
+        yield from map(self._model_times, profiled_models(self._plan))
+
+    def close(self) -> None:
+        """Close the process groups."""
+        self._groups.close()
+
+    def _model_times(self, model: ProfiledModel) -> ModelTimes:
+        self._report(f"the calls of {model.role}, alone and with {self._world.size} ranks")
+        counts = row_counts(self._plan, model.tp)
+        with self._loaded(self._plan.placement[model.role]) as loaded:
+            times = measure_calls(self._context, model, loaded, counts)
+        if "train" not in model.operators or model.tp > 1 or self._world.size == 1:
+            return times
+        with self._loaded(self._on_this_rank(model.role)) as loaded:
+            alone = measure_alone(self._context, model, loaded, counts)
+        return times.model_copy(update={"train": {1: alone, **times.train}})
+
+    def _on_this_rank(self, role: str) -> PlacedModel:
+        """Return the model placed on this rank alone."""
+        return replace(self._plan.placement[role], layout=Layout((self._world.rank,)))
+
+    def measurements(self, models: tuple[ModelTimes, ...]) -> Measurements:
+        """Return ``models`` with the measurements of everything else: contention, communication, host memory, files."""
+        self._report("contention, moves of columns and transfers of weights")
+        role = next(model for model in profiled_models(self._plan) if "train" in model.operators).role
+        context = self._short_context
+        with self._loaded(self._plan.placement[role]) as loaded, TemporaryDirectory() as directory:
+            combine = self._combine(loaded)
+            switch = measure_switch(context, loaded)
+            save = measure_save(context, loaded, Path(directory))
+        several = self._world.size > 1
+        plain, sums = self._bookkeeping()
+        return Measurements(
+            machine=self._machine(),
+            models=models,
+            combine=combine,
+            bookkeeping=plain,
+            statistics=sums,
+            contention=self._contention(self._plan.placement[role]),
+            memory_bytes_s=measure_memory(context),
+            reduce=measure_reduce(context) if several else None,
+            moves=measure_moves(self._channel("move")) if several else {},
+            sync=measure_sync(self._channel("sync")) if several else None,
+            switch=switch,
+            save=save,
+        )
+
+    def _combine(self, loaded: LoadedModel) -> Points:
+        operator = first_combine(self._plan)
+        counts = row_counts(self._plan, loaded.placed.layout.tp)
+        return () if operator is None else measure_combine(self._short_context, operator, loaded, counts)
+
+    def _contention(self, model: PlacedModel) -> dict[int, float]:
+        """Measure contention, unless the model is split: one rank may have no memory for more than its part."""
+        forwards = [o for o in self._plan.graph.operators if o.role == model.role and o.kind == "forward"]
+        if not forwards or model.split != "whole" or model.layout.tp > 1:
+            return {1: 1.0}
+        # without replicas, which some engines would wait for
+        with self._loaded(self._on_this_rank(model.role)) as loaded:
+            rows = row_counts(self._plan, 1).calls[0]
+            return measure_contention(self._short_context, forwards[0], loaded, rows)
+
+    def _bookkeeping(self) -> tuple[float, float]:
+        """Return seconds that the trainer takes around a Run: to report progress and publish, without and with sums."""
+        store = dist.PrefixStore("profile", self._world.store)
+        stopwatch = self._short_context.stopwatch
+        statistics = [torch.ones(3, dtype=torch.float64, device=self._world.device) for _ in range(6)]
+
+        def publish(table: list[list[float]]) -> None:
+            self._progress.report(self._position, "bookkeeping")
+            store.set(f"statistics/{self._world.rank}", json.dumps({"statistics": table, "labels": {}}))
+
+        def publish_sums() -> None:
+            publish(stopwatch.all_ranks.sum(torch.stack(statistics)).tolist())
+
+        timings = stopwatch.time({"plain": lambda: publish([]), "sums": publish_sums}, self._short_context.budget)
+        return timings["plain"].seconds, timings["sums"].seconds
+
+    def _channel(self, purpose: str) -> Channel:
+        ranks = tuple(range(self._world.size))
+        group = self._groups.get(purpose, ranks)
+        assert group is not None, "one rank exchanges nothing"
+        return Channel(self._short_context, group, ranks)
+
+    def _machine(self) -> Machine:
+        device = self._world.device
+        return Machine(
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            torch=torch.__version__,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            cores=len(os.sched_getaffinity(0)),
+            threads=torch.get_num_threads(),
+            ranks=self._world.size,
+        )
+
+    @contextmanager
+    def _loaded(self, model: PlacedModel) -> Iterator[LoadedModel]:
+        loaded = load_model_on_rank(self._plan, model, self._world, self._groups, self._progress.wait)
+        try:
+            yield loaded
+        finally:
+            loaded.engine.close()
+            gc.collect()
+
+    def _report(self, what: str) -> None:
+        self._position += 1
+        self._progress.report(self._position, what)
+        if self._world.rank == 0:
+            print(f"{self._plan.spec.name}: measuring {what}", flush=True)
+
+
+@record
+def main(request_file: str, path: str) -> None:
+    """Measure the runs of a request file and write ``path``."""
+    # as in execution/worker.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    request = json.loads(Path(request_file).read_text())
+    runs = request["runs"]
+    specs = [parse_spec(read_yaml(run["spec"])) for run in runs]
+    lengths = [LengthSample(tuple(run["prompts"]), tuple(run["responses"])) for run in runs]
+    measure(specs, lengths, request["seconds"], Path(path))
+
+
+if __name__ == "__main__":
+    end_with_launcher()
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,211 @@
+"""Measure communication: sums over ranks, moves of columns, weights, host offload and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexrlhf.comm.move import ColumnMover, RowPacking
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.comm.sync import SyncChannel, WeightMover
+from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
+from flexrlhf.measure.model_calls import ProfileContext
+from flexrlhf.measure.stopwatch import TimedCall
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.routes import Transfer
+from flexrlhf.runs.checkpoint import save_model
+from flexrlhf.strategies.instructions import Move
+from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.sync_plan import plan_sync
+
+COLUMN = "logprobs"
+REDUCE_SIZES = (2, 2**16, 2**20)
+"""Float32 numbers of a sum over ranks."""
+SYNC_SIZES = ((1, 2**14), (64, 2**14), (4, 2**21))
+"""Tensors of a sync, and float32 numbers of all of them together."""
+SAVE_SIZES = (2**18, 2**22)
+"""Float32 numbers of a checkpoint."""
+READ_BYTES = 2**27
+"""Bytes that each rank reads from memory, far more than its caches have."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Process group of all ranks for one purpose, with the context of the measurements in it."""
+
+    context: ProfileContext
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+
+def measure_reduce(context: ProfileContext) -> LinearTime:
+    """Measure a sum over all ranks."""
+    calls = {str(4 * size): _sum_call(context, size) for size in REDUCE_SIZES}
+    timings = context.stopwatch.time(calls, context.budget)
+    assert context.stopwatch.all_ranks.group is not None, "one rank sums nothing"
+    return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
+
+
+def _sum_call(context: ProfileContext, size: int) -> TimedCall:
+    tensor = torch.zeros(size, device=context.device)
+    return lambda: context.stopwatch.all_ranks.sum(tensor)
+
+
+def measure_moves(channel: Channel) -> dict[MeasuredPrimitive, LinearTime]:
+    """Measure each primitive among all ranks, from the call until the rows can be read."""
+    context, num_ranks = channel.context, len(channel.ranks)
+    rows = context.plan.batch.num_rows
+    sizes = sorted({max(1, rows // 4), rows, 8 * rows})
+    transfers_of: dict[MeasuredPrimitive, Callable[[int], list[Transfer]]] = {
+        "all_gather": lambda count: _all_to_all(channel.ranks, count),
+        "all_to_all": lambda count: _all_to_all(channel.ranks, count),
+        "point_to_point": lambda count: [Transfer(COLUMN, channel.ranks[0], channel.ranks[1], tuple(range(count)))],
+    }
+    calls, bytes_of = {}, {}
+    for primitive, transfers in transfers_of.items():
+        for count in sizes:
+            name = f"{primitive} {count}"
+            calls[name], bytes_of[name] = _move_call(channel, primitive, transfers(count))
+    skipped = frozenset(name for name in calls if name.startswith("point") and context.rank not in channel.ranks[:2])
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    messages = {"all_gather": num_ranks - 1, "all_to_all": num_ranks - 1, "point_to_point": 1}
+    return {
+        primitive: _per_message(
+            fit([(0.0, bytes_of[f"{primitive} {c}"], timings[f"{primitive} {c}"].seconds) for c in sizes]),
+            messages[primitive],
+        )
+        for primitive in transfers_of
+    }
+
+
+def _per_message(line: LinearTime, messages: int) -> LinearTime:
+    """Return ``line`` with its constant time divided among the messages of a move."""
+    return LinearTime(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
+
+
+def _all_to_all(ranks: Sequence[int], count: int) -> list[Transfer]:
+    """Return transfers of ``count`` rows from each rank to every other."""
+    return [
+        Transfer(COLUMN, source, destination, tuple(range(place * count, (place + 1) * count)))
+        for place, source in enumerate(ranks)
+        for destination in ranks
+        if source != destination
+    ]
+
+
+def _move_call(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Transfer]) -> tuple[TimedCall, float]:
+    """Return the call on this rank, and the maximum over ranks of the bytes received."""
+    context, rank = channel.context, channel.context.rank
+    ranks = channel.ranks[:2] if primitive == "point_to_point" else channel.ranks
+    move = Move(
+        ranks=ranks,
+        columns=(COLUMN,),
+        sources=("a",),
+        destinations=("b",),
+        primitive=primitive,
+        transfers=tuple(transfers),
+    )
+    shape = BatchShape(1 + max(transfer.prompts[-1] for transfer in transfers))
+    mover = ColumnMover(rank, RowPacking(shape, context.plan.lengths, context.device), context.stopwatch.all_ranks.wait)
+    sent = sorted({prompt for t in transfers if t.source == rank for prompt in t.prompts})
+    expected = sorted({prompt for t in transfers if t.destination == rank for prompt in t.prompts})
+    values = torch.zeros(len(sent), context.plan.lengths.response, device=context.device)
+
+    def call() -> None:
+        store = RowStore(context.plan.lengths, context.device)
+        store.put(COLUMN, sent, values)
+        mover.start(move, store, channel.group)
+        store.arrive([COLUMN], expected)
+        mover.close()
+
+    received = max(sum(len(t.prompts) for t in transfers if t.destination == each) for each in ranks)
+    return call, float(received * context.plan.lengths.row_bytes(COLUMN))
+
+
+def measure_sync(channel: Channel) -> LinearTime:
+    """Measure a sync from the first rank to the second, checksums included where the run has them."""
+    context = channel.context
+    calls, sizes = {}, {}
+    for tensors, numbers in SYNC_SIZES:
+        name = f"{tensors} {numbers}"
+        calls[name], sizes[name] = _sync_call(channel, tensors, numbers // tensors), (float(tensors), 4.0 * numbers)
+    skipped = frozenset(calls) if context.rank not in channel.ranks[:2] else frozenset[str]()
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    return fit([(*sizes[name], timing.seconds) for name, timing in timings.items()])
+
+
+def _sync_call(channel: Channel, tensors: int, numbers: int) -> TimedCall:
+    context, (source, destination) = channel.context, channel.ranks[:2]
+    spec, wait = context.plan.spec, context.stopwatch.all_ranks.wait
+    shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
+    trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
+    copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
+    plan = plan_sync(trained, copy, shape, spec.sync.bucket_bytes, context.rank)
+    sync = SyncChannel(plan, torch.float32, context.device, channel.group)
+    mover = WeightMover(spec.sync, wait)
+    weights = {name: torch.zeros(numbers, device=context.device) for name, _ in shape.parameters}
+
+    def call() -> None:
+        mover.run(sync, weights if context.rank == source else None, weights if context.rank == destination else None)
+        mover.close()
+
+    return call
+
+
+def measure_switch(context: ProfileContext, loaded: LoadedModel) -> LinearTime:
+    """Measure one way of a host offload: half the time of a model to host memory and back."""
+    usage = loaded.engine.memory_usage()
+
+    def call() -> None:
+        loaded.engine.offload()
+        loaded.engine.reload()
+
+    timings = context.stopwatch.time({"switch": call}, context.budget)
+    return LinearTime(start=0.0, per_byte=timings["switch"].seconds / 2 / (usage.weights + usage.optimizer))
+
+
+def measure_save(context: ProfileContext, loaded: LoadedModel, directory: Path) -> LinearTime:
+    """Measure a checkpoint that one rank writes."""
+    tokenizer = context.plan.spec.data.tokenizer
+    calls = {
+        str(4 * size): _save_call(loaded, directory / str(size), torch.zeros(size), tokenizer) for size in SAVE_SIZES
+    }
+    skipped = frozenset(calls) if context.rank else frozenset[str]()
+    timings = context.stopwatch.time(calls, context.budget, skipped)
+    return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
+
+
+def _save_call(loaded: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> TimedCall:
+    return lambda: save_model(directory, {"weights": weights}, loaded.engine.config, tokenizer)
+
+
+def measure_memory(context: ProfileContext) -> float:
+    """Return bytes per second at which each rank reads weights from memory, all ranks at once."""
+    weights = torch.zeros(READ_BYTES // 4, device=context.device)
+    timings = context.stopwatch.time({"read": lambda: weights.sum()}, context.budget)
+    return READ_BYTES / timings["read"].seconds
+
+
+def fit(points: Sequence[tuple[float, float, float]]) -> LinearTime:
+    """Fit a line through (items, bytes, seconds): least squares of relative errors, no coefficient negative."""
+    table = torch.tensor(points, dtype=torch.float64)
+    seconds = table[:, 2]
+    columns = torch.stack([torch.ones_like(seconds), table[:, 0], table[:, 1]], 1) / seconds[:, None]
+    kept = [0, 1, 2] if len(set(table[:, 0].tolist())) > 1 else [0, 2]
+    while True:
+        solved = torch.linalg.lstsq(columns[:, kept], torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0]
+        smallest = int(solved.argmin())
+        if solved[smallest] >= 0 or len(kept) == 1:
+            break
+        del kept[smallest]
+    coefficients = dict.fromkeys(range(3), 0.0) | dict(zip(kept, solved.tolist(), strict=True))
+    start, per_item, per_byte = (max(0.0, coefficients[index]) for index in range(3))
+    return LinearTime(start=start, per_item=per_item, per_byte=per_byte)

@@ -1,1 +1,0 @@
-"""``flexrlhf profile``: measurements on this machine for the cost model, with the engines that a run has."""

@@ -1,0 +1,237 @@
+"""Export of a trained model: a directory that transformers loads, or its adapters as peft's, from a run's files.
+
+Tensors are read and written one after another, so that no more than one is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from flexrlhf.comm.weights import merged
+from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, SavedDtype, Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.data.chat import read_chat_format
+from flexrlhf.engines.base import WEIGHTS
+from flexrlhf.engines.models import DTYPES
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.plan.end_tokens import end_tokens, usage_files
+from flexrlhf.plan.inputs import load_tokenizer
+from flexrlhf.runs.checkpoint import TOKENIZER_FILES, save_adapters
+from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
+from flexrlhf.runs.piece_files import PieceReader, piece_key
+from flexrlhf.runs.run_directory import replace_directory
+from flexrlhf.runs.weight_writer import ModelFiles, TensorForm, forms_of
+from flexrlhf.weights.adapter_files import has_adapters
+from flexrlhf.weights.lora import merged_from
+from flexrlhf.weights.model_files import stored_tensors, weight_files
+from flexrlhf.weights.shapes import stored_type
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model in a checkpoint.
+
+    role:       its name.
+    settings:   of the model.
+    config:     its Hugging Face config as text.
+    tokenizer:  directory with the run's tokenizer; None where that is gone.
+    usage:      further files that say how the model is used (``usage_files``), by name.
+    reader:     its tensors.
+    origin:     the checkpoint.
+    """
+
+    role: str
+    settings: ModelSpec
+    config: str
+    tokenizer: str | None
+    usage: Mapping[str, str]
+    reader: PieceReader
+    origin: Path
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trained parameters."""
+        prefix = piece_key(WEIGHTS, "")
+        return sorted(key.removeprefix(prefix) for key in self.reader.pieces if key.startswith(prefix))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a trained parameter, whole and in float32."""
+        return self.reader.tensor(piece_key(WEIGHTS, name))
+
+
+def find_trained_model(run: Path, role: str | None) -> TrainedModel:
+    """Return a trained model of the newest undamaged checkpoint in ``run``, a run's or a checkpoint's directory.
+
+    ``role``: None: the actor, or the only one. Raises UserError where there is none.
+    """
+    found = [run] if (run / MANIFEST).is_file() else checkpoints_of(run)
+    if not found:
+        raise UserError(
+            f"{run}: no checkpoint in it; models that the run has saved are already directories of transformers "
+            f"({', '.join(_saved_models(run)) or 'none here'})"
+        )
+    checkpoint, manifest = _newest_undamaged(found)
+    roles = sorted(manifest.progress.numbers)
+    chosen = role or roles[0]
+    if chosen not in roles:
+        raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
+    spec = parse_spec(read_yaml(manifest.spec))
+    settings = spec.models.of(chosen)
+    assert settings is not None, "the spec of a checkpoint is resolved"
+    paths = [spec.data.tokenizer, *(model.path for _, model in spec.models if model is not None)]
+    tokenizer = next((path for path in paths if path is not None and (Path(path) / TOKENIZER_FILES[0]).is_file()), None)
+    config = (checkpoint / f"{chosen}.config.json").read_text()
+    usage = {} if tokenizer is None else _usage(spec, chosen, tokenizer)
+    return TrainedModel(chosen, settings, config, tokenizer, usage, PieceReader(checkpoint, chosen), checkpoint)
+
+
+def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:
+    """Return the files that say how ``role`` is used, with the tokenizer in ``directory``."""
+    file, policy = spec.data.chat_template, spec.models.actor if role == "actor" else None
+    template = read_chat_format(spec.data.chat, file if file is not None and Path(file).is_file() else None).template
+    tokenizer = load_tokenizer(directory, policy is not None and policy.trust_remote_code)
+    eos, pad = end_tokens(tokenizer, template, policy), tokenizer.pad_token_id
+    return usage_files(template, policy, eos, eos[0] if pad is None else pad)
+
+
+def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: SavedDtype, replaces: bool = False) -> None:
+    """Write ``model`` into the directory ``output``, which must not exist or be empty.
+
+    Adapters are written as such, or with ``merge_adapters`` added to their base weights. ``dtype``: ``auto``: that in
+    which a run saves the model. ``replaces``: another model there is replaced. Raises UserError.
+    """
+    _check_output(output, replaces)
+    chosen = DTYPES[_saved_type(model.settings) if dtype == "auto" else dtype]
+    lora = model.settings.lora
+    if lora is not None and not merge_adapters:
+        tensors = {name: model.tensor(name).to(chosen) for name in model.names}
+        save_adapters(output, tensors, model.settings, model.tokenizer, texts=model.usage)
+        return
+    fresh = output.with_name(output.name + ".writing")
+    shutil.rmtree(fresh, ignore_errors=True)
+    _write_whole(model, fresh, chosen)
+    replace_directory(fresh, output)
+
+
+def _write_whole(model: TrainedModel, output: Path, dtype: torch.dtype) -> None:
+    """Write all weights of a model, its config and its tokenizer into a new directory."""
+    lora, config = model.settings.lora, AutoConfig.for_model(**json.loads(model.config))
+    with _base_tensors(model.settings) as base:
+        read = _reader(model, lora, base)
+        names = model.names if lora is None else sorted({*base.names, *_heads(model)})
+        _write_model(output, names, lambda name: read(name).to(dtype).contiguous())
+    config.dtype = dtype
+    config.save_pretrained(output)
+    for name in TOKENIZER_FILES:
+        if model.tokenizer is not None and (Path(model.tokenizer) / name).is_file():
+            shutil.copy(Path(model.tokenizer) / name, output / name)
+    for name, text in model.usage.items():
+        (output / name).write_text(text, encoding="utf-8")
+
+
+def _check_output(output: Path, replaces: bool) -> None:
+    """Raise UserError for a directory with files; with ``replaces`` for one that is no model's."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    is_model = any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not is_model:
+        raise UserError(f"--output {output}: exists and is no model's directory; give a directory that does not exist")
+    if not replaces:
+        raise UserError(
+            f"--output {output}: has a model already; give a directory that does not exist, or --force to replace it"
+        )
+
+
+def _saved_type(settings: ModelSpec) -> Dtype:
+    """Return the type in which a run saves a model with ``settings``; of its files, as far as these are still there."""
+    if settings.save_dtype != "auto":
+        return settings.save_dtype
+    path = Path(settings.path) if settings.path is not None and settings.lora is None else None
+    return stored_type(stored_tensors("the base model", path)) if path is not None and path.is_dir() else "float32"
+
+
+def _saved_models(run: Path) -> list[str]:
+    return [str(path.parent) for path in sorted(run.glob("*/config.json"))] if run.is_dir() else []
+
+
+def _newest_undamaged(found: list[Path]) -> tuple[Path, Manifest]:
+    problems = []
+    for path in found:
+        try:
+            manifest = read_manifest(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        wrong = [text for name, entry in manifest.files.items() if (text := damage(path, name, entry)) is not None]
+        if not wrong:
+            return path, manifest
+        problems.append(f"checkpoint {path}: {wrong[0]}")
+    raise UserError(problems[0])
+
+
+def _heads(model: TrainedModel) -> list[str]:
+    """Return trained parameters that are no adapters."""
+    return [name for name in model.names if ".lora_" not in name]
+
+
+@dataclass(frozen=True)
+class _BaseTensors:
+    """Tensors of the model that adapters change, by name; none where there are no adapters."""
+
+    names: tuple[str, ...]
+    read: Callable[[str], Tensor]
+
+
+@contextmanager
+def _base_tensors(settings: ModelSpec) -> Iterator[_BaseTensors]:
+    """Open the files of the base model."""
+    if settings.lora is None:
+        yield _BaseTensors((), lambda _: torch.empty(0))
+        return
+    if settings.path is None:
+        raise UserError("--merge-adapters: the base model has no path, it was made of random weights")
+    if has_adapters(settings.path):
+        raise UserError(
+            f"--merge-adapters: the base model {settings.path} is itself adapters; export that run with "
+            f"--merge-adapters first, and load the adapters of this one on the result"
+        )
+    files = [safe_open(path, framework="pt") for path in weight_files("the base model", Path(settings.path))]
+    owners = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    yield _BaseTensors(tuple(owners), lambda name: owners[name].get_tensor(name).float())
+
+
+def _reader(model: TrainedModel, lora: LoraSpec | None, base: _BaseTensors) -> Callable[[str], Tensor]:
+    """Return a function from the name of a weight to its tensor, with adapters merged."""
+    trained = set(model.names)
+
+    def read(name: str) -> Tensor:
+        if name in trained:
+            return model.tensor(name)
+        plain = base.read(name)
+        _, a, b = merged_from(name)
+        return merged(lora, plain, model.tensor(a), model.tensor(b)) if lora is not None and a in trained else plain
+
+    return read
+
+
+def _write_model(output: Path, names: list[str], read: Callable[[str], Tensor]) -> None:
+    """Write safetensors files, with an index where there are several; one tensor at a time is in memory."""
+    output.mkdir(parents=True, exist_ok=True)
+    forms: dict[str, TensorForm] = {}
+    for name in names:
+        forms |= forms_of({name: read(name)})
+    files = ModelFiles(output, forms)
+    for name in sorted(names):
+        files.write({name: read(name)})
+    files.close()

@@ -1,0 +1,147 @@
+"""Beginning of each run of a command, as ``--resume`` requires, before ranks start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os.path import realpath
+from pathlib import Path
+
+from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import UserError, shown
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, read_manifest
+from flexrlhf.runs.run_directory import read_status
+from flexrlhf.runs.run_order import RunOrder
+
+AUTO = "auto"
+CONFIG = "config.yaml"
+FREE = ("eval.",)
+"""Settings that only evaluations depend on may change from one checkpoint to the next."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Beginning of a run of a command.
+
+    plan:        of the run.
+    candidates:  checkpoints, the first one that is undamaged is taken; none: it begins with its first step.
+    finished:    whether all of it is done, so that it is skipped.
+    continues:   whether it goes on in its directory, next to what is there.
+    """
+
+    plan: Plan
+    candidates: tuple[Path, ...] = ()
+    finished: bool = False
+    continues: bool = False
+
+
+def resumed(plan: Plan, order: RunOrder) -> Resumption:
+    """Return how a run begins that another machine orders."""
+    return Resumption(plan, order.candidates, continues=order.continues)
+
+
+def resume_runs(plans: tuple[Plan, ...], resume: str | None) -> list[Resumption]:
+    """Return how each run begins. ``resume``: ``auto``, a run's or a checkpoint's directory, or None: anew.
+
+    Raises UserError for a checkpoint whose numbers another setting would change.
+    """
+    if resume is None:
+        return [Resumption(plan) for plan in plans]
+    if resume == AUTO:
+        return [_automatic(plan) for plan in plans]
+    return [*(_automatic(plan) for plan in plans[:-1]), _from_path(plans[-1], Path(resume))]
+
+
+def is_finished(plan: Plan) -> bool:
+    """Return whether all steps of a run are in its directory."""
+    status = read_status(plan.spec.directory)
+    return status is not None and status.state == "finished" and status.steps >= plan.spec.steps
+
+
+def _automatic(plan: Plan) -> Resumption:
+    """Return how a run begins by what is in its directory."""
+    directory = plan.spec.directory
+    found = checkpoints_of(directory)
+    if is_finished(plan):
+        _check_settings(plan, load_spec(directory / CONFIG), directory)
+        return Resumption(plan, finished=True, continues=True)
+    if not found:
+        return Resumption(plan)
+    return _checked(plan, found, continues=True)
+
+
+def _from_path(plan: Plan, path: Path) -> Resumption:
+    """Return how a run goes on from a checkpoint, or from the newest one of a run."""
+    found = [path] if (path / MANIFEST).is_file() else checkpoints_of(path)
+    if not found:
+        raise UserError(f"--resume {path}: {_without_checkpoint(path)}")
+    return _checked(plan, found, Path(realpath(path)).is_relative_to(realpath(plan.spec.directory)))
+
+
+def _without_checkpoint(path: Path) -> str:
+    """Return why nothing goes on from ``path``, and what is to be given instead."""
+    if not path.is_dir():
+        return "no such directory; give auto, a run's directory or a checkpoint's"
+    if not (path / CONFIG).is_file():
+        return "no checkpoint in it; give a run's directory or checkpoints/step-<number>"
+    every = load_spec(path / CONFIG).checkpoint.every
+    why = "was not set in it" if every is None else f"is {every} steps, and it ended before the first one"
+    return f"the run has no checkpoint: checkpoint.every {why}; begin it anew without --resume"
+
+
+def _checked(plan: Plan, found: list[Path], continues: bool) -> Resumption:
+    manifest = _first_readable(found)
+    if manifest is not None:
+        before = parse_spec(read_yaml(manifest.spec))
+        _check_settings(plan, before, found[0])
+        _check_copies(plan, before, found[0])
+        _check_steps(plan, before.steps, manifest.progress.next_step, found[0])
+    return Resumption(plan, tuple(found), continues=continues)
+
+
+def _check_copies(plan: Plan, before: Spec, where: Path) -> None:
+    """Raise UserError for a rollout engine whose own weights are in the checkpoint, with adapters in another form."""
+    was, now = before.rollout.adapters, plan.spec.rollout.adapters
+    if was != now and any(model.rollout is not None for model in plan.checkpointed):
+        raise UserError(
+            f"--resume {where}: rollout.adapters was {was} and is {now} now, and with schedule.lag or sync.every the "
+            f"checkpoint has the engine's weights as they were stored; use {was}"
+        )
+
+
+def _first_readable(found: list[Path]) -> Manifest | None:
+    """Return the newest manifest that is not damaged; the ranks report damaged ones."""
+    for path in found:
+        try:
+            return read_manifest(path)
+        except UserError:
+            continue
+    return None
+
+
+def _check_steps(plan: Plan, before: int, next_step: int, where: Path) -> None:
+    """Raise UserError for fewer steps than there are, and for more where none generated their rows. ``before``: steps
+    of the run that wrote the checkpoint."""
+    if plan.steps_in_flight(next_step).stop > before:
+        raise UserError(
+            f"--resume {where}: schedule.lag {plan.schedule.lag} trains on rows that are generated a step before, and "
+            f"the run of {before} steps generated none for a later one; go on from the checkpoint of an earlier step"
+        )
+    if next_step > plan.spec.steps:
+        raise UserError(
+            f"--resume {where}: it comes after {next_step} steps, and this run has {plan.spec.steps}; "
+            f"use steps: {next_step} or more"
+        )
+
+
+def _check_settings(plan: Plan, before: Spec, where: Path) -> None:
+    changed = [each for each in differing_settings(before, plan.spec) if not each.key.startswith(FREE)]
+    if changed:
+        each, more = changed[0], f" ({len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
+        raise UserError(
+            f"--resume {where}: {each.key} was {shown(each.first)} and is {shown(each.second)} now, which would change "
+            f"the numbers of the run{more}; use {shown(each.first)}, or start a new run under another name"
+        )

@@ -1,0 +1,113 @@
+"""Files of runs as one rank has them: in a directory that all machines mount, or in one of its machine's own.
+
+Where machines have directories of their own, rank 0's is that of the run. What another machine writes for it is copied
+there, and what it reads of an earlier step or run is copied from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+
+from flexrlhf.comm.world import World
+from flexrlhf.config.spec import Spec
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.file_server import serve_files
+from flexrlhf.runs.fingerprints import written_inputs
+from flexrlhf.runs.manifest import FOLDER
+from flexrlhf.runs.remote_files import RemoteFiles
+from flexrlhf.runs.run_order import RunOrder
+
+RECEIVED = "received"
+"""Folder of a run, on a machine with a directory of its own, for the checkpoint that it goes on from."""
+_SERVER = "files/server"
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Files of runs, for one rank.
+
+    keeps:       whether this rank keeps the directories of its machine: makes, trims and clears them.
+    are_copied:  whether a machine of the job has directories of its own.
+    remote:      those of rank 0's machine, where this one has its own.
+    """
+
+    keeps: bool
+    are_copied: bool = False
+    remote: RemoteFiles | None = None
+
+    def send(self, path: Path) -> None:
+        """Copy a file that this rank has written to rank 0's machine, and remove it here."""
+        if self.remote is not None:
+            self.remote.put(path)
+            path.unlink()
+
+    def send_directory(self, directory: Path) -> None:
+        """Copy a directory that this rank has written to rank 0's machine, and remove it here."""
+        if self.remote is not None:
+            self.remote.put_directory(directory)
+            shutil.rmtree(directory)
+
+    def append(self, path: Path, text: str) -> None:
+        """Append ``text`` to a file of rank 0's machine."""
+        if self.remote is not None:
+            self.remote.append(path, text)
+            return
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+    def received_checkpoint(self, checkpoint: Path, plan: Plan, world: World) -> Path:
+        """Return where this machine has a checkpoint, once it has it. All ranks call this."""
+        target = checkpoint if self.remote is None else plan.spec.directory / RECEIVED / checkpoint.name
+        if self.remote is not None and self.keeps:
+            self.remote.get_directory(checkpoint, target)
+        self._meet(world, f"the copies of {checkpoint}", plan.spec)
+        return target
+
+    def remove_checkpoint(self, plan: Plan, world: World) -> None:
+        """Remove the copies of checkpoints once all ranks have read them. All ranks call this."""
+        self._meet(world, "the end of reading the checkpoint", plan.spec)
+        if self.remote is not None and self.keeps:
+            shutil.rmtree(plan.spec.directory / RECEIVED, ignore_errors=True)
+
+    def clear(self, directory: Path) -> None:
+        """Remove the folder through which the checkpoints of a run have gone, once it has ended on all ranks."""
+        if self.remote is not None and self.keeps:
+            shutil.rmtree(directory / FOLDER, ignore_errors=True)
+
+    def receive_inputs(self, spec: Spec, earlier: Sequence[Path], world: World) -> None:
+        """Copy the models that a run reads from ``earlier``, directories of runs before it. All ranks call this."""
+        if self.remote is not None and self.keeps:
+            for path in written_inputs(spec, earlier):
+                self.remote.get_directory(path, path)
+        self._meet(world, "the models of earlier runs", spec)
+
+    def _meet(self, world: World, what: str, spec: Spec) -> None:
+        if self.are_copied:
+            world.meet(f"{spec.name}: {what}", spec.timeout_seconds)
+
+
+@contextmanager
+def open_run_files(world: World, orders: Sequence[RunOrder], shares: bool, seconds: float) -> Iterator[RunFiles]:
+    """Yield the files of the runs of a job; all ranks call this. ``shares``: whether this machine mounts rank 0's."""
+    world.store.set(f"files/shares/{world.rank}", str(int(shares)))
+    roots = tuple(dict.fromkeys(path for order in orders for path in (order.spec.directory, *order.candidates)))
+    if world.rank != 0:
+        world.wait_for(world.store, {_SERVER: "rank 0"}, "the files of the runs", seconds)
+        server = json.loads(world.store.get(_SERVER))
+        remote = None if shares else RemoteFiles(roots, os.environ["MASTER_ADDR"], seconds=seconds, **server)
+        yield RunFiles(world.rank == world.first_here and not shares, bool(server), remote)
+        return
+    keys = {f"files/shares/{rank}": f"rank {rank}" for rank in range(world.size)}
+    world.wait_for(world.store, keys, "the files of the runs", seconds)
+    are_copied, token = not all(int(world.store.get(key)) for key in keys), token_hex()
+    with serve_files(roots, token) if are_copied else nullcontext(0) as port:
+        world.store.set(_SERVER, json.dumps({"port": port, "token": token} if are_copied else {}))
+        yield RunFiles(True, are_copied)

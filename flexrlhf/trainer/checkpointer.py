@@ -1,0 +1,261 @@
+"""Checkpoints of a run: every rank copies its pieces at the end of a step, and a thread writes them meanwhile.
+
+A rank publishes the sizes and checksums of its files in the job's store. When those of all ranks and the metrics of all
+steps before are there, rank 0 writes the manifest and renames the directory, which is what makes a checkpoint whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import RunStopped
+from flexrlhf.plan.inputs import data_digest
+from flexrlhf.runs.library_versions import library_versions
+from flexrlhf.runs.manifest import (
+    FileEntry,
+    Manifest,
+    Progress,
+    checkpoint_directory,
+    checkpoints_of,
+    sync_directory,
+    write_durably,
+    write_manifest,
+)
+from flexrlhf.runs.piece_files import Piece, piece_file, write_pieces, write_tensors
+from flexrlhf.strategies.schedule import checkpointed_models
+from flexrlhf.timeline import Timeline
+from flexrlhf.trainer.controller_states import ControllerStates
+from flexrlhf.trainer.model_pieces import follower_pieces, trained_pieces
+from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.recorder import Recorder
+from flexrlhf.trainer.rows_in_flight import RowFile, rows_in_flight
+from flexrlhf.trainer.step_inputs import StepRows
+
+Value = TypeVar("Value")
+WRITING = ".writing"
+"""Ends the name of a checkpoint that is not whole yet."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Parts of a trainer that a checkpoint is made of.
+
+    context:      models and plan of this rank.
+    rows:         rows of the steps under way.
+    controllers:  numbers that one step passes on to the next.
+    recorder:     what it has reported for steps in flight, and the best metrics.
+    timeline:     spans of this rank.
+    """
+
+    context: RankContext
+    rows: StepRows
+    controllers: ControllerStates
+    recorder: Recorder
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint that this rank writes: the step after it, its files when they are written, and its numbers."""
+
+    next_step: int
+    files: Future[dict[str, FileEntry]]
+    progress: Progress
+
+
+class Checkpointer:
+    """Writes the checkpoints of this rank; on rank 0 it also completes them."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._context = state.context
+        self._store = dist.PrefixStore(f"checkpoints/{self._context.plan.spec.name}", self._context.world.store)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: _Writing | None = None
+        self._pending: list[int] = []
+        self.last_step: int | None = None
+        """The step after the newest checkpoint that this rank has begun to write."""
+
+    @cached_property
+    def _digest(self) -> str:
+        return data_digest(self._context.data)
+
+    def write(self, next_step: int) -> None:
+        """Copy what ``next_step`` depends on, and start to write it. Waits for the checkpoint before.
+
+        Raises RunStopped where that one could not be written.
+        """
+        self._publish_written(wait=True)
+        self.last_step = next_step
+        state, context = self._state, self._context
+        pieces, rows = self._copied_pieces(), rows_in_flight(context.plan, context.rank, state.rows, next_step)
+        directory = self._directory(next_step)
+        job = _files_writer(directory, pieces, rows, self._texts(), context)
+        state.recorder.append_spans(next_step, state.timeline.take())
+        self._writing = _Writing(next_step, self._thread.submit(job), self._progress(next_step))
+        if context.rank == 0:
+            self._pending.append(next_step)
+        if not context.plan.spec.checkpoint.background:
+            self._publish_written(wait=True)
+
+    def poll(self) -> None:
+        """Publish this rank's files once they are written; on rank 0 complete the checkpoints that all have written."""
+        self._publish_written(wait=False)
+        while self._pending and self._is_ready(self._pending[0]):
+            self._complete(self._pending.pop(0))
+
+    def finish(self) -> None:
+        """Wait until this rank's files, and on rank 0 the checkpoints of all ranks, are whole."""
+        self._publish_written(wait=True)
+        for next_step in self._pending:
+            ranks = self._context.plan.placement.num_ranks
+            keys = {f"{next_step}/{rank}": f"rank {rank}" for rank in range(ranks)}
+            timeout = self._context.plan.spec.timeout_seconds
+            self._context.world.wait_for(self._store, keys, f"the checkpoint before step {next_step}", timeout)
+        self.poll()
+        self._thread.shutdown()
+
+    def _copied_pieces(self) -> dict[str, dict[str, Piece]]:
+        """Return the pieces that this rank writes, copied to host memory, by file."""
+        context = self._context
+        files: dict[str, dict[str, Piece]] = {}
+        for name in checkpointed_models(context.plan.placement, context.plan.spec):
+            model = context.models.get(name)
+            if model is not None:
+                file = piece_file(name, context.rank)
+                if model.placed.trained:
+                    files[file] = trained_pieces(model, context.rank)
+                else:
+                    with model.on_device():
+                        files[file] = follower_pieces(model, context.rank)
+        return {name: pieces for name, pieces in files.items() if pieces}
+
+    def _texts(self) -> dict[str, str]:
+        """Return small files that one rank writes: the Hugging Face config of each trained model."""
+        mine = [model for model in self._context.models.values() if model.placed.trained]
+        return {
+            f"{model.placed.name}.config.json": model.engine.config.to_json_string()
+            for model in mine
+            if self._context.rank == model.placed.ranks[0]
+        }
+
+    def _progress(self, next_step: int) -> Progress:
+        state, models = self._state, self._context.models
+        trained = {name: model for name, model in models.items() if model.placed.trained}
+        return Progress(
+            next_step=next_step,
+            numbers={name: model.engine.training_state().numbers for name, model in trained.items()},
+            versions={name: model.version for name, model in models.items()},
+            controllers=state.controllers.changed,
+            best=state.recorder.best,
+            reports={str(step): of for step, of in state.recorder.reports_from(next_step).items()},
+        )
+
+    def _publish_written(self, wait: bool) -> None:
+        writing = self._writing
+        if writing is None or not (wait or writing.files.done()):
+            return
+        try:
+            files = writing.files.result()
+        except OSError as error:
+            where = self._directory(writing.next_step)
+            raise RunStopped(f"checkpoint {where}: cannot be written ({error.strerror or error})") from None
+        self._writing = None
+        report = {"files": {name: asdict(entry) for name, entry in files.items()}, "progress": asdict(writing.progress)}
+        self._store.set(f"{writing.next_step}/{self._context.rank}", json.dumps(report))
+
+    def _is_ready(self, next_step: int) -> bool:
+        keys = [f"{next_step}/{rank}" for rank in range(self._context.plan.placement.num_ranks)]
+        return self._state.recorder.next_step >= next_step and self._store.check(keys)
+
+    def _complete(self, next_step: int) -> None:
+        """Write the manifest from what all ranks have published, and rename the directory."""
+        context, directory = self._context, self._directory(next_step)
+        reports = []
+        for rank in range(context.plan.placement.num_ranks):
+            reports.append(json.loads(self._store.get(f"{next_step}/{rank}")))
+            self._store.delete_key(f"{next_step}/{rank}")
+        files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
+        manifest = Manifest(
+            spec=dump_spec(context.plan.spec),
+            data=self._digest,
+            libraries=library_versions(),
+            files=files,
+            progress=merged_progress([Progress(**report["progress"]) for report in reports]),
+        )
+        try:
+            write_manifest(directory, manifest)
+            _replace(directory, checkpoint_directory(context.directory, next_step))
+        except OSError as error:
+            raise RunStopped(f"checkpoint {directory}: cannot be written ({error.strerror or error})") from None
+        for old in checkpoints_of(context.directory)[context.plan.spec.checkpoint.keep_last :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _directory(self, next_step: int) -> Path:
+        whole = checkpoint_directory(self._context.directory, next_step)
+        return whole.with_name(whole.name + WRITING)
+
+
+def merged_progress(reports: Sequence[Progress]) -> Progress:
+    """Return the numbers of a run from those of its ranks, which agree where they overlap."""
+    in_flight: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for step, operators in report.reports.items():
+            in_flight.setdefault(step, {}).update(operators)
+    return Progress(
+        next_step=reports[0].next_step,
+        numbers=_united(report.numbers for report in reports),
+        versions=_united(report.versions for report in reports),
+        controllers=_united(report.controllers for report in reports),
+        best=_united(report.best for report in reports),
+        reports=in_flight,
+    )
+
+
+def _united(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
+
+
+def _files_writer(
+    directory: Path,
+    pieces: Mapping[str, Mapping[str, Piece]],
+    rows: RowFile,
+    texts: Mapping[str, str],
+    context: RankContext,
+) -> Callable[[], dict[str, FileEntry]]:
+    """Return a function that writes all files of a rank and returns their sizes and checksums."""
+
+    def write() -> dict[str, FileEntry]:
+        directory.mkdir(parents=True, exist_ok=True)
+        written = {name: write_pieces(directory / name, contents) for name, contents in pieces.items()}
+        if rows:
+            name = f"rows-{context.rank:05d}.safetensors"
+            written[name] = write_tensors(directory / name, rows)
+        for name, text in texts.items():
+            written[name] = write_durably(directory / name, text.encode())
+        for name in written:
+            context.files.send(directory / name)
+        return written
+
+    return write
+
+
+def _replace(fresh: Path, whole: Path) -> None:
+    """Give a filled directory its final name, on disk when this returns."""
+    sync_directory(fresh)
+    if whole.exists():
+        # of an attempt that went on from an earlier checkpoint
+        shutil.rmtree(whole)
+    os.rename(fresh, whole)
+    sync_directory(whole.parent)

@@ -1,0 +1,105 @@
+"""Evaluations on one rank: execute an Eval's list over batches of the evaluation set, report and record results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexrlhf.comm.move import ColumnMover, RowPacking
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.engines.base import Moments, add_moments
+from flexrlhf.runs.recorded_columns import EVALUATION_PREFIX
+from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
+from flexrlhf.strategies.instructions import Eval, Move, Run
+from flexrlhf.trainer.column_files import record_columns
+from flexrlhf.trainer.input_columns import input_columns
+from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.recorder import Recorder
+from flexrlhf.trainer.run_operator import OperatorContext, OperatorRun, run_operator
+from flexrlhf.trainer.samples import collect_samples
+from flexrlhf.trainer.sampling_settings import evaluation_sampling
+
+
+class Evaluator:
+    """Executes Eval instructions on this rank."""
+
+    def __init__(self, context: RankContext, operators: OperatorContext, recorder: Recorder) -> None:
+        """``operators``: context of the operators of training, whose sampling evaluations change."""
+        self._context = context
+        self._operators = replace(operators, sampling=evaluation_sampling(context.plan, operators.sampling))
+        self._recorder = recorder
+
+    def evaluate(self, instruction: Eval, step: int, position: int) -> None:
+        """Execute the list of ``instruction``, then report the statistics of its runs and record what they wrote.
+
+        ``position``: of the instruction in the walk.
+        """
+        rows = EvaluationRows(self._context, instruction)
+        results: dict[int, Moments] = {}
+        for index, inner, batches in walk_evaluation(instruction, rows.shape, self._context.rank):
+            if isinstance(inner, Move):
+                rows.move(inner)
+            else:
+                add_moments(results.setdefault(index, {}), self._run(inner, batches, rows))
+        rows.finish()
+        for index, moments in sorted(results.items()):
+            run = instruction.instructions[index]
+            assert isinstance(run, Run), "moves report nothing"
+            work = self._work(run, rows.shape.mini_batches, rows)
+            count = self._context.plan.spec.samples.count
+            samples = collect_samples(work, rows.store, "evaluation", count, self._operators.decode)
+            self._recorder.report(step, position, work.model, run.operator.name, moments, inner=index, samples=samples)
+            record_columns(self._context, run, step, work.rows, rows.store, EVALUATION_PREFIX)
+
+    def _run(self, run: Run, batches: range, rows: EvaluationRows) -> Moments:
+        """Execute ``run`` on this rank's rows of ``batches``. Returns its statistics under the names of evaluations."""
+        statistics = run_operator(self._work(run, batches, rows), rows.store, self._operators)
+        return {f"eval_{name.removeprefix('eval_')}": value for name, value in statistics.items()}
+
+    def _work(self, run: Run, batches: range, rows: EvaluationRows) -> OperatorRun:
+        """Return the operator of ``run`` over ``batches``."""
+        model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
+        return OperatorRun(run.operator, model, rows.shape, batches, rank, examples=examples)
+
+
+class EvaluationRows:
+    """Rows of the evaluation set on this rank, for one Eval.
+
+    shape:  of all prompts, in batches.
+    store:  columns of this rank's rows, which are numbered over all prompts.
+    """
+
+    def __init__(self, context: RankContext, instruction: Eval) -> None:
+        plan, device = context.plan, context.world.device
+        self.shape = evaluation_shape(len(context.data.evaluation), instruction.batch)
+        self.store = RowStore(plan.lengths, device)
+        self._context = context
+        self._mover = ColumnMover(context.rank, RowPacking(self.shape, plan.lengths, device), context.wait)
+        self._put_inputs(instruction)
+
+    def move(self, move: Move) -> None:
+        """Start a Move of columns of one batch."""
+        group = self._context.groups.get("move", move.ranks)
+        assert group is not None, "a move joins at least two ranks"
+        self._mover.start(move, self.store, group)
+
+    def finish(self) -> None:
+        """Await all rows that are under way."""
+        self.store.finish()
+        self._mover.close()
+
+    def of(self, run: Run) -> tuple[int, ...]:
+        """Return the rows of this rank that ``run`` works on in the whole evaluation."""
+        layout = self._context.models[run.model].placed.layout
+        return self.shape.rows(self.shape.prompts_on(layout, self._context.rank, self.shape.mini_batches))
+
+    def _put_inputs(self, instruction: Eval) -> None:
+        """Put columns of the data set, for the rows of which runs on this rank read some."""
+        plan, data = self._context.plan, self._context.data
+        names = set(plan.graph.inputs)
+        readers = [
+            run for run in instruction.runs if self._context.rank in run.ranks and names & set(run.operator.reads)
+        ]
+        rows = sorted({row for run in readers for row in self.of(run)})
+        columns = input_columns(data.evaluation, rows, self.shape.samples_per_prompt, plan.lengths, data.pad_token_id)
+        for name in names & set(columns):
+            self.store.put(name, rows, columns[name].to(self._context.world.device))

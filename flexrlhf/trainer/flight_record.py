@@ -1,0 +1,86 @@
+"""Flight record of a rank: its last instructions, what it waits for and where it is, written when it ends early."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.comm.progress import RankProgress
+from flexrlhf.comm.world import World
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.flight_log import MOST_INSTRUCTIONS, FlightLog, write_record
+from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.timeline import Span, Timeline
+from flexrlhf.trainer.device_clock import clock_of
+
+
+class FlightRecord:
+    """Instructions of this rank as they happen.
+
+    progress:   position of every rank, and the waits of this one.
+    timeline:   spans of the instructions that ended.
+    directory:  of the run.
+    """
+
+    def __init__(self, plan: Plan, world: World, directory: Path) -> None:
+        """Continue the log in ``directory``."""
+        name, rank = plan.spec.name, world.rank
+        models = {each: model_names(plan, each) for each in range(world.size)}
+        self.progress = RankProgress(world, name, models, plan.spec.timeout_seconds)
+        self.timeline = Timeline(rank, plan.spec.timeline_steps, clock_of(world.device))
+        self.directory = directory
+        self._header: dict[str, Any] = {
+            "rank": rank,
+            "host": world.host,
+            "pid": os.getpid(),
+            "run": name,
+            "models": models[rank],
+        }
+        self._log = FlightLog(directory, self._header, plan.spec.timeline_steps)
+        self._last: deque[Span] = deque(maxlen=MOST_INSTRUCTIONS)
+
+    @contextmanager
+    def instruction(self, instruction: Instruction, step: int) -> Iterator[Span]:
+        """Record an instruction in log and timeline while the body executes it."""
+        with self.timeline.span(instruction.kind, instruction.label, step, instruction.chunk) as span:
+            self._last.append(span)
+            self._log.begin(span)
+            yield span
+        self._log.end(span)
+
+    def close(self) -> None:
+        """Remove the log of a run that ended well."""
+        self._log.close()
+
+    def write(self, reason: str, stack: list[str] | None = None) -> None:
+        """Write the record of this rank. ``stack``: of an error; else that of the main thread, now."""
+        waiting = self.progress.waiting
+        record: dict[str, Any] = {
+            **self._header,
+            "reason": reason,
+            "at": self.progress.position.what,
+            "instructions": [asdict(span) for span in list(self._last)],
+            "waiting": waiting and {"ranks": waiting.ranks, "seconds": round(time.monotonic() - waiting.since, 3)},
+            "stack": main_stack() if stack is None else stack,
+        }
+        write_record(self.directory, self._header["rank"], record)
+
+
+def model_names(plan: Plan, rank: int) -> str:
+    """Return the names of the placed models of a rank, with commas."""
+    return ", ".join(model.name for model in plan.placement.on_rank(rank))
+
+
+def main_stack() -> list[str]:
+    """Return where the main thread is, outermost call first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [] if frame is None else [line.rstrip() for line in traceback.format_stack(frame)]

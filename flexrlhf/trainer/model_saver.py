@@ -1,0 +1,106 @@
+"""Execute a Save: gather the trained weights of a model; its first rank writes a directory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.weights import WeightGather
+from flexrlhf.engines.models import DTYPES
+from flexrlhf.plan.end_tokens import usage_files
+from flexrlhf.plan.inputs import chat_format
+from flexrlhf.runs.checkpoint import model_writer, save_adapters
+from flexrlhf.runs.weight_writer import TensorForm
+from flexrlhf.strategies.instructions import Save
+from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.recorder import Recorder
+from flexrlhf.weights.buckets import bucket_names
+from flexrlhf.weights.lora import shape_of
+from flexrlhf.weights.saved_type import saved_type
+from flexrlhf.weights.shards import trained_parts
+
+
+class ModelSaver:
+    """Executes Save instructions on this rank."""
+
+    def __init__(self, context: RankContext, recorder: Recorder) -> None:
+        self._context = context
+        self._recorder = recorder
+
+    def save(self, save: Save, step: int) -> None:
+        """Write the model of ``save``; a best model only if its metric in ``step`` is better than all before."""
+        if save.best is None:
+            self._save(save, self._name(save, step))
+        elif (value := self._recorder.improved(save, step)) is not None:
+            self._save(save, f"{save.model}-best", {"step": step, "metric": save.best, "value": value})
+
+    def _name(self, save: Save, step: int) -> str:
+        """Return the directory's name: of an earlier step than the last one its own, where all are kept."""
+        spec = self._context.plan.spec
+        return f"{save.model}-step-{step + 1:06d}" if spec.save.keep and step + 1 < spec.steps else save.model
+
+    def _save(self, save: Save, name: str, best: Mapping[str, Any] | None = None) -> None:
+        """Gather the weights, by all ranks of ``save``; the first one writes the directory ``name``."""
+        model = self._context.models[save.model]
+        buckets = self._buckets(model, save.ranks)
+        if self._context.rank == save.ranks[0]:
+            directory = self._context.directory / name
+            self._write(model, directory, buckets, best)
+            self._context.files.send_directory(directory)
+            return
+        for _ in buckets:
+            pass
+
+    def _write(
+        self,
+        model: LoadedModel,
+        directory: Path,
+        buckets: Iterator[dict[str, Tensor]],
+        best: Mapping[str, Any] | None,
+    ) -> None:
+        tokenizer, placed = self._context.data.tokenizer, model.placed
+        texts = self._usage_files(placed.role)
+        if placed.settings.lora is not None:
+            weights = {name: each.to("cpu", copy=True) for bucket in buckets for name, each in bucket.items()}
+            save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
+            return
+        dtype, shard_bytes = _saved_dtype(model), self._context.plan.spec.save.shard_bytes
+        forms = {name: TensorForm(shape, dtype) for name, shape in shape_of(placed, model.shape).trained}
+        with model_writer(directory, forms, _config_of(model), tokenizer, best, texts, shard_bytes) as files:
+            for bucket in buckets:
+                files.write(bucket)
+
+    def _usage_files(self, role: str) -> dict[str, str]:
+        """Return what stands next to the weights of a role: see ``usage_files``."""
+        plan, data = self._context.plan, self._context.data
+        policy = plan.model(role) if role == "actor" else None
+        return usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
+
+    def _buckets(self, model: LoadedModel, ranks: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
+        """Yield all trained weights, whole, a bucket at a time in the order of their names. A collective."""
+        shards = tuple(trained_parts(model.placed, model.shape, rank) for rank in ranks)
+        group = self._context.groups.get(f"gather {model.placed.name}", ranks)
+        gather, live = WeightGather(group, ranks, shards, self._context.wait), model.engine.weights()
+        dtype = _saved_dtype(model)
+        stored = {name: part for parts in shards for name, part in parts.items()}
+        for names in bucket_names(
+            dict(sorted(stored.items())), dtype.itemsize, self._context.plan.spec.sync.bucket_bytes
+        ):
+            yield gather.whole(live, names, dtype)
+
+
+def _saved_dtype(model: LoadedModel) -> torch.dtype:
+    return DTYPES[saved_type(model.placed, model.shape)]
+
+
+def _config_of(model: LoadedModel) -> Any:
+    """Return the Hugging Face config of a model with the type of its saved weights."""
+    config = copy.deepcopy(model.engine.config)
+    config.dtype = _saved_dtype(model)
+    return config

@@ -1,0 +1,231 @@
+"""Run one operator on this rank's rows: read columns, call the engine or the mathematics, write columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.data.examples import Example
+from flexrlhf.data.retokenized import TextEncoder
+from flexrlhf.engines.base import Batch, Loss, Moments, Sampling, add_moments, moments
+from flexrlhf.engines.non_finite import NonFiniteStep
+from flexrlhf.objectives.context import Columns, CombineContext
+from flexrlhf.objectives.functions import settings_of
+from flexrlhf.objectives.own_functions import check_returned, combine_of, make_loss
+from flexrlhf.objectives.parity import naming_tokens
+from flexrlhf.operators.columns import column_of, plain
+from flexrlhf.operators.compared_texts import compares_texts
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.trainer.external_scores import ExternalScorers
+from flexrlhf.trainer.finite_guard import FiniteGuard
+from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.retokenized_columns import retokenized
+from flexrlhf.trainer.sampled_check import SampledCheck
+
+_SCORES = ("scores", "token_scores")
+
+
+@dataclass(frozen=True)
+class OperatorRun:
+    """An operator over whole mini-batches on this rank. A mini-batch may have no rows here.
+
+    operator:      what to compute.
+    model:         the loaded model that computes it, or on whose ranks it runs.
+    shape:         prompts and mini-batches of the step or evaluation.
+    mini_batches:  those that it works on.
+    rank:          this rank.
+    examples:      of the prompts of ``shape``, for an operator that reads texts.
+    state:         numbers of the operator's controllers.
+    """
+
+    operator: Operator
+    model: LoadedModel
+    shape: BatchShape
+    mini_batches: range
+    rank: int
+    examples: Sequence[Example] = ()
+    state: Mapping[str, float] = field(default_factory=dict)
+
+    def rows_of(self, mini_batches: range) -> tuple[int, ...]:
+        """Return the rows of ``mini_batches`` on this rank."""
+        return self.shape.rows(self.shape.prompts_on(self.model.placed.layout, self.rank, mini_batches))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows that the operator works on."""
+        return self.rows_of(self.mini_batches)
+
+    def examples_of_rows(self) -> list[Example]:
+        """Return the example of each row."""
+        return [self.examples[row // self.shape.samples_per_prompt] for row in self.rows]
+
+    def segments(self) -> list[slice]:
+        """Return the slice of each mini-batch's rows in ``rows``."""
+        ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
+        """Return the columns that the operator reads of ``rows``, named without its suffix."""
+        names = [name for name in self.operator.reads if name not in self.operator.extra_reads]
+        return self._batch(store, names, self.operator.suffix, rows, device)
+
+    def extra_batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
+        """Return the further texts of a train operator."""
+        return self._batch(store, self.operator.extra_reads, f".{self.operator.extra_loss}", rows, device)
+
+    def _batch(
+        self, store: RowStore, names: Sequence[str], suffix: str, rows: Sequence[int], device: torch.device
+    ) -> Batch:
+        columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
+        return Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), self.shape.samples_per_prompt)
+
+
+@dataclass(frozen=True)
+class OperatorContext:
+    """Arguments of operators that are neither rows nor models.
+
+    spec:      settings of the run.
+    sampling:  how responses are sampled.
+    device:    of this rank.
+    scorers:   functions, services and rules that score responses.
+    decode:    tokens to text, special tokens included.
+    guard:     what follows from numbers that are not finite.
+    check:     comparison of the first step's log-probs; None: there is none.
+    encoders:  encoders of texts by role, for models with a tokenizer of their own.
+    """
+
+    spec: Spec
+    sampling: Sampling
+    device: torch.device
+    scorers: ExternalScorers
+    decode: Callable[..., str]
+    guard: FiniteGuard
+    check: SampledCheck | None = None
+    encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
+
+
+def run_operator(
+    run: OperatorRun, store: RowStore, context: OperatorContext, ahead: Sequence[OperatorRun] = ()
+) -> Moments:
+    """Execute ``run`` and put the columns that it writes into ``store``. Returns the moments of this rank's rows.
+
+    ``ahead``: what this rank will generate next with the same weights.
+    """
+    if run.operator.kind == "train":
+        return _train(run, store, context)
+    batch = run.batch(store, run.rows, context.device)
+    columns, statistics = _computed(
+        run, batch, context, [each.batch(store, each.rows, context.device) for each in ahead]
+    )
+    written = {name: columns[name.removesuffix(run.operator.suffix)] for name in run.operator.writes}
+    _check_finite(run, written, batch.rows, context)
+    if context.check is not None and context.sampling.step == 0:
+        context.check.after(run.operator, run.model, store, batch, columns)
+    for name, values in written.items():
+        store.put(name, run.rows, values)
+    return statistics
+
+
+def _check_finite(run: OperatorRun, columns: Columns, rows: Tensor, context: OperatorContext) -> None:
+    """Raise RunStopped for log-probs and values that are not finite; scores have ``algorithm.invalid_scores``."""
+    if run.operator.kind not in ("generate", "forward"):
+        return
+    has_own_rule = isinstance(context.spec.algorithm, PolicySpec)
+    checked = {n: values for n, values in columns.items() if not (has_own_rule and plain(n) in _SCORES)}
+    context.guard.check_columns(_where(run, context), context.sampling.step, checked, rows, run.model.dp)
+
+
+def _where(run: OperatorRun, context: OperatorContext) -> str:
+    """Return step, operator and model in words."""
+    step = context.sampling.step
+    return f"{f'step {step}' if step >= 0 else 'evaluation'}, {run.operator.name} on {run.model.placed.name}"
+
+
+def _computed(
+    run: OperatorRun, batch: Batch, context: OperatorContext, ahead: Sequence[Batch]
+) -> tuple[Columns, Moments]:
+    """Return the columns that ``run`` writes, named without its suffix, and the moments of their statistics."""
+    operator = run.operator
+    match operator.kind:
+        case "generate":
+            return _generate(run, batch, context.sampling, ahead)
+        case "forward":
+            written = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
+            return run.model.engine.forward(batch, written, operator.adapters), {}
+        case "score":
+            return context.scorers.score(operator, batch, run.examples_of_rows(), run.model.replica)
+        case "retokenize":
+            encoder, decode = context.encoders[operator.function], context.decode
+            return retokenized(operator, batch, run.examples_of_rows(), encoder, decode)
+        case "combine":
+            return _combine(run, batch, context)
+        case "train":
+            raise AssertionError("a train writes no columns")
+
+
+def _generate(run: OperatorRun, batch: Batch, sampling: Sampling, ahead: Sequence[Batch]) -> tuple[Columns, Moments]:
+    """Return responses with the weights version of their policy, and how many the engine reports."""
+    engine = run.model.engine
+    before = engine.num_requests
+    if run.operator.is_greedy:
+        sampling = replace(sampling, temperature=0.0)
+    columns = engine.generate(batch, sampling, ahead)
+    columns["policy_version"] = torch.full_like(columns["finished"], run.model.version, dtype=torch.int32)
+    # without a pass of the trained model, an engine's log-probs serve as the policy's
+    columns["logprobs"] = columns["rollout_logprobs"]
+    if sampling.step < 0:
+        return columns, {}  # an evaluation
+    lag = sampling.step - columns["policy_version"].float()
+    requests = lag.new_tensor(engine.num_requests - before)
+    return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)}
+
+
+def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[Columns, Moments]:
+    """Return the columns and statistics of a function of ``objectives/``."""
+    function = run.operator.function
+    combine_context = CombineContext(
+        run.segments(), run.model.dp, run.state, context.sampling.step, context.sampling.seed
+    )
+    with naming_tokens(context.decode, context.sampling.step):
+        computed = combine_of(function)(settings_of(function, context.spec), batch, combine_context)
+    check_returned(run.operator, computed, batch)
+    return computed
+
+
+def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
+    """Make one optimizer step per mini-batch, in order, ``epochs`` times over."""
+    operator, algorithm, device = run.operator, context.spec.algorithm, context.device
+    loss = replace(make_loss(operator.function, algorithm), compares=compares_texts(operator))
+    extra_loss = replace(make_loss(operator.extra_loss, algorithm), compares=False) if operator.extra_loss else None
+    if context.check is not None and context.sampling.step == 0:
+        context.check.before_training(run.model, run.batch(store, run.rows, device))
+    statistics: Moments = {}
+    for epoch in range(algorithm.epochs):
+        for mini_batch in run.mini_batches:
+            rows = run.rows_of(range(mini_batch, mini_batch + 1))
+            parts: list[tuple[Batch, Loss]] = [(run.batch(store, rows, device), loss)]
+            if extra_loss is not None:
+                parts.append((run.extra_batch(store, rows, device), extra_loss))
+            name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
+            add_moments(statistics, _optimizer_step(run, parts, name, context))
+    return statistics
+
+
+def _optimizer_step(
+    run: OperatorRun, parts: Sequence[tuple[Batch, Loss]], mini_batch: str, context: OperatorContext
+) -> Moments:
+    """Make one optimizer step, or none where its gradient is not finite; return its statistics."""
+    try:
+        return context.guard.counted(run.model.engine.train(parts))
+    except NonFiniteStep as error:
+        where = f"{_where(run, context)}, {mini_batch}"
+        is_reporter = run.rank == run.model.placed.ranks[0]
+        return context.guard.left_out(where, context.sampling.step, error, [loss for _, loss in parts], is_reporter)

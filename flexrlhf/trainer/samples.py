@@ -1,0 +1,124 @@
+"""Samples for people to read, in ``samples.jsonl``: some responses of training and of evaluations, as text.
+
+Rows are chosen by their numbers, so that a run keeps the same ones under every placement. Operators that write texts or
+scores report them on the first rank of their model, and rank 0 puts the parts of a row together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.trainer.run_operator import OperatorRun
+
+FILE = "samples.jsonl"
+Rows = Literal["training", "evaluation"]
+ORDER: tuple[Rows, ...] = ("training", "evaluation")
+Part = dict[str, Any]
+"""Fields of one sample, among them ``rows`` and ``row``; the others are those that one operator reports."""
+FIELDS = ("rows", "step", "row", "weights_version", "prompt", "response", "length", "finished", "score", "cost")
+"""Fields of a line, in this order."""
+TEXTS = ("tokens", "attention_mask", "response_mask", "finished", "policy_version")
+"""Columns of a generate that texts are made of."""
+SCORES = {"scores": "score", "scores.cost": "cost"}
+"""Column of scores → field."""
+
+
+def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
+    """Return ``count`` rows, or all where there are fewer, evenly spaced from the first one."""
+    count = min(count, shape.num_rows)
+    return tuple(index * shape.num_rows // count for index in range(count))
+
+
+def collect_samples(
+    run: OperatorRun, store: RowStore, rows: Rows, count: int, decode: Callable[..., str]
+) -> list[Part]:
+    """Return what ``run`` has written of the sampled rows: texts, or scores.
+
+    Every rank of the model calls this; the first one receives the parts, all others none.
+    """
+    columns = _columns_of(run.operator)
+    prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts(m)}
+    chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
+    if not columns or not chosen:
+        return []
+    values = _gathered(run, store, chosen, columns)
+    if run.rank != run.model.placed.ranks[0]:
+        return []
+    parts = _texts(values, decode) if "tokens" in values else _scores(values)
+    return [{"rows": rows, "row": row, **part} for row, part in zip(chosen, parts, strict=True)]
+
+
+def merged_samples(step: int, parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """Return the samples of ``step``, each from the parts that operators have reported, in the order of their rows."""
+    merged: dict[tuple[Rows, int], Part] = {}
+    for part in parts:
+        merged.setdefault((part["rows"], part["row"]), {"step": step}).update(part)
+    # of rows in flight when a run went on with another number of samples one operator has reported alone
+    whole = [merged[key] for key in sorted(merged, key=lambda key: (ORDER.index(key[0]), key[1]))]
+    return [{field: each[field] for field in FIELDS if field in each} for each in whole if "response" in each]
+
+
+def append_samples(directory: Path, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Append ``samples`` to the run's file, a line each."""
+    with (directory / FILE).open("a") as file:
+        file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+
+
+def _columns_of(operator: Operator) -> tuple[str, ...]:
+    """Return the columns that samples are made of, without the operator's suffix; none of greedy responses."""
+    if operator.kind == "generate":
+        return () if operator.is_greedy else TEXTS
+    return tuple(name for name in SCORES if name in operator.writes)
+
+
+def _gathered(run: OperatorRun, store: RowStore, chosen: Sequence[int], columns: Sequence[str]) -> dict[str, Tensor]:
+    """Return ``columns`` (n, ...) of the ``chosen`` rows of all replicas, on the host, as float64, which has all token
+    ids exactly."""
+    present = set(run.rows)
+    places = [place for place, row in enumerate(chosen) if row in present]
+    mine = [chosen[place] for place in places]
+    suffix = run.operator.suffix if run.operator.kind == "generate" else ""
+    read = [store.get(f"{name}{suffix}", mine).double() for name in columns]
+    read = [part if part.dim() == 2 else part[:, None] for part in read]
+    widths = [part.shape[1] for part in read]
+    table = torch.zeros(len(chosen), sum(widths), dtype=torch.float64, device=read[0].device)
+    table[places] = torch.cat(read, dim=1)
+    return dict(zip(columns, run.model.dp.sum(table).cpu().split(widths, dim=1), strict=True))
+
+
+def _texts(values: Mapping[str, Tensor], decode: Callable[..., str]) -> list[Part]:
+    """Return prompt, response, length, finish and weights version of each row."""
+    tokens, mask = values["tokens"].long(), values["response_mask"].bool()
+    width = tokens.shape[1] - mask.shape[1]
+    attention = values["attention_mask"].bool()[:, :width]
+    return [
+        {
+            "prompt": decode(tokens[i, :width][attention[i]].tolist(), skip_special_tokens=True),
+            "response": decode(tokens[i, width:][mask[i]].tolist(), skip_special_tokens=True),
+            "length": int(mask[i].sum()),
+            "finished": bool(values["finished"][i]),
+            "weights_version": int(values["policy_version"][i]),
+        }
+        for i in range(len(tokens))
+    ]
+
+
+def _scores(values: Mapping[str, Tensor]) -> list[Part]:
+    """Return the scores of each row with six digits; one that is no finite number is null."""
+    numbers = {SCORES[name]: column[:, 0].tolist() for name, column in values.items()}
+    rows = zip(*numbers.values(), strict=True)
+    return [{name: _number(value) for name, value in zip(numbers, row, strict=True)} for row in rows]
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

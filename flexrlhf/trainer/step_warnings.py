@@ -1,0 +1,94 @@
+"""Warnings of a run's metrics, by rank 0: a KL that explodes, losses and norms that jump, equal scores, truncation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from statistics import median
+
+from flexrlhf.config.guards import GuardsSpec
+from flexrlhf.trainer.finite_guard import RareWarnings
+
+WINDOW, LEAST = 20, 5
+"""Steps before, of which the median is taken: at most, and at least."""
+NATS = ("policy_loss", "nll", "ptx_nll", "pair_loss", "preference_loss")
+NORMS = tuple(f"{role}_grad_norm" for role in ("actor", "critic", "cost_critic", "reward"))
+FLOORS = {**dict.fromkeys((*NATS, *NORMS), 1.0), "value_loss": 0.0, "cost_value_loss": 0.0}
+"""Watched metrics, and what is no spike though the median may be almost 0: 1 nat or advantage, the default of
+``max_grad_norm``."""
+
+
+LOOK = "samples.jsonl shows some of them"
+EQUAL = 1e-7
+"""Standard deviation over mean, up to which scores are the same but for rounding."""
+
+
+class StepWarnings:
+    """Observer of the rows of metrics, in the order of steps.
+
+    ``name``: of the run. ``num_rows``: responses of a step. Medians and steps in a row are of the steps that this
+    object has seen, so they begin anew with a resumed run.
+    """
+
+    def __init__(self, guards: GuardsSpec, name: str, num_rows: int) -> None:
+        self._guards = guards
+        self._name = name
+        self._num_rows = num_rows
+        self._equal_steps = 0
+        self._warn = RareWarnings()
+        self._before: dict[str, deque[float]] = {metric: deque(maxlen=WINDOW) for metric in FLOORS}
+
+    def observe(self, step: int, row: Mapping[str, float]) -> None:
+        """Write a line to stderr for each metric of ``row`` that is over its threshold, once in so many steps."""
+        for metric, text in (*self._large(row), *self._spikes(row), *self._equal_scores(row), *self._truncated(row)):
+            self._warn(metric, step, f"{self._name}: step {step}: {text}")
+
+    def _large(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Yield the metrics of the KL that are over their limits; NaN is over any."""
+        guards = self._guards
+        limits = {"kl_token": ("max_kl", guards.max_kl), "update_kl": ("max_update_kl", guards.max_update_kl)}
+        for metric, (setting, limit) in limits.items():
+            if limit is not None and metric in row and not abs(row[metric]) <= limit:
+                yield metric, f"{metric} {row[metric]:.4g} nats per token is beyond guards.{setting} {limit:g}"
+
+    def _spikes(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Yield the losses and gradient norms that are far above those of the steps before."""
+        for metric, before in self._before.items():
+            if metric not in row:
+                continue
+            value, factor = abs(row[metric]), self._guards.loss_spike
+            usual = median(before) if len(before) >= LEAST else 0.0
+            if isfinite(value):
+                before.append(value)
+            if factor is not None and usual and value > max(factor * usual, FLOORS[metric]):
+                limit = f"guards.loss_spike {factor:g} times its median {usual:.4g}"
+                yield metric, f"{metric} {row[metric]:.4g} is over {limit}"
+
+    def _equal_scores(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Yield a line where no score differs from those that it is compared with, for so many steps in a row."""
+        equal, limit = _equal_scores(row, self._num_rows), self._guards.equal_scores
+        self._equal_steps = self._equal_steps + 1 if equal else 0
+        if equal and limit is not None and self._equal_steps >= limit:
+            steps = f", for {self._equal_steps} steps in a row" if self._equal_steps > 1 else ""
+            yield "equal_scores", f"{equal}{steps}; {LOOK}"
+
+    def _truncated(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Yield a line where more responses are truncated than is allowed."""
+        share, limit = row.get("truncated", 0.0), self._guards.max_truncated
+        if limit is not None and share > limit:
+            number = "all responses" if share == 1 else f"{share:.0%} of the responses"
+            yield (
+                "truncated",
+                f"{number} are truncated at data.max_response_tokens (guards.max_truncated {limit:g}); {LOOK}",
+            )
+
+
+def _equal_scores(row: Mapping[str, float], num_rows: int) -> str:
+    """Return in words which scores of a step are all the same; an empty text where some differ, or there is one."""
+    if num_rows > 1 and row.get("reward_std", 1.0) <= EQUAL * max(abs(row.get("reward_mean", 0.0)), EQUAL):
+        meaning = "no gradient follows from it" if "group_alike" in row else "none is better than another"
+        return f"all responses have the same score {row.get('reward_mean', 0.0):.4g}, so that {meaning}"
+    if row.get("group_alike") == 1:
+        return "in every group all responses have the same score, so that no gradient follows from the scores"
+    return ""
