@@ -1,7 +1,7 @@
 """Micro-batches: rows of a batch laid out for one pass of a model, without padding between prompt and response.
 
-``engines/packing.py`` decides which texts are in which row of a pass. Here tokens, positions and attention mask of the
-rows are built from that, and the places at which the outputs of each text are read.
+``memory/packed_rows.py`` decides which texts are in which row of a pass. Here tokens, positions and attention mask of
+the rows are built from that, and the places at which the outputs of each text are read.
 """
 
 from __future__ import annotations

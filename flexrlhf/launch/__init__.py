@@ -1,1 +1,1 @@
-"""From plans to ranks: starting them on one machine or several, watching, restarting and ending them."""
+"""Start of a job: ranks of one machine or several are started, watched, restarted and ended."""

@@ -84,5 +84,5 @@ def rank_variables(place: RankPlace, meeting: Meeting, gpus: Sequence[str]) -> d
 
 def child_environment(variables: Mapping[str, str], launcher: str, error_file: str) -> dict[str, str]:
     """Return the environment of a rank's process. ``launcher``, ``error_file``: names of variables with their values
-    are those of ``execution/lifetime.py`` and of torch's elastic agent."""
+    are those of ``launch/lifetime.py`` and of torch's elastic agent."""
     return {**os.environ, **variables, "FLEXRLHF_LAUNCHER": launcher, "TORCHELASTIC_ERROR_FILE": error_file}

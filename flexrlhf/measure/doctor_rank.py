@@ -193,7 +193,7 @@ class Survey:
 
 def main(request_file: str, result: str) -> None:
     """Collect facts as a request file says, for the launcher of this machine."""
-    # as in execution/worker.py
+    # as in launch/worker.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with ErrorReport():

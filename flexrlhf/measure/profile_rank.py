@@ -213,7 +213,7 @@ class PlanProfiler:
 @record
 def main(request_file: str, path: str) -> None:
     """Measure the runs of a request file and write ``path``."""
-    # as in execution/worker.py
+    # as in launch/worker.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     request = json.loads(Path(request_file).read_text())
     runs = request["runs"]

@@ -1,6 +1,6 @@
 """Size of the largest forward or training pass, bounded for texts of whatever lengths.
 
-Engines lay texts out by ``engines/packing.py``. A pass has as many computed tokens as its budget allows, or one text
+Engines lay texts out by ``memory/packed_rows.py``. A pass has as many computed tokens as its budget allows, or one text
 where this alone is more, all texts of a prompt where a loss compares them; its rows are no wider than the widest that
 is tried for its longest text.
 """

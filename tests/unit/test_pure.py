@@ -23,10 +23,11 @@ PURE_FOLDERS = (
 )
 PURE_FILES = [
     *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py"),
-    *(f"execution/{name}.py" for name in ("run_directory", "job", "kept_runs", "execution_engine")),
+    *("runs/run_directory.py", "runs/kept_runs.py", "launch/job.py", "launch/execution_engine.py"),
+    *(f"report/{name}.py" for name in ("comparison", "metric_differences", "recorded_steps", "setting_lines")),
     *(
         str(file.relative_to(PACKAGE))
-        for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation", "side_by_side")
+        for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation")
         for file in sorted((PACKAGE / folder).rglob("*.py"))
         if file.name != "__main__.py"
     ),

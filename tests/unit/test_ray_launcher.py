@@ -140,7 +140,7 @@ def test_a_rank_that_is_lost_is_named_with_its_host() -> None:
 
 def test_an_actor_runs_a_rank_and_reports_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program in the place of the rank's writes a line and an error, and waits for its end."""
-    package = tmp_path / "flexrlhf" / "execution"
+    package = tmp_path / "flexrlhf" / "launch"
     package.mkdir(parents=True)
     program = (
         "import json, os, signal, sys, time\n"
