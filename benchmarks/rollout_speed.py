@@ -24,7 +24,7 @@ from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
 from flexrlhf.engines.factory import make_engine
-from flexrlhf.memory.kv_cache import kv_cache_bytes
+from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout

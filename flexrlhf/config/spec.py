@@ -31,10 +31,18 @@ from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
 from flexrlhf.config.run_arguments import read_vector
-from flexrlhf.config.samples import SamplesSpec
 from flexrlhf.config.strict_model import Exact, StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, either, nearest, shown
+
+
+class SamplesSpec(StrictModel):
+    """Responses that ``runs/<name>/samples.jsonl`` keeps as text, with their scores. They change no number."""
+
+    every: int = Field(
+        10, ge=1, description="steps between two whose training responses are kept; those of the last step always are"
+    )
+    count: int = Field(4, ge=0, description="responses kept of such a step, and of each evaluation; 0: none")
 
 
 def _pair(value: Any) -> Any:

@@ -29,11 +29,11 @@ from flexrlhf.display.plain_lines import print_plainly
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.failures import ErrorReport
-from flexrlhf.launch.hub_commits import check_commits
 from flexrlhf.launch.launchers.job_start import JobStart
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.plan.data_lines import data_line, data_warnings
 from flexrlhf.plan.data_sources import data_sources
+from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.inputs import RunData, load_run_data
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.places import places_of, title_of
@@ -246,3 +246,21 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     """Print a traceback, except for errors that the launcher prints as one sentence."""
     if not issubclass(kind, UserError | RunStopped):
         sys.__excepthook__(kind, error, trace)
+
+
+def check_commits(plan: Plan, world: World) -> None:
+    """Raise UserError where this rank has another commit of a model or a data set than rank 0."""
+    mine = commits(plan.spec, data_sources(plan))
+    if not mine:
+        return
+    store = dist.PrefixStore(f"commits/{plan.spec.name}", world.store)
+    if world.rank == 0:
+        store.set("first", json.dumps(mine))
+    world.wait_for(store, {"first": "rank 0"}, "the commits of models and data", plan.spec.timeout_seconds)
+    first = json.loads(store.get("first"))
+    for setting, commit in mine.items():
+        if commit != first.get(setting):
+            raise UserError(
+                f"{setting}: rank {world.rank} (host {world.host}) has {commit} in its Hub cache, rank 0 has "
+                f"{first.get(setting)}; name the commit, as in {first.get(setting) or commit}"
+            )

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.loggers.base import LoggedRun, Row, RunLogger, Sample
 from flexrlhf.loggers.packages import check_loggers
-from flexrlhf.loggers.state import LoggerState, read_states, write_states
 
 CLASSES = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MlflowLogger"}
 """Class of each logger, in the file of its name."""
@@ -30,6 +30,7 @@ HINTS = {
     "mlflow": "correct tracking_uri, or start its server",
     "tensorboard": "make its directory writable",
 }
+FILE = "loggers.json"
 
 
 class _Attached:
@@ -139,3 +140,33 @@ def _problem(error: Exception) -> str:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@dataclass(frozen=True)
+class LoggerState:
+    """State of one logger.
+
+    identifier:  of the run in its library; None: it has none
+    next_step:   the first step that it has not received
+    """
+
+    identifier: str | None
+    next_step: int
+
+
+def read_states(directory: Path) -> dict[str, LoggerState]:
+    """Return the states of the loggers of the run in ``directory`` by name; none of a run that begins."""
+    path = directory / FILE
+    if not path.exists():
+        return {}
+    try:
+        return {name: LoggerState(**state) for name, state in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(f"{path}: damaged; remove it, and the loggers begin anew") from None
+
+
+def write_states(directory: Path, states: Mapping[str, LoggerState]) -> None:
+    """Write the states, never in part."""
+    fresh = directory / f"{FILE}.writing"
+    fresh.write_text(json.dumps({name: asdict(state) for name, state in states.items()}) + "\n")
+    fresh.replace(directory / FILE)

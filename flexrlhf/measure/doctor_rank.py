@@ -4,16 +4,21 @@ them for its launcher, after each part, so that what was seen before a failure i
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from flexrlhf.comm.interfaces import address_of
 from flexrlhf.comm.world import World, local_device, open_world
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -24,6 +29,7 @@ from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.launch.shared_directories import look_for_probes, sees_rank
 from flexrlhf.measure.facts import (
     ClockFacts,
+    HostFacts,
     JobFacts,
     RankFacts,
     SharedFacts,
@@ -37,12 +43,16 @@ from flexrlhf.measure.facts import (
     read_request,
 )
 from flexrlhf.measure.network import Network
-from flexrlhf.measure.reach import unreachable
-from flexrlhf.measure.speed import measured_tflops
 from flexrlhf.plan.pipeline import make_plans
 
 NUM_PINGS = 5
 """Readings of a clock, of which the fastest counts."""
+CPU_SIDE, CUDA_SIDE = 512, 4096
+SECONDS = 0.5
+"""Time for which products are repeated: a quota of a container is one of each tenth of a second."""
+CONNECT_SECONDS = 5.0
+"""Longest attempt to connect to a machine."""
+_AT_ONCE = 16
 
 
 def survey(request: SurveyRequest, result: Path) -> None:
@@ -206,3 +216,74 @@ def main(request_file: str, result: str) -> None:
 if __name__ == "__main__":
     end_with_launcher()
     main(sys.argv[1], sys.argv[2])
+
+
+def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return TFLOP/s of products of square matrices of ``dtype`` on ``device``."""
+    side = CUDA_SIDE if device.type == "cuda" else CPU_SIDE
+    first, second = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    product = torch.empty(side, side, dtype=dtype, device=device)
+    _multiply(first, second, product)
+    began, times = time.monotonic(), 0
+    while (passed := time.monotonic() - began) < SECONDS:
+        _multiply(first, second, product)
+        times += 1
+    return 2 * side**3 * times / passed / 1e12
+
+
+def _multiply(first: torch.Tensor, second: torch.Tensor, product: torch.Tensor) -> None:
+    torch.mm(first, second, out=product)
+    if product.is_cuda:
+        torch.cuda.synchronize()
+
+
+def unreachable(world: World, store: dist.Store, host: HostFacts, hosts: Sequence[HostFacts], seconds: float) -> str:
+    """Return which of the other machines ``host`` does not reach, as one sentence; empty where it reaches all.
+
+    Called by the first rank of every machine at the same time; none stops to listen before all have tried.
+    """
+    with _listening(host) as address:
+        store.set(f"listens/{host.node}", json.dumps(address))
+        others = [other for other in hosts if other.node != host.node]
+        keys = {f"listens/{other.node}": f"rank {other.ranks[0]}" for other in others}
+        world.wait_for(store, keys, "the addresses of all machines", seconds)
+        targets = [json.loads(store.get(key)) for key in keys]
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            problems = list(threads.map(_problem, targets))
+        store.set(f"tried/{host.node}", "")
+        tried = {f"tried/{other.node}": f"rank {other.ranks[0]}" for other in others}
+        world.wait_for(store, tried, "the connections between machines", 2 * seconds)
+    return "; ".join(
+        f"{host.name} does not reach {target[0]}:{target[1]} of {other.name} ({problem})"
+        for other, target, problem in zip(others, targets, problems, strict=True)
+        if problem
+    )
+
+
+@contextmanager
+def _listening(host: HostFacts) -> Iterator[tuple[str, int]]:
+    """Listen at a free port, and yield the address and the port."""
+    address = _own_address(host.host)
+    with socket.create_server((address, 0), backlog=1024) as listener:
+        yield address, listener.getsockname()[1]
+
+
+def _own_address(name: str) -> str:
+    """Return the IPv4 address where gloo listens: of the interface in its variable, else that of the host's name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    found = address_of(interface) if interface else None
+    try:
+        return found or socket.gethostbyname(name)
+    except socket.gaierror:
+        return "127.0.0.1"
+
+
+def _problem(target: tuple[str, int]) -> str:
+    """Return why no connection can be made; empty where one can."""
+    try:
+        with socket.create_connection((target[0], target[1]), timeout=CONNECT_SECONDS):
+            return ""
+    except TimeoutError:
+        return "no response"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()

@@ -16,7 +16,6 @@ from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import World, posted
 from flexrlhf.errors import RunStopped
 from flexrlhf.measure.facts import GroupFacts, HostFacts, LinkFacts
-from flexrlhf.measure.pairs import partner_of, rounds_of_pairs
 from flexrlhf.placement.groups import Group
 from flexrlhf.plan.plan import Plan
 
@@ -24,6 +23,7 @@ MESSAGE_BYTES = {"gloo": 2**24, "nccl": 2**27}
 """Bytes of a message whose time is that of the link, by back end."""
 NUM_MESSAGES = 4
 """Messages in a direction, after a first one that is not timed."""
+Pair = tuple[int, int]
 
 
 class Network:
@@ -156,3 +156,25 @@ class Network:
 
 def _open_files() -> int:
     return len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
+
+
+def rounds_of_pairs(number: int) -> list[list[Pair]]:
+    """Return rounds in which each of ``number`` members meets every other once, each at most once a round.
+
+    The circle method of tournaments: one member stays in place, the others turn.
+    """
+    circle: list[int | None] = list(range(number))
+    if number % 2:
+        circle.append(None)
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return [pairs for pairs in rounds if pairs]
+
+
+def partner_of(member: int, pairs: list[Pair]) -> int | None:
+    """Return whom ``member`` meets in a round; None where it meets no one."""
+    return next((a if b == member else b for a, b in pairs if member in (a, b)), None)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
-from flexrlhf.memory.kv_cache import kv_cache_bytes
+from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.rollout import KV_BLOCK_TOKENS
 from flexrlhf.weights.lora import as_vllm_allocates
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.weights.shards import last_words, parts_of, shape_on
@@ -279,3 +280,16 @@ def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> in
 def _kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
     """Count parameters that are split alike: layers repeat, and a split depends on shape and the end of a name."""
     return Counter((last_words(name), size) for name, size in parameters)
+
+
+def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
+    """Return the bytes of keys and values of ``generate_tokens`` tokens on each rank of ``model``.
+
+    One block more is counted: vLLM never allocates its first one.
+    """
+    assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
+    blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
+    settings = model.settings
+    blocks_of_stage = Blocks(shape.sizes, DTYPE_BYTES[settings.dtype], settings.tp, False, pp=settings.pp)
+    per_token = blocks_of_stage.kv_bytes_per_token()
+    return blocks * KV_BLOCK_TOKENS * per_token

@@ -7,13 +7,11 @@ from typing import Any
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Loss, Moments
-from flexrlhf.objectives.advantages import ppo_advantages
+from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages, remax_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.covariance import covariant_tokens
 from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores, likelihood, pair_accuracy
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
 from flexrlhf.objectives.importance import rejection
-from flexrlhf.objectives.kto import kto_loss, reference_point
 from flexrlhf.objectives.losses import (
     likelihood_loss,
     on_policy_loss,
@@ -25,10 +23,17 @@ from flexrlhf.objectives.losses import (
     value_loss,
 )
 from flexrlhf.objectives.parity import parity
-from flexrlhf.objectives.preferences import orpo_loss, preference_accuracy, preference_loss, simpo_loss
-from flexrlhf.objectives.returns import reinforce_advantages, remax_advantages
+from flexrlhf.objectives.preferences import (
+    kto_loss,
+    orpo_loss,
+    preference_accuracy,
+    preference_loss,
+    reference_point,
+    simpo_loss,
+)
+from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.objectives.safety import safe_advantages
-from flexrlhf.objectives.weighted_scores import weighted_scores
+from flexrlhf.objectives.surrogates import covariant_tokens
 
 LOSSES: dict[str, Callable[[Any], Loss]] = {
     "kto_loss": kto_loss,

@@ -1,19 +1,27 @@
-"""Runs side by side as text: their numbers first, then their times."""
+"""Runs side by side as text: their numbers and settings first, then their times.
+
+A rank waits while it has no instruction: columns that it needs are still under way, or there is nothing to do for it.
+What it waits for inside a collective is a part of that instruction. A Move's span is its posting alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.config.number_settings import SettingDifference, differences, differing_settings
+from flexrlhf.errors import shown
 from flexrlhf.metrics import METRICS
-from flexrlhf.operators.work import TITLES
+from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.operators.work import TITLES, Work, work_of
 from flexrlhf.report.metric_differences import SAME, MetricDifference, common_steps, metric_differences
 from flexrlhf.report.recorded_steps import RecordedSteps
-from flexrlhf.report.setting_lines import setting_lines
-from flexrlhf.report.step_times import WAITING
-from flexrlhf.report.times_by_kind import StepTimes, mean_times
-from flexrlhf.text import bytes_text, counted, table
+from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
+from flexrlhf.text import bytes_text, counted, shortened, table
+from flexrlhf.timeline import Span
 
 MOST_RANKS = 8
 """Ranks whose waiting is listed one by one."""
@@ -21,6 +29,10 @@ HIDDEN = f"that differ by less than {SAME:g} of their size (--all lists them)"
 LEAST_SECONDS = 5e-4
 """Work that takes less in every run is not listed."""
 MAIN = frozenset(metric.name for metric in METRICS if metric.progress)
+WIDEST = 110
+"""Characters of a line."""
+MOST_CHARACTERS = 80
+"""Characters of a value."""
 
 
 def format_runs(runs: Sequence[RecordedSteps], shows_all: bool = False) -> str:
@@ -131,3 +143,91 @@ def _share(times: StepTimes, seconds: float) -> str:
 
 def _cells(times: Sequence[StepTimes | None], text: Callable[[StepTimes], str]) -> list[str]:
     return ["-" if each is None else text(each) for each in times]
+
+
+def setting_lines(difference: SettingDifference) -> Iterator[str]:
+    """Yield the lines of one setting, of lists of mappings those of each key that differs."""
+    for each in _inner(difference):
+        text = f"a setting that numbers depend on differs: {each.key} is {_text(each.first)} and {_text(each.second)}"
+        yield from textwrap.wrap(
+            text, WIDEST, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+
+
+def _inner(difference: SettingDifference) -> Iterator[SettingDifference]:
+    """Yield the differences within two lists of mappings of other lengths, by place."""
+    first, second = (_by_place(value) for value in (difference.first, difference.second))
+    if first is None or second is None:
+        yield difference
+    else:
+        yield from differences(first, second, difference.key)
+
+
+def _by_place(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return {str(place): item for place, item in enumerate(value)}
+    return None
+
+
+def _text(value: Any) -> str:
+    """Return a value; of a mapping, which the other run lacks, what is set in it."""
+    return shown(_set(value)) if isinstance(value, dict) else shortened(shown(value), MOST_CHARACTERS)
+
+
+def _set(value: Any) -> Any:
+    """Return a value without the keys that are null or empty in its mappings."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _set(item) for key, item in value.items() if item is not None and item != [] and item != {}}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a run's steps by kind of work, and bytes that cross between ranks.
+
+    steps:        the steps that count, by number: all but the first, in which libraries load
+    seconds:      of one step
+    work:         title of a kind of work → seconds in one step, mean over ranks
+    waiting:      rank → seconds in one step without an instruction
+    moved_bytes:  bytes of columns that cross between ranks in one step
+    synced_bytes: bytes of weights that do
+    """
+
+    steps: range
+    seconds: float
+    work: Mapping[str, float]
+    waiting: Mapping[int, float]
+    moved_bytes: float
+    synced_bytes: float
+
+    @property
+    def mean_waiting(self) -> float:
+        """Mean over ranks."""
+        return sum(self.waiting.values()) / len(self.waiting)
+
+
+def mean_times(spans: Sequence[Span], kinds: Mapping[str, OperatorKind]) -> StepTimes | None:
+    """Return the times of a run's steps; None without spans. ``kinds``: of operators, by name."""
+    times = settled_steps(step_times(spans, is_complete=True))
+    if not times:
+        return None
+    steps, start, end = range(times[0].step, times[-1].step + 1), times[0].start, times[-1].end
+
+    def work(span: Span) -> Work:
+        return work_of(span.kind, kinds.get(span.label.rpartition(" on ")[0]))
+
+    ranks = busy_seconds(spans, start, end, work)
+    sums = {kind: sum(seconds.get(kind, 0.0) for seconds in ranks.values()) for kind in TITLES}
+    counted = [span for span in spans if span.step in steps]
+    return StepTimes(
+        steps=steps,
+        seconds=(end - start) / len(steps),
+        work={TITLES[kind]: seconds / len(ranks) / len(steps) for kind, seconds in sums.items() if seconds},
+        waiting={rank: max(0.0, end - start - sum(busy.values())) / len(steps) for rank, busy in ranks.items()},
+        moved_bytes=_bytes(counted, "move") / len(steps),
+        synced_bytes=_bytes(counted, "sync") / len(steps),
+    )
+
+
+def _bytes(spans: Sequence[Span], kind: str) -> int:
+    return sum(span.bytes_sent or 0 for span in spans if span.kind == kind)

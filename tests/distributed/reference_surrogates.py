@@ -13,7 +13,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms import ImportanceSpec, PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.hashing import mixed, place_hash
-from flexrlhf.objectives.covariance import PURPOSE
+from flexrlhf.objectives.surrogates import PURPOSE
 
 
 def surrogate(policy: PolicySpec, response: Response, logprobs: Tensor, kept: Tensor, terms: Terms) -> Tensor:

@@ -20,10 +20,10 @@ from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
-from flexrlhf.engines.growing_cache import growing_cache
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.passes import Passes
+from flexrlhf.engines.prefill import growing_cache
 from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.stop_strings import completes_stop

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.engines.torch.loss_scale import LossScale
+from flexrlhf.engines.torch.update import LossScale
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAST = {"learning_rate": 0.01, "eps": 1e-4}

@@ -13,7 +13,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.spec import ModelSpec, RolloutSpec
 from flexrlhf.engines.base import Batch, EngineContext, Sampling, StageRanks
 from flexrlhf.engines.models import load_model
-from flexrlhf.memory.kv_cache import kv_cache_bytes
+from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName

@@ -21,8 +21,8 @@ from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
 from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch, advise
-from flexrlhf.guideline.advice.changes import _times
 from flexrlhf.guideline.advice.proposals import spec_of
+from flexrlhf.guideline.advice.refusal import _times
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
     GPUS,

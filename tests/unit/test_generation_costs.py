@@ -14,10 +14,17 @@ import pytest
 
 from benchmarks.calibration import generation
 from benchmarks.systems.engines import DECODERS, TABLES
-from flexrlhf.guideline.costs.batching import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
 from flexrlhf.guideline.costs.decoders import host_factor
-from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
+from flexrlhf.guideline.costs.generation import (
+    EVEN_BINS,
+    TAIL_BINS,
+    decode_phases,
+    generate_cost,
+    length_bins,
+    prefill_cost,
+    step_cost,
+)
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.overheads import NONE
 from flexrlhf.guideline.costs.transformer import Transformer

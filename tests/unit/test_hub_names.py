@@ -21,7 +21,7 @@ from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.hub import hub_name
 from flexrlhf.errors import UserError
-from flexrlhf.launch.hub_commits import check_commits
+from flexrlhf.launch.worker import check_commits
 from flexrlhf.plan.hub_names import with_names, with_snapshots
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan

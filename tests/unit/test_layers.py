@@ -111,7 +111,7 @@ RULES = (
     ),
     # facts are judged, and figures compared, without torch
     Layer(
-        "measure.checks measure.facts measure.libraries measure.pairs measure.host_checks measure.job_checks "
+        "measure.checks measure.facts measure.host_checks measure.job_checks "
         "measure.doctor_report measure.profiled_models measure.profile_text verify.sides verify.tolerances "
         "verify.deviation",
         f"measure verify guideline.costs {PURE_LAUNCH} {PURE_RUNS} plan {PURE_ENGINES} {PLANNING}",

@@ -19,8 +19,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.loggers import packages
 from flexrlhf.loggers import tensorboard as tensorboard_logger
 from flexrlhf.loggers.base import Row
-from flexrlhf.loggers.run_loggers import open_loggers
-from flexrlhf.loggers.state import read_states
+from flexrlhf.loggers.run_loggers import open_loggers, read_states
 
 EACH = ["tensorboard", "wandb", "mlflow"]
 Raw = dict[str, Any]

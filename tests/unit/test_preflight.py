@@ -31,9 +31,8 @@ from flexrlhf.measure.facts import (
     dump_job,
     load_job,
 )
-from flexrlhf.measure.host import available_memory
-from flexrlhf.measure.libraries import judge_libraries
-from flexrlhf.measure.pairs import partner_of, rounds_of_pairs
+from flexrlhf.measure.host import available_memory, judge_libraries
+from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.plan.disk_space import planned_disk
 from flexrlhf.plan.plan import Plan

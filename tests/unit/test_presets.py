@@ -17,10 +17,9 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import Batch, Outputs, Totals
-from flexrlhf.objectives.advantages import ppo_advantages
+from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.losses import policy_loss, value_loss
-from flexrlhf.objectives.returns import reinforce_advantages
 
 ENGINES = ("verl", "openrlhf", "trl", "deepspeed-chat", "safe-rlhf")
 

@@ -24,7 +24,7 @@ PURE_FOLDERS = (
 PURE_FILES = [
     *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py"),
     *("runs/run_directory.py", "runs/kept_runs.py", "launch/job.py", "launch/execution_engine.py"),
-    *(f"report/{name}.py" for name in ("comparison", "metric_differences", "recorded_steps", "setting_lines")),
+    *(f"report/{name}.py" for name in ("comparison", "metric_differences", "recorded_steps")),
     *(
         str(file.relative_to(PACKAGE))
         for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation")

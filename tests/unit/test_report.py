@@ -19,12 +19,11 @@ from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_t
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.bytes_picture import between_nodes, edge_bytes
-from flexrlhf.report.command import write_plan_page, write_report
+from flexrlhf.report.command import plan_of_run, write_plan_page, write_report
 from flexrlhf.report.curves import MOST_POINTS, curves_of, further_curves, main_curves
 from flexrlhf.report.instruction_style import InstructionStyles
 from flexrlhf.report.memory_picture import memory_pictures, peak_parts
 from flexrlhf.report.placement_picture import columns_of, placement_picture
-from flexrlhf.report.planned_run import plan_of_run
 from flexrlhf.report.prediction import Prediction, predict_run
 from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.report.samples_table import sample_groups, spread

@@ -13,8 +13,7 @@ import pytest
 
 from flexrlhf.errors import RunStopped
 from flexrlhf.runs.file_server import serve_files
-from flexrlhf.runs.remote_files import RemoteFiles
-from flexrlhf.runs.run_files import RunFiles
+from flexrlhf.runs.run_files import RemoteFiles, RunFiles
 
 
 @pytest.fixture

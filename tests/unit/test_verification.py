@@ -21,7 +21,6 @@ from flexrlhf.verify.comparison import _column as compare_column
 from flexrlhf.verify.comparison_text import format_table
 from flexrlhf.verify.deviation import Deviation, first_beyond
 from flexrlhf.verify.sides import short_spec, side_text
-from flexrlhf.verify.ties import find_tie
 from flexrlhf.verify.tolerances import (
     BFLOAT16,
     BITWISE,
@@ -35,6 +34,7 @@ from flexrlhf.verify.tolerances import (
     Limits,
     limits_for,
 )
+from flexrlhf.verify.verify import find_tie
 
 
 def column(values: Tensor, operator: str = "values") -> RecordedColumn:

@@ -27,7 +27,6 @@ from flexrlhf.engines.base import (
 )
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.megatron.config import gradient_config, transformer_config
-from flexrlhf.engines.megatron.groups import process_groups
 from flexrlhf.engines.megatron.names import Named, named_rows
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.process import mark_as_shard, prepare_process
@@ -237,3 +236,34 @@ def _finalize(
 ) -> None:
     """Sum the gradients over ranks. Losses are divided already, so that no number of tokens divides them."""
     finalize_model_grads(model, None, pg_collection, force_all_reduce)
+
+
+def process_groups(context: EngineContext, ranks: StageRanks) -> ProcessGroupCollection:
+    """Return the groups of this rank; a rank that is alone in one has a group of its own there."""
+    alone = context.alone
+    assert alone is not None, "the plan has a group of one rank for every rank of a Megatron model"
+
+    def group(of: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        return alone if of is None else of
+
+    dp, tp = group(context.dp.group), group(context.tp.group)
+    stages, replica, ends = group(ranks.stages.group), group(ranks.replica.group), group(ranks.ends.group)
+    return ProcessGroupCollection(
+        tp=tp,
+        pp=stages,
+        mp=replica,
+        embd=ends,
+        pos_embd=alone,
+        dp=dp,
+        dp_cp=dp,
+        intra_dp_cp=dp,
+        intra_dist_opt=group(ranks.model.group),
+        cp=alone,
+        tp_cp=tp,
+        ep=alone,
+        expt_tp=tp,
+        tp_ep=tp,
+        tp_ep_pp=replica,
+        expt_dp=dp,
+        intra_expt_dp=dp,
+    )
