@@ -24,8 +24,7 @@ from torch import Tensor
 from flexrlhf.comm.buffers import BufferPool
 from flexrlhf.comm.checksum import checksum
 from flexrlhf.comm.point_to_point import Begun, Message, exchange
-from flexrlhf.comm.regions import view_of
-from flexrlhf.comm.trained_values import TrainedValues
+from flexrlhf.comm.trained_values import TrainedValues, view_of
 from flexrlhf.comm.weights import WeightGather, Weights
 from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec

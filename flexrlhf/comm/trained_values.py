@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from torch import Tensor
 
-from flexrlhf.comm.regions import view_of
 from flexrlhf.comm.weights import Weights, merged
 from flexrlhf.config.spec import LoraSpec
+from flexrlhf.weights.boxes import Box
 from flexrlhf.weights.lora import merged_from
-from flexrlhf.weights.shards import Parts
+from flexrlhf.weights.shards import Part, Parts
 from flexrlhf.weights.transfer_plan import Region
 
 
@@ -38,3 +40,23 @@ class TrainedValues:
         rows, columns = (slice(side.start, side.stop) for side in region.box)
         values = view_of(self.weights[base].detach(), part, region.box).float()
         return merged(self.lora, values, self.adapters[a][:, columns], self.adapters[b][rows])
+
+
+def view_of(local: Tensor, part: Part, box: Box) -> Tensor:
+    """Return the elements of ``box``, which are within ``part``, as a view of ``local``: the tensor of that part.
+
+    ``local`` has as many elements as ``part``; where this is a flat range, they are contiguous.
+    """
+    offsets = [side.start - whole.start for side, whole in zip(box, part.box, strict=True)]
+    sizes = [len(whole) for whole in part.box]
+    if part.flat is None:
+        shaped = local.view(sizes)
+        return shaped[tuple(slice(at, at + len(side)) for at, side in zip(offsets, box, strict=True))]
+    strides = _strides(sizes)
+    first = sum(at * stride for at, stride in zip(offsets, strides, strict=True)) - part.flat.start
+    return local.as_strided(tuple(map(len, box)), strides, local.storage_offset() + first)
+
+
+def _strides(sizes: list[int]) -> tuple[int, ...]:
+    """Return the row-major strides of a tensor of ``sizes``."""
+    return tuple(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1] if sizes else ()

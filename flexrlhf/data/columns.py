@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexrlhf.config.templates import render, template_fields
+from flexrlhf.config.rows import render, template_fields
 from flexrlhf.data.files import Row, json_type
 from flexrlhf.errors import UserError, nearest
 

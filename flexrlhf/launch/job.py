@@ -13,7 +13,7 @@ from typing import IO
 from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import Preempted, UserError
 from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.loggers.packages import check_loggers
+from flexrlhf.loggers.base import check_loggers
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.plan.plan import Plan

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
 
 Row = Mapping[str, Any]
 """Row of metrics.jsonl: numbers, and words such as the rollout engine."""
 Sample = Mapping[str, Any]
 """Line of samples.jsonl."""
 SAMPLE_COLUMNS = ("step", "rows", "row", "prompt", "response", "length", "finished", "score", "cost")
+
+MODULES = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+}
+"""Modules that a logger imports; the extra has its name."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +70,14 @@ def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]
     """Return the columns that some sample has, and a row for each sample."""
     columns = [name for name in SAMPLE_COLUMNS if any(name in sample for sample in samples)]
     return columns, [[sample.get(name) for name in columns] for sample in samples]
+
+
+def check_loggers(spec: Spec) -> None:
+    """Raise UserError for a logger whose library is not installed."""
+    for logger in spec.loggers:
+        for module in MODULES[logger.name]:
+            if find_spec(module) is None:
+                raise UserError(
+                    f"loggers: {logger.name} needs the package {module}, which is not installed; "
+                    f"pip install 'flexrlhf[{logger.name}]'"
+                )

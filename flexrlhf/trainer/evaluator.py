@@ -11,12 +11,12 @@ from flexrlhf.runs.recorded_columns import EVALUATION_PREFIX
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run
 from flexrlhf.trainer.column_files import record_columns
-from flexrlhf.trainer.input_columns import input_columns
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
 from flexrlhf.trainer.run_operator import OperatorContext, OperatorRun, run_operator
 from flexrlhf.trainer.samples import collect_samples
 from flexrlhf.trainer.sampling_settings import evaluation_sampling
+from flexrlhf.trainer.step_inputs import input_columns
 
 
 class Evaluator:

@@ -16,7 +16,7 @@ from small_runs import PPO
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
-from flexrlhf.loggers import packages
+from flexrlhf.loggers import base as packages
 from flexrlhf.loggers import tensorboard as tensorboard_logger
 from flexrlhf.loggers.base import Row
 from flexrlhf.loggers.run_loggers import open_loggers, read_states
