@@ -72,6 +72,11 @@ class Operator:
         return None
 
     @property
+    def is_rare(self) -> bool:
+        """Whether most steps skip it."""
+        return self.every > 1
+
+    @property
     def extra_reads(self) -> tuple[str, ...]:
         """Columns of the further texts that ``extra_loss`` trains on."""
         return tuple(name for name in self.reads if self.extra_loss and name.endswith(f".{self.extra_loss}"))

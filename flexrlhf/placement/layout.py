@@ -157,3 +157,8 @@ class BatchShape:
         """Return the rows of ``prompts``: all samples of each."""
         n = self.samples_per_prompt
         return tuple(prompt * n + sample for prompt in prompts for sample in range(n))
+
+
+def common_range(first: range, second: range) -> range:
+    """Return what two ranges, such as of mini-batches, have in common."""
+    return range(max(first.start, second.start), min(first.stop, second.stop))

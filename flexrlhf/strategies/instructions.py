@@ -37,6 +37,31 @@ class Instruction:
         """Text that names it in tables, timelines and errors."""
         raise NotImplementedError
 
+    @property
+    def uses(self) -> tuple[ModelName, ...]:
+        """Models whose weights it reads, computes with or moves, apart from the copy that it ``fills``."""
+        return ()
+
+    @property
+    def fills(self) -> tuple[ModelName, ...]:
+        """Copies that it gives other weights."""
+        return ()
+
+    @property
+    def period(self) -> int:
+        """Steps from one time that it is due to the next."""
+        return 1
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether it is no part of a usual step: evaluating and saving models, and the gate between engines."""
+        return False
+
+    @property
+    def proceeds_in_background(self) -> bool:
+        """Whether ranks begin it and go on: rows that move, and weights that are stored when they are used."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Periodic(Instruction):
@@ -44,6 +69,14 @@ class _Periodic(Instruction):
 
     every: int = 1
     at_end: bool = False
+
+    @property
+    def period(self) -> int:
+        return self.every
+
+    @property
+    def is_rare(self) -> bool:
+        return self.at_end
 
     def due(self, step: int, steps: int) -> bool:
         last = self.at_end and step == steps - 1
@@ -57,6 +90,18 @@ class Run(Instruction):
     operator: Operator
     model: ModelName
     mini_batches: range
+
+    @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return (self.model,)
+
+    @property
+    def period(self) -> int:
+        return self.operator.every
+
+    @property
+    def is_rare(self) -> bool:
+        return self.operator.is_rare
 
     @property
     def is_statistic(self) -> bool:
@@ -81,6 +126,10 @@ class Move(Instruction):
     destinations: tuple[str, ...]
     primitive: Primitive
     transfers: tuple[Transfer, ...]
+
+    @property
+    def proceeds_in_background(self) -> bool:
+        return True
 
     @property
     def edge(self) -> str:
@@ -112,6 +161,18 @@ class Sync(_Periodic):
     overlaps: bool = False
 
     @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return (self.source,)
+
+    @property
+    def fills(self) -> tuple[ModelName, ...]:
+        return (self.destination,)
+
+    @property
+    def proceeds_in_background(self) -> bool:
+        return self.overlaps
+
+    @property
     def label(self) -> str:
         return f"weights {self.source} -> {self.destination}"
 
@@ -140,6 +201,14 @@ class Eval(_Periodic):
         return tuple(dict.fromkeys(run.model for run in self.runs))
 
     @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return self.models
+
+    @property
+    def is_rare(self) -> bool:
+        return True
+
+    @property
     def label(self) -> str:
         return f"{', '.join(self.models)} on the evaluation set"
 
@@ -153,6 +222,14 @@ class Save(_Periodic):
 
     model: ModelName
     best: str | None = None
+
+    @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return (self.model,)
+
+    @property
+    def is_rare(self) -> bool:
+        return True
 
     @property
     def label(self) -> str:
@@ -171,6 +248,14 @@ class Checkpoint(_Periodic):
     models: tuple[ModelName, ...]
 
     @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return self.models
+
+    @property
+    def is_rare(self) -> bool:
+        return True
+
+    @property
     def label(self) -> str:
         return ", ".join(self.models)
 
@@ -180,6 +265,10 @@ class Release(_Periodic):
     """Freeing of the weights of a copy, on each of ``ranks`` by itself, until a Sync refills it."""
 
     model: ModelName
+
+    @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return (self.model,)
 
     @property
     def label(self) -> str:
@@ -200,6 +289,10 @@ class _Residence(_Periodic):
     rare: bool = False
     is_refilled: bool = False
 
+    @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return (self.model,)
+
     def due(self, step: int, steps: int) -> bool:
         return super().due(step, steps) if self.rare else step >= 0
 
@@ -214,15 +307,3 @@ class Offload(_Residence):
 
 class Reload(_Residence):
     """Transfer of them back to the device."""
-
-
-def models_of(instruction: Instruction) -> tuple[ModelName, ...]:
-    """Return the models whose weights an instruction uses, apart from the copy that a Sync fills."""
-    match instruction:
-        case Run() | Save() | Release() | Offload() | Reload():
-            return (instruction.model,)
-        case Eval() | Checkpoint():
-            return instruction.models
-        case Sync():
-            return (instruction.source,)
-    return ()

@@ -73,17 +73,10 @@ class Residency:
     offloaded: dict[int, tuple[ModelName, ...]]
 
 
-def models_of(instruction: Instruction, placed: Iterable[ModelName]) -> tuple[ModelName, ...]:
-    """Return the models among ``placed`` that an instruction uses."""
-    match instruction:
-        case Run(model=name) | Save(model=name):
-            touched: tuple[ModelName, ...] = (name,)
-        case Eval(models=names):
-            touched = names
-        case Sync(source=source, destination=destination):
-            touched = (source, destination)
-        case _:
-            touched = ()
+def resident_models(instruction: Instruction, placed: Iterable[ModelName]) -> tuple[ModelName, ...]:
+    """Return the models among ``placed`` that an instruction needs on the device: a checkpoint also copies from host
+    memory."""
+    touched = (*instruction.uses, *instruction.fills) if isinstance(instruction, Run | Save | Eval | Sync) else ()
     return tuple(name for name in placed if name in touched)
 
 
@@ -125,7 +118,7 @@ class _Walk:
     def walk(self) -> None:
         self.before, self.after = defaultdict(list), defaultdict(list)
         for index, instruction in enumerate(self.instructions):
-            needed = models_of(instruction, self.placed) if self.rank in instruction.ranks else ()
+            needed = resident_models(instruction, self.placed) if self.rank in instruction.ranks else ()
             missing = [name for name in needed if name not in self.on_device]
             room = self.capacity - self.memory.needed_for(self.rank, instruction) if needed else self.capacity
             victims = self._victims(index, needed, missing, room) if needed else []
@@ -160,7 +153,7 @@ class _Walk:
         length = len(self.instructions)
         for distance in range(1, length + 1):
             instruction = self.instructions[(index + distance) % length]
-            touched = self.rank in instruction.ranks and name in models_of(instruction, self.placed)
+            touched = self.rank in instruction.ranks and name in resident_models(instruction, self.placed)
             if touched and not _is_rare(instruction):
                 return distance
         return length + 1
@@ -174,9 +167,9 @@ class _Walk:
             instruction = self.instructions[later % length]
             if self.rank not in instruction.ranks or _is_rare(instruction):
                 continue
-            if name in models_of(instruction, self.placed):
+            if name in resident_models(instruction, self.placed):
                 return False
-            if models_of(instruction, self.placed):
+            if resident_models(instruction, self.placed):
                 return not any(_generates(each, name) for each in self.instructions[index + 1 :])
         return False
 
@@ -231,7 +224,7 @@ def _with_refilled(instructions: Sequence[Instruction], placement: Placement) ->
             users = [
                 use
                 for use in (*instructions[index + 1 :], *instructions[:index])
-                if set(use.ranks) & set(each.ranks) and models_of(use, [each.model])
+                if set(use.ranks) & set(each.ranks) and resident_models(use, [each.model])
             ]
             yield replace(each, is_refilled=is_whole and isinstance(users[0], Sync) and not _is_rare(users[0]))
         else:

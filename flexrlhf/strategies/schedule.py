@@ -17,7 +17,7 @@ from itertools import groupby
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
@@ -198,7 +198,7 @@ class Builder:
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on."""
-        both = _common(self.mini_batches(reader), self.mini_batches(writer))
+        both = common_range(self.mini_batches(reader), self.mini_batches(writer))
         needs = self._needs(self.model_of(reader.operator), both)
         return any(not prompts <= self.available[column].get(rank, set()) for rank, prompts in needs.items())
 
@@ -232,10 +232,6 @@ class Builder:
             transfers=tuple(transfers),
             chunk=chunk,
         )
-
-
-def _common(first: range, second: range) -> range:
-    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def with_syncs(

@@ -11,7 +11,7 @@ from flexrlhf.comm.sync import Receipt, SyncChannel, WeightMover
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.placement.names import ModelName
-from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Sync, models_of
+from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Sync
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
@@ -69,7 +69,7 @@ class WeightSyncs:
         """
         if self._unstored:
             is_alone = isinstance(instruction, Offload | Reload)
-            for name in models_of(instruction):
+            for name in instruction.uses:
                 if not (is_alone and name in self._unstored and self._channels[name].plan.is_sent_on):
                     self._store(name)
 

@@ -24,7 +24,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import schedule_table
 from flexrlhf.strategies.evaluation_batches import EvaluationShape, evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run, Save
-from flexrlhf.strategies.residency import models_of
+from flexrlhf.strategies.residency import resident_models
 from flexrlhf.text import rank_marks
 
 HELD_OUT = "eval={path: held_out.jsonl, every: 2}"
@@ -140,8 +140,8 @@ def test_its_moves_have_groups_and_bytes_of_its_own_samples() -> None:
 
 def test_the_evaluated_models_must_be_there_where_they_are_placed() -> None:
     evaluation = evaluation_of(plan_of(HALVES, 2, HELD_OUT))
-    assert models_of(evaluation, ("actor", "critic", "ref")) == ("actor",)
-    assert models_of(evaluation, ("actor", "critic", "reward")) == ("actor", "reward")
+    assert resident_models(evaluation, ("actor", "critic", "ref")) == ("actor",)
+    assert resident_models(evaluation, ("actor", "critic", "reward")) == ("actor", "reward")
 
 
 def test_its_price_is_that_of_its_operators() -> None:

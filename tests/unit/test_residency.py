@@ -11,7 +11,7 @@ from small_runs import plan_of
 
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload, Reload, Run, Sync
-from flexrlhf.strategies.residency import DeviceMemory, models_of
+from flexrlhf.strategies.residency import DeviceMemory, resident_models
 from flexrlhf.strategies.schedule import walk
 
 SIX = "placement=[0.5,0.5,0.5,0.5,0.5,0.5]"
@@ -48,7 +48,7 @@ def replay(plan: Plan, rank: int) -> list[int]:
                 assert name in away, f"{name} is taken back twice"
                 away.discard(name)
             case _:
-                touched = models_of(item, placed)
+                touched = resident_models(item, placed)
                 assert not away & set(touched), f"{item.label} touches {away & set(touched)}"
                 resting = sum(memory.state(rank, name) for name in placed if name not in away)
                 needs += [resting + memory.needed_for(rank, item)] if touched else []
@@ -99,7 +99,7 @@ def least_of(plan: Plan, rank: int) -> list[int]:
     """What each instruction needs with nothing there but the models that it touches."""
     placed = tuple(model.name for model in plan.placement.on_rank(rank))
     memory = DeviceMemory(plan.sizing, plan.cluster, plan.batch)
-    mine = [(item, models_of(item, placed)) for item in plan.schedule.for_rank(rank)]
+    mine = [(item, resident_models(item, placed)) for item in plan.schedule.for_rank(rank)]
     return [
         sum(memory.state(rank, name) for name in touched) + memory.needed_for(rank, item)
         for item, touched in mine

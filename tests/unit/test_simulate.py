@@ -22,7 +22,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
-from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, is_rare, simulate, write_timeline
+from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
 from flexrlhf.placement.devices import DeviceClass
@@ -249,7 +249,7 @@ def test_shares_of_a_step_are_no_more_than_all_of_it(plan: Plan) -> None:
 
 
 def test_rare_instructions_do_not_count_in_the_seconds_of_a_step(plan: Plan) -> None:
-    regular = tuple(each for each in plan.schedule.instructions if not is_rare(each))
+    regular = tuple(each for each in plan.schedule.instructions if not each.is_rare)
     without = replace(plan, schedule=replace(plan.schedule, instructions=regular))
     assert simulate(without, AnalyticCosts()).seconds == pytest.approx(simulate(plan, AnalyticCosts()).seconds)
 

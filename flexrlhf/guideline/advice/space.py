@@ -37,14 +37,13 @@ from flexrlhf.guideline.simulation.pricing import (
     rows_bytes,
     synced_weights,
 )
-from flexrlhf.guideline.simulation.simulate import is_rare_operator
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.old_logprobs import recomputes_next_to_generation
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.dtypes import all_compute_in_bfloat16
-from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.layout import BatchShape, Layout, common_range
 from flexrlhf.placement.names import ROLLOUT, ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
@@ -171,7 +170,7 @@ class Space:
     def operators(self) -> tuple[Operator, ...]:
         """Operators that run in every step."""
         graph = self.whole_graph
-        return tuple(operator for operator in graph.operators if not is_rare_operator(operator))
+        return tuple(operator for operator in graph.operators if not operator.is_rare)
 
     @cached_property
     def whole_graph(self) -> Graph:
@@ -416,10 +415,7 @@ class Space:
 
     def _rows_bytes(self, writer: schedule.OperatorTask, reader: schedule.OperatorTask) -> int:
         """Bytes of the rows that ``reader`` reads of ``writer``."""
-        common = range(
-            max(self.mini_batches(writer).start, self.mini_batches(reader).start),
-            min(self.mini_batches(writer).stop, self.mini_batches(reader).stop),
-        )
+        common = common_range(self.mini_batches(writer), self.mini_batches(reader))
         return rows_bytes(self.batch, Lengths.of(self.spec), writer.operator, reader.operator, common)
 
     def _rows_seconds(

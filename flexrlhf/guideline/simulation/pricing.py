@@ -28,7 +28,7 @@ from flexrlhf.operators.compared_texts import compares_texts
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.layout import BatchShape, Layout, common_range
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.relation import relation_of
 from flexrlhf.plan.plan import Plan
@@ -304,8 +304,7 @@ class Pricer:
 
     def rows_cost(self, writer: Run, reader: Run) -> Cost:
         """Return the seconds in which what ``reader`` reads of ``writer`` moves from the one's ranks to the other's."""
-        first, second = writer.mini_batches, reader.mini_batches
-        common = range(max(first.start, second.start), min(first.stop, second.stop))
+        common = common_range(writer.mini_batches, reader.mini_batches)
         size = rows_bytes(self.plan.batch, self.plan.lengths, writer.operator, reader.operator, common)
         return self.model_link(writer.model, reader.model).rows_cost(self.costs, size)
 

@@ -19,22 +19,17 @@ from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
-from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import (
-    Checkpoint,
-    Eval,
     Instruction,
     Move,
     Offload,
     Release,
     Reload,
     Run,
-    Save,
     Sync,
-    models_of,
 )
 from flexrlhf.timeline import Span, write_trace
 
@@ -48,11 +43,11 @@ class PricedInstruction:
 
     @property
     def is_rare(self) -> bool:
-        return is_rare(self.instruction)
+        return self.instruction.is_rare
 
     @property
     def every(self) -> int:
-        return every_of(self.instruction)
+        return self.instruction.period
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ class Simulation:
         """Shares of one rank; what proceeds in the background does not count."""
         busy = {True: 0.0, False: 0.0}
         for item in self.regular:
-            if rank in item.instruction.ranks and not proceeds_in_background(item.instruction):
+            if rank in item.instruction.ranks and not item.instruction.proceeds_in_background:
                 busy[isinstance(item.instruction, Run)] += item.cost.seconds / item.every
         period = self.seconds or 1.0
         return TimeShares(busy[True] / period, busy[False] / period)
@@ -218,35 +213,6 @@ def _steady(pricer: Pricer, priced: Sequence[PricedInstruction], blocks: Sequenc
     return steady_seconds(timed_instructions(pricer, regular, blocks), len(blocks))
 
 
-def is_rare(instruction: Instruction) -> bool:
-    """Whether it is no part of a usual step: evaluating and saving models, and the gate between engines."""
-    match instruction:
-        case Save() | Eval() | Checkpoint():
-            return True
-        case Run():
-            return is_rare_operator(instruction.operator)
-        case Offload() | Reload() | Release() | Sync():
-            return instruction.at_end
-    return False
-
-
-def is_rare_operator(operator: Operator) -> bool:
-    """Whether most steps skip ``operator``."""
-    return operator.every > 1
-
-
-def proceeds_in_background(instruction: Instruction) -> bool:
-    """Whether ranks begin it and go on: rows that move, and weights that are stored when they are used."""
-    return isinstance(instruction, Move) or (isinstance(instruction, Sync) and instruction.overlaps)
-
-
-def every_of(instruction: Instruction) -> int:
-    """Return the steps from one time that it is due to the next."""
-    if isinstance(instruction, Run):
-        return instruction.operator.every
-    return int(getattr(instruction, "every", 1))
-
-
 def blocks_of(instructions: Sequence[Instruction], num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return groups of ranks that execute the same of ``instructions``; idle ranks are left out."""
     work: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -285,7 +251,7 @@ def _with_copies(
     if isinstance(instruction, Sync) and instruction.overlaps:
         trained = [i for i, run in runs if run.model == instruction.source and run.operator.kind == "train"]
         return replace(timed, fills=copies.index(instruction.destination), after=tuple(trained[-1:]))
-    used = [copies.index(name) for name in models_of(instruction) if name in copies]
+    used = [copies.index(name) for name in instruction.uses if name in copies]
     return replace(timed, uses=tuple(used)) if used else timed
 
 
@@ -343,6 +309,6 @@ def _span(instruction: Instruction, visit: Visit, rank: int, sent: int) -> Span:
     start, end, arrived = visit.arrived, visit.end, visit.arrived
     if isinstance(instruction, Run):
         start = max(arrived, visit.ready)
-    if proceeds_in_background(instruction):
+    if instruction.proceeds_in_background:
         return Span(rank, kind, instruction.label, visit.step, chunk, start, start, bytes_sent=sent)
     return Span(rank, kind, instruction.label, visit.step, chunk, start, end, waited=start - arrived)
