@@ -11,6 +11,7 @@ from flexrlhf.cli.working import working
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.data_lines import absent_line, data_line, data_warnings
 from flexrlhf.plan.data_sources import DataSource
 from flexrlhf.plan.plan import Plan
@@ -25,7 +26,7 @@ def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
     with working("planning"):
         found = planned(specs)
     for _, text in found:
-        if text:
+        if text and Hosts().is_first:
             typer.echo(text + "\n")
     return [plan for plan, _ in found]
 

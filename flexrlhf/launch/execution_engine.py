@@ -68,7 +68,7 @@ class ExecutionEngine:
         from flexrlhf.guideline.advice.auto import planned
 
         ((self.plan, text),) = planned([spec])
-        if text:
+        if text and Hosts().is_first:
             print(text)
         if not force:
             check_fits(self.plan)
