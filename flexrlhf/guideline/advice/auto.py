@@ -59,10 +59,8 @@ def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
 
 def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
     """Return ``spec`` with the placement to use, and what was chosen; as it is, and no text, where its own is used."""
-    is_open, has_gpus = (
-        "placement" not in spec.model_fields_set,
-        has_known_gpus(spec.cluster, make_cluster(spec.cluster)),
-    )
+    is_open = "placement" not in spec.model_fields_set
+    has_gpus = has_known_gpus(spec.cluster, make_cluster(spec.cluster))
     if spec.placement != "auto" and not (is_open and (has_gpus or _is_on_cpu(spec))):
         return spec, ""
     # what follows loads numpy and the tables of costs, which most commands do without
