@@ -213,11 +213,6 @@ def main(request_file: str, result: str) -> None:
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    end_with_launcher()
-    main(sys.argv[1], sys.argv[2])
-
-
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Return TFLOP/s of products of square matrices of ``dtype`` on ``device``."""
     side = CUDA_SIDE if device.type == "cuda" else CPU_SIDE
@@ -287,3 +282,8 @@ def _problem(target: tuple[str, int]) -> str:
         return "no response"
     except OSError as error:
         return (error.strerror or str(error)).lower()
+
+
+if __name__ == "__main__":
+    end_with_launcher()
+    main(sys.argv[1], sys.argv[2])
