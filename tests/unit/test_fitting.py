@@ -167,6 +167,12 @@ def test_optimizer_states_go_to_host_memory_where_nothing_fits_otherwise() -> No
     assert "since a search finds no placement that fits" in text and plan.model("actor").engine == "torch"
 
 
+def test_settings_that_deepspeed_has_not_leave_the_refusal_as_it_is() -> None:
+    spec = unwritten(*PPO, "models.actor.init=qwen2.5-72b", NODES["one class"], "models.actor.tp=2")
+    ((_, text),) = planned([spec])
+    assert "since a search finds no placement that fits: no placement of these models fits the devices" in text
+
+
 def test_cpu_ranks_get_a_placement_and_models_keep_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eight lines of README without their placement."""
     tiny = ("algorithm.prompts_per_step=64", "algorithm.num_mini_batches=4", "cluster={devices: 2, device: cpu}")

@@ -171,9 +171,14 @@ def advise(
     if not feasible and (last := last_resort(base)) is not None:
         feasible, _ = ranked([last])
     if not feasible and (other := _on_deepspeed(spec)) is not spec:
-        found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, explains=False)
-        if found.feasible:
-            return found
+        try:
+            found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, explains=False)
+        except UserError:
+            # settings that are written, such as tp, which this engine has not
+            pass
+        else:
+            if found.feasible:
+                return found
     refusal = refusal_text(base, rejected) if explains and not feasible else ""
     advice = Advice(
         feasible, rejected, by_rules.rules, tuple(compared.searches), perf_counter() - began, margin, refusal
@@ -185,7 +190,7 @@ def _on_deepspeed(spec: Spec) -> Spec:
     """Return ``spec`` with the engine whose optimizer states can be in host memory, for trained models whose engine is
     not written; itself where there is none, and on devices that are no GPUs of known classes."""
     of_all, trained = spec.models.all, make_graph(spec).trained
-    models = {role: spec.models.of(role) or ModelSpec() for role in trained}
+    models = {role: spec.models.of(role) or of_all or ModelSpec() for role in trained}
     opened = {role: model for role, model in models.items() if "engine" not in model.model_fields_set}
     is_written = of_all is not None and "engine" in of_all.model_fields_set
     if is_written or not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
