@@ -84,6 +84,21 @@ class _Periodic(Instruction):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _OfModel(_Periodic):
+    """A periodic instruction on one placed model."""
+
+    model: ModelName
+
+    @property
+    def uses(self) -> tuple[ModelName, ...]:
+        return (self.model,)
+
+    @property
+    def label(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run(Instruction):
     """One operator on one placed model, over whole mini-batches."""
 
@@ -214,18 +229,13 @@ class Eval(_Periodic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save(_Periodic):
+class Save(_OfModel):
     """Gather of one trained model's weights on its ranks; the first of them writes a Hugging Face directory.
 
     ``best``: metric of the evaluation before it; the model is written only if that is the best so far.
     """
 
-    model: ModelName
     best: str | None = None
-
-    @property
-    def uses(self) -> tuple[ModelName, ...]:
-        return (self.model,)
 
     @property
     def is_rare(self) -> bool:
@@ -261,22 +271,12 @@ class Checkpoint(_Periodic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release(_Periodic):
+class Release(_OfModel):
     """Freeing of the weights of a copy, on each of ``ranks`` by itself, until a Sync refills it."""
-
-    model: ModelName
-
-    @property
-    def uses(self) -> tuple[ModelName, ...]:
-        return (self.model,)
-
-    @property
-    def label(self) -> str:
-        return self.model
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Residence(_Periodic):
+class _Residence(_OfModel):
     """Transfer of a model between device and host memory, on each of ``ranks`` by itself.
 
     It is due in every round of the list, also while a lagging batch drains.
@@ -285,20 +285,11 @@ class _Residence(_Periodic):
     is_refilled:  a Sync overwrites all weights before they are read, so none are copied.
     """
 
-    model: ModelName
     rare: bool = False
     is_refilled: bool = False
 
-    @property
-    def uses(self) -> tuple[ModelName, ...]:
-        return (self.model,)
-
     def due(self, step: int, steps: int) -> bool:
         return super().due(step, steps) if self.rare else step >= 0
-
-    @property
-    def label(self) -> str:
-        return self.model
 
 
 class Offload(_Residence):
