@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from test_layers import LAYERS, PLANNING
+from test_pure import TORCH
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
@@ -405,15 +405,6 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert page.read_text() == expected, f"{page.relative_to(ROOT)}: write it with `python docs/generate.py`"
 
 
-def names_in(cell: str) -> set[str]:
-    return set(re.findall(r"`(\w+)`", cell)) | (folders(PLANNING) if "*planning*" in cell else set())
-
-
-def folders(modules: str) -> set[str]:
-    """``engines`` for ``engines.base``."""
-    return {module.partition(".")[0] for module in modules.split()}
-
-
 def test_each_guarantee_has_a_default_test() -> None:
     """Unless its row says where else it is tested."""
     rows = [line for line in (ROOT / "docs" / "guarantees.md").read_text().splitlines() if "`tests/" in line]
@@ -435,10 +426,11 @@ def has_default_test(file: Path) -> bool:
 
 
 def test_the_table_of_rooms_is_that_of_the_layers() -> None:
-    rows = re.findall(r"^\| (`.*?) \| (.*?) ?\| (yes|no) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    shown = [(names_in(modules), names_in(imported), torch) for modules, imported, torch in rows]
-    expected = [
-        (folders(layer.modules), folders(layer.may_import) - folders(layer.modules), "yes" if layer.torch else "no")
-        for layer in LAYERS
-    ]
-    assert shown == expected
+    rows = re.findall(r"^\| (`[^|]*) \| (yes|no) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    shown = [(folder, torch == "yes") for folders, torch in rows for folder in re.findall(r"`(\w+)`", folders)]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for layer in reversed(contracts[0]["layers"]):
+        folders = set(layer.split(" | "))
+        here, shown = shown[: len(folders)], shown[len(folders) :]
+        assert set(here) == {(folder, folder in TORCH) for folder in folders}
+    assert shown == []

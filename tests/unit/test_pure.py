@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,23 +16,17 @@ import flexrlhf
 
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
 PAGE = {"plotly", "jinja2"}
-"""What pages of runs and plans are made with."""
+"""Libraries that pages of runs and plans are made with."""
 PACKAGE = Path(flexrlhf.__file__).parent
-PURE_FOLDERS = (
-    *("display", "config", "data", "rewards", "operators", "placement"),
-    *("weights", "memory", "strategies", "plan", "cli"),
+TORCH = ("comm", "engines", "launch", "measure", "objectives", "runs", "trainer", "verify")
+"""Folders whose modules may load torch, but for ``PURE``."""
+ARRAYS = ("guideline/advice", "guideline/search", "report")
+"""Folders whose modules may load numpy."""
+PURE = (
+    *("engines/capabilities", "runs/run_directory", "runs/kept_runs", "launch/job", "launch/execution_engine"),
+    *("report/comparison", "report/metric_differences", "report/recorded_steps"),
 )
-PURE_FILES = [
-    *("errors.py", "metrics.py", "text.py", "timeline.py", "engines/capabilities.py"),
-    *("runs/run_directory.py", "runs/kept_runs.py", "launch/job.py", "launch/execution_engine.py"),
-    *(f"report/{name}.py" for name in ("comparison", "metric_differences", "recorded_steps")),
-    *(
-        str(file.relative_to(PACKAGE))
-        for folder in (*PURE_FOLDERS, "guideline/costs", "guideline/simulation")
-        for file in sorted((PACKAGE / folder).rglob("*.py"))
-        if file.name != "__main__.py"
-    ),
-]
+"""Modules of folders above that load neither: commands begin with them."""
 IMPORT_ALL = """
 import importlib, json, sys
 for name in json.loads(sys.argv[1]):
@@ -55,16 +50,29 @@ def python(code: str, argument: object, directory: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def module_of(file: str) -> str:
-    return ".".join(("flexrlhf", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
+def modules(folders: Iterable[str], others: Iterable[str] = ()) -> list[str]:
+    """Names of ``others`` and of all modules that are not in ``folders``."""
+    files = (file.relative_to(PACKAGE) for file in sorted(PACKAGE.rglob("*.py")) if file.name != "__main__.py")
+    pure = (file for file in files if not any(file.is_relative_to(folder) for folder in folders))
+    names = (str(file.with_suffix("")) for file in pure)
+    return [f"flexrlhf/{name}".removesuffix("/__init__").replace("/", ".") for name in (*names, *others)]
 
 
-def test_pure_modules_import_nothing_heavy(tmp_path: Path) -> None:
-    modules = [module_of(file) for file in PURE_FILES]
-    assert len(modules) > 100
-    (loaded,) = python(IMPORT_ALL, modules, tmp_path)
-    assert set(modules) <= set(json.loads(loaded))
-    assert not HEAVY & set(json.loads(loaded))
+@pytest.mark.parametrize(
+    ("names", "heavy"),
+    [(modules((*TORCH, *ARRAYS), PURE), HEAVY), (modules(TORCH), HEAVY - {"numpy"})],
+    ids=["pure", "arrays"],
+)
+def test_pure_modules_import_nothing_heavy(names: list[str], heavy: set[str], tmp_path: Path) -> None:
+    assert len(names) > 100
+    (loaded,) = python(IMPORT_ALL, names, tmp_path)
+    assert set(names) <= set(json.loads(loaded))
+    assert not heavy & set(json.loads(loaded))
+
+
+def test_a_process_for_reward_functions_loads_little(tmp_path: Path) -> None:
+    (loaded,) = python(IMPORT_ALL, ["flexrlhf.rewards.worker_calls"], tmp_path)
+    assert not (HEAVY | {"pydantic", "yaml", "rich"}) & set(json.loads(loaded))
 
 
 def test_planning_imports_nothing_heavy(tmp_path: Path) -> None:
