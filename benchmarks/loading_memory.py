@@ -81,8 +81,7 @@ def write_checkpoint(directory: Path, parameters: float) -> int:
     import torch
     from transformers import AutoConfig
 
-    from flexrlhf.runs.checkpoint import model_writer
-    from flexrlhf.runs.weight_writer import TensorForm
+    from flexrlhf.runs.model_directory import TensorForm, model_writer
     from flexrlhf.weights.shapes import count_elements, llama_like_shapes
 
     config = model_config(parameters)
@@ -199,8 +198,7 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
 def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: bool) -> None:
     """Gather the weights bucket by bucket; the first rank writes them, all at the end if ``is_whole``."""
     from flexrlhf.comm.weights import WeightGather
-    from flexrlhf.runs.checkpoint import model_writer, save_model
-    from flexrlhf.runs.weight_writer import TensorForm
+    from flexrlhf.runs.model_directory import TensorForm, model_writer, save_model
     from flexrlhf.weights.buckets import bucket_names
     from flexrlhf.weights.shapes import model_shape
     from flexrlhf.weights.shards import parts_on

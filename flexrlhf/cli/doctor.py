@@ -76,7 +76,7 @@ def run_preflight(
     quiet_torch()
     from flexrlhf.measure.checks import closing_line, failed, format_checks
     from flexrlhf.measure.doctor import Waits, preflight
-    from flexrlhf.runs.resumption import resume_runs
+    from flexrlhf.runs.resume import resume_runs
 
     runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
     if not runs:

@@ -31,8 +31,8 @@ def export(
 
     Of the newest one of a run, or of a checkpoint.
     """
-    from flexrlhf.runs.export import export, find_trained_model
+    from flexrlhf.runs.export import export_model, find_trained_model
 
     found = find_trained_model(run, model)
-    export(found, output, merge_adapters, dtype, force)
+    export_model(found, output, merge_adapters, dtype, force)
     typer.echo(f"{found.role} of {found.origin} written to {output}")

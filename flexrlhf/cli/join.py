@@ -28,7 +28,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     from flexrlhf.launch.job import checked_job
     from flexrlhf.launch.job_offer import find_job
     from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at
-    from flexrlhf.runs.resumption import resumed
+    from flexrlhf.runs.resume import resumed
 
     job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)
     orders = job.offer.orders

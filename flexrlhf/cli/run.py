@@ -125,7 +125,7 @@ def _check_fresh(fresh: bool, configs: Sequence[Path] | None, resume: str | None
 
 def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
     from flexrlhf.plan.inputs import check_runs
-    from flexrlhf.runs.resumption import resume_runs
+    from flexrlhf.runs.resume import resume_runs
 
     resume_runs(tuple(plans), resume)
     files = []

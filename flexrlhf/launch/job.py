@@ -19,10 +19,8 @@ from flexrlhf.plan.inputs import check_runs
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.free_space import check_free_space
-from flexrlhf.runs.kept_runs import keep_runs
-from flexrlhf.runs.resumption import Resumption, is_finished, resume_runs, resumed
+from flexrlhf.runs.resume import Resumption, RunOrder, is_finished, keep_runs, resume_runs, resumed
 from flexrlhf.runs.run_directory import moved_run, prepare_directory, read_status
-from flexrlhf.runs.run_order import RunOrder
 
 
 @dataclass(frozen=True)

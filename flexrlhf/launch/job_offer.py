@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.runs.run_order import RunOrder, dump_orders, load_orders
+from flexrlhf.runs.resume import RunOrder
 
 OFFER = "offer"
 
@@ -29,16 +29,8 @@ class JobOffer:
     max_restarts: int
 
 
-def dump_offer(offer: JobOffer) -> str:
-    """Return an offer as text, which ``load_offer`` reads."""
-    raw = {"orders": dump_orders(offer.orders), "nnodes": offer.nnodes, "max_restarts": offer.max_restarts}
-    return json.dumps(raw)
-
-
-def load_offer(text: str) -> JobOffer:
-    """Return the offer of ``dump_offer``."""
-    raw = json.loads(text)
-    return JobOffer(tuple(load_orders(raw["orders"])), raw["nnodes"], raw["max_restarts"])
+JOB_OFFER = TypeAdapter(JobOffer)
+"""JSON of an offer."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def find_job(endpoint: Endpoint, seconds: float) -> OpenJob:
     notice = Notice(f"this machine waits for a job at {endpoint}")
     store = agreement_store(connect_store(endpoint, seconds, notice))
     await_keys(store, {OFFER: "node 0"}, seconds, notice)
-    return OpenJob(load_offer(store.get(OFFER).decode()), store)
+    return OpenJob(JOB_OFFER.validate_json(store.get(OFFER)), store)
 
 
 def agreement_store(store: dist.Store) -> dist.Store:

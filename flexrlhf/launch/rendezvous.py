@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
 from flexrlhf.errors import UserError
 from flexrlhf.launch.agreement import Member, agree
-from flexrlhf.launch.job_offer import OFFER, JobOffer, agreement_store, dump_offer, taken_key
+from flexrlhf.launch.job_offer import JOB_OFFER, OFFER, JobOffer, agreement_store, taken_key
 from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
@@ -65,7 +65,7 @@ class NodeRendezvous(RendezvousHandler):
         hosts, store = self._hosts, agreement_store(self._opened())
         self._take_number(store)
         if hosts.is_first_node:
-            store.set(OFFER, dump_offer(offer))
+            store.set(OFFER, JOB_OFFER.dump_json(offer).decode())
         member = Member(hosts.node_rank, hosts.nnodes, socket.gethostname())
         return agree(store, member, plans, make_terms, self._join_seconds)
 

@@ -33,7 +33,7 @@ from flexrlhf.launch.rank_watch import silence_limit
 from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.placement.hosts import NVIDIA_DRIVER, Hosts
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.run_order import OWN, SHARED, RunOrder, dump_orders
+from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
 from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW
 
@@ -102,7 +102,7 @@ def launch(
     directories = [order.spec.directory for order in orders]
     with TemporaryDirectory(prefix="flexrlhf-") as directory:
         file, stop, events = (Path(directory) / name for name in ("orders.json", "stop", "events.jsonl"))
-        file.write_text(dump_orders(orders))
+        file.write_bytes(ORDERS.dump_json(orders))
         saves = all(order.spec.checkpoint.on_signal for order in orders)
         with saving_on_signals(stop, saves):
             ranks = ["flexrlhf.launch.rank", str(file), str(stop), SHARED if shares else OWN]

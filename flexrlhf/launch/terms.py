@@ -17,8 +17,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import shown
 from flexrlhf.placement.hosts import with_device
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.fingerprints import input_digests
-from flexrlhf.runs.library_versions import needed_versions
+from flexrlhf.runs.fingerprints import input_digests, needed_versions
 from flexrlhf.text import counted
 
 MOST_NAMED = 3

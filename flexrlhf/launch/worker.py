@@ -39,9 +39,9 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.places import places_of, title_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.manifest import checkpoints_of
+from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
 from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, writing_to
 from flexrlhf.runs.run_files import RunFiles, open_run_files
-from flexrlhf.runs.run_order import OWN, RunOrder, dump_orders, load_orders
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.memory_meter import MemoryMeter
 from flexrlhf.trainer.starting_point import choose_start
@@ -120,10 +120,10 @@ def _agreed(job: JobStart, world: World) -> Iterator[bool]:
 def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:
     """Return rank 0's orders: a machine with directories of its own has not found the checkpoints."""
     if world.rank == 0:
-        world.store.set("orders", dump_orders(orders))
+        world.store.set("orders", ORDERS.dump_json(orders).decode())
         return orders
     world.wait_for(world.store, {"orders": "rank 0"}, "the orders of rank 0", seconds)
-    return load_orders(world.store.get("orders").decode())
+    return ORDERS.validate_json(world.store.get("orders"))
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def main(orders_file: str, stop_file: str, directories: str, events_file: str = 
     with ErrorReport():
         events = Path(events_file) if events_file else None
         shares = directories != OWN
-        work(load_orders(Path(orders_file).read_text()), Path(stop_file), shares=shares, events_file=events)
+        work(ORDERS.validate_json(Path(orders_file).read_bytes()), Path(stop_file), shares=shares, events_file=events)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -19,7 +19,7 @@ from flexrlhf.measure.facts import JobFacts, SurveyRequest, load_job, write_requ
 from flexrlhf.measure.host import host_facts
 from flexrlhf.placement.hosts import Hosts, under_torchrun
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.resumption import Resumption
+from flexrlhf.runs.resume import Resumption
 
 END_SECONDS = 30.0
 """Longest wait for node 0 to end a preflight before its run begins."""

@@ -22,9 +22,9 @@ from flexrlhf.measure.job_checks import check_disk
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.fingerprints import declared_requirements, needed_extras, needed_libraries
 from flexrlhf.runs.free_space import disk_demands
-from flexrlhf.runs.library_versions import declared_requirements, needed_extras, needed_libraries
-from flexrlhf.runs.resumption import Resumption
+from flexrlhf.runs.resume import Resumption
 
 SHARED_MEMORY = Path("/dev/shm")
 _MEMORY = Path("/proc/meminfo")

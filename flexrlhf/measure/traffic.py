@@ -20,7 +20,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
-from flexrlhf.runs.checkpoint import save_model
+from flexrlhf.runs.model_directory import save_model
 from flexrlhf.strategies.instructions import Move
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.weights.shapes import ModelShape

@@ -6,19 +6,16 @@ Tensors are read and written one after another, so that no more than one is in m
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
 from flexrlhf.comm.weights import merged
-from flexrlhf.config.spec import Dtype, LoraSpec, ModelSpec, SavedDtype, Spec
+from flexrlhf.config.spec import Dtype, ModelSpec, SavedDtype, Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.chat import read_chat_format
@@ -27,11 +24,9 @@ from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.plan.end_tokens import end_tokens, usage_files
 from flexrlhf.plan.inputs import load_tokenizer
-from flexrlhf.runs.checkpoint import TOKENIZER_FILES, save_adapters
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
-from flexrlhf.runs.piece_files import PieceReader, piece_key
-from flexrlhf.runs.run_directory import replace_directory
-from flexrlhf.runs.weight_writer import ModelFiles, TensorForm, forms_of
+from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
+from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.model_files import stored_tensors, weight_files
@@ -45,7 +40,7 @@ class TrainedModel:
     role:       its name.
     settings:   of the model.
     config:     its Hugging Face config as text.
-    tokenizer:  directory with the run's tokenizer; None where that is gone.
+    tokenizer:  directory with the run's tokenizer; None if that is gone.
     usage:      further files that say how the model is used (``usage_files``), by name.
     reader:     its tensors.
     origin:     the checkpoint.
@@ -73,13 +68,13 @@ class TrainedModel:
 def find_trained_model(run: Path, role: str | None) -> TrainedModel:
     """Return a trained model of the newest undamaged checkpoint in ``run``, a run's or a checkpoint's directory.
 
-    ``role``: None: the actor, or the only one. Raises UserError where there is none.
+    ``role``: None: the actor, or the only one. Raises UserError if there is none.
     """
     found = [run] if (run / MANIFEST).is_file() else checkpoints_of(run)
     if not found:
         raise UserError(
             f"{run}: no checkpoint in it; models that the run has saved are already directories of transformers "
-            f"({', '.join(_saved_models(run)) or 'none here'})"
+            f"({', '.join(str(path.parent) for path in sorted(run.glob('*/config.json'))) or 'none here'})"
         )
     checkpoint, manifest = _newest_undamaged(found)
     roles = sorted(manifest.progress.numbers)
@@ -105,7 +100,9 @@ def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:
     return usage_files(template, policy, eos, eos[0] if pad is None else pad)
 
 
-def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: SavedDtype, replaces: bool = False) -> None:
+def export_model(
+    model: TrainedModel, output: Path, merge_adapters: bool, dtype: SavedDtype, replaces: bool = False
+) -> None:
     """Write ``model`` into the directory ``output``, which must not exist or be empty.
 
     Adapters are written as such, or with ``merge_adapters`` added to their base weights. ``dtype``: ``auto``: that in
@@ -118,26 +115,17 @@ def export(model: TrainedModel, output: Path, merge_adapters: bool, dtype: Saved
         tensors = {name: model.tensor(name).to(chosen) for name in model.names}
         save_adapters(output, tensors, model.settings, model.tokenizer, texts=model.usage)
         return
-    fresh = output.with_name(output.name + ".writing")
-    shutil.rmtree(fresh, ignore_errors=True)
-    _write_whole(model, fresh, chosen)
-    replace_directory(fresh, output)
-
-
-def _write_whole(model: TrainedModel, output: Path, dtype: torch.dtype) -> None:
-    """Write all weights of a model, its config and its tokenizer into a new directory."""
-    lora, config = model.settings.lora, AutoConfig.for_model(**json.loads(model.config))
-    with _base_tensors(model.settings) as base:
-        read = _reader(model, lora, base)
-        names = model.names if lora is None else sorted({*base.names, *_heads(model)})
-        _write_model(output, names, lambda name: read(name).to(dtype).contiguous())
-    config.dtype = dtype
-    config.save_pretrained(output)
-    for name in TOKENIZER_FILES:
-        if model.tokenizer is not None and (Path(model.tokenizer) / name).is_file():
-            shutil.copy(Path(model.tokenizer) / name, output / name)
-    for name, text in model.usage.items():
-        (output / name).write_text(text, encoding="utf-8")
+    config = AutoConfig.for_model(**json.loads(model.config))
+    config.dtype = chosen
+    base = _base_tensors(model.settings)
+    read = _reader(model, base)
+    names = sorted({*base, *(name for name in model.names if lora is None or ".lora_" not in name)})
+    forms: dict[str, TensorForm] = {}
+    for name in names:
+        forms |= forms_of({name: read(name).to(chosen)})
+    with model_writer(output, forms, config, model.tokenizer, texts=model.usage) as files:
+        for name in names:
+            files.write({name: read(name).to(chosen)})
 
 
 def _check_output(output: Path, replaces: bool) -> None:
@@ -154,15 +142,11 @@ def _check_output(output: Path, replaces: bool) -> None:
 
 
 def _saved_type(settings: ModelSpec) -> Dtype:
-    """Return the type in which a run saves a model with ``settings``; of its files, as far as these are still there."""
+    """Return the type in which a run saves a model: the type of its files, as far as these are still there."""
     if settings.save_dtype != "auto":
         return settings.save_dtype
     path = Path(settings.path) if settings.path is not None and settings.lora is None else None
     return stored_type(stored_tensors("the base model", path)) if path is not None and path.is_dir() else "float32"
-
-
-def _saved_models(run: Path) -> list[str]:
-    return [str(path.parent) for path in sorted(run.glob("*/config.json"))] if run.is_dir() else []
 
 
 def _newest_undamaged(found: list[Path]) -> tuple[Path, Manifest]:
@@ -180,25 +164,10 @@ def _newest_undamaged(found: list[Path]) -> tuple[Path, Manifest]:
     raise UserError(problems[0])
 
 
-def _heads(model: TrainedModel) -> list[str]:
-    """Return trained parameters that are no adapters."""
-    return [name for name in model.names if ".lora_" not in name]
-
-
-@dataclass(frozen=True)
-class _BaseTensors:
-    """Tensors of the model that adapters change, by name; none where there are no adapters."""
-
-    names: tuple[str, ...]
-    read: Callable[[str], Tensor]
-
-
-@contextmanager
-def _base_tensors(settings: ModelSpec) -> Iterator[_BaseTensors]:
-    """Open the files of the base model."""
+def _base_tensors(settings: ModelSpec) -> dict[str, safe_open]:
+    """Open the files of the model that adapters change: name of a tensor → its file; none without adapters."""
     if settings.lora is None:
-        yield _BaseTensors((), lambda _: torch.empty(0))
-        return
+        return {}
     if settings.path is None:
         raise UserError("--merge-adapters: the base model has no path, it was made of random weights")
     if has_adapters(settings.path):
@@ -207,31 +176,18 @@ def _base_tensors(settings: ModelSpec) -> Iterator[_BaseTensors]:
             f"--merge-adapters first, and load the adapters of this one on the result"
         )
     files = [safe_open(path, framework="pt") for path in weight_files("the base model", Path(settings.path))]
-    owners = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-    yield _BaseTensors(tuple(owners), lambda name: owners[name].get_tensor(name).float())
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
-def _reader(model: TrainedModel, lora: LoraSpec | None, base: _BaseTensors) -> Callable[[str], Tensor]:
+def _reader(model: TrainedModel, base: Mapping[str, safe_open]) -> Callable[[str], Tensor]:
     """Return a function from the name of a weight to its tensor, with adapters merged."""
-    trained = set(model.names)
+    trained, lora = set(model.names), model.settings.lora
 
     def read(name: str) -> Tensor:
         if name in trained:
             return model.tensor(name)
-        plain = base.read(name)
+        plain: Tensor = base[name].get_tensor(name).float()
         _, a, b = merged_from(name)
         return merged(lora, plain, model.tensor(a), model.tensor(b)) if lora is not None and a in trained else plain
 
     return read
-
-
-def _write_model(output: Path, names: list[str], read: Callable[[str], Tensor]) -> None:
-    """Write safetensors files, with an index where there are several; one tensor at a time is in memory."""
-    output.mkdir(parents=True, exist_ok=True)
-    forms: dict[str, TensorForm] = {}
-    for name in names:
-        forms |= forms_of({name: read(name)})
-    files = ModelFiles(output, forms)
-    for name in sorted(names):
-        files.write({name: read(name)})
-    files.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from flexrlhf.errors import UserError
 from flexrlhf.plan.disk_space import DiskNeed, planned_disk
 from flexrlhf.runs.manifest import FOLDER
-from flexrlhf.runs.resumption import Resumption
+from flexrlhf.runs.resume import Resumption
 from flexrlhf.text import bytes_text
 
 

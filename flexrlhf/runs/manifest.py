@@ -125,10 +125,10 @@ def damage(directory: Path, name: str, entry: FileEntry) -> str | None:
     size = path.stat().st_size
     if size != entry.num_bytes:
         return f"{name} has {size} of {entry.num_bytes} bytes"
-    return None if checksum(path) == entry.sha256 else f"{name} has another checksum than when it was written"
+    return None if file_checksum(path) == entry.sha256 else f"{name} has another checksum than when it was written"
 
 
-def checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     """Return the sha256 digest of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -143,9 +143,9 @@ def write_durably(path: Path, contents: bytes) -> FileEntry:
     return FileEntry(len(contents), hashlib.sha256(contents).hexdigest())
 
 
-def sync_directory(directory: Path) -> None:
-    """Put the names in ``directory`` on disk, such as a rename."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Put a file on disk, or the names in a directory, such as a rename."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

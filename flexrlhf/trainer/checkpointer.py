@@ -21,18 +21,18 @@ import torch.distributed as dist
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped
 from flexrlhf.plan.inputs import data_digest
-from flexrlhf.runs.library_versions import library_versions
+from flexrlhf.runs.fingerprints import library_versions
 from flexrlhf.runs.manifest import (
     FileEntry,
     Manifest,
     Progress,
     checkpoint_directory,
     checkpoints_of,
-    sync_directory,
+    sync_to_disk,
     write_durably,
     write_manifest,
 )
-from flexrlhf.runs.piece_files import Piece, piece_file, write_pieces, write_tensors
+from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
 from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.timeline import Timeline
 from flexrlhf.trainer.controller_states import ControllerStates
@@ -253,9 +253,9 @@ def _files_writer(
 
 def _replace(fresh: Path, whole: Path) -> None:
     """Give a filled directory its final name, on disk when this returns."""
-    sync_directory(fresh)
+    sync_to_disk(fresh)
     if whole.exists():
         # of an attempt that went on from an earlier checkpoint
         shutil.rmtree(whole)
     os.rename(fresh, whole)
-    sync_directory(whole.parent)
+    sync_to_disk(whole.parent)

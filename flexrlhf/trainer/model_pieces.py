@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from flexrlhf.engines.base import WEIGHTS, StateTensor
-from flexrlhf.runs.piece_files import Piece, piece_key
+from flexrlhf.runs.tensor_files import Piece, piece_key
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.weights.pieces import written_names
 from flexrlhf.weights.shards import Part, Parts, trained_parts

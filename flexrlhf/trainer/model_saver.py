@@ -14,8 +14,7 @@ from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.plan.end_tokens import usage_files
 from flexrlhf.plan.inputs import chat_format
-from flexrlhf.runs.checkpoint import model_writer, save_adapters
-from flexrlhf.runs.weight_writer import TensorForm
+from flexrlhf.runs.model_directory import TensorForm, model_writer, save_adapters
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.errors import UserError
-from flexrlhf.runs.piece_files import PieceReader, piece_key
+from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.trainer.checkpointer import RunState

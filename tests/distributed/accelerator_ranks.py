@@ -13,7 +13,7 @@ import host_accelerator
 import torch.distributed as dist
 
 from flexrlhf.launch import worker
-from flexrlhf.runs.run_order import RunOrder, load_orders
+from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.trainer.trainer import Trainer
 
@@ -40,4 +40,4 @@ if __name__ == "__main__":
     host_accelerator.register(Path(sys.argv[1]))
     dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
     worker.Trainer = CountingTrainer  # type: ignore[misc]
-    worker.work([on_accelerator(order) for order in load_orders(Path(sys.argv[2]).read_text())])
+    worker.work([on_accelerator(order) for order in ORDERS.validate_json(Path(sys.argv[2]).read_bytes())])

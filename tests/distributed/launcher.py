@@ -28,8 +28,8 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.recorded_columns import EVALUATION_PREFIX
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import prepare_directory, read_lines
-from flexrlhf.runs.run_order import RunOrder
 
 
 @dataclass(frozen=True)

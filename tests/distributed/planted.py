@@ -20,7 +20,7 @@ from flexrlhf.engines import passes
 from flexrlhf.engines.base import Totals
 from flexrlhf.launch import worker
 from flexrlhf.objectives import advantages
-from flexrlhf.runs.run_order import RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.trainer import run_operator
 from flexrlhf.trainer.weight_syncs import WeightSyncs
 

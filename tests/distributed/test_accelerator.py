@@ -26,8 +26,8 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.manifest import checkpoint_directory
+from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.runs.run_directory import prepare_directory
-from flexrlhf.runs.run_order import RunOrder, dump_orders
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Run, Save, Sync
 
 pytestmark = [
@@ -116,7 +116,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     orders += [RunOrder(each.plan.spec) for each in equal.values()]
     for each in (whole, resumed, *equal.values()):
         prepare_directory(each.plan, format_plan(each.plan), continues=False).close()
-    (directory / "orders").write_text(dump_orders(orders))
+    (directory / "orders").write_bytes(ORDERS.dump_json(orders))
     library = host_accelerator.built(Path(request.config.cache.mkdir("accelerator")))
     run_ranks("accelerator_ranks", library, directory / "orders", number=2, seconds=800)
     return Outcomes(equal, whole, resumed)

@@ -23,8 +23,8 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import prepare_directory, read_lines
-from flexrlhf.runs.run_order import RunOrder
 
 Raw = dict[str, Any]
 STEPS, BEST_STEP = 3, 1

@@ -15,8 +15,8 @@ from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import prepare_directory
-from flexrlhf.runs.run_order import RunOrder
 
 pytestmark = pytest.mark.timeout(900)
 INIT = {

@@ -26,7 +26,7 @@ from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.manifest import checkpoint_directory
-from flexrlhf.runs.run_order import RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.strategies.instructions import Checkpoint, Offload, Reload, Run
 
 pytestmark = pytest.mark.timeout(3600)

@@ -22,8 +22,8 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.runs.resume import ORDERS, SHARED, RunOrder
 from flexrlhf.runs.run_directory import prepare_directory
-from flexrlhf.runs.run_order import SHARED, RunOrder, dump_orders
 from flexrlhf.verify.comparison import compare_runs
 from flexrlhf.verify.comparison_text import format_verdict
 from flexrlhf.verify.deviation import Deviation, first_beyond
@@ -84,7 +84,7 @@ def run(plans: Sequence[Plan], directory: Path) -> None:
     for plan in plans:
         prepare_directory(plan, format_plan(plan), continues=False).close()
     file = directory / "orders.json"
-    file.write_text(dump_orders([RunOrder(plan.spec) for plan in plans]))
+    file.write_bytes(ORDERS.dump_json([RunOrder(plan.spec) for plan in plans]))
     logging.getLogger("torchelastic-events-null").disabled = True
     with patch.dict(os.environ, RANK_ENVIRONMENT):
         start_ranks(["planted", str(file), str(directory / "stop"), SHARED], plans[0], Hosts(), factory=warm_factory())

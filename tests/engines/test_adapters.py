@@ -15,7 +15,7 @@ from flexrlhf.engines.base import Loss
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS
-from flexrlhf.runs.checkpoint import save_adapters
+from flexrlhf.runs.model_directory import save_adapters
 
 peft = pytest.importorskip("peft")
 

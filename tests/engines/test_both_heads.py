@@ -38,7 +38,7 @@ from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.runs.checkpoint import save_adapters, save_model
+from flexrlhf.runs.model_directory import save_adapters, save_model
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape
 

@@ -20,8 +20,8 @@ from flexrlhf.config.yaml_io import write_yaml
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.manifest import Manifest, Progress, checkpoint_directory, write_durably, write_manifest
-from flexrlhf.runs.piece_files import Piece, piece_file, write_pieces
 from flexrlhf.runs.run_directory import RunStatus, write_status
+from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces
 from flexrlhf.weights.shapes import llama_like_shapes
 from flexrlhf.weights.shards import whole
 

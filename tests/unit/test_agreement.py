@@ -14,12 +14,12 @@ from small_runs import plan_of
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch import agreement, shared_directories
 from flexrlhf.launch.agreement import Member, agree
-from flexrlhf.launch.job_offer import JobOffer, OpenJob, dump_offer, load_offer
+from flexrlhf.launch.job_offer import JOB_OFFER, JobOffer, OpenJob
 from flexrlhf.launch.shared_directories import Sharing
 from flexrlhf.launch.terms import Sides, Terms, difference, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
-from flexrlhf.runs.run_order import RunOrder
+from flexrlhf.runs.resume import RunOrder
 
 TERMS = Terms(3, 0, ("seed: 0\n",), {"torch": "2.13.0"}, {"errors.py": "1"}, {"data.path rows.jsonl": "ab"})
 ENDINGS = {
@@ -145,7 +145,7 @@ def test_a_digest_covers_small_files_whole_and_large_ones_by_their_blocks(tmp_pa
 
 def offered(plan: Plan) -> OpenJob:
     offer = JobOffer((RunOrder(plan.spec, (Path("runs/a/checkpoints/step-2"),)),), 3, 1)
-    assert load_offer(dump_offer(offer)) == offer
+    assert JOB_OFFER.validate_json(JOB_OFFER.dump_json(offer)) == offer
     return OpenJob(offer, dist.HashStore())
 
 

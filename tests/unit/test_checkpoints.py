@@ -28,8 +28,7 @@ from flexrlhf.runs.manifest import (
     write_durably,
     write_manifest,
 )
-from flexrlhf.runs.piece_files import Piece, PieceReader, piece_file, write_pieces
-from flexrlhf.runs.resumption import resume_runs
+from flexrlhf.runs.resume import resume_runs
 from flexrlhf.runs.run_directory import (
     RunStatus,
     moved_run,
@@ -38,6 +37,7 @@ from flexrlhf.runs.run_directory import (
     trim_lines,
     write_status,
 )
+from flexrlhf.runs.tensor_files import Piece, PieceReader, piece_file, write_pieces
 from flexrlhf.strategies.instructions import Checkpoint
 from flexrlhf.strategies.schedule import rounds, walk_round
 from flexrlhf.trainer.checkpointer import merged_progress

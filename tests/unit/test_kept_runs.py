@@ -13,7 +13,7 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.kept_runs import keep_runs
+from flexrlhf.runs.resume import keep_runs
 from flexrlhf.runs.run_directory import RunStatus, write_status
 
 SFT, REWARD, PPO = "quickstart-sft", "quickstart-reward", "quickstart-ppo"

@@ -36,9 +36,9 @@ from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.plan.disk_space import planned_disk
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.fingerprints import needed_extras, needed_libraries
 from flexrlhf.runs.free_space import check_free_space, disk_demands, disk_space
-from flexrlhf.runs.library_versions import needed_extras, needed_libraries
-from flexrlhf.runs.resumption import Resumption
+from flexrlhf.runs.resume import Resumption
 
 OK = Check("disk space", "ok", "enough")
 GB = 10**9

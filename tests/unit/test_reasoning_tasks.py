@@ -23,7 +23,7 @@ from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.runs.library_versions import needed_extras
+from flexrlhf.runs.fingerprints import needed_extras
 
 STAND_INS = Path(__file__).parents[1] / "fixtures" / "stand_ins"
 SUMS = "reasoning-gym:sums?size=4&largest=5"

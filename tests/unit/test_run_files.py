@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flexrlhf.errors import RunStopped
-from flexrlhf.runs.file_server import serve_files
-from flexrlhf.runs.run_files import RemoteFiles, RunFiles
+from flexrlhf.runs.remote_files import RemoteFiles, serve_files
+from flexrlhf.runs.run_files import RunFiles
 
 
 @pytest.fixture

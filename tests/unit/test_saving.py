@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flexrlhf.runs.checkpoint import model_writer, save_model
-from flexrlhf.runs.weight_writer import ModelFiles, TensorForm, forms_of, split_files
+from flexrlhf.runs.model_directory import ModelFiles, TensorForm, forms_of, model_writer, save_model, split_files
 from flexrlhf.weights.model_files import stored_tensors
 
 CONFIG = {

@@ -107,7 +107,7 @@ def dropped_prompts(reader: Reader) -> str:
 
 
 def changed_seed(_: Reader) -> str:
-    from flexrlhf.runs.resumption import resume_runs
+    from flexrlhf.runs.resume import resume_runs
 
     written_checkpoint(plan_of([1, 1, 1, 1], 2, "steps=9"), 4)
     return sentence(UserError, lambda: resume_runs((plan_of([1, 1, 1, 1], 2, "steps=9", "seed=5"),), "auto"))

@@ -10,7 +10,7 @@ from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.run_order import RunOrder
+from flexrlhf.runs.resume import RunOrder
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from flexrlhf.launch.rank_environment import child_environment
 from flexrlhf.launch.shared_directories import DirectoryFacts, look_for_probes
 from flexrlhf.launch.terms import Sides, difference, load_terms, terms_of
 from flexrlhf.plan.pipeline import make_plans
-from flexrlhf.runs.run_order import SHARED, load_orders
+from flexrlhf.runs.resume import ORDERS, SHARED
 
 POLL_SECONDS = 0.5
 """Longest time that a poll waits for something to report."""
@@ -109,7 +109,7 @@ class RankActor:
         node:           number of the planned node.
         first:          name of the driver, for the sentence.
         """
-        own, expected = load_orders(orders), load_terms(terms)
+        own, expected = ORDERS.validate_json(orders), load_terms(terms)
         sides = Sides(first, f"node {node} (host {socket.gethostname()})")
         try:
             plans = make_plans([order.spec for order in own])

@@ -29,7 +29,7 @@ from flexrlhf.launch.ray_job.ranks import (
 )
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.terms import Terms, dump_terms
-from flexrlhf.runs.run_order import dump_orders
+from flexrlhf.runs.resume import ORDERS
 from flexrlhf.text import ranks_text
 
 COMPARE_SECONDS = 900.0
@@ -51,7 +51,7 @@ def compare_machines(ranks: Sequence[ActorRank], job: JobStart, terms: Terms) ->
         for each in directories:
             if each.problem:
                 raise UserError(f"runs: {each.place} cannot be written ({each.problem})")
-        shared = (dump_orders(job.orders), dump_terms(terms), tuple(directories))
+        shared = (ORDERS.dump_json(job.orders).decode(), dump_terms(terms), tuple(directories))
         calls = [(each, each.actor.compare.remote(*shared, each.node, driver)) for each in firsts]
         sentence = next(filter(None, gathered(calls, COMPARE_SECONDS)), "")
     if sentence:
@@ -90,7 +90,7 @@ class Attempt:
 
         ``number``: of the attempt, from 0. Raises SignalException or KeyboardInterrupt on a signal.
         """
-        start_ranks(self.ranks, dump_orders(self.job.orders), number, self.job.max_restarts)
+        start_ranks(self.ranks, ORDERS.dump_json(self.job.orders).decode(), number, self.job.max_restarts)
         try:
             while any(each.is_running for each in self.ranks) and not self._has_failed:
                 self._poll()

@@ -1,25 +1,49 @@
-"""Beginning of each run of a command, as ``--resume`` requires, before ranks start."""
+"""Beginning of each run of a command, before ranks start: anew, from a checkpoint, or not at all if it is finished."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import load_spec, parse_spec
+from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, read_manifest
 from flexrlhf.runs.run_directory import read_status
-from flexrlhf.runs.run_order import RunOrder
+from flexrlhf.weights.model_files import weight_files
 
 AUTO = "auto"
-CONFIG = "config.yaml"
+CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 FREE = ("eval.",)
 """Settings that only evaluations depend on may change from one checkpoint to the next."""
+SHARED, OWN = "shared", "own"
+"""Words for the directories of the runs on a machine: those of rank 0's, or others of its own."""
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """A run that the ranks execute.
+
+    spec:        its settings.
+    candidates:  checkpoints that it may go on from, the newest first.
+    continues:   whether it goes on in its directory.
+    """
+
+    spec: Annotated[Spec, PlainSerializer(dump_spec), PlainValidator(lambda text: parse_spec(read_yaml(text)))]
+    candidates: tuple[Path, ...] = ()
+    continues: bool = False
+
+
+ORDERS = TypeAdapter(Sequence[RunOrder])
+"""JSON of orders, by which a command starts its ranks."""
 
 
 @dataclass(frozen=True)
@@ -145,3 +169,40 @@ def _check_settings(plan: Plan, before: Spec, where: Path) -> None:
             f"--resume {where}: {each.key} was {shown(each.first)} and is {shown(each.second)} now, which would change "
             f"the numbers of the run{more}; use {shown(each.first)}, or start a new run under another name"
         )
+
+
+def keep_runs(plans: tuple[Plan, ...]) -> list[Resumption]:
+    """Return how the runs begin, of which the last one and all that follow a changed one train anew."""
+    found: list[Resumption] = []
+    for plan in plans:
+        earlier_train = {path for each in found if not each.finished for path in each.plan.outputs}
+        is_kept = plan is not plans[-1] and not _starts_from(plan, earlier_train) and is_kept_run(plan)
+        found.append(Resumption(plan, finished=is_kept, continues=is_kept))
+    return found
+
+
+def is_kept_run(plan: Plan) -> bool:
+    """Return whether the run in the directory of ``plan`` has finished with every setting as in ``plan``.
+
+    A run that cannot be read is not kept: it trains anew, and its directory is renamed.
+    """
+    directory = plan.spec.directory
+    try:
+        status = read_status(directory)
+        if status is None or status.state != "finished" or status.steps != plan.spec.steps:
+            return False
+        written = load_spec(directory / CONFIG)
+        return dump_spec(written) == dump_spec(plan.spec) and all(map(_is_model, plan.outputs))
+    except UserError:
+        return False
+
+
+def _starts_from(plan: Plan, outputs: set[Path]) -> bool:
+    """Return whether a model of ``plan`` is one of ``outputs``, which an earlier run is about to write."""
+    paths = (model.path for _, model in plan.spec.models if model is not None)
+    return any(path is not None and Path(realpath(path)) in outputs for path in paths)
+
+
+def _is_model(directory: Path) -> bool:
+    """Return whether a directory has a model. Raises UserError for one without some of its files."""
+    return (directory / MODEL_CONFIG).is_file() and bool(weight_files("a saved model", directory))
